@@ -1,0 +1,37 @@
+"""GRPO with LoRA in TRL: update the vLLM policy by loading the adapter, instead of merging and sending every weight.
+
+    from trl_lora_sync import GRPOConfig, GRPOTrainer      # instead of: from trl import ...
+    args = GRPOConfig(use_vllm=True, vllm_mode="server", vllm_sync_strategy="lora_adapter", ...)
+
+The names are imported on first use.
+"""
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trl_lora_sync.adapter.export import ExportedAdapter, export_adapter
+    from trl_lora_sync.config import GRPOConfig
+    from trl_lora_sync.errors import LoRASyncError
+    from trl_lora_sync.trainers import GRPOTrainer
+
+__version__ = metadata.version("trl-lora-sync")
+__all__ = ["ExportedAdapter", "GRPOConfig", "GRPOTrainer", "LoRASyncError", "export_adapter"]
+
+_HOMES = {
+    "ExportedAdapter": "adapter.export",
+    "GRPOConfig": "trainers",  # with the check of the installed TRL
+    "GRPOTrainer": "trainers",
+    "LoRASyncError": "errors",
+    "export_adapter": "adapter.export",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

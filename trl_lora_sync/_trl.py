@@ -1,0 +1,95 @@
+"""Every private TRL name this package touches, checked at import.
+
+Read on TRL 1.11 to 1.16. What we rely on:
+
+- `trl.trainer.grpo_trainer.VLLMGeneration`, a module global that `GRPOTrainer.__init__` resolves when it builds its
+  generation object; there is no argument to pass another class. The rebinding below can go once TRL takes one.
+- `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
+- `GRPOTrainer.vllm_generation`, `._metrics`, `._last_loaded_step`.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import trl
+from packaging.version import Version
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+from trl_lora_sync.errors import UnsupportedTRLError
+
+OLDEST, BELOW = Version("1.11"), Version("1.17.dev0")
+_GENERATION_ATTRIBUTE = "VLLMGeneration"
+_GENERATE_PARAMETERS = ("self", "prompts", "images", "num_generations", "profiler")
+_INIT_PARAMETERS = frozenset(
+    {
+        "model", "accelerator", "processing_class", "mode", "structured_outputs_regex", "temperature", "top_p",
+        "top_k", "min_p", "repetition_penalty", "max_completion_length", "logprobs", "generation_kwargs",
+    }
+)  # fmt: skip
+_rebinding = threading.Lock()
+
+
+@contextmanager
+def generation_class(factory: Callable[..., VLLMGeneration]) -> Iterator[None]:
+    """Let `GRPOTrainer.__init__` build its generation object with `factory`, and put TRL's class back afterwards."""
+    with _rebinding:
+        original = getattr(grpo_trainer, _GENERATION_ATTRIBUTE)
+        setattr(grpo_trainer, _GENERATION_ATTRIBUTE, factory)
+        try:
+            yield
+        finally:
+            setattr(grpo_trainer, _GENERATION_ATTRIBUTE, original)
+
+
+def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozenset[str]) -> None:
+    """Hand metrics to the trainer's own logging, which averages them between two logs.
+
+    Args:
+        latest: names of which the last value is logged instead of the mean.
+    """
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in values.items():
+        if name in latest:
+            metrics[name] = [value]
+        else:
+            metrics[name].append(value)
+
+
+def forget_last_sync(trainer: Any) -> None:
+    """Make the trainer sync before it generates again, even at the same `global_step`."""
+    trainer._last_loaded_step = -1
+
+
+def check_trl() -> None:
+    """Raise unless the installed TRL has the names above.
+
+    Raises:
+        UnsupportedTRLError: says which TRL is supported.
+    """
+    found = Version(trl.__version__)
+    if not OLDEST <= found < BELOW:
+        raise _unsupported("it is outside that range")
+    if not hasattr(grpo_trainer, _GENERATION_ATTRIBUTE):
+        raise _unsupported("trl.trainer.grpo_trainer has no VLLMGeneration")
+    for method in ("_init_vllm", "sync_weights", "generate"):
+        if not callable(getattr(VLLMGeneration, method, None)):
+            raise _unsupported(f"VLLMGeneration has no method {method}")
+    if tuple(inspect.signature(VLLMGeneration.generate).parameters) != _GENERATE_PARAMETERS:
+        raise _unsupported("VLLMGeneration.generate takes other parameters")
+    missing = _INIT_PARAMETERS - set(inspect.signature(VLLMGeneration.__init__).parameters)
+    if missing:
+        raise _unsupported(f"VLLMGeneration takes no {', '.join(sorted(missing))}")
+
+
+def _unsupported(reason: str) -> UnsupportedTRLError:
+    return UnsupportedTRLError(
+        f"trl-lora-sync supports TRL 1.11 to 1.16, and TRL {trl.__version__} is installed: {reason}. "
+        "Install a supported one with: pip install 'trl>=1.11,<1.17'"
+    )
+
+
+check_trl()

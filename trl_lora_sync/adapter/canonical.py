@@ -1,0 +1,171 @@
+"""The canonical form of a LoRA adapter: pure tensor algebra.
+
+Every engine version computes the same for it: one rank everywhere, `lora_alpha == r` (scaling 1), no patterns, no
+rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows nothing of PEFT models, files or servers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.errors import AdapterNotFiniteError
+
+_KEY_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAModule:
+    """One adapted linear layer, as the trainer holds it.
+
+    Attributes:
+        name: module path in the base model, such as `model.layers.0.self_attn.q_proj`.
+        lora_A: shape `(r, in_features)`; may alias training storage.
+        lora_B: shape `(out_features, r)`; may alias training storage.
+        scaling: what the trainer multiplies `lora_B @ lora_A` with.
+    """
+
+    name: str
+    lora_A: Tensor
+    lora_B: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.lora_A.shape[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanonicalAdapter:
+    """A LoRA adapter that needs no further information to be served exactly.
+
+    Attributes:
+        tensors: PEFT's state-dict keys to contiguous CPU tensors that alias nothing.
+        rank: the one LoRA rank of all modules.
+        dtype: dtype of all tensors.
+        target_modules: last components of the adapted module paths, sorted.
+        fan_in_fan_out: carried over for PEFT; the engines ignore it.
+        base_model: what the trainer calls the base model.
+    """
+
+    tensors: dict[str, Tensor]
+    rank: int
+    dtype: torch.dtype
+    target_modules: tuple[str, ...]
+    base_model: str | None = None
+    fan_in_fan_out: bool = False
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def config(self) -> dict[str, object]:
+        """The content of `adapter_config.json`."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model,
+            "r": self.rank,
+            "lora_alpha": self.rank,
+            "target_modules": list(self.target_modules),
+            "bias": "none",
+            "use_rslora": False,
+            "use_dora": False,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+            "lora_dropout": 0.0,
+            "fan_in_fan_out": self.fan_in_fan_out,
+            "init_lora_weights": True,
+            "inference_mode": True,
+            "modules_to_save": None,
+        }
+
+
+def fold_scaling(lora_B: Tensor, scaling: float) -> Tensor:
+    """Return `lora_B * scaling` in float32, so the server may assume scaling 1.
+
+    Args:
+        lora_B: `(out_features, r)`, any float dtype; not modified and not aliased.
+    Source: vLLM <= 0.31 ignores `alpha_pattern` and SGLang ignores `use_rslora` (srt/lora/lora.py, 0.5.23).
+    """
+    return lora_B.detach().to(torch.float32, copy=True).mul_(scaling)
+
+
+def pad_rank(lora_A: Tensor, lora_B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Zero-pad the rows of `lora_A` and the columns of `lora_B` to `rank`; the product stays the same.
+
+    Source: vLLM <= 0.31 and SGLang size their buffers by one rank for all modules.
+    """
+    missing = rank - lora_A.shape[0]
+    if missing:
+        lora_A = torch.nn.functional.pad(lora_A, (0, 0, 0, missing))
+        lora_B = torch.nn.functional.pad(lora_B, (0, missing))
+    return lora_A, lora_B
+
+
+def canonicalize(
+    modules: Iterable[LoRAModule],
+    *,
+    dtype: torch.dtype,
+    base_model: str | None = None,
+    fan_in_fan_out: bool = False,
+) -> CanonicalAdapter:
+    """Fold the scaling, pad to one rank and cast, in that order.
+
+    Args:
+        modules: the adapted layers; not modified.
+        dtype: dtype the server computes LoRA in. `torch.float32` loses nothing.
+
+    Returns:
+        Tensors on the CPU that alias no training storage.
+    """
+    modules = list(modules)
+    _check_finite(modules)
+    rank = max(module.rank for module in modules)
+    tensors: dict[str, Tensor] = {}
+    for module in modules:
+        lora_B = fold_scaling(module.lora_B, module.scaling)
+        lora_A, lora_B = pad_rank(module.lora_A.detach(), lora_B, rank)
+        key = f"{_KEY_PREFIX}{module.name}"
+        tensors[f"{key}.lora_A.weight"] = _owned(lora_A, dtype)
+        tensors[f"{key}.lora_B.weight"] = _owned(lora_B, dtype)
+    return CanonicalAdapter(
+        tensors=tensors,
+        rank=rank,
+        dtype=dtype,
+        target_modules=tuple(sorted({module.name.rpartition(".")[2] for module in modules})),
+        base_model=base_model,
+        fan_in_fan_out=fan_in_fan_out,
+    )
+
+
+def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
+    """One zero module of `adapter`, one wider and one taller than it is; fits no base the adapter fits."""
+    (key_A, lora_A), (key_B, lora_B), *_ = adapter.tensors.items()
+    tensors = {
+        key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + 1),
+        key_B: lora_B.new_zeros(lora_B.shape[0] + 1, adapter.rank),
+    }
+    return replace(adapter, tensors=tensors)
+
+
+def _check_finite(modules: list[LoRAModule]) -> None:
+    # One flag for all matrices, so that a GPU is waited for once.
+    device = modules[0].lora_A.device
+    matrices = [matrix for module in modules for matrix in (module.lora_A, module.lora_B)]
+    finite = torch.stack([torch.isfinite(matrix).all().to(device) for matrix in matrices])
+    if not bool(finite.all()):
+        broken = next(m.name for m in modules if not (m.lora_A.isfinite().all() and m.lora_B.isfinite().all()))
+        raise AdapterNotFiniteError(
+            f"The LoRA matrices of {broken!r} hold NaN or infinity. Training has diverged; the last published version "
+            "stays active. Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+        )
+
+
+def _owned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(device="cpu", dtype=dtype, copy=True, memory_format=torch.contiguous_format)

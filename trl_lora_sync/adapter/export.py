@@ -1,0 +1,175 @@
+"""Read the active LoRA adapter of a live PEFT model and write it in canonical form.
+
+Knows PEFT's layers, but no launcher: the tensors of the model must be whole, not sharded.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.store import write_adapter
+from trl_lora_sync.adapter.support import (
+    check_active_adapters,
+    check_peft_config,
+    is_embedding_module,
+    refuse_module,
+)
+from trl_lora_sync.errors import UnsupportedAdapterError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+# Wrappers that put a component of their own into module paths; the served model has none of them.
+_WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_PEFT_PREFIX = "base_model.model."
+# LoRA layers with linear matrices that adapt something other than one linear layer.
+_OTHER_LAYERS = frozenset({"MultiheadAttention", "ParamWrapper"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedAdapter:
+    """What `export_adapter` wrote.
+
+    Attributes:
+        path: the directory, holding `adapter_model.safetensors` and `adapter_config.json`.
+        rank: the one LoRA rank of all modules.
+        dtype: dtype of all tensors.
+        target_modules: last components of the adapted module paths.
+        payload_bytes: size of all tensors.
+    """
+
+    path: Path
+    rank: int
+    dtype: torch.dtype
+    target_modules: tuple[str, ...]
+    payload_bytes: int
+
+
+def export_adapter(
+    model: "PeftModel",
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    adapter_name: str | None = None,
+) -> ExportedAdapter:
+    """Write the canonical adapter of a PEFT model, readable by PEFT, vLLM and SGLang alike.
+
+    The scaling of every module (alpha/r, alpha/sqrt(r), patterns) is folded into `lora_B` in float32 before the cast,
+    ranks are padded to one, and nothing but `lora_A` and `lora_B` is written. The model is not modified.
+
+    Args:
+        model: a `peft.PeftModel` with whole (not sharded) parameters.
+        directory: created by the call and filled in one rename; must not exist yet or be empty.
+        dtype: dtype to write. `None` takes the dtype of the base model's weights; `torch.float32` loses nothing.
+        adapter_name: which adapter; `None` takes the active one.
+
+    Returns:
+        Where it was written, and its rank and size.
+
+    Raises:
+        UnsupportedAdapterError: the adapter uses a feature that no server could serve exactly.
+        AdapterExportError: the directory is taken or cannot be written; nothing half-written is left.
+    """
+    adapter = read_adapter(model, dtype=dtype or base_dtype(model), adapter_name=adapter_name)
+    path = Path(directory)
+    write_adapter(path, adapter)
+    return ExportedAdapter(
+        path=path,
+        rank=adapter.rank,
+        dtype=adapter.dtype,
+        target_modules=adapter.target_modules,
+        payload_bytes=adapter.payload_bytes,
+    )
+
+
+def read_adapter(model: "PeftModel", *, dtype: torch.dtype, adapter_name: str | None = None) -> CanonicalAdapter:
+    """Copy an adapter out of the model in canonical form; arguments and errors as for `export_adapter`."""
+    if not hasattr(model, "peft_config"):
+        check_peft_config(None)
+    adapter_name = adapter_name or check_active_adapters(model.active_adapters)
+    config = _config_of(model, adapter_name)
+    check_peft_config(config)
+    return canonicalize(
+        collect_modules(model, adapter_name),
+        dtype=dtype,
+        base_model=config.base_model_name_or_path,
+        fan_in_fan_out=bool(config.fan_in_fan_out),
+    )
+
+
+def base_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of the base model's floating-point weights, which is what a server computes in by default."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and "lora_" not in name:
+            return parameter.dtype
+    return torch.float32
+
+
+def collect_modules(model: torch.nn.Module, adapter_name: str) -> list[LoRAModule]:
+    """List the layers that carry `adapter_name`, in model order, with the scaling PEFT applies to each.
+
+    Raises:
+        UnsupportedAdapterError: a layer computes something other than `scaling * lora_B @ lora_A`.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    modules = [
+        _read_layer(_served_path(path), layer, adapter_name)
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoraLayer) and _carries(layer, adapter_name)
+    ]
+    if not modules:
+        raise UnsupportedAdapterError(
+            f"The adapter {adapter_name!r} has no LoRA layer in this model, so there is nothing to serve. "
+            "Check target_modules of the LoraConfig."
+        )
+    return modules
+
+
+def _config_of(model: "PeftModel", adapter_name: str) -> Any:
+    if adapter_name not in model.peft_config:
+        known = ", ".join(repr(name) for name in model.peft_config)
+        raise UnsupportedAdapterError(f"The model has no adapter {adapter_name!r}. Choose one of {known}.")
+    return model.peft_config[adapter_name]
+
+
+def _carries(layer: Any, adapter_name: str) -> bool:
+    return adapter_name in layer.lora_A or adapter_name in layer.lora_embedding_A
+
+
+def _served_path(path: str) -> str:
+    components = [part for part in path.split(".") if part not in _WRAPPER_COMPONENTS]
+    return ".".join(components).removeprefix(_PEFT_PREFIX)
+
+
+def _read_layer(path: str, layer: Any, adapter_name: str) -> LoRAModule:
+    if adapter_name in layer.lora_embedding_A or is_embedding_module(path):
+        raise refuse_module(path)
+    lora_A, lora_B = layer.lora_A[adapter_name], layer.lora_B[adapter_name]
+    oddity = _oddity(layer, lora_A, lora_B, adapter_name)
+    if oddity:
+        raise UnsupportedAdapterError(
+            f"The LoRA layer {path!r} ({type(layer).__name__}) {oddity}, so its product lora_B @ lora_A is not what "
+            "the trainer computes and no server could serve it exactly. Use plain LoRA on linear layers, or set "
+            'vllm_sync_strategy="weights".'
+        )
+    return LoRAModule(name=path, lora_A=lora_A.weight, lora_B=lora_B.weight, scaling=float(layer.scaling[adapter_name]))
+
+
+def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str) -> str | None:
+    """What makes the layer more than plain LoRA, in words, or None."""
+    if type(layer).__name__ in _OTHER_LAYERS:
+        return "does not adapt one linear layer"
+    for matrix in (lora_A, lora_B):
+        if not isinstance(matrix, torch.nn.Linear):
+            return f"adapts with {type(matrix).__name__} instead of Linear matrices"
+        if matrix.bias is not None:
+            return "has a bias on a LoRA matrix"
+    if adapter_name in layer.lora_variant:
+        return f"uses the variant {type(layer.lora_variant[adapter_name]).__name__}"
+    if layer.merged:
+        return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
+    return None

@@ -1,0 +1,260 @@
+"""Versions of an adapter on disk: written once, never overwritten, deleted when nothing may read them any more.
+
+Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json}`. A live run holds a lock on
+`<root>/<run_id>/owner.json`, which the kernel releases however the process ends; that is how leftovers are told from
+the files of a run that is still going. Knows nothing of models or servers.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.errors import AdapterExportError
+
+logger = logging.getLogger(__name__)
+
+RUN_PREFIX = "lora-sync-"
+_OWNER_FILE = "owner.json"
+_PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAdapter:
+    """One version on disk.
+
+    Attributes:
+        name: what servers know it by, `<run_id>-v<version>`; never used twice.
+        version: counts the syncs of this run; 0 for what is only tried out.
+        path: the directory as this process sees it.
+        server_path: the same directory as the servers see it.
+        rank: LoRA rank.
+        payload_bytes: size of the tensors.
+    """
+
+    name: str
+    version: int
+    path: Path
+    server_path: str
+    rank: int
+    payload_bytes: int
+
+
+def new_run_id() -> str:
+    """A name no other run has, in any run folder or on any server: date for people, randomness for uniqueness."""
+    return f"{RUN_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def write_adapter(directory: Path, adapter: CanonicalAdapter, *, private: bool = False) -> None:
+    """Write `adapter` so that `directory` either holds all of it, durably, or does not exist.
+
+    Args:
+        directory: must not exist yet, or be empty.
+        private: give files mode 0600 and directories 0700 instead of the process's default.
+
+    Raises:
+        AdapterExportError: the directory is taken, or cannot be written (permissions, full disk).
+    """
+    if directory.is_dir() and any(directory.iterdir()):
+        raise AdapterExportError(
+            f"{directory} exists and is not empty. Adapters are never written over one another, because a server may "
+            "still read the old one. Choose a new directory."
+        )
+    partial = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.partial"
+    try:
+        partial.mkdir(parents=True)
+        _write_files(partial, adapter, private)
+        partial.rename(directory)
+        _fsync(directory.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _export_error(directory, adapter, error) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_files(partial: Path, adapter: CanonicalAdapter, private: bool) -> None:
+    tensors, config = partial / "adapter_model.safetensors", partial / "adapter_config.json"
+    save_file(adapter.tensors, tensors, metadata={"format": "pt"})
+    config.write_text(json.dumps(adapter.config(), indent=2, sort_keys=True))
+    for file in (tensors, config):
+        if private:
+            file.chmod(_PRIVATE_FILE)
+        _fsync(file)
+    if private:
+        partial.chmod(_PRIVATE_DIRECTORY)
+    _fsync(partial)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _export_error(directory: Path, adapter: CanonicalAdapter, error: Exception) -> AdapterExportError:
+    need = f"{adapter.payload_bytes / 1e6:.1f} MB"
+    code = getattr(error, "errno", None)
+    words = str(error)
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in words or "File too large" in words:
+        reason, fix = f"there is no room for the {need} of the adapter", "Free some space, or set lora_sync_dir"
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        reason, fix = "this process may not write there", "Make it writable, or set lora_sync_dir"
+    else:
+        reason, fix = f"writing the {need} of the adapter failed", "Check the path, or set lora_sync_dir"
+    return AdapterExportError(
+        f"The adapter could not be written to {directory}: {reason}. Nothing half-written was left. "
+        f"{fix} to a folder that both the trainer and the servers can use ({words})."
+    )
+
+
+class AdapterStore:
+    """The versions of one run. Not thread-safe; used by process 0 only.
+
+    Args:
+        root: folder shared by all runs; created if missing.
+        server_root: the same folder as the servers see it; `None` if they see it under the same path.
+        run_id: unique to the run, see `new_run_id`.
+
+    Raises:
+        AdapterExportError: `root` cannot be created or written.
+    """
+
+    def __init__(self, root: Path, *, server_root: str | None = None, run_id: str | None = None) -> None:
+        self.run_id = run_id or new_run_id()
+        self.root = root.expanduser().absolute()
+        self._server_root = (server_root or str(self.root)).rstrip("/")
+        self._lock: int | None = None
+        self._pid = os.getpid()
+
+    @property
+    def directory(self) -> Path:
+        return self.root / self.run_id
+
+    def open(self) -> None:
+        """Create the run folder and mark it as live; does nothing if it is open already."""
+        if self._lock is not None:
+            return
+        # Locked under another name first, so that a sweep never meets a run folder without its lock.
+        starting = self.root / f".{self.run_id}.starting"
+        try:
+            starting.mkdir(mode=_PRIVATE_DIRECTORY, parents=True)
+            self._lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
+            os.write(self._lock, json.dumps({"pid": os.getpid(), "host": _host(), "boot": _boot_id()}).encode())
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            starting.rename(self.directory)
+        except OSError as error:
+            self.close()
+            shutil.rmtree(starting, ignore_errors=True)
+            raise AdapterExportError(
+                f"The adapter folder {self.directory} cannot be created ({error}). Adapter versions are written there "
+                "for the servers to load. Set lora_sync_dir to a folder that this process can write and the servers "
+                "can read."
+            ) from error
+
+    def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
+        """Write a version, or a probe with a word for a version, under a name of its own; see `write_adapter`."""
+        self.open()
+        name = f"{self.run_id}-v{version}"
+        write_adapter(self.directory / name, adapter, private=True)
+        return StoredAdapter(
+            name=name,
+            version=version if isinstance(version, int) else 0,
+            path=self.directory / name,
+            server_path=f"{self._server_root}/{self.run_id}/{name}",
+            rank=adapter.rank,
+            payload_bytes=adapter.payload_bytes,
+        )
+
+    def delete(self, stored: StoredAdapter) -> None:
+        """Delete a version's files; never fails."""
+        shutil.rmtree(stored.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete everything this run wrote; never fails, and may be called again."""
+        if self._lock is None or self._pid != os.getpid():  # a forked child must not delete its parent's files
+            return
+        # Deleted before the lock is released, so that no sweep can meet it half-deleted.
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+        with contextlib.suppress(OSError):  # other runs may still use the root
+            self.root.rmdir()
+
+
+def sweep_leftovers(root: Path, forget: Callable[[str], None]) -> list[str]:
+    """Delete the folders of runs that ended without cleaning up, never those of a live one.
+
+    A run is dead only if its lock is free *and* it was started under this very kernel, because a lock taken on
+    another host need not be visible here. Anything else is left alone and named in the log.
+
+    Args:
+        root: the folder shared by all runs.
+        forget: called with every adapter name of a dead run before its files go, to unload it from the servers.
+
+    Returns:
+        The run ids that were swept.
+    """
+    swept = []
+    for directory in sorted(root.glob(f"{RUN_PREFIX}*")):
+        lock = _lock_if_dead(directory)
+        if lock is None:
+            continue
+        try:
+            for version in sorted(directory.glob(f"{directory.name}-v*")):
+                forget(version.name)
+            shutil.rmtree(directory, ignore_errors=True)
+            swept.append(directory.name)
+        finally:
+            os.close(lock)
+    return swept
+
+
+def _lock_if_dead(directory: Path) -> int | None:
+    """Take the lock of a dead run, so that no second sweep starts; None for a live or foreign one."""
+    try:
+        lock = os.open(directory / _OWNER_FILE, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner = json.loads(os.read(lock, 4096) or b"{}")
+        if owner.get("boot") == _boot_id():
+            return lock
+        logger.info(
+            "Left %s alone: it belongs to a run on host %s, which cannot be seen to have ended from here. "
+            "Delete it by hand if that run is over.",
+            directory,
+            owner.get("host"),
+        )
+    except (OSError, ValueError):
+        pass  # locked by its live run, or not ours to judge
+    os.close(lock)
+    return None
+
+
+def _boot_id() -> str:
+    """Names this kernel since it booted; containers of one host share it, other hosts never do."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{_host()}-unknown"
+
+
+def _host() -> str:
+    return os.uname().nodename

@@ -1,0 +1,205 @@
+"""Which PEFT features can be served exactly, as an allow-list, and why the others cannot.
+
+A setting is accepted only if a plain LoRA adapter (`lora_A`, `lora_B`, one scaling) reproduces what the trainer
+computes. Everything else is refused before a model is loaded, because the engines accept much of it with HTTP 200 and
+then sample from another policy. Fields that a future PEFT adds are refused as soon as they leave their default.
+
+This module reads configurations only; `adapter.export` looks at the live model.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from trl_lora_sync.errors import UnsupportedAdapterError
+
+SERVABLE_TARGETS_ERROR = (
+    "the embedding and the output head are served by few architectures, and tied weights differ between the "
+    "trainer and the server"
+)
+_EMBEDDING_MODULES = frozenset({"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out"})
+_WEIGHTS_WAY_OUT = 'or set vllm_sync_strategy="weights", which merges the adapter and sends every weight'
+
+# Fields whose value never changes what a plain LoRA adapter computes, or that the export resolves.
+_ANY_VALUE = frozenset(
+    {
+        # what the config says about itself
+        "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode",
+        # resolved by the export: real per-module scaling and ranks are read from the model
+        "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
+        # which modules exist is read from the model
+        "exclude_modules", "layers_to_transform", "layers_pattern",
+        # training time only, or orientation of the base weight only
+        "lora_dropout", "fan_in_fan_out", "runtime_config",
+        # read by PEFT only beside a switch that is refused below
+        "qalora_group_size", "megatron_core", "eva_config",
+    }
+)  # fmt: skip
+
+# Inits that leave the base weights as the checkpoint has them, so that the server's base equals the trainer's.
+# Source: peft/tuners/lora/layer.py `update_layer`, 0.21.2.
+_PURE_INITS = (True, False, "gaussian", "eva", "orthogonal")
+
+# Field -> why a value that is set cannot be served. Only an unset (falsy) value passes.
+_REFUSED_WHEN_SET = {
+    "use_dora": "DoRA rescales the merged weight by a magnitude vector, which vLLM rejects and SGLang cannot apply",
+    "lora_bias": "the bias of lora_B is dropped or written over other weights by the servers",
+    "modules_to_save": "fully trained modules are not part of a LoRA adapter, so the server would keep the base ones",
+    "trainable_token_indices": "trained token embeddings are not part of a LoRA adapter and would be skipped silently",
+    "alora_invocation_tokens": "activated LoRA switches on in the middle of a prompt, which the servers ignore",
+    "layer_replication": "the server has no replicated layers to put the extra adapters on",
+    "use_qalora": "QA-LoRA pools its input by quantisation group, which the servers do not",
+    "use_bdlora": "block-diagonal LoRA has another layout than the one the servers load",
+    "target_parameters": "adapters on fused expert parameters have a layout that differs between engine versions "
+    "and is loaded silently wrong by some",
+    "megatron_config": "Megatron layers are sharded and named differently from the served model",
+    "arrow_config": "Arrow routes between several adapters at run time",
+    "kasa_config": "KaSA rewrites the base weights and adds a diagonal between lora_A and lora_B",
+    "velora_config": "VeLoRA replaces the plain LoRA forward",
+    "monteclora_config": "MonteCLoRA samples its weights at run time",
+    "loftq_config": "LoftQ rewrites the base weights, so the server's base would differ from the trainer's",
+    "corda_config": "CorDA rewrites the base weights, so the server's base would differ from the trainer's",
+    "lora_ga_config": "LoRA-GA rewrites the base weights, so the server's base would differ from the trainer's",
+    "ensure_weight_tying": "tied adapters on the embedding and the output head cannot be served",
+}
+
+
+def _refuse(what: str, why: str, fix: str) -> UnsupportedAdapterError:
+    return UnsupportedAdapterError(
+        f'{what} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {fix}, {_WEIGHTS_WAY_OUT}.'
+    )
+
+
+def _check_bias(value: Any) -> None:
+    if value != "none":
+        raise _refuse(
+            f"LoraConfig(bias={value!r})",
+            "trained biases of the base layers are not part of what a server loads",
+            'Use bias="none"',
+        )
+
+
+def _check_init(value: Any) -> None:
+    if not any(value is pure or (isinstance(value, str) and value.lower() == pure) for pure in _PURE_INITS):
+        raise _refuse(
+            f"LoraConfig(init_lora_weights={value!r})",
+            "it is not one of the initialisations known to leave the base weights untouched "
+            "(PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA and the like rewrite them), so the server's base would differ from "
+            "the trainer's",
+            f"Use one of {', '.join(repr(pure) for pure in _PURE_INITS)}",
+        )
+
+
+def _check_targets(value: Any) -> None:
+    names = [value] if isinstance(value, str) else list(value or ())
+    for name in names:
+        if name.rpartition(".")[2] in _EMBEDDING_MODULES:
+            raise refuse_module(name)
+
+
+_CHECKED: dict[str, Callable[[Any], None]] = {
+    "bias": _check_bias,
+    "init_lora_weights": _check_init,
+    "target_modules": _check_targets,
+}
+
+
+def refuse_module(name: str) -> UnsupportedAdapterError:
+    """The error for an adapter on the embedding or the output head."""
+    return _refuse(f"A LoRA adapter on {name!r}", SERVABLE_TARGETS_ERROR, "Leave it out of target_modules")
+
+
+def is_embedding_module(name: str) -> bool:
+    """Whether a module path ends in the embedding or the output head, by the names Transformers gives them."""
+    return name.rpartition(".")[2] in _EMBEDDING_MODULES
+
+
+def check_peft_config(config: Any) -> None:
+    """Refuse a PEFT configuration that no server could serve exactly.
+
+    Args:
+        config: the `peft_config` given to the trainer, or the active one of a `PeftModel`; `None` if there is none.
+
+    Raises:
+        UnsupportedAdapterError: naming the PEFT type or the field, why it cannot be served, and what to do.
+
+    Source: the feature table of both engines, vLLM 0.22-0.33 (`vllm/lora/peft_helper.py`) and SGLang 0.5.10-0.5.23
+    (`sglang/srt/lora/lora.py`); PEFT 0.21.2 for the fields.
+    """
+    from peft import LoraConfig
+
+    if config is None:
+        raise UnsupportedAdapterError(
+            'vllm_sync_strategy="lora_adapter" needs a LoRA adapter, but there is no PEFT configuration. '
+            "Pass peft_config=LoraConfig(...) to the trainer (--use_peft on the command line) or a PeftModel, "
+            f"{_WEIGHTS_WAY_OUT}."
+        )
+    # AdaLoraConfig and others derive from LoraConfig, so the type must match exactly.
+    if type(config) is not LoraConfig:
+        kind = getattr(config.peft_type, "value", config.peft_type) if hasattr(config, "peft_type") else None
+        raise _refuse(
+            f"PEFT type {kind or type(config).__name__} ({type(config).__name__})",
+            "vLLM and SGLang load plain LoRA adapters only",
+            "Use peft.LoraConfig",
+        )
+    for field in dataclasses.fields(config):
+        _check_field(field, getattr(config, field.name))
+
+
+def _check_field(field: "dataclasses.Field[Any]", value: Any) -> None:
+    if field.name in _ANY_VALUE:
+        return
+    if field.name in _CHECKED:
+        _CHECKED[field.name](value)
+    elif field.name in _REFUSED_WHEN_SET:
+        if value:
+            raise _refuse(f"LoraConfig({field.name}={value!r})", _REFUSED_WHEN_SET[field.name], "Leave it unset")
+    elif value != _default_of(field):
+        raise _refuse(
+            f"LoraConfig({field.name}={value!r})",
+            "this version of trl-lora-sync does not know the field, so it cannot tell whether a server would "
+            "compute the same",
+            "Leave it at its default",
+        )
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def check_active_adapters(active: Iterable[str]) -> str:
+    """Return the one active adapter.
+
+    Raises:
+        UnsupportedAdapterError: when several adapters are active at once (their sum is not one LoRA adapter).
+    """
+    names = list(active)
+    if len(names) != 1:
+        raise UnsupportedAdapterError(
+            f"{len(names)} active adapters ({', '.join(names) or 'none'}), but a server samples from exactly one. "
+            f"Activate the one to train with model.set_adapter(name), {_WEIGHTS_WAY_OUT}."
+        )
+    return names[0]
+
+
+def check_model(model: Any, peft_config: Any) -> None:
+    """Refuse what the trainer was given, a model or its name and a PEFT configuration, before anything is loaded.
+
+    Raises:
+        UnsupportedAdapterError: as for `check_peft_config` and `check_active_adapters`.
+    """
+    if hasattr(model, "peft_config"):
+        peft_config = model.peft_config[check_active_adapters(model.active_adapters)]
+    check_peft_config(peft_config)
+
+
+def supported_features() -> dict[str, str]:
+    """Every `LoraConfig` field this version knows, with how it is treated; the support table is made from it."""
+    table = dict.fromkeys(sorted(_ANY_VALUE), "any value")
+    table |= {"bias": 'only "none"', "target_modules": "any, but not the embedding or the output head"}
+    table["init_lora_weights"] = "only " + ", ".join(repr(pure) for pure in _PURE_INITS)
+    table |= {name: f"refused: {why}" for name, why in _REFUSED_WHEN_SET.items()}
+    return table

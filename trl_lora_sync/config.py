@@ -1,0 +1,243 @@
+"""TRL's configuration with the fields of adapter sync, all checked together before a model is loaded."""
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+import trl
+
+from trl_lora_sync.errors import UnsupportedSettingError
+
+if TYPE_CHECKING:
+    from trl_lora_sync.sync import SyncSettings
+
+_SHARED_MEMORY = Path("/dev/shm")
+# What a collective needs beyond the time that process 0 may take.
+_COLLECTIVE_MARGIN_S = 30.0
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
+    r"""TRL's `GRPOConfig` with the choice of how the policy reaches the vLLM server.
+
+    With `vllm_sync_strategy="weights"`, the default, it is TRL's own in every respect.
+
+    Args:
+        vllm_sync_strategy (`str`, *optional*, defaults to `"weights"`):
+            How the server gets the policy. `"weights"`: TRL merges the adapter and sends every weight over NCCL.
+            `"lora_adapter"`: the LoRA adapter is written and the server loads it; the base weights are never touched.
+            Needs `use_vllm=True`, `vllm_mode="server"` and a `LoraConfig`.
+        vllm_server_engine (`str`, *optional*, defaults to `"auto"`):
+            Which engine the server runs: `"vllm"`, or `"auto"` to ask it. `"sglang"` is not supported yet.
+        lora_sync_dir (`str`, *optional*):
+            Folder in which the trainer writes adapter versions, for the server to read. Defaults to a folder in
+            `/dev/shm` when the server is on this host, else to `lora_sync` under `output_dir`.
+        lora_sync_server_dir (`str`, *optional*):
+            The same folder as the server sees it, if it is mounted elsewhere there.
+        lora_sync_keep (`int`, *optional*, defaults to `2`):
+            How many versions stay registered on the server. Files are deleted one version later.
+        lora_sync_timeout (`float`, *optional*, defaults to `120.0`):
+            Seconds that one sync may take before it fails on every process.
+        lora_sync_generation_timeout (`float`, *optional*, defaults to `1200.0`):
+            Seconds that the completions of one generation step may take before it fails on every process. Must stay
+            below `ddp_timeout`, because the other processes wait.
+        lora_sync_dtype (`str`, *optional*, defaults to `"auto"`):
+            Dtype the adapter is written in: `"auto"` for the trainer's base weights', or `"bfloat16"`, `"float16"`,
+            `"float32"`. With a trainer that keeps its base in float32 and a server that runs in bfloat16,
+            `"bfloat16"` halves the bytes.
+
+    The server's API key is read from the environment variable `VLLM_API_KEY`, never from a field.
+    """
+
+    vllm_sync_strategy: Literal["weights", "lora_adapter"] = field(
+        default="weights",
+        metadata={
+            "help": "How the vLLM server gets the policy. 'weights': TRL merges the adapter and sends every weight. "
+            "'lora_adapter': the LoRA adapter is written and the server loads it. The latter needs use_vllm=True, "
+            "vllm_mode='server' and a LoraConfig."
+        },
+    )
+    vllm_server_engine: Literal["auto", "vllm", "sglang"] = field(
+        default="auto",
+        metadata={
+            "help": "Engine of the server, used with vllm_sync_strategy='lora_adapter'. 'auto' asks the server; "
+            "'sglang' is not supported yet."
+        },
+    )
+    lora_sync_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder in which the trainer writes adapter versions for the server to read. Defaults to a folder "
+            "in /dev/shm when the server is on this host, else to 'lora_sync' under output_dir."
+        },
+    )
+    lora_sync_server_dir: str | None = field(
+        default=None,
+        metadata={"help": "The folder of lora_sync_dir as the server sees it, if it is mounted elsewhere there."},
+    )
+    lora_sync_keep: int = field(
+        default=2,
+        metadata={"help": "How many adapter versions stay registered on the server, at least 1."},
+    )
+    lora_sync_timeout: float = field(
+        default=120.0,
+        metadata={"help": "Seconds that one adapter sync may take before it fails on every process."},
+    )
+    lora_sync_generation_timeout: float = field(
+        default=1200.0,
+        metadata={
+            "help": "Seconds that the completions of one generation step may take before it fails on every process. "
+            "Must stay below ddp_timeout."
+        },
+    )
+    lora_sync_dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
+        default="auto",
+        metadata={"help": "Dtype the adapter is written in; 'auto' takes that of the trainer's base weights."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("vllm_sync_strategy", self.vllm_sync_strategy, ("weights", "lora_adapter"))
+        if self.vllm_sync_strategy == "lora_adapter":
+            check_sync_fields(self)
+
+
+def check_sync_fields(args: Any) -> None:
+    """Refuse settings that contradict adapter sync.
+
+    Raises:
+        UnsupportedSettingError: naming the field, the value seen and the one expected.
+    """
+    check_choice("vllm_server_engine", args.vllm_server_engine, ("auto", "vllm", "sglang"))
+    check_choice("lora_sync_dtype", args.lora_sync_dtype, ("auto", "bfloat16", "float16", "float32"))
+    if args.vllm_server_engine == "sglang":
+        raise _contradiction(
+            'vllm_server_engine="sglang"', "SGLang servers are not supported yet", 'Use a vLLM server and "auto"'
+        )
+    if not args.use_vllm:
+        raise _contradiction("use_vllm=False", "the adapter is loaded by a vLLM server", "Set use_vllm=True")
+    if args.vllm_mode != "server":
+        raise _contradiction(
+            f"vllm_mode={args.vllm_mode!r}",
+            "adapters are loaded over HTTP, and an engine inside the trainer is not supported yet",
+            'Set vllm_mode="server" and start a server with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL '
+            "--enable-lora --max-lora-rank R",
+        )
+    if args.lora_sync_keep < 1:
+        raise _contradiction(
+            f"lora_sync_keep={args.lora_sync_keep}", "at least the active version must stay", "Set it to 1 or more"
+        )
+    for name in ("lora_sync_timeout", "lora_sync_generation_timeout"):
+        _check_timeout(name, getattr(args, name), args)
+    _check_generation_kwargs(args.generation_kwargs or {})
+    server_url(args)
+
+
+def _check_timeout(name: str, seconds: float, args: Any) -> None:
+    if seconds <= 0:
+        raise UnsupportedSettingError(f"{name}={seconds:g} leaves no time at all. Give it in seconds, above 0.")
+    if args.world_size > 1 and seconds > args.ddp_timeout - _COLLECTIVE_MARGIN_S:
+        raise UnsupportedSettingError(
+            f"{name}={seconds:g} is too long for ddp_timeout={args.ddp_timeout}: the other processes wait inside a "
+            f"collective, which needs {_COLLECTIVE_MARGIN_S:g} s more. Lower {name} or raise ddp_timeout."
+        )
+
+
+def _check_generation_kwargs(generation_kwargs: dict[str, Any]) -> None:
+    from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
+
+    reserved = sorted(RESERVED_FIELDS & generation_kwargs.keys())
+    if reserved:
+        raise _contradiction(
+            f"generation_kwargs with {', '.join(map(repr, reserved))}",
+            "these fields choose the policy and the shape of the answer, and are set for every request",
+            "Remove them",
+        )
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is none of `choices`; dataclasses do not check `Literal` themselves."""
+    if value not in choices:
+        raise UnsupportedSettingError(f"{name}={value!r} is not known. Choose one of {', '.join(map(repr, choices))}.")
+
+
+def server_url(args: Any) -> str:
+    """The server's base URL from TRL's fields, without a trailing slash.
+
+    Raises:
+        UnsupportedSettingError: it is no HTTP URL, names several servers, or carries a key.
+    """
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    if "," in url:
+        raise _contradiction(
+            f"vllm_server_base_url={url!r}", "several servers are not supported yet", "Name one server"
+        )
+    parts = urlsplit(url)
+    if parts.username or parts.password or parts.query:
+        raise UnsupportedSettingError(
+            "vllm_server_base_url carries a user, password or query. URLs end up in logs and checkpoints. "
+            "Give the plain URL, and the key in the environment variable VLLM_API_KEY."
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UnsupportedSettingError(
+            f"vllm_server_base_url={url!r} is not a URL. Expected something like http://localhost:8000."
+        )
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def is_local_url(url: str) -> bool:
+    """Whether the host in `url` is this one: one of its addresses can be bound here."""
+    host = urlsplit(url).hostname or ""
+    try:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in addresses)
+
+
+def _can_bind(family: int, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
+def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
+    """Where versions are written if `lora_sync_dir` is not given."""
+    if is_local and _SHARED_MEMORY.is_dir():
+        return _SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
+    return Path(output_dir) / "lora_sync"
+
+
+def sync_settings(args: GRPOConfig) -> "SyncSettings":
+    """The trainer's arguments as the one object that is passed down."""
+    import torch
+
+    from trl_lora_sync.sync import SyncSettings
+
+    url = server_url(args)
+    is_local = is_local_url(url)
+    return SyncSettings(
+        base_url=url,
+        engine=args.vllm_server_engine,
+        is_local=is_local,
+        root=Path(args.lora_sync_dir) if args.lora_sync_dir else default_sync_dir(is_local, args.output_dir),
+        server_root=args.lora_sync_server_dir,
+        keep=args.lora_sync_keep,
+        dtype=None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
+        sync_timeout_s=args.lora_sync_timeout,
+        startup_timeout_s=args.vllm_server_timeout,
+        generation_timeout_s=args.lora_sync_generation_timeout,
+    )
+
+
+def _contradiction(seen: str, why: str, fix: str) -> UnsupportedSettingError:
+    return UnsupportedSettingError(
+        f'{seen} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {fix}, or set '
+        'vllm_sync_strategy="weights".'
+    )

@@ -1,0 +1,1 @@
+"""The inference engines, each behind the protocol of `engines.base`."""

@@ -1,0 +1,175 @@
+"""The Engine protocol, and the values that cross it.
+
+An engine is one server at one URL. Differences between engines and their versions stay in the engine's own file or in
+`Capabilities`, which is filled once at connect; nobody else asks which engine it has.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.errors import DeadlineExceededError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadline:
+    """A point in time that all steps of one task share; on the monotonic clock, so it survives clock jumps."""
+
+    ends_at: float
+    budget_s: float
+    task: str
+
+    @classmethod
+    def after(cls, seconds: float, task: str) -> "Deadline":
+        return cls(ends_at=time.monotonic() + seconds, budget_s=seconds, task=task)
+
+    def remaining_s(self) -> float:
+        """Seconds left.
+
+        Raises:
+            DeadlineExceededError: none are.
+        """
+        left = self.ends_at - time.monotonic()
+        if left <= 0:
+            raise self.error()
+        return left
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.ends_at
+
+    def error(self, words: str = "") -> DeadlineExceededError:
+        """The error to raise once the time is up."""
+        detail = f" ({words})" if words else ""
+        return DeadlineExceededError(f"{self.task} did not finish within {self.budget_s:g} s{detail}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What one server is, read once at connect.
+
+    Attributes:
+        engine: `"vllm"`.
+        version: the engine's own version, such as `"0.31.0"`.
+        base_model: the name requests use for the base model.
+        base_root: what the server was told to load as its base (text to compare and show, never to open).
+        max_model_len: longest prompt plus completion in tokens, if the server tells.
+        logprobs_mode: `"processed_logprobs"`, `"raw_logprobs"`, or `"unknown"`.
+    """
+
+    engine: str
+    version: str
+    base_model: str
+    base_root: str
+    max_model_len: int | None
+    logprobs_mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptGroup:
+    """One prompt and how many completions to sample for it.
+
+    Attributes:
+        prompt: token ids, sent as they are; or text, which the server tokenizes.
+        count: number of completions, at least 1.
+        images: PIL images whose tokens are in `prompt`, or `None`.
+    """
+
+    prompt: list[int] | str
+    count: int
+    images: list[Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Every sampling field, always sent explicitly, so that no default of a server leaks in.
+
+    Attributes:
+        top_k: 0 switches it off.
+        logprobs: `None` for none, 0 for the sampled token's, N for up to N+1 per token.
+        regex: constrains the completion, or `None`.
+        image_token_id: the placeholder token of images in a prompt, if the model takes images.
+        extra: engine-specific fields, which win over the ones above.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    max_tokens: int
+    logprobs: int | None
+    regex: str | None = None
+    image_token_id: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled completion.
+
+    Attributes:
+        prompt_ids: the prompt the server sampled from.
+        token_ids: the completion, including the stop token if one was sampled.
+        logprobs: per token, most probable first; the inner length is 1 for `logprobs=0` and at most N+1 otherwise.
+        logprob_token_ids: the tokens that `logprobs` belong to, same shape.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[list[float | None]] | None
+    logprob_token_ids: list[list[int]] | None
+
+
+class Engine(Protocol):
+    """One server. Every method returns or raises by its deadline; all errors are `LoRASyncError`s."""
+
+    base_url: str
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What `connect` found."""
+
+    def connect(self, deadline: Deadline) -> Capabilities:
+        """Wait until the server is up, and check what can be checked without an adapter.
+
+        Raises:
+            ServerUnreachableError: nobody answered before the deadline.
+            ServerAuthError: the server wants another API key.
+            ServerSetupError: it was started in a way that adapter sync cannot work with.
+        """
+
+    def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+        """Whether `token_id` is in the vocabulary of the served base model."""
+
+    def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        """Make `adapter.name` selectable. Loading the same name and path again succeeds.
+
+        Raises:
+            AdapterRejectedError: the server refused it; it is not selectable.
+            ServerSetupError: a server flag has to change first.
+        """
+
+    def unload(self, adapter_name: str, deadline: Deadline) -> bool:
+        """Forget a name. A missing one counts as forgotten; returns False instead of raising on any failure."""
+
+    def loaded(self, deadline: Deadline) -> dict[str, str]:
+        """The adapters the server would serve: name to path."""
+
+    def generate(
+        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+    ) -> list[list[Completion]]:
+        """Sample `group.count` completions for each group from `model`, an adapter name or the base.
+
+        Raises:
+            AdapterLostError: the server does not know `model`.
+            WrongPolicyError: a completion came from another model.
+            GenerationError: the request failed, or the answer cannot be trained on.
+        """
+
+    def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
+        """Sample `count` completions for an OpenAI chat request, as rollout functions send it; errors as `generate`."""
+
+    def close(self) -> None:
+        """Release connections; never fails."""

@@ -1,0 +1,350 @@
+"""What a stock vLLM server accepts, answers and forgets (0.22 to 0.33).
+
+Uses the OpenAI routes and the runtime-loading routes only; the open development mode is never needed. An adapter is
+selected by naming it as the model. `load_inplace` is never sent: up to 0.32 the flag sticks to the adapter and every
+engine step reads it from disk again, which makes decoding four to six times slower (vllm#33791).
+"""
+
+import logging
+import math
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines import vllm_images
+from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.http import (
+    APIKey,
+    HTTPClient,
+    is_unreachable,
+    json_object,
+    retrying,
+    server_words,
+)
+from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
+from trl_lora_sync.errors import (
+    AdapterLostError,
+    AdapterNotVisibleError,
+    AdapterRejectedError,
+    GenerationError,
+    LoRASyncError,
+    ServerAuthError,
+    ServerError,
+    ServerSetupError,
+    ServerUnreachableError,
+    WrongPolicyError,
+)
+
+logger = logging.getLogger(__name__)
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+# Source: vllm/config/lora.py `MaxLoRARanks`.
+ALLOWED_MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_CONCURRENT_REQUESTS = 64
+_TRANSIENT_STATUSES = frozenset({502, 503, 504})
+# A server that restarts or a network that hiccups; longer outages are reported.
+_GENERATION_RETRY_S = 15.0
+# File systems shared over a network may show a new directory late (up to 30 s on FUSE mounts).
+_VISIBILITY_GRACE_S = {True: 1.0, False: 35.0}
+
+
+class VLLMEngine:
+    """One vLLM server; see the `Engine` protocol for the contract.
+
+    Args:
+        base_url: without a trailing slash and without `/v1`.
+        is_local: whether the server runs on this host.
+    """
+
+    def __init__(self, base_url: str, *, is_local: bool) -> None:
+        self.base_url = base_url
+        self._is_local = is_local
+        self._http = HTTPClient(
+            base_url, api_key=APIKey(API_KEY_VARIABLE), is_local=is_local, max_connections=_CONCURRENT_REQUESTS
+        )
+        self._capabilities: Capabilities | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self._capabilities is None:
+            raise LoRASyncError(f"connect() has not been called for {self.base_url}.")
+        return self._capabilities
+
+    # Connecting
+
+    def connect(self, deadline: Deadline) -> Capabilities:
+        version = str(json_object(self._get("/version", deadline), ServerSetupError).get("version", "unknown"))
+        base = self._base_model(deadline)
+        self._check_lora_is_on(deadline)
+        self._capabilities = Capabilities(
+            engine="vllm",
+            version=version,
+            base_model=base["id"],
+            base_root=str(base.get("root") or base["id"]),
+            max_model_len=base.get("max_model_len"),
+            logprobs_mode=self._logprobs_mode(base["id"], deadline),
+        )
+        return self._capabilities
+
+    def _base_model(self, deadline: Deadline) -> dict[str, Any]:
+        models = self._models(deadline)
+        base = next((model for model in models if not model.get("parent")), None)
+        if base is None:
+            raise ServerSetupError(f"{self.base_url} lists no base model under /v1/models. It said: {models!r}")
+        return base
+
+    def _models(self, deadline: Deadline) -> list[dict[str, Any]]:
+        content = json_object(self._get("/v1/models", deadline), ServerSetupError)
+        return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
+
+    def _check_lora_is_on(self, deadline: Deadline) -> None:
+        """Send a load of a directory that does not exist: how it is refused tells both switches, and leaves nothing.
+
+        Source: vLLM 0.31: 404 "Not Found" without the route, 500 without LoRA, 404 "No adapter found" with both.
+        """
+        nowhere = f"/nonexistent/{uuid.uuid4().hex}"
+        response = self._post(
+            "/v1/load_lora_adapter", {"lora_name": "trl-lora-sync-probe", "lora_path": nowhere}, deadline
+        )
+        words = server_words(response)
+        if response.status_code == 404 and "No adapter found" not in words:
+            raise ServerSetupError(
+                f"The vLLM server at {self.base_url} does not let adapters be loaded while it runs. "
+                "Restart it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment and --enable-lora "
+                f"--max-lora-rank R on its command line. It said: {words!r}"
+            )
+        if "LoRA is not enabled" in words:
+            raise ServerSetupError(
+                f"The vLLM server at {self.base_url} was started without LoRA support. Restart it with --enable-lora "
+                f"--max-lora-rank R, with R at least the adapter's rank. It said: {words!r}"
+            )
+
+    def _logprobs_mode(self, base_model: str, deadline: Deadline) -> str:
+        """Tell processed from raw log-probabilities: only processed ones are flattened by the temperature.
+
+        The mode is reported in the open development mode only, so it is measured. Source: vLLM 0.31, where the spread
+        of the top 5 is proportional to 1/T or constant.
+        """
+        sharp, flat = (self._spread(base_model, temperature, deadline) for temperature in (0.5, 2.0))
+        if sharp is None or flat is None or sharp < 1e-3:  # a uniform distribution looks the same either way
+            return "unknown"
+        return "processed_logprobs" if flat < 0.5 * sharp else "raw_logprobs"
+
+    def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
+        """The gap between the first and the fifth most probable token, or None if the server does not tell."""
+        sampling = Sampling(
+            temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, logprobs=5
+        )
+        body = {"model": base_model, "prompt": [0, 1, 2, 3], "stream": False, **sampling_fields(sampling, 1)}
+        response = self._post("/v1/completions", body, deadline)
+        try:
+            top = json_object(response, GenerationError)["choices"][0]["logprobs"]["top_logprobs"][0]
+            ranked = sorted(top.values(), reverse=True)[:5]
+            return float(ranked[0] - ranked[-1])
+        except (GenerationError, KeyError, IndexError, TypeError):
+            return None
+
+    def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+        body = {"model": self.capabilities.base_model, "prompt": [token_id], "max_tokens": 1}
+        return "out of vocabulary" not in server_words(self._post("/v1/completions", body, deadline))
+
+    # Adapters
+
+    def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        grace = Deadline.after(_VISIBILITY_GRACE_S[self._is_local], "waiting for the directory to appear")
+
+        def may_repeat(error: BaseException) -> bool:
+            return is_unreachable(error) or (isinstance(error, AdapterNotVisibleError) and not grace.is_over())
+
+        for attempt in retrying(deadline, may_repeat):
+            with attempt:
+                self._load_once(adapter, deadline)
+
+    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        response = self._post(
+            "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.server_path}, deadline
+        )
+        words = server_words(response)
+        # A repeated request finds its own first attempt; the listing below tells it from a stranger's.
+        if response.status_code != 200 and "already been loaded" not in words:
+            raise self._load_error(adapter, response.status_code, words)
+        path = self.loaded(deadline).get(adapter.name)
+        if path != adapter.server_path:
+            raise AdapterRejectedError(
+                f"{self.base_url} accepted the adapter {adapter.name!r} but lists it with path {path!r} instead of "
+                f"{adapter.server_path!r}. Every version needs a name of its own; does another process load adapters "
+                f"on this server, or does a proxy spread requests over several? It said: {words!r}"
+            )
+
+    def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
+        if "No adapter found" in words:
+            return AdapterNotVisibleError(
+                f"{self.base_url} does not find the adapter at {adapter.server_path}. The trainer wrote it to "
+                f"{adapter.path} (mode 0700, so the server must run as the same user). Let both see one folder: set "
+                "lora_sync_dir to a shared one, and lora_sync_server_dir to where the server has it mounted. "
+                f"It said: {words!r}"
+            )
+        if "max_lora_rank" in words:
+            return ServerSetupError(
+                f"The vLLM server at {self.base_url} was started with a --max-lora-rank below the adapter's rank "
+                f"{adapter.rank}. The server must reserve at least the adapter's rank. Restart it with "
+                f"--max-lora-rank {_flag_rank(adapter.rank)}. It said: {words!r}"
+            )
+        return AdapterRejectedError(
+            f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
+            "the server's base model; check that the server serves the model that is being trained. "
+            f"It said: {words!r}"
+        )
+
+    def unload(self, adapter_name: str, deadline: Deadline) -> bool:
+        # Releases the name only; vLLM frees memory by displacement. It may answer 500 for an evicted adapter.
+        try:
+            response = self._post("/v1/unload_lora_adapter", {"lora_name": adapter_name}, deadline)
+        except LoRASyncError as error:
+            logger.debug("Unloading %s failed: %s", adapter_name, error)
+            return False
+        return response.status_code in (200, 404)
+
+    def loaded(self, deadline: Deadline) -> dict[str, str]:
+        return {model["id"]: str(model.get("root")) for model in self._models(deadline) if model.get("parent")}
+
+    # Generation
+
+    def generate(
+        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+    ) -> list[list[Completion]]:
+        if any(group.images for group in groups):
+            batches = [[index] for index in range(len(groups))]
+        else:
+            batches = _batches(groups)
+        with ThreadPoolExecutor(max_workers=min(_CONCURRENT_REQUESTS, max(1, len(batches)))) as pool:
+            answers = list(
+                pool.map(
+                    lambda batch: self._generate_batch(model, [groups[i] for i in batch], sampling, deadline), batches
+                )
+            )
+        completions: list[list[Completion]] = [[] for _ in groups]
+        for batch, answer in zip(batches, answers, strict=True):
+            for index, found in zip(batch, answer, strict=True):
+                completions[index] = found
+        return completions
+
+    def _generate_batch(
+        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+    ) -> list[list[Completion]]:
+        if groups[0].images:
+            path, body = vllm_images.request_for(self._post, model, groups[0], sampling, deadline)
+        else:
+            path = "/v1/completions"
+            body = {
+                "model": model,
+                "prompt": [group.prompt for group in groups],
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+                "stream": False,
+                **sampling_fields(sampling, groups[0].count),
+            }
+        content = json_object(self._sample(path, body, model, deadline), GenerationError)
+        self._check_policy(content, model)
+        return self._completions(content, groups, sampling)
+
+    def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
+        """Sampling again does no harm, so a broken connection or a busy server is tried again for a while."""
+        for attempt in retrying(deadline, is_unreachable, at_most_s=_GENERATION_RETRY_S):
+            with attempt:
+                response = self._post(path, body, deadline)
+        words = server_words(response)
+        if response.status_code == 404 and "does not exist" in words:
+            raise AdapterLostError(
+                f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was probably restarted. "
+                f"Restart the run from its last checkpoint once the server is up again. It said: {words!r}"
+            )
+        if response.status_code != 200:
+            raise GenerationError(
+                f"{self.base_url} could not sample from {model!r} (HTTP {response.status_code}). It said: {words!r}"
+            )
+        return response
+
+    def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
+        content = json_object(self._sample("/v1/chat/completions", body, body["model"], deadline), GenerationError)
+        self._check_policy(content, body["model"])
+        # The prompt is rendered by the server and comes back once for all choices.
+        group = PromptGroup(prompt=content.get("prompt_token_ids") or "", count=count)
+        return self._completions(content, [group], sampling)[0]
+
+    def _check_policy(self, content: dict[str, Any], model: str) -> None:
+        # The token route of some versions does not name the model; it refuses unknown ones with 404 all the same.
+        if content.get("model", model) not in (model, None):
+            raise WrongPolicyError(
+                f"{self.base_url} answered with completions of {content['model']!r} where {model!r} was asked for. "
+                "They were not used. Is there a proxy in between, or VLLM_SKIP_MODEL_NAME_VALIDATION on the server?"
+            )
+
+    def _completions(
+        self, content: dict[str, Any], groups: Sequence[PromptGroup], sampling: Sampling
+    ) -> list[list[Completion]]:
+        count = groups[0].count
+        try:
+            choices = sorted(content["choices"], key=lambda choice: choice["index"])
+            found = [read_completion(choice, groups[place // count], sampling) for place, choice in enumerate(choices)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise GenerationError(
+                f"{self.base_url} sent completions that cannot be trained on: {error or type(error).__name__}."
+            ) from error
+        if len(found) != len(groups) * count:
+            raise GenerationError(
+                f"{self.base_url} sent {len(found)} completions where {len(groups) * count} were asked for."
+            )
+        return [found[start : start + count] for start in range(0, len(found), count)]
+
+    # Requests
+
+    def _get(self, path: str, deadline: Deadline) -> httpx.Response:
+        """A GET that is repeated while the server is unreachable; only success comes back."""
+        for attempt in retrying(deadline, is_unreachable, at_most_s=_GENERATION_RETRY_S):
+            with attempt:
+                response = self._checked(self._http.request("GET", path, deadline))
+        if response.status_code != 200:
+            raise ServerSetupError(
+                f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not a vLLM server. "
+                f"Correct vllm_server_base_url or vllm_server_engine. It said: {server_words(response)!r}"
+            )
+        return response
+
+    def _post(self, path: str, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
+        return self._checked(self._http.request("POST", path, deadline, body=body))
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.status_code == 401:
+            state = "is set but was refused" if self._http.api_key.is_set else "is not set"
+            raise ServerAuthError(
+                f"{self.base_url} wants an API key, and {API_KEY_VARIABLE} {state} in the trainer's environment. "
+                f"Export {API_KEY_VARIABLE} with the key the server was started with."
+            )
+        if response.status_code in _TRANSIENT_STATUSES:
+            raise ServerUnreachableError(
+                f"{self.base_url} is up but not serving (HTTP {response.status_code}). It may be starting, paused or "
+                f"out of order; look at its log. It said: {server_words(response)!r}"
+            )
+        return response
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _batches(groups: Sequence[PromptGroup]) -> list[list[int]]:
+    """Indices of groups to send together: equal counts, and few enough requests to be in flight all at once."""
+    by_kind: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        by_kind[group.count, isinstance(group.prompt, str)].append(index)
+    size = math.ceil(len(groups) / _CONCURRENT_REQUESTS)
+    return [indices[i : i + size] for indices in by_kind.values() for i in range(0, len(indices), size)]
+
+
+def _flag_rank(rank: int) -> int:
+    return next((allowed for allowed in ALLOWED_MAX_LORA_RANKS if allowed >= rank), rank)

@@ -1,0 +1,91 @@
+"""The body of a vLLM sampling request and the choices of its answer, without any HTTP."""
+
+import math
+from typing import Any
+
+from trl_lora_sync.engines.base import Completion, PromptGroup, Sampling
+
+# Fields of a completion request that belong to this package; `generation_kwargs` may not change them.
+RESERVED_FIELDS = frozenset(
+    {
+        "model", "prompt", "messages", "n", "best_of", "stream", "echo", "logprobs", "top_logprobs",
+        "return_token_ids", "return_tokens_as_token_ids", "token_ids", "features", "request_id",
+    }
+)  # fmt: skip
+
+
+def sampling_fields(sampling: Sampling, count: int) -> dict[str, Any]:
+    """vLLM's names for the sampling fields, all of them explicit."""
+    fields: dict[str, Any] = {
+        "n": count,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_tokens": sampling.max_tokens,
+        "logprobs": sampling.logprobs,
+    }
+    if sampling.regex is not None:
+        fields["structured_outputs"] = {"regex": sampling.regex}
+    return fields | dict(sampling.extra)
+
+
+def read_completion(choice: dict[str, Any], group: PromptGroup, sampling: Sampling) -> Completion:
+    """Check one choice and bring it into the shape TRL expects.
+
+    Raises:
+        ValueError: with the reason why it cannot be trained on.
+    """
+    token_ids = choice["token_ids"]
+    if choice.get("finish_reason") in (None, "abort", "error"):
+        raise ValueError(f"a completion ended with finish_reason={choice.get('finish_reason')!r}")
+    prompt_ids = choice.get("prompt_token_ids")
+    if isinstance(group.prompt, str):
+        if prompt_ids is None:
+            raise ValueError("a text prompt came back without its token ids")
+    elif prompt_ids is not None and prompt_ids != group.prompt:
+        raise ValueError("a completion belongs to another prompt than the one that was sent")
+    logprobs = logprob_token_ids = None
+    if sampling.logprobs is not None:
+        logprobs, logprob_token_ids = read_logprobs(choice["logprobs"], token_ids)
+    return Completion(
+        prompt_ids=list(group.prompt) if prompt_ids is None else prompt_ids,  # type: ignore[arg-type]
+        token_ids=token_ids,
+        logprobs=logprobs,
+        logprob_token_ids=logprob_token_ids,
+    )
+
+
+def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[list[float | None]], list[list[int]]]:
+    """Per token, the log-probabilities by falling probability and the tokens they belong to.
+
+    The sampled token is always among them, even outside the top N. NaN alternatives become None, as in TRL.
+
+    Raises:
+        ValueError: a length mismatch, or a sampled token whose log-probability is not finite.
+    """
+    if "content" in logprobs:  # chat completions and the token route
+        positions = [
+            (entry["token"], entry["logprob"], {top["token"]: top["logprob"] for top in entry["top_logprobs"]})
+            for entry in logprobs["content"]
+        ]
+    else:
+        positions = list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
+    if len(positions) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens came with {len(positions)} log-probabilities")
+    values: list[list[float | None]] = []
+    ids: list[list[int]] = []
+    for token_id, (token, logprob, alternatives) in zip(token_ids, positions, strict=True):
+        if _token_id(token) != token_id:
+            raise ValueError(f"token {token_id} came with the log-probability of {token!r}")
+        if logprob is None or not math.isfinite(logprob) or logprob <= -9999.0:
+            raise ValueError(f"the sampled token {token_id} has the log-probability {logprob!r}")
+        ranked = sorted(({token: logprob} | (alternatives or {})).items(), key=lambda item: -item[1])
+        ids.append([_token_id(name) for name, _ in ranked])
+        values.append([None if math.isnan(value) else value for _, value in ranked])
+    return values, ids
+
+
+def _token_id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))

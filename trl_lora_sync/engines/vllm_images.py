@@ -1,0 +1,101 @@
+"""Image prompts on vLLM: rendered by the server first, then paired with the trainer's own token ids.
+
+The server takes either token ids or images in one request, never both. So the images go through
+`/v1/chat/completions/render` on their own, and the processed features it returns go with the token ids to
+`/inference/v1/generate`. The features depend on the images alone; where they sit in the prompt is set here.
+
+Source: the way TRL's own client does it (trl/generation/vllm_client.py, 1.11 and later).
+"""
+
+import base64
+import io
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.vllm_completions import sampling_fields
+from trl_lora_sync.errors import GenerationError, ServerSetupError
+
+_RENDER = "/v1/chat/completions/render"
+_GENERATE = "/inference/v1/generate"
+# Without it, n > 1 returns only the sequences that finished last (vllm#52399).
+_FINAL_ONLY = 2
+
+Post = Callable[[str, dict[str, Any], Deadline], httpx.Response]
+
+
+def request_for(
+    post: Post, model: str, group: PromptGroup, sampling: Sampling, deadline: Deadline
+) -> tuple[str, dict[str, Any]]:
+    """The route and body that sample from a prompt with images.
+
+    Raises:
+        ServerSetupError: the server does not offer the routes.
+        GenerationError: the prompt has not one run of image tokens per image.
+    """
+    if isinstance(group.prompt, str) or sampling.image_token_id is None:
+        raise GenerationError("A prompt with images needs token ids and the model's image token, and has neither.")
+    features = _render(post, model, group.images or [], deadline)
+    body = {
+        "request_id": f"trl-lora-sync-{uuid.uuid4().hex}",
+        "model": model,
+        "token_ids": group.prompt,
+        "features": place_images(features, group.prompt, sampling.image_token_id),
+        "sampling_params": sampling_fields(sampling, group.count) | {"output_kind": _FINAL_ONLY},
+    }
+    return _GENERATE, body
+
+
+def _render(post: Post, model: str, images: list[Any], deadline: Deadline) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    response = post(_RENDER, body, deadline)
+    if response.status_code == 404:
+        raise ServerSetupError(
+            f"The vLLM server does not offer {_RENDER}, which image prompts need. From vLLM 0.30 on, restart it with "
+            f"--enable-scale-out. It said: {server_words(response)!r}"
+        )
+    if response.status_code != 200:
+        raise GenerationError(
+            f"The vLLM server could not process the images of a prompt (HTTP {response.status_code}). "
+            f"It said: {server_words(response)!r}"
+        )
+    features = json_object(response, GenerationError).get("features")
+    if not isinstance(features, dict):
+        raise GenerationError("The vLLM server processed the images of a prompt but returned no features for them.")
+    return features
+
+
+def place_images(features: dict[str, Any], prompt_ids: list[int], image_token_id: int) -> dict[str, Any]:
+    """Point the features at the runs of image tokens in `prompt_ids`, one run per image.
+
+    Raises:
+        GenerationError: the number of runs is not the number of images.
+    """
+    placeholders: list[dict[str, int]] = []
+    previous = None
+    for offset, token in enumerate(prompt_ids):
+        if token == image_token_id:
+            if previous == image_token_id:
+                placeholders[-1]["length"] += 1
+            else:
+                placeholders.append({"offset": offset, "length": 1})
+        previous = token
+    expected = len(features["mm_placeholders"]["image"])
+    if len(placeholders) != expected:
+        raise GenerationError(
+            f"The prompt has {len(placeholders)} runs of image tokens but {expected} images. "
+            "It must have one run per image; check the chat template and the images of the dataset."
+        )
+    return {**features, "mm_placeholders": {**features["mm_placeholders"], "image": placeholders}}
+
+
+def data_url(image: Any) -> str:
+    """A PIL image as the data URL of its PNG."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,91 @@
+"""Every error this package raises on purpose.
+
+    LoRASyncError
+    ├── UnsupportedTRLError      (ImportError)       the installed TRL is not one we were read on
+    ├── UnsupportedSettingError  (ValueError)        a trainer setting that adapter sync cannot honour
+    │   └── UnsupportedAdapterError                  a PEFT feature that no server could serve exactly
+    ├── AdapterNotFiniteError    (ArithmeticError)   the adapter holds NaN or infinity
+    ├── AdapterExportError       (OSError)           the adapter could not be written
+    ├── DeadlineExceededError    (TimeoutError)      a sync or a request did not finish in time
+    ├── RemoteProcessError       (RuntimeError)      another training process failed in a way that does not pickle
+    └── ServerError              (RuntimeError)      anything that a server said or did
+        ├── ServerUnreachableError (ConnectionError) nobody answers at the URL
+        ├── ServerAuthError      (PermissionError)   the server wants another API key
+        ├── ServerSetupError                         the server runs, but was started with the wrong flags or model
+        ├── AdapterRejectedError                     the server refused to load an adapter
+        │   └── AdapterNotVisibleError               ... because it does not see the directory
+        ├── AdapterLostError                         the server no longer knows the version it was given
+        ├── GenerationError                          a generation request failed or came back malformed
+        └── WrongPolicyError                         a completion was not sampled by the active version
+
+A message says what was wrong, what was expected and what to do, and quotes the server's own words last.
+Errors travel between processes, so every one of them is built from a single message and pickles.
+"""
+
+
+class LoRASyncError(Exception):
+    """Root of all errors of this package."""
+
+
+class UnsupportedTRLError(LoRASyncError, ImportError):
+    """The installed TRL lacks a name this package builds on."""
+
+
+class UnsupportedSettingError(LoRASyncError, ValueError):
+    """A trainer setting contradicts `vllm_sync_strategy="lora_adapter"`."""
+
+
+class UnsupportedAdapterError(UnsupportedSettingError):
+    """The PEFT configuration or model uses a feature that a server could not serve exactly."""
+
+
+class AdapterNotFiniteError(LoRASyncError, ArithmeticError):
+    """The adapter holds NaN or infinity and was not published; a server would spread it to other requests."""
+
+
+class AdapterExportError(LoRASyncError, OSError):
+    """The adapter could not be written; nothing half-written is left behind."""
+
+
+class DeadlineExceededError(LoRASyncError, TimeoutError):
+    """A sync or a request did not finish in the time it was given."""
+
+
+class RemoteProcessError(LoRASyncError, RuntimeError):
+    """Another training process failed with an exception that could not be sent as it is."""
+
+
+class ServerError(LoRASyncError, RuntimeError):
+    """A server answered with an error, or not at all."""
+
+
+class ServerUnreachableError(ServerError, ConnectionError):
+    """No server answers at the URL."""
+
+
+class ServerAuthError(ServerError, PermissionError):
+    """The server refused the API key."""
+
+
+class ServerSetupError(ServerError):
+    """The server was started in a way that adapter sync cannot work with."""
+
+
+class AdapterRejectedError(ServerError):
+    """The server refused an adapter; the previous version stays active."""
+
+
+class AdapterNotVisibleError(AdapterRejectedError):
+    """The server does not see the directory that the trainer wrote."""
+
+
+class AdapterLostError(ServerError):
+    """The server no longer knows an adapter version that it had accepted."""
+
+
+class GenerationError(ServerError):
+    """A generation request failed, or its response cannot be trained on."""
+
+
+class WrongPolicyError(ServerError):
+    """A completion came from another model than the active adapter version."""

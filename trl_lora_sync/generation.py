@@ -1,0 +1,162 @@
+"""What TRL calls each step: `sync_weights()` and `generate()`.
+
+Takes the place of TRL's own generation object and keeps its contract, on every process: both methods are collective,
+prompts go in and completions come out in the order of the rows.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import groupby
+from typing import Any
+
+from accelerate.utils import gather_object
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_lora_sync.adapter.export import base_dtype, read_adapter
+from trl_lora_sync.client import RolloutClient
+from trl_lora_sync.distributed import check_launcher, run_on_main
+from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.metrics import SyncReport
+from trl_lora_sync.sync import AdapterSync, SyncSettings
+
+
+class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
+    """Generates on a server that is kept on the newest adapter version.
+
+    Args:
+        settings: what to sync with.
+        on_sync: called on every process with the report of each accepted sync.
+        *args, **kwargs: those of TRL's class, unchanged.
+    """
+
+    def __init__(
+        self, *args: Any, settings: SyncSettings, on_sync: Callable[[SyncReport], None], **kwargs: Any
+    ) -> None:
+        self._settings = settings
+        self._on_sync = on_sync
+        self._active_name: str | None = None
+        self._sync: AdapterSync | None = None
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        """**Collective.** Connect instead of starting vLLM or joining an NCCL group."""
+        check_launcher(self.accelerator)
+        self._dtype = self._settings.dtype or base_dtype(self.model)
+        if self.accelerator.is_main_process:
+            self._sync = AdapterSync(self._settings)
+            # Also runs when the interpreter exits; holds the sync, not this object.
+            self._closer = weakref.finalize(self, self._sync.close)
+            self.vllm_client = RolloutClient(self._sync, self._generation_deadline)
+        summary = run_on_main(self.accelerator, self._start)
+        if self.accelerator.is_main_process:
+            print(summary, flush=True)
+
+    def _start(self) -> str:
+        assert self._sync is not None
+        try:
+            return self._sync.start(self._read_adapter(), vocab_size=_vocab_size(self.model))
+        except BaseException:
+            self._sync.close()
+            raise
+
+    def sync_weights(self) -> None:
+        """**Collective.** Publish the adapter as it is now; on an error the previous version stays active.
+
+        Raises:
+            LoRASyncError: on every process alike.
+        """
+        report = run_on_main(self.accelerator, self._publish)
+        self._active_name = report.adapter_name
+        self._on_sync(report)
+
+    def _publish(self) -> SyncReport:
+        assert self._sync is not None
+        return self._sync.publish(self._read_adapter)
+
+    def _read_adapter(self) -> Any:
+        return read_adapter(self.model, dtype=self._dtype)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[list[Any] | None] | None,
+        num_generations: int,
+        profiler: Any = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[Any] | None, list[Any] | None]:
+        """**Collective.** Sample one completion per row of `prompts` from the active version.
+
+        Args:
+            prompts: token ids, one list per row of this process.
+            images: PIL images per row, or None; None for no images at all.
+            num_generations: how often TRL repeats each prompt; not needed, as repeated rows are found by themselves.
+            profiler: context manager that times the request on process 0.
+
+        Returns:
+            `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, one entry per row; the log-probabilities have
+            shape `(rows, completion_length, 1 to N+1)` or are None.
+        """
+        if self._active_name is None:  # evaluation after training has ended and cleaned up
+            self.sync_weights()
+        # Images go along even if None, because other processes may have some. Shares may differ in length.
+        shares = gather_object([(prompts, images or [None] * len(prompts))])
+        completions = run_on_main(self.accelerator, lambda: self._sample(shares, profiler))
+        start = sum(len(rows) for rows, _ in shares[: self.accelerator.process_index])
+        mine = completions[start : start + len(prompts)]
+        with_logprobs = self.logprobs is not None
+        return (
+            [row.prompt_ids for row in mine],
+            [row.token_ids for row in mine],
+            [row.logprobs for row in mine] if with_logprobs else None,
+            [row.logprob_token_ids for row in mine] if with_logprobs else None,
+        )
+
+    def _sample(self, shares: list[tuple[list[list[int]], list[Any]]], profiler: Any) -> list[Completion]:
+        assert self._sync is not None
+        assert self._active_name is not None
+        groups = group_rows([row for rows, _ in shares for row in rows], [i for _, images in shares for i in images])
+        with profiler or nullcontext():
+            answers = self._sync.engine.generate(
+                self._active_name, groups, self._sampling(), self._generation_deadline()
+            )
+        return [completion for answer in answers for completion in answer]
+
+    def _generation_deadline(self) -> Deadline:
+        return Deadline.after(self._settings.generation_timeout_s, "Generation (lora_sync_generation_timeout)")
+
+    def _sampling(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            max_tokens=self.max_completion_length,
+            logprobs=self.logprobs,
+            regex=self.structured_outputs_regex,
+            image_token_id=getattr(self.processing_class, "image_token_id", None),
+            extra=self.generation_kwargs,
+        )
+
+    def close(self) -> None:
+        """Unload and delete all versions; the next `generate` publishes anew. Not collective, never fails."""
+        self._active_name = None
+        if self._sync is not None:
+            self._sync.close()
+
+
+def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:
+    """Join runs of equal consecutive rows, so that a prompt is sent once and sampled several times.
+
+    Only runs are joined, so the completions of all groups in order are those of all rows in order. Sampling a prompt
+    n times in one request also keeps a fixed `seed` from giving n equal completions.
+    """
+    runs = groupby(zip(rows, images, strict=True))
+    return [
+        PromptGroup(prompt=prompt, images=pictures, count=sum(1 for _ in same)) for (prompt, pictures), same in runs
+    ]
+
+
+def _vocab_size(model: Any) -> int | None:
+    config = model.config
+    return getattr(config.get_text_config(), "vocab_size", None)

@@ -1,0 +1,62 @@
+"""Metric names and timers, in one place."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PREFIX = "lora_sync/"
+
+
+@dataclass
+class PhaseTimer:
+    """Seconds spent per phase of one sync, and in all since it was made."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to the phase `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+
+    def total_s(self) -> float:
+        return time.perf_counter() - self.started
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one accepted sync did; the same on every process.
+
+    Attributes:
+        adapter_name: the name that generation requests use from now on.
+        version: number of the version in this run.
+        payload_bytes: size of the adapter's tensors.
+        gather_s: reading the adapter from the model into canonical form.
+        write_s: writing it for the servers.
+        load_s: having the servers load it.
+        total_s: all of it, with everything in between.
+    """
+
+    adapter_name: str
+    version: int
+    payload_bytes: int
+    gather_s: float
+    write_s: float
+    load_s: float
+    total_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """What the trainer logs."""
+        return {
+            f"{PREFIX}version": self.version,
+            f"{PREFIX}total_s": self.total_s,
+            f"{PREFIX}gather_s": self.gather_s,
+            f"{PREFIX}write_s": self.write_s,
+            f"{PREFIX}load_s": self.load_s,
+            f"{PREFIX}bytes": self.payload_bytes,
+        }

@@ -1,0 +1,61 @@
+"""TRL's trainers, building our generation object instead of theirs when adapter sync is chosen."""
+
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import trl
+
+from trl_lora_sync import _trl
+from trl_lora_sync.config import GRPOConfig
+
+if TYPE_CHECKING:
+    from trl_lora_sync.metrics import SyncReport
+
+
+class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
+    """TRL's `GRPOTrainer`; with `vllm_sync_strategy="lora_adapter"` the server loads the adapter at each sync.
+
+    Takes TRL's arguments, unchanged. With `"weights"`, or a plain `trl.GRPOConfig`, it *is* TRL's trainer.
+
+    Raises:
+        UnsupportedSettingError: at construction, before the model is loaded, for settings or PEFT features that a
+            server could not serve exactly.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        config: Any = given.get("args")
+        if getattr(config, "vllm_sync_strategy", "weights") != "lora_adapter":
+            super().__init__(*args, **kwargs)
+            return
+        from trl_lora_sync.adapter.support import check_model
+        from trl_lora_sync.config import check_sync_fields, sync_settings
+        from trl_lora_sync.generation import LoRASyncGeneration
+
+        check_sync_fields(config)  # fields may have been set after the config was made
+        check_model(given["model"], given.get("peft_config"))
+        factory = partial(LoRASyncGeneration, settings=sync_settings(config), on_sync=self._record_sync)
+        with _trl.generation_class(factory):
+            super().__init__(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`; afterwards, or on an error, the adapter versions are unloaded and deleted."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._release_adapters()
+
+    def _release_adapters(self) -> None:
+        generation: Any = getattr(self, "vllm_generation", None)
+        if hasattr(generation, "close"):
+            generation.close()
+            _trl.forget_last_sync(self)
+
+    def _record_sync(self, report: "SyncReport") -> None:
+        from trl_lora_sync.metrics import PREFIX
+
+        _trl.record_metrics(self, report.metrics(), latest=frozenset({f"{PREFIX}version"}))
+
+
+__all__ = ["GRPOConfig", "GRPOTrainer"]
