@@ -13,6 +13,9 @@ from torch import Tensor
 from trl_lora_sync.errors import AdapterNotFiniteError
 
 _KEY_PREFIX = "base_model.model."
+# Layers that read the hidden state, and layers whose output is added to it.
+_READ_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +126,23 @@ def canonicalize(
 
     Returns:
         Tensors on the CPU that alias no training storage.
+
+    Raises:
+        AdapterNotFiniteError: a matrix holds NaN or infinity, or does once it is scaled and cast.
     """
     modules = list(modules)
-    _check_finite(modules)
     rank = max(module.rank for module in modules)
     tensors: dict[str, Tensor] = {}
+    finite: list[Tensor] = []
     for module in modules:
         lora_B = fold_scaling(module.lora_B, module.scaling)
-        lora_A, lora_B = pad_rank(module.lora_A.detach(), lora_B, rank)
-        key = f"{_KEY_PREFIX}{module.name}"
-        tensors[f"{key}.lora_A.weight"] = _owned(lora_A, dtype)
-        tensors[f"{key}.lora_B.weight"] = _owned(lora_B, dtype)
+        matrices = pad_rank(module.lora_A.detach(), lora_B, rank)
+        for letter, matrix in zip("AB", matrices, strict=True):
+            # Checked as the server will see it: what float32 holds may be infinite in float16.
+            served = matrix.to(dtype)
+            finite.append(served.isfinite().all())
+            tensors[f"{_KEY_PREFIX}{module.name}.lora_{letter}.weight"] = _owned(served)
+    _check_finite(modules, finite, dtype)
     return CanonicalAdapter(
         tensors=tensors,
         rank=rank,
@@ -145,27 +154,45 @@ def canonicalize(
 
 
 def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
-    """One zero module of `adapter`, one wider and one taller than it is; fits no base the adapter fits."""
-    (key_A, lora_A), (key_B, lora_B), *_ = adapter.tensors.items()
+    """One zero module of `adapter`, made for a base whose hidden size is one larger; fits no base the adapter fits.
+
+    Only the side that meets the hidden state is widened, because the other one may have the same size in a wider
+    base, and because a server that splits layers over GPUs cuts that side to its share without checking the size.
+    """
+    keys = list(adapter.tensors)
+    pairs = list(zip(keys[::2], keys[1::2], strict=True))
+    key_A, key_B = next((pair for pair in pairs if _kind(pair[0]) in _READ_HIDDEN | _WRITE_HIDDEN), pairs[0])
+    wider, taller = int(_kind(key_A) not in _WRITE_HIDDEN), int(_kind(key_A) not in _READ_HIDDEN)
+    lora_A, lora_B = adapter.tensors[key_A], adapter.tensors[key_B]
     tensors = {
-        key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + 1),
-        key_B: lora_B.new_zeros(lora_B.shape[0] + 1, adapter.rank),
+        key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + wider),
+        key_B: lora_B.new_zeros(lora_B.shape[0] + taller, adapter.rank),
     }
     return replace(adapter, tensors=tensors)
 
 
-def _check_finite(modules: list[LoRAModule]) -> None:
-    # One flag for all matrices, so that a GPU is waited for once.
-    device = modules[0].lora_A.device
-    matrices = [matrix for module in modules for matrix in (module.lora_A, module.lora_B)]
-    finite = torch.stack([torch.isfinite(matrix).all().to(device) for matrix in matrices])
-    if not bool(finite.all()):
-        broken = next(m.name for m in modules if not (m.lora_A.isfinite().all() and m.lora_B.isfinite().all()))
+def _kind(key: str) -> str:
+    """The last component of the module path in a tensor's key."""
+    return key.rpartition(".lora_")[0].rpartition(".")[2]
+
+
+def _check_finite(modules: list[LoRAModule], finite: list[Tensor], dtype: torch.dtype) -> None:
+    """Raise if one of the flags is down; there are two for each module."""
+    # Joined first, so that a GPU is waited for once.
+    if bool(torch.stack([flag.to(finite[0].device) for flag in finite]).all()):
+        return
+    broken = modules[next(place for place, flag in enumerate(finite) if not flag) // 2]
+    if broken.lora_A.isfinite().all() and broken.lora_B.isfinite().all():
         raise AdapterNotFiniteError(
-            f"The LoRA matrices of {broken!r} hold NaN or infinity. Training has diverged; the last published version "
-            "stays active. Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+            f"The LoRA matrices of {broken.name!r}, scaled by {broken.scaling:g}, do not fit into {dtype}. The last "
+            'published version stays active. Set lora_sync_dtype="bfloat16", if the server runs in it, or lower the '
+            "learning rate."
         )
+    raise AdapterNotFiniteError(
+        f"The LoRA matrices of {broken.name!r} hold NaN or infinity. Training has diverged; the last published version "
+        "stays active. Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+    )
 
 
-def _owned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(device="cpu", dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+def _owned(tensor: Tensor) -> Tensor:
+    return tensor.to(device="cpu", copy=True, memory_format=torch.contiguous_format)

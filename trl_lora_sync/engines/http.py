@@ -54,7 +54,7 @@ class HTTPClient:
         self._client = httpx.Client(
             base_url=base_url,
             auth=api_key,
-            mounts={f"all://{httpx.URL(base_url).host}": None} if is_local else None,
+            mounts=dict.fromkeys(("http://", "https://")) if is_local else None,
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
         )
 
@@ -79,7 +79,7 @@ class HTTPClient:
             ) from error
         except httpx.TimeoutException as error:
             raise deadline.error(f"waiting for {method} {self.base_url}{path}") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # broken off, or a body that does not decode
             raise ServerUnreachableError(
                 f"The connection to {self.base_url} broke during {method} {path} ({_reason(error)}). "
                 "The server may have been stopped or have crashed; look at its log."
@@ -107,7 +107,7 @@ def retrying(
     left = max(0.0, deadline.remaining_s())
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(may_repeat),
-        wait=tenacity.wait_exponential_jitter(initial=0.1, max=2.0, jitter=0.1),
+        wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),
         reraise=True,
     )
