@@ -5,6 +5,7 @@ ARGS ?=
 
 TRAINER := .venv
 SERVER := .venv-vllm
+SOURCES := trl_lora_sync tests examples benchmarks tools
 # Older TRL versions that the tests run as well; 1.16 is the one in $(TRAINER).
 TRL_VERSIONS := 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0
 
@@ -28,8 +29,8 @@ test: venv venv-vllm trl-versions
 	@$(TRAINER)/bin/python -m pytest $(ARGS)
 
 lint: venv
-	$(TRAINER)/bin/ruff check .
-	$(TRAINER)/bin/ruff format --check .
+	$(TRAINER)/bin/ruff check $(SOURCES)
+	$(TRAINER)/bin/ruff format --check $(SOURCES)
 	$(TRAINER)/bin/mypy
 
 bench: venv venv-vllm
