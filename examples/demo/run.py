@@ -166,11 +166,13 @@ def plot(history: list[Metrics], path: Path) -> None:
     steps = [metrics["step"] for metrics in history]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
     top.plot(steps, [metrics["reward"] for metrics in history], marker="o", markersize=3)
-    for part, label, side in ((history[:EDGE_STEPS], "first", "left"), (history[-EDGE_STEPS:], "last", "right")):
+    # As the reward rises, there is room below its first steps and above its last ones.
+    ends = ((history[:EDGE_STEPS], "first", "left", -18), (history[-EDGE_STEPS:], "last", "right", 14))
+    for part, label, side, offset in ends:
         mean, edge = mean_reward(part), part[0 if side == "left" else -1]["step"]
         top.hlines(mean, part[0]["step"], part[-1]["step"], color="tab:red", linewidth=3)
         text = f"mean of the {label} {len(part)} steps: {mean:.2f}"
-        top.annotate(text, (edge, mean), (0, -18), textcoords="offset points", ha=side, color="tab:red")
+        top.annotate(text, (edge, mean), (0, offset), textcoords="offset points", ha=side, color="tab:red")
     top.set(ylabel="reward (share of lower-case letters)", ylim=(0, 1))
     top.set_title("GRPO against vLLM on a CPU, which loads a new LoRA adapter every step")
 
