@@ -4,7 +4,7 @@ Every engine version computes the same for it: one rank everywhere, `lora_alpha 
 rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows nothing of PEFT models, files or servers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from trl_lora_sync.errors import AdapterNotFiniteError
 
 _KEY_PREFIX = "base_model.model."
+FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,29 @@ def canonicalize(
         base_model=base_model,
         fan_in_fan_out=fan_in_fan_out,
     )
+
+
+def complete_siblings(modules: list[LoRAModule], shapes: Mapping[str, tuple[int, int]]) -> list[LoRAModule]:
+    """Add a zero module for each member of a fused layer that is not adapted while another one is.
+
+    Args:
+        modules: the adapted layers.
+        shapes: `(out_features, in_features)` of the base model's linear layers, by module path.
+
+    Source: SGLang serves q/k/v and gate/up as one layer and dies of some incomplete sets (srt/lora/lora.py, 0.5.23).
+    """
+    present = {module.name for module in modules}
+    completed = list(modules)
+    for module in modules:
+        parent, _, leaf = module.name.rpartition(".")
+        for sibling in next((group for group in FUSED_LAYERS if leaf in group), ()):
+            name = f"{parent}.{sibling}"
+            if name not in present and name in shapes:
+                out_features, in_features = shapes[name]
+                zero_A, zero_B = module.lora_A.new_zeros(1, in_features), module.lora_B.new_zeros(out_features, 1)
+                completed.append(LoRAModule(name=name, lora_A=zero_A, lora_B=zero_B, scaling=1.0))
+                present.add(name)
+    return completed
 
 
 def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:

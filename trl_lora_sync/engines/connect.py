@@ -4,21 +4,22 @@ import logging
 
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, retrying
+from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.vllm import API_KEY_VARIABLE, VLLMEngine
-from trl_lora_sync.errors import ServerSetupError, ServerUnreachableError
+from trl_lora_sync.errors import ServerUnreachableError
 
 logger = logging.getLogger(__name__)
 
 _STILL_STARTING = frozenset({502, 503, 504})
-# Routes that SGLang alone has; the first from 0.5.5 or so, the second before and still.
-_SGLANG_ROUTES = ("/model_info", "/get_model_info")
+# A route that SGLang alone has. With an API key it answers 401, where vLLM says 404.
+_SGLANG_ROUTE = "/model_info"
 
 
 def connect_engine(base_url: str, *, engine: str, is_local: bool, deadline: Deadline) -> Engine:
     """Wait until the server at `base_url` is up and connect to it.
 
     Args:
-        engine: `"vllm"`, or `"auto"` to ask the server.
+        engine: `"vllm"`, `"sglang"`, or `"auto"` to ask the server.
 
     Raises:
         ServerUnreachableError: nobody answered before the deadline.
@@ -27,13 +28,11 @@ def connect_engine(base_url: str, *, engine: str, is_local: bool, deadline: Dead
     http = HTTPClient(base_url, api_key=APIKey(API_KEY_VARIABLE), is_local=is_local)
     try:
         _wait_until_up(http, deadline)
-        if engine == "auto" and _is_sglang(http, deadline):
-            raise ServerSetupError(
-                f"{base_url} is an SGLang server, and adapter sync does not support SGLang yet. Use a vLLM server."
-            )
+        is_sglang = engine == "sglang" or (engine == "auto" and _is_sglang(http, deadline))
     finally:
         http.close()
-    connected = VLLMEngine(base_url, is_local=is_local)
+    connected: Engine
+    connected = SGLangEngine(base_url, is_local=is_local) if is_sglang else VLLMEngine(base_url, is_local=is_local)
     try:
         connected.connect(deadline)
     except BaseException:
@@ -62,4 +61,4 @@ def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
 
 
 def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
-    return any(http.request("GET", route, deadline).status_code in (200, 401) for route in _SGLANG_ROUTES)
+    return http.request("GET", _SGLANG_ROUTE, deadline).status_code in (200, 401)

@@ -59,9 +59,21 @@ class HTTPClient:
         )
 
     def request(
-        self, method: str, path: str, deadline: Deadline, *, body: Any = None, params: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        deadline: Deadline,
+        *,
+        body: Any = None,
+        content: bytes | None = None,
+        api_key: APIKey | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
+
+        Args:
+            body: sent as JSON.
+            content: JSON that is encoded already, instead of `body`.
+            api_key: another key than the client's own.
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
@@ -70,7 +82,15 @@ class HTTPClient:
         left = deadline.remaining_s()
         timeout = httpx.Timeout(left, connect=min(left, _CONNECT_TIMEOUT_S))
         try:
-            with self._client.stream(method, path, json=body, params=params, timeout=timeout) as response:
+            with self._client.stream(
+                method,
+                path,
+                json=body,
+                content=content,
+                headers={"Content-Type": "application/json"} if content is not None else None,
+                auth=api_key or self.api_key,
+                timeout=timeout,
+            ) as response:
                 return _read(response, deadline)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ServerUnreachableError(
