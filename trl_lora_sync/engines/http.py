@@ -6,8 +6,8 @@ Knows nothing of any engine's routes.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
 
 import httpx
 import tenacity
@@ -17,6 +17,15 @@ from trl_lora_sync.errors import LoRASyncError, ServerUnreachableError
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_WORDS = 2000
+_JSON = {"Content-Type": "application/json"}
+
+
+class SizedIterable(Protocol):
+    """Chunks of a request's body, which can be iterated over once per attempt."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def __len__(self) -> int: ...
 
 
 class APIKey(httpx.Auth):
@@ -65,14 +74,14 @@ class HTTPClient:
         deadline: Deadline,
         *,
         body: Any = None,
-        content: bytes | None = None,
+        content: SizedIterable | None = None,
         api_key: APIKey | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
 
         Args:
             body: sent as JSON.
-            content: JSON that is encoded already, instead of `body`.
+            content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
             api_key: another key than the client's own.
 
         Raises:
@@ -87,7 +96,7 @@ class HTTPClient:
                 path,
                 json=body,
                 content=content,
-                headers={"Content-Type": "application/json"} if content is not None else None,
+                headers=_JSON | {"Content-Length": str(len(content))} if content is not None else None,
                 auth=api_key or self.api_key,
                 timeout=timeout,
             ) as response:

@@ -17,10 +17,11 @@ from typing import Any
 import httpx
 from packaging.version import InvalidVersion, Version
 
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
-from trl_lora_sync.engines.sglang_payload import load_body
+from trl_lora_sync.engines.sglang_payload import LoadBody, TensorPayload
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 API_KEY_VARIABLE = "SGLANG_API_KEY"
 ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
 OLDEST = Version("0.5.11")
-# From here on, the tensors are sent once per tensor-parallel rank, in a list.
 _TENSORS_PER_RANK_FROM = Version("0.5.17")
 _CONCURRENT_REQUESTS = 64
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
@@ -70,6 +70,7 @@ class SGLangEngine:
         self._version = OLDEST
         self._tp_size = 1
         self._has_memory_saver = False
+        self._payload = TensorPayload()
         self._stuck_unload: str | None = None
         self._paused = False
 
@@ -227,9 +228,14 @@ class SGLangEngine:
     def _load_tensors(self, adapter: StoredAdapter, deadline: Deadline) -> httpx.Response:
         if adapter.content is None:
             raise LoRASyncError(f"The adapter {adapter.name!r} has neither a path nor tensors to send.")
-        per_rank = self._version >= _TENSORS_PER_RANK_FROM
-        body = load_body(adapter.name, adapter.content, per_rank=per_rank, tp_size=self._tp_size)
+        body = self.tensor_body(adapter.name, adapter.content)
         return self._admin("/load_lora_adapter_from_tensors", deadline, content=body)
+
+    def tensor_body(self, adapter_name: str, adapter: CanonicalAdapter) -> LoadBody:
+        """The request that carries the tensors to this server, valid until the next one is made."""
+        # From 0.5.17 on, a list with one element per tensor-parallel rank takes the place of one string.
+        per_rank = self._version >= _TENSORS_PER_RANK_FROM
+        return self._payload.body(adapter_name, adapter, per_rank=per_rank, tp_size=self._tp_size)
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
         if "No such file" in words or "does not appear to have a file" in words or "adapter_config.json" in words:
@@ -301,11 +307,11 @@ class SGLangEngine:
             time.sleep(_POLL_S)
 
     def _running_requests(self, deadline: Deadline) -> int:
-        response = self._get("/get_load", deadline)
+        loads = json_object(self._get("/v1/loads?include=core", deadline), ServerError).get("loads", [])
         try:
-            return sum(int(worker["num_reqs"]) for worker in response.json())
+            return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.base_url}/get_load does not tell how many requests run.") from error
+            raise ServerError(f"{self.base_url}/v1/loads does not tell how many requests run.") from error
 
     def resume(self, deadline: Deadline) -> None:
         self._control("/continue_generation", {}, deadline)
@@ -415,7 +421,7 @@ class SGLangEngine:
         return response
 
     def _admin(
-        self, path: str, deadline: Deadline, *, body: Any = None, content: bytes | None = None
+        self, path: str, deadline: Deadline, *, body: Any = None, content: LoadBody | None = None
     ) -> httpx.Response:
         """A control request, with the admin key if there is one.
 
