@@ -4,8 +4,9 @@
 
 The arms take turns with the same adapter. `naive tensors` pickles the dictionary of tensors as it is and encodes the
 request with the standard library, which is what a first attempt at SGLang's endpoint looks like; `tensors` is this
-package's one-pass payload, base64 made while it is sent; `disk` writes the files and sends the path. `build` is the time until the request is ready,
-`load` the time of the request, `first token` that of the first request that names the adapter.
+package's one-pass payload, whose base64 is made while it is sent; `disk` writes the files and sends the path. `build`
+is the time until the request is ready, `load` the time of the request, `first token` that of the first request that
+names the adapter.
 """
 
 import argparse

@@ -12,7 +12,7 @@ import binascii
 import json
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class _OneStoragePickler(pickle.Pickler):
     def _archived(self) -> memoryview:
         sink = _Rewriter(self.archive)
         # The format that a tensor's own reduction uses; the newer one takes a checksum of everything.
-        torch.save(self._storage, sink, _use_new_zipfile_serialization=False)
+        torch.save(self._storage, cast(IO[bytes], sink), _use_new_zipfile_serialization=False)
         self.archive = sink.memory
         return memoryview(self.archive)[: sink.size].toreadonly()
 
