@@ -14,6 +14,9 @@ from trl_lora_sync.errors import AdapterNotFiniteError
 
 _KEY_PREFIX = "base_model.model."
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Layers that read the hidden state, and layers whose output is added to it.
+_READ_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +127,27 @@ def canonicalize(
 
     Returns:
         Tensors on the CPU that alias no training storage.
+
+    Raises:
+        AdapterNotFiniteError: a matrix holds NaN or infinity, or does once it is scaled and cast.
     """
     modules = list(modules)
-    _check_finite(modules)
     rank = max(module.rank for module in modules)
-    tensors: dict[str, Tensor] = {}
-    for module in modules:
-        lora_B = fold_scaling(module.lora_B, module.scaling)
-        lora_A, lora_B = pad_rank(module.lora_A.detach(), lora_B, rank)
-        key = f"{_KEY_PREFIX}{module.name}"
-        tensors[f"{key}.lora_A.weight"] = _owned(lora_A, dtype)
-        tensors[f"{key}.lora_B.weight"] = _owned(lora_B, dtype)
+    matrices = {
+        f"{_KEY_PREFIX}{module.name}.lora_{letter}.weight": matrix.to(dtype)
+        for module in modules
+        for letter, matrix in zip("AB", _scaled_and_padded(module, rank), strict=True)
+    }
+    # One buffer for all of them, so that a GPU is waited for once and the copy to the host is one.
+    device = modules[0].lora_A.device
+    flat = torch.cat([matrix.to(device).reshape(-1) for matrix in matrices.values()])
+    # Checked as the server will see it: what float32 holds may be infinite in float16.
+    if not bool(flat.isfinite().all()):
+        raise _not_finite(modules, list(matrices.values()), dtype)
+    flat, tensors, start = flat.cpu(), {}, 0
+    for key, matrix in matrices.items():
+        tensors[key] = flat[start : start + matrix.numel()].view(matrix.shape)
+        start += matrix.numel()
     return CanonicalAdapter(
         tensors=tensors,
         rank=rank,
@@ -169,27 +182,42 @@ def complete_siblings(modules: list[LoRAModule], shapes: Mapping[str, tuple[int,
 
 
 def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
-    """One zero module of `adapter`, one wider and one taller than it is; fits no base the adapter fits."""
-    (key_A, lora_A), (key_B, lora_B), *_ = adapter.tensors.items()
+    """One zero module of `adapter`, made for a base whose hidden size is one larger; fits no base the adapter fits.
+
+    Only the side that meets the hidden state is widened, because the other one may have the same size in a wider
+    base, and because a server that splits layers over GPUs cuts that side to its share without checking the size.
+    """
+    keys = list(adapter.tensors)
+    pairs = list(zip(keys[::2], keys[1::2], strict=True))
+    key_A, key_B = next((pair for pair in pairs if _kind(pair[0]) in _READ_HIDDEN | _WRITE_HIDDEN), pairs[0])
+    wider, taller = int(_kind(key_A) not in _WRITE_HIDDEN), int(_kind(key_A) not in _READ_HIDDEN)
+    lora_A, lora_B = adapter.tensors[key_A], adapter.tensors[key_B]
     tensors = {
-        key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + 1),
-        key_B: lora_B.new_zeros(lora_B.shape[0] + 1, adapter.rank),
+        key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + wider),
+        key_B: lora_B.new_zeros(lora_B.shape[0] + taller, adapter.rank),
     }
     return replace(adapter, tensors=tensors)
 
 
-def _check_finite(modules: list[LoRAModule]) -> None:
-    # One flag for all matrices, so that a GPU is waited for once.
-    device = modules[0].lora_A.device
-    matrices = [matrix for module in modules for matrix in (module.lora_A, module.lora_B)]
-    finite = torch.stack([torch.isfinite(matrix).all().to(device) for matrix in matrices])
-    if not bool(finite.all()):
-        broken = next(m.name for m in modules if not (m.lora_A.isfinite().all() and m.lora_B.isfinite().all()))
-        raise AdapterNotFiniteError(
-            f"The LoRA matrices of {broken!r} hold NaN or infinity. Training has diverged; the last published version "
-            "stays active. Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+def _kind(key: str) -> str:
+    """The last component of the module path in a tensor's key."""
+    return key.rpartition(".lora_")[0].rpartition(".")[2]
+
+
+def _scaled_and_padded(module: LoRAModule, rank: int) -> tuple[Tensor, Tensor]:
+    return pad_rank(module.lora_A.detach(), fold_scaling(module.lora_B, module.scaling), rank)
+
+
+def _not_finite(modules: list[LoRAModule], matrices: list[Tensor], dtype: torch.dtype) -> AdapterNotFiniteError:
+    """The error for the first module of which a matrix is not finite; there are two for each module."""
+    broken = modules[next(place for place, matrix in enumerate(matrices) if not matrix.isfinite().all()) // 2]
+    if broken.lora_A.isfinite().all() and broken.lora_B.isfinite().all():
+        return AdapterNotFiniteError(
+            f"The LoRA matrices of {broken.name!r}, scaled by {broken.scaling:g}, do not fit into {dtype}. The last "
+            'published version stays active. Set lora_sync_dtype="bfloat16", if the server runs in it, or lower the '
+            "learning rate."
         )
-
-
-def _owned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(device="cpu", dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    return AdapterNotFiniteError(
+        f"The LoRA matrices of {broken.name!r} hold NaN or infinity. Training has diverged; the last published version "
+        "stays active. Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+    )

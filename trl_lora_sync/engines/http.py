@@ -136,7 +136,7 @@ def retrying(
     left = max(0.0, deadline.remaining_s())
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(may_repeat),
-        wait=tenacity.wait_exponential_jitter(initial=0.1, max=2.0, jitter=0.1),
+        wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),
         reraise=True,
     )
