@@ -1,5 +1,6 @@
 """TRL's configuration with the fields of adapter sync, all checked together before a model is loaded."""
 
+import math
 import os
 import socket
 from dataclasses import dataclass, field
@@ -164,8 +165,8 @@ def check_sync_fields(args: Any) -> None:
 
 
 def _check_timeout(name: str, seconds: float, args: Any) -> None:
-    if seconds <= 0:
-        raise UnsupportedSettingError(f"{name}={seconds:g} leaves no time at all. Give it in seconds, above 0.")
+    if not 0 < seconds < math.inf:
+        raise UnsupportedSettingError(f"{name}={seconds:g} is no time to wait. Give it in seconds, above 0 and finite.")
     if args.world_size > 1 and seconds > args.ddp_timeout - _COLLECTIVE_MARGIN_S:
         raise UnsupportedSettingError(
             f"{name}={seconds:g} is too long for ddp_timeout={args.ddp_timeout}: the other processes wait inside a "
@@ -198,21 +199,28 @@ def server_url(args: Any) -> str:
         UnsupportedSettingError: it is no HTTP URL, names several servers, or carries a key.
     """
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    if {"@", "?", "#"} & set(url):  # first of all, so that no other message shows a key
+        raise UnsupportedSettingError(
+            "vllm_server_base_url carries a user, password, query or fragment. URLs end up in logs and checkpoints. "
+            "Give the plain URL, and the key in the environment variable VLLM_API_KEY or SGLANG_API_KEY."
+        )
     if "," in url:
         raise _contradiction(
             f"vllm_server_base_url={url!r}", "several servers are not supported yet", "Name one server"
         )
-    parts = urlsplit(url)
-    if parts.username or parts.password or parts.query:
-        raise UnsupportedSettingError(
-            "vllm_server_base_url carries a user, password or query. URLs end up in logs and checkpoints. "
-            "Give the plain URL, and the key in the environment variable VLLM_API_KEY or SGLANG_API_KEY."
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _is_http_url(url):
         raise UnsupportedSettingError(
             f"vllm_server_base_url={url!r} is not a URL. Expected something like http://localhost:8000."
         )
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, half an IPv6 address
+        return False
 
 
 def is_local_url(url: str) -> bool:
@@ -220,7 +228,7 @@ def is_local_url(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # unknown, or no possible host name
         return False
     return any(_can_bind(family, address) for family, _, _, _, address in addresses)
 

@@ -71,23 +71,28 @@ def write_adapter(directory: Path, adapter: CanonicalAdapter, *, private: bool =
     Raises:
         AdapterExportError: the directory is taken, or cannot be written (permissions, full disk).
     """
+    partial = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.partial"
+    renamed = False
+    try:
+        _check_free(directory)
+        partial.mkdir(parents=True)
+        _write_files(partial, adapter, private)
+        partial.rename(directory)
+        renamed = True
+        _fsync(directory.parent)
+    except BaseException as error:
+        shutil.rmtree(directory if renamed else partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError) and not isinstance(error, AdapterExportError):
+            raise _export_error(directory, adapter, error) from error
+        raise
+
+
+def _check_free(directory: Path) -> None:
     if directory.is_dir() and any(directory.iterdir()):
         raise AdapterExportError(
             f"{directory} exists and is not empty. Adapters are never written over one another, because a server may "
             "still read the old one. Choose a new directory."
         )
-    partial = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.partial"
-    try:
-        partial.mkdir(parents=True)
-        _write_files(partial, adapter, private)
-        partial.rename(directory)
-        _fsync(directory.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _export_error(directory, adapter, error) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write_files(partial: Path, adapter: CanonicalAdapter, private: bool) -> None:
@@ -95,8 +100,8 @@ def _write_files(partial: Path, adapter: CanonicalAdapter, private: bool) -> Non
     save_file(adapter.tensors, tensors, metadata={"format": "pt"})
     config.write_text(json.dumps(adapter.config(), indent=2, sort_keys=True))
     for file in (tensors, config):
-        if private:
-            file.chmod(_PRIVATE_FILE)
+        # safetensors makes its file 0600 whatever the umask, so the other one tells what the process's default is.
+        file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
         _fsync(file)
     if private:
         partial.chmod(_PRIVATE_DIRECTORY)
@@ -245,6 +250,8 @@ def _lock_if_dead(directory: Path) -> int | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owner = json.loads(os.read(lock, 4096) or b"{}")
+        if not isinstance(owner, dict):
+            raise ValueError(owner)
         if owner.get("boot") == _boot_id():
             return lock
         logger.info(

@@ -63,7 +63,7 @@ class HTTPClient:
         self._client = httpx.Client(
             base_url=base_url,
             auth=api_key,
-            mounts={f"all://{httpx.URL(base_url).host}": None} if is_local else None,
+            mounts=dict.fromkeys(("http://", "https://")) if is_local else None,
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
         )
 
@@ -108,7 +108,7 @@ class HTTPClient:
             ) from error
         except httpx.TimeoutException as error:
             raise deadline.error(f"waiting for {method} {self.base_url}{path}") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # broken off, or a body that does not decode
             raise ServerUnreachableError(
                 f"The connection to {self.base_url} broke during {method} {path} ({_reason(error)}). "
                 "The server may have been stopped or have crashed; look at its log."

@@ -140,7 +140,14 @@ class VLLMEngine:
         sampling = Sampling(
             temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, logprobs=5
         )
-        body = {"model": base_model, "prompt": [0, 1, 2, 3], "stream": False, **sampling_fields(sampling, 1)}
+        body = {
+            "model": base_model,
+            "prompt": [0, 1, 2, 3],
+            # By their text, tokens that decode to the same one would be listed as one.
+            "return_tokens_as_token_ids": True,
+            "stream": False,
+            **sampling_fields(sampling, 1),
+        }
         response = self._post("/v1/completions", body, deadline)
         try:
             top = json_object(response, GenerationError)["choices"][0]["logprobs"]["top_logprobs"][0]

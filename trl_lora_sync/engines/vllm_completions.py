@@ -38,6 +38,8 @@ def read_completion(choice: dict[str, Any], group: PromptGroup, sampling: Sampli
         ValueError: with the reason why it cannot be trained on.
     """
     token_ids = choice["token_ids"]
+    if not isinstance(token_ids, list):
+        raise ValueError("a completion came back without its token ids")
     if choice.get("finish_reason") in (None, "abort", "error"):
         raise ValueError(f"a completion ended with finish_reason={choice.get('finish_reason')!r}")
     prompt_ids = choice.get("prompt_token_ids")
@@ -81,9 +83,14 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
             raise ValueError(f"token {token_id} came with the log-probability of {token!r}")
         if logprob is None or not math.isfinite(logprob) or logprob <= -9999.0:
             raise ValueError(f"the sampled token {token_id} has the log-probability {logprob!r}")
-        ranked = sorted(({token: logprob} | (alternatives or {})).items(), key=lambda item: -item[1])
+        # NaN compares with nothing, so it is replaced before the sort, and goes last.
+        numbers = {
+            name: None if value is None or math.isnan(value) else value
+            for name, value in ({token: logprob} | (alternatives or {})).items()
+        }
+        ranked = sorted(numbers.items(), key=lambda item: math.inf if item[1] is None else -item[1])
         ids.append([_token_id(name) for name, _ in ranked])
-        values.append([None if math.isnan(value) else value for _, value in ranked])
+        values.append([value for _, value in ranked])
     return values, ids
 
 
