@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # An unload runs beside the training; one that takes longer is stuck.
 _UNLOAD_TIMEOUT_S = 30.0
-# How long the end of a run waits for its unloads.
+# How long the end of a run, and the release of the KV cache, wait for unloads.
 _CLOSE_TIMEOUT_S = 5.0
 _TRIAL_PROMPT = PromptGroup(prompt=[0, 1, 2, 3], count=1)
 _TRIAL_SAMPLING = Sampling(
@@ -153,7 +153,8 @@ class AdapterSync:
             stored = self.transport.write(version, adapter)
         with timer.phase("load"):
             self._load_or_withdraw(stored, deadline)
-        self._registered.append(stored)
+        # The server has the tensors now; host memory holds those of one version at a time.
+        self._registered.append(replace(stored, content=None))
         self._retire_old_versions()
         return SyncReport(
             adapter_name=stored.name,
@@ -185,8 +186,8 @@ class AdapterSync:
                 logger.warning("The server keeps its KV cache for now: %s", error)
 
     def _release_kv_cache(self) -> None:
-        self._unloader.submit(lambda: None).result(timeout=2 * _UNLOAD_TIMEOUT_S)  # none may meet a server asleep
-        self._is_asleep = True
+        self._wait_for_unloads(Deadline.after(_CLOSE_TIMEOUT_S, "Waiting for unloads"))  # none may meet it asleep
+        self._is_asleep = True  # before the request, whose answer may be late; waking for nothing is harmless
         self.engine.release_kv_cache(self._control_deadline("Releasing the KV cache"))
 
     def wake(self) -> bool:
@@ -220,10 +221,14 @@ class AdapterSync:
 
     @contextmanager
     def _paused(self, deadline: Deadline) -> Iterator[None]:
-        """Stop other clients' generation during the block, if asked to; always resumed."""
+        """Stop other clients' generation during the block, if asked to; always resumed.
+
+        Unloads end first: one that waits for a request which does not go on would keep the load waiting as well.
+        """
         if self.settings.pause == "off":
             yield
             return
+        self._wait_for_unloads(deadline)
         try:
             self.engine.pause(self.settings.pause, deadline)
             yield
@@ -251,6 +256,12 @@ class AdapterSync:
     def _unload_later(self, stored: StoredAdapter) -> "Future[None]":
         """Beside the training, one at a time: an unload may wait on the server, and may never hold up a step."""
         return self._unloader.submit(self._unload, stored.name)
+
+    def _wait_for_unloads(self, deadline: Deadline) -> None:
+        try:
+            self._unloader.submit(lambda: None).result(timeout=deadline.remaining_s())
+        except TimeoutError as error:
+            raise deadline.error("the server is still unloading earlier versions") from error
 
     def _unload(self, adapter_name: str) -> None:
         if self._engine is None:

@@ -370,11 +370,11 @@ def test_max_tokens_are_kept(served: Served) -> None:
 
 
 def test_stop_tokens_are_part_of_a_completion(served: Served) -> None:
-    greedy = served.sample(served.base, temperature=0.0, max_tokens=4, extra={"ignore_eos": True})[0]
-    stop = greedy.token_ids[2]
+    """Without `ignore_eos`, with which SGLang ignores these tokens as well."""
+    greedy = served.sample(served.base, temperature=0.0, max_tokens=4)[0]
+    stop = greedy.token_ids[:3][-1]
     expected = greedy.token_ids[: greedy.token_ids.index(stop) + 1]
-    extra = {"ignore_eos": True, "stop_token_ids": [stop]}
-    stopped = served.sample(served.base, temperature=0.0, max_tokens=4, extra=extra)[0]
+    stopped = served.sample(served.base, temperature=0.0, max_tokens=4, extra={"stop_token_ids": [stop]})[0]
     assert stopped.token_ids == expected
     assert len(sampled_logprobs(stopped)) == len(expected)
 

@@ -394,9 +394,8 @@ class Sampler:
         params = self.params
         if self._regular is not None:
             self._states = self._regular.after(self._states, self._args.text_of([token]))
-        stops = set(params["stop_token_ids"] or ())
-        if not params["ignore_eos"]:
-            stops.add(self._args.eos_token_id)
+        # srt/managers/schedule_batch.py `_check_token_based_finish` (all): `ignore_eos` ignores `stop_token_ids`, too
+        stops = set() if params["ignore_eos"] else {self._args.eos_token_id, *(params["stop_token_ids"] or ())}
         text = self._args.text_of(self.output)
         if token in stops:  # the matched token stays in output_ids; only `text` is trimmed
             self.finish = {"type": "stop", "matched": token}

@@ -186,6 +186,7 @@ class Engine(Protocol):
             AdapterLostError: the server does not know `model`.
             WrongPolicyError: a completion came from another model.
             GenerationError: the request failed, or the answer cannot be trained on.
+            DeadlineExceededError: at the deadline, running requests are broken off.
         """
 
     def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
@@ -202,10 +203,20 @@ class Engine(Protocol):
         """Undo `pause`; harmless without one."""
 
     def release_kv_cache(self, deadline: Deadline) -> None:
-        """Give back the memory of the KV cache; nothing can be sampled until `restore_kv_cache`. Never the weights."""
+        """Give back the memory of the KV cache; nothing can be sampled until `restore_kv_cache`. Never the weights.
+
+        Releasing twice does nothing more.
+
+        Raises:
+            ServerSetupError: the server does not offer it.
+            ServerError: requests are running; nothing was released.
+        """
 
     def restore_kv_cache(self, deadline: Deadline) -> bool:
-        """Take the memory back. Returns whether loaded adapters are still intact; if not, they must be loaded anew."""
+        """Take the memory back; harmless without a release.
+
+        Returns whether loaded adapters are still intact; if not, they must be loaded anew.
+        """
 
     def close(self) -> None:
         """Release connections; never fails."""

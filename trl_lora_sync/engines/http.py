@@ -175,13 +175,16 @@ def json_object(response: httpx.Response, error: type[LoRASyncError]) -> dict[st
 
 
 def _message_in(content: Any) -> str | None:
-    """vLLM: {"error": {"message": ...}} or {"error": "..."}; FastAPI: {"detail": ...}."""
+    """`error` as an object or a string (vLLM, SGLang), `detail` (FastAPI), `error_message` (SGLang)."""
     if not isinstance(content, dict):
         return None
-    found = content.get("error", content.get("detail"))
-    if isinstance(found, dict):
-        found = found.get("message")
-    return found if isinstance(found, str) else None
+    for name in ("error", "detail", "error_message"):
+        found = content.get(name)
+        if isinstance(found, dict):
+            found = found.get("message")
+        if isinstance(found, str) and found:
+            return found
+    return None
 
 
 def _reason(error: httpx.HTTPError) -> str:

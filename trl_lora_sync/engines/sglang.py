@@ -1,26 +1,31 @@
 """What a stock SGLang server accepts, answers and forgets (0.5.11 to 0.5.23).
 
 Samples through `/generate` only: the OpenAI routes serve the base model, with HTTP 200, for an adapter that is named
-without a colon. Three rules keep the server alive and unblocked. An adapter's weights are copied at its first batch,
+without a colon. Five rules keep the server alive and unblocked. An adapter's weights are copied at its first batch,
 and a misfit kills the scheduler there, so every load is followed by one token, while nothing else waits for it.
 Samples are sent one by one (`n=1`), because up to 0.5.21 `n>1` leaves a reference behind that no unload ever sees
-released. And an unload is never sent while generation is paused.
+released. A request that the server would refuse is not sent, because up to 0.5.21 its adapter is never released
+either. An unload is never sent while generation is paused. And memory is released only if the server is idle, restored
+only if it was released, and not sampled with in between: SGLang asserts all three, and dies.
 """
 
 import logging
 import math
+import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import torch
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import LoadBody, TensorPayload
 from trl_lora_sync.errors import (
     AdapterLostError,
@@ -41,15 +46,31 @@ API_KEY_VARIABLE = "SGLANG_API_KEY"
 ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
 OLDEST = Version("0.5.11")
 _TENSORS_PER_RANK_FROM = Version("0.5.17")
+_ADMIN_TENSORS_FROM = Version("0.5.22")
 _CONCURRENT_REQUESTS = 64
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
 _GENERATION_RETRY_S = 15.0
 _TENSOR_PATH = "__tensor__"  # what SGLang lists as the path of an adapter that came as tensors
 _POLL_S = 0.05
+# The answers of a generation step are out before the scheduler has put its last batch away.
+_IDLE_GRACE_S = 5.0
+# How long an unload looks whether an earlier one, which took too long, has ended after all.
+_RECOVERY_PROBE_S = 1.0
+# File systems shared over a network may show a new directory late (up to 30 s on FUSE mounts).
+_VISIBILITY_GRACE_S = {True: 0.0, False: 35.0}
+# Words for a path that is not there: SGLang takes it for a repository of the Hugging Face hub.
+_NOT_FOUND_WORDS = (
+    "Repo id must", "Repository Not Found", "files on the Hub", "huggingface.co", "offline mode", "No such file",
+    "does not appear to have a file", "adapter_config.json",
+)  # fmt: skip
+_NEVER_LOADED = "trl-lora-sync-probe"
 _WARM_UP_PROMPT = [0, 1, 2, 3]
 _ONE_TOKEN = Sampling(
     temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, logprobs=None
 )
+
+
+_Row = tuple[list[int], dict[str, Any]]  # prompt and sampling parameters of one sample
 
 
 class SGLangEngine:
@@ -62,6 +83,7 @@ class SGLangEngine:
 
     def __init__(self, base_url: str, *, is_local: bool) -> None:
         self.base_url = base_url
+        self._is_local = is_local
         self._http = HTTPClient(
             base_url, api_key=APIKey(API_KEY_VARIABLE), is_local=is_local, max_connections=_CONCURRENT_REQUESTS
         )
@@ -71,8 +93,12 @@ class SGLangEngine:
         self._tp_size = 1
         self._has_memory_saver = False
         self._payload = TensorPayload()
+        self._seeds: random.Random | None = None
         self._stuck_unload: str | None = None
+        self._overdue: dict[str, None] = {}  # a set in order: what is still to be unloaded
         self._paused = False
+        self._is_released = False
+        self._loaded_at_release: set[str] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -93,7 +119,7 @@ class SGLangEngine:
             version=str(server.get("version", "unknown")),
             base_model=base_model,
             base_root=str(model.get("model_path", base_model)),
-            max_model_len=server.get("context_length"),
+            max_model_len=self._max_model_len(deadline),
             logprobs_mode=self._logprobs_mode(deadline),
             max_lora_rank=server.get("max_lora_rank"),
             target_modules=_target_modules(server.get("lora_target_modules")),
@@ -102,6 +128,8 @@ class SGLangEngine:
             takes_tensors=True,
         )
         self._has_memory_saver = bool(server.get("enable_memory_saver"))
+        if server.get("enable_deterministic_inference"):
+            self._seeds = random.Random(torch.initial_seed())  # the trainer's, so that a run repeats itself
         return self._capabilities
 
     def _check_setup(self, server: dict[str, Any]) -> None:
@@ -131,6 +159,12 @@ class SGLangEngine:
                 "Restart it with --tokenizer-worker-num 1",
             )
 
+    def _max_model_len(self, deadline: Deadline) -> int | None:
+        # `/server_info` gives the flag --context-length, which is null unless it was set.
+        base = next((model for model in self._models(deadline) if not model.get("parent")), {})
+        longest = base.get("max_model_len")
+        return longest if isinstance(longest, int) else None
+
     def _setup_error(self, seen: str, why: str, fix: str) -> ServerSetupError:
         return ServerSetupError(f"The SGLang server at {self.base_url} {seen}: {why}. {fix}.")
 
@@ -157,8 +191,15 @@ class SGLangEngine:
             return None
 
     def knows_token(self, token_id: int, deadline: Deadline) -> bool:
-        # Not asked: some versions pass an unknown id on to the GPU, which kills the server.
-        return True
+        # An unknown id in a prompt goes to the GPU, which kills the server; in `logit_bias` it is refused (HTTP 400).
+        # Source: srt/sampling/sampling_params.py `verify`, 0.5.11 to 0.5.23.
+        body = {
+            "input_ids": _WARM_UP_PROMPT,
+            "sampling_params": {"top_k": -1, "max_new_tokens": 1, "logit_bias": {str(token_id): 0.0}},
+            "stream": False,
+        }
+        response = self._post_generate(body, deadline)
+        return response.status_code == 200 or "logit_bias" not in server_words(response)
 
     def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         lora_path = self._lora_path(model)
@@ -179,10 +220,15 @@ class SGLangEngine:
     # Adapters
 
     def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
-        if self._stuck_unload:
-            raise AdapterRejectedError(self._stuck_words())
         self._check_fits(adapter)
-        for attempt in retrying(deadline, is_unreachable):
+        if self._stuck_unload and not self._has_recovered(deadline):
+            raise AdapterRejectedError(self._stuck_words())
+        grace = Deadline.after(_VISIBILITY_GRACE_S[self._is_local], "waiting for the directory to appear")
+
+        def may_repeat(error: BaseException) -> bool:
+            return is_unreachable(error) or (isinstance(error, AdapterNotVisibleError) and not grace.is_over())
+
+        for attempt in retrying(deadline, may_repeat):
             with attempt:
                 self._load_once(adapter, deadline)
 
@@ -211,8 +257,8 @@ class SGLangEngine:
                 response = self._load_tensors(adapter, deadline)
         except DeadlineExceededError as error:
             raise deadline.error(
-                f"{self.base_url} did not finish loading {adapter.name}. An unload that waits for a request that "
-                "never ends blocks every load; if it does not recover, restart the server"
+                f"{self.base_url} did not answer the load of {adapter.name}. An unload that waits for a request that "
+                "never ends blocks every load; if that does not pass, restart the server"
             ) from error
         words = server_words(response)
         if response.status_code != 200 and "already loaded" not in words:
@@ -238,11 +284,12 @@ class SGLangEngine:
         return self._payload.body(adapter_name, adapter, per_rank=per_rank, tp_size=self._tp_size)
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
-        if "No such file" in words or "does not appear to have a file" in words or "adapter_config.json" in words:
+        path = adapter.server_path
+        if path is not None and (path in words or any(known in words for known in _NOT_FOUND_WORDS)):
             return AdapterNotVisibleError(
-                f"{self.base_url} does not find the adapter at {adapter.server_path}. The trainer wrote it to "
-                f"{adapter.path}. Let both see one folder with lora_sync_dir and lora_sync_server_dir, or set "
-                f'lora_sync_transport="tensors". It said: {words!r}'
+                f"{self.base_url} does not find the adapter at {path}. The trainer wrote it to {adapter.path} (mode "
+                "0700, so the server must run as the same user). Let both see one folder with lora_sync_dir and "
+                f'lora_sync_server_dir, or set lora_sync_transport="tensors". It said: {words!r}'
             )
         if "LoRA memory pool configuration" in words:
             return self._setup_error(
@@ -267,30 +314,60 @@ class SGLangEngine:
             ) from error
 
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
-        if self._paused or self._stuck_unload:
-            return False  # it would wait for ever, and block every load meanwhile
+        """See `Engine`. What cannot be unloaded at the moment is tried again at the next unload."""
+        self._overdue[adapter_name] = None
+        if self._paused:
+            return False  # it would wait for requests that do not go on, and block every load meanwhile
+        try:
+            probe = Deadline.after(_RECOVERY_PROBE_S, "Looking for the end of an earlier unload")
+            if self._stuck_unload and not self._has_recovered(min(probe, deadline, key=lambda one: one.ends_at)):
+                return False
+            for name in list(self._overdue):
+                self._unload_once(name, deadline)
+        except LoRASyncError as error:
+            logger.debug("Unloading %s failed: %s", adapter_name, error)
+        return adapter_name not in self._overdue
+
+    def _unload_once(self, adapter_name: str, deadline: Deadline) -> None:
+        deadline.remaining_s()  # without any time left, nothing is asked and nothing can hang
         try:
             response = self._admin("/unload_lora_adapter", deadline, body={"lora_name": adapter_name})
         except DeadlineExceededError:
             self._stuck_unload = adapter_name
             logger.error("%s", self._stuck_words())
+            raise
+        if response.status_code == 200 or "does not exist" in server_words(response):
+            self._overdue.pop(adapter_name, None)
+
+    def _has_recovered(self, deadline: Deadline) -> bool:
+        """Whether an unload that took too long has ended; waits for it.
+
+        Unloading a name that never was is answered as soon as the lock is free that every load and unload takes.
+        Source: srt/managers/tokenizer_control_mixin.py `lora_update_lock`, 0.5.11 to 0.5.23.
+        """
+        try:
+            self._admin("/unload_lora_adapter", deadline, body={"lora_name": _NEVER_LOADED})
+        except DeadlineExceededError:
             return False
-        except LoRASyncError as error:
-            logger.debug("Unloading %s failed: %s", adapter_name, error)
-            return False
-        return response.status_code == 200 or "not" in server_words(response)
+        logger.info("%s has finished unloading %s after all.", self.base_url, self._stuck_unload)
+        self._stuck_unload = None
+        return True
 
     def _stuck_words(self) -> str:
         return (
             f"{self.base_url} does not finish unloading {self._stuck_unload}: it waits for requests that it believes "
-            "to be running, and loads nothing until then. Requests of other clients with n > 1 cause this up to "
-            "SGLang 0.5.21. Restart the server, and the run from its last checkpoint; SGLang 0.5.22 has the fix."
+            "to be running, and loads nothing until then. Requests of other clients with n > 1, and requests that "
+            "were broken off, cause this up to SGLang 0.5.21. If no other client still samples from that adapter, "
+            "restart the server, and the run from its last checkpoint; SGLang 0.5.22 has the fix."
         )
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
-        content = json_object(self._get("/v1/models", deadline), ServerSetupError)
-        models = [model for model in content.get("data", []) if isinstance(model, dict)]
+        models = self._models(deadline)
         return {model["id"]: str(model.get("root")) for model in models if model.get("parent")}
+
+    def _models(self, deadline: Deadline) -> list[dict[str, Any]]:
+        content = json_object(self._get("/v1/models", deadline), ServerSetupError)
+        return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
 
     # Pausing and memory
 
@@ -318,15 +395,65 @@ class SGLangEngine:
         self._paused = False
 
     def release_kv_cache(self, deadline: Deadline) -> None:
+        """See `Engine`.
+
+        Source: SGLang asserts that it is idle, and the assertion ends the server (`release_memory_occupation` in
+        srt/managers, 0.5.11 to 0.5.23). A request of another client dies with it until the cache is restored.
+        """
         if not self._has_memory_saver:
             raise self._setup_error(
-                "was started without the memory saver", "its KV cache cannot be released", "Add --enable-memory-saver"
+                "was started without the memory saver",
+                "its KV cache cannot be released",
+                'Restart it with --enable-memory-saver, or set vllm_server_sleep="off"',
             )
-        self._control("/release_memory_occupation", {"tags": ["kv_cache"]}, deadline)
+        if self._is_released:
+            return
+        self._loaded_at_release = set(self.loaded(deadline))
+        self._flush_when_idle(deadline)
+        deadline.remaining_s()
+        self._is_released = True  # before the request, whose answer may be late
+        try:
+            self._control("/release_memory_occupation", {"tags": ["kv_cache"]}, deadline)
+        except ServerError:
+            self._is_released = False
+            raise
+
+    def _flush_when_idle(self, deadline: Deadline) -> None:
+        """Flush the prefix cache, which SGLang refuses (HTTP 400) by the very condition that a release asserts.
+
+        `/v1/loads` would not do: it tells what the scheduler last published, which may be a batch behind.
+        """
+        grace = Deadline.after(_IDLE_GRACE_S, "Waiting for an idle server")
+        while (response := self._admin("/flush_cache", deadline)).status_code != 200:
+            if response.status_code != 400 or grace.is_over():
+                raise ServerError(
+                    f"{self.base_url} did not become idle, so its KV cache was not released (HTTP "
+                    f"{response.status_code} from /flush_cache). Nothing may run there meanwhile. Keep other clients "
+                    f'off the server, or set vllm_server_sleep="off". It said: {server_words(response)!r}'
+                )
+            deadline.remaining_s()
+            time.sleep(_POLL_S)
 
     def restore_kv_cache(self, deadline: Deadline) -> bool:
-        self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
-        return True  # adapters are in another memory pool
+        """See `Engine`. Adapters are in another memory pool, so they stay; unless the server was started anew.
+
+        Source: SGLang removes the tag from a set, and the KeyError of a restore without a release ends the server
+        (`resume_memory_occupation` in srt/managers, 0.5.11 to 0.5.23).
+        """
+        if not self._is_released:
+            return True
+        before = self._loaded_at_release
+        if before and not before & self.loaded(deadline).keys():
+            self._is_released = False
+            return False
+        deadline.remaining_s()
+        try:
+            self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
+        except DeadlineExceededError:
+            self._is_released = False  # it was asked and will do it; asking twice is fatal
+            raise
+        self._is_released = False
+        return True
 
     def _control(self, path: str, body: dict[str, Any], deadline: Deadline) -> None:
         response = self._admin(path, deadline, body=body)
@@ -340,7 +467,12 @@ class SGLangEngine:
     def generate(
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
-        rows = [(group, sample) for group in groups for sample in range(group.count)]
+        """See `Engine`.
+
+        The deadline is the only thing that breaks requests off, and it ends the run: a request whose client leaves
+        keeps its adapter's reference for ever in some versions (0.5.15 to 0.5.21), and no unload gets past that.
+        """
+        rows = self._rows(groups, sampling)
         size = max(1, math.ceil(len(rows) / _CONCURRENT_REQUESTS))
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         with ThreadPoolExecutor(max_workers=max(1, min(_CONCURRENT_REQUESTS, len(batches)))) as pool:
@@ -349,14 +481,42 @@ class SGLangEngine:
         iterator = iter(completions)
         return [[next(iterator) for _ in range(group.count)] for group in groups]
 
+    def _rows(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[_Row]:
+        """One row per sample, checked as the server would check it."""
+        rows = []
+        for group in groups:
+            prompt = _token_ids(group)
+            for sample in range(group.count):
+                params = sampling_params(sampling, sample)
+                if self._seeds is not None and params.get("sampling_seed") is None:
+                    # With --enable-deterministic-inference every request without a seed gets the seed 42, so a group
+                    # would be one completion several times (srt/sampling/sampling_batch_info.py, 0.5.11 to 0.5.23).
+                    params["sampling_seed"] = self._seeds.getrandbits(31)
+                self._check_length(prompt, params)
+                rows.append((prompt, params))
+        return rows
+
+    def _check_length(self, prompt_ids: list[int], params: dict[str, Any]) -> None:
+        """Refuse what the server would refuse after it has taken hold of the adapter, for ever up to 0.5.21."""
+        longest = self.capabilities.max_model_len
+        wanted = len(prompt_ids) + max(1, params["max_new_tokens"] or 0)
+        if not prompt_ids:
+            raise GenerationError("A prompt has no tokens. At least one is needed. Check the dataset and its template.")
+        if longest is not None and wanted > longest:
+            raise GenerationError(
+                f"A prompt of {len(prompt_ids)} tokens and up to {params['max_new_tokens']} new ones do not fit into "
+                f"the context of {longest} tokens at {self.base_url}. Lower max_completion_length, shorten the "
+                f"prompts, or restart the server with --context-length {wanted}."
+            )
+
     def _generate_batch(
-        self, model: str, rows: Sequence[tuple[PromptGroup, int]], sampling: Sampling, deadline: Deadline
+        self, model: str, rows: Sequence[_Row], sampling: Sampling, deadline: Deadline
     ) -> list[Completion]:
-        prompts = [_token_ids(group) for group, _ in rows]
+        prompts = [prompt for prompt, _ in rows]
         lora_path = self._lora_path(model)
         body = {
             "input_ids": prompts,
-            "sampling_params": [sampling_params(sampling, sample) for _, sample in rows],
+            "sampling_params": [params for _, params in rows],
             "return_logprob": sampling.logprobs is not None,
             "logprob_start_len": -1,
             "top_logprobs_num": sampling.logprobs or 0,
@@ -366,7 +526,10 @@ class SGLangEngine:
         }
         answers = self._sample(body, lora_path, deadline)
         if len(answers) != len(rows):
-            raise GenerationError(f"{self.base_url} sent {len(answers)} completions where {len(rows)} were asked for.")
+            raise GenerationError(
+                f"{self.base_url} sent {len(answers)} completions where {len(rows)} were asked for. Is it SGLang "
+                "itself, and not a proxy?"
+            )
         try:
             return [read_completion(answer, prompt, sampling) for answer, prompt in zip(answers, prompts, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -374,12 +537,22 @@ class SGLangEngine:
                 f"{self.base_url} sent completions that cannot be trained on: {error or type(error).__name__}."
             ) from error
 
-    def _sample(self, body: dict[str, Any], lora_path: str | None, deadline: Deadline) -> list[dict[str, Any]]:
+    def _post_generate(self, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
+        """Sampling again does no harm, so a broken connection or a busy server is tried again for a while."""
+        if self._is_released:
+            raise GenerationError(
+                f"The KV cache of {self.base_url} is released, and a request now would end the server. Take it back "
+                "first: generate through the trainer, which does so."
+            )
         for attempt in retrying(deadline, is_unreachable, at_most_s=_GENERATION_RETRY_S):
             with attempt:
                 response = self._request("POST", "/generate", deadline, body=body)
-        words = server_words(response)
+        return response
+
+    def _sample(self, body: dict[str, Any], lora_path: str | None, deadline: Deadline) -> list[dict[str, Any]]:
+        response = self._post_generate(body, deadline)
         if response.status_code != 200:
+            words = server_words(response)
             if "never been loaded" in words or "implicitly load" in words:
                 raise AdapterLostError(
                     f"{self.base_url} no longer knows {lora_path!r}, although it had accepted it. It was probably "
@@ -387,13 +560,16 @@ class SGLangEngine:
                     f"It said: {words!r}"
                 )
             raise GenerationError(
-                f"{self.base_url} could not sample from {lora_path or 'the base model'!r} "
-                f"(HTTP {response.status_code}). It said: {words!r}"
+                f"{self.base_url} could not sample from {lora_path or 'the base model'!r} (HTTP "
+                f"{response.status_code}). If it names a field, correct generation_kwargs; else look at its log. "
+                f"It said: {words!r}"
             )
         try:
             answer = response.json()
         except ValueError as error:
-            raise GenerationError(f"{self.base_url} sent completions that are not valid JSON.") from error
+            raise GenerationError(
+                f"{self.base_url} sent completions that are not valid JSON. Is it SGLang itself, and not a proxy?"
+            ) from error
         return answer if isinstance(answer, list) else [answer]
 
     def _lora_path(self, model: str) -> str | None:
@@ -425,13 +601,17 @@ class SGLangEngine:
     ) -> httpx.Response:
         """A control request, with the admin key if there is one.
 
-        Which key a route wants differs by version: loading from tensors wants the API key up to 0.5.21 and the admin
-        key from 0.5.22 on, so a refusal is answered with the other one.
+        Control routes want the admin key if the server has one, else the API key; loading from tensors wants the API
+        key up to 0.5.21. A refusal is answered with the other one. Source: `auth_level` in
+        srt/entrypoints/http_server.py, 0.5.11 to 0.5.23.
         """
-        key = self._admin_key if self._admin_key.is_set else None
-        response = self._http.request("POST", path, deadline, body=body, content=content, api_key=key)
-        if response.status_code == 401 and key is not None:
-            response = self._http.request("POST", path, deadline, body=body, content=content)
+        keys = [self._admin_key, self._http.api_key] if self._admin_key.is_set else [self._http.api_key]
+        if content is not None and self._version < _ADMIN_TENSORS_FROM:
+            keys.reverse()
+        for key in keys:
+            response = self._http.request("POST", path, deadline, body=body, content=content, api_key=key)
+            if response.status_code != 401:
+                break
         return self._checked(response)
 
     def _request(self, method: str, path: str, deadline: Deadline, *, body: Any = None) -> httpx.Response:
@@ -453,70 +633,6 @@ class SGLangEngine:
 
     def close(self) -> None:
         self._http.close()
-
-
-def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
-    """SGLang's names for the sampling fields, all of them explicit, for one single sample.
-
-    Args:
-        sample: which of a group's samples; a fixed seed is advanced by it, so that they differ.
-    """
-    extra = dict(sampling.extra)
-    seed = extra.pop("seed", extra.pop("sampling_seed", None))
-    fields: dict[str, Any] = {
-        "n": 1,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k if sampling.top_k > 0 else -1,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_new_tokens": sampling.max_tokens,
-        "regex": sampling.regex,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    if seed is not None:
-        fields["sampling_seed"] = seed + sample
-    return fields | extra
-
-
-def read_completion(answer: dict[str, Any], prompt_ids: list[int], sampling: Sampling) -> Completion:
-    """Check one answer and bring it into the shape TRL expects.
-
-    Raises:
-        ValueError: with the reason why it cannot be trained on.
-    """
-    meta, token_ids = answer["meta_info"], answer["output_ids"]
-    reason = meta["finish_reason"] or {}
-    if reason.get("type") not in ("stop", "length"):
-        raise ValueError(f"a completion was cut off ({reason.get('type')}: {reason.get('message', 'no reason given')})")
-    logprobs = logprob_token_ids = None
-    if sampling.logprobs is not None:
-        logprobs, logprob_token_ids = _read_logprobs(meta, token_ids, sampling.logprobs)
-    return Completion(
-        prompt_ids=prompt_ids, token_ids=token_ids, logprobs=logprobs, logprob_token_ids=logprob_token_ids
-    )
-
-
-def _read_logprobs(
-    meta: dict[str, Any], token_ids: list[int], top: int
-) -> tuple[list[list[float | None]], list[list[int]]]:
-    sampled = meta["output_token_logprobs"]
-    if len(sampled) != len(token_ids):
-        raise ValueError(f"{len(token_ids)} tokens came with {len(sampled)} log-probabilities")
-    alternatives = meta["output_top_logprobs"] if top else [[]] * len(sampled)
-    values: list[list[float | None]] = []
-    ids: list[list[int]] = []
-    for token_id, (logprob, owner, *_), others in zip(token_ids, sampled, alternatives, strict=True):
-        if owner != token_id:
-            raise ValueError(f"token {token_id} came with the log-probability of token {owner}")
-        if logprob is None or not math.isfinite(logprob):
-            raise ValueError(f"the sampled token {token_id} has the log-probability {logprob!r}")
-        found = {entry[1]: entry[0] for entry in others or []} | {token_id: logprob}
-        ranked = sorted(found.items(), key=lambda item: -item[1])
-        ids.append([token for token, _ in ranked])
-        values.append([None if math.isnan(value) else value for _, value in ranked])
-    return values, ids
 
 
 def _token_ids(group: PromptGroup) -> list[int]:
