@@ -30,7 +30,7 @@ _INIT_PARAMETERS = frozenset(
         "top_k", "min_p", "repetition_penalty", "max_completion_length", "logprobs", "generation_kwargs",
     }
 )  # fmt: skip
-_rebinding = threading.Lock()
+_rebinding = threading.RLock()  # a reward function may build a trainer of its own
 
 
 @contextmanager

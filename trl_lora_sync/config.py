@@ -51,9 +51,10 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
         lora_sync_keep (`int`, *optional*, defaults to `2`):
             How many versions stay registered on the server. Files are deleted one version later.
         lora_sync_timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds that one sync may take before it fails on every process.
+            Seconds that one sync may take before it fails on every process. Only a file system that hangs can hold it
+            up longer.
         lora_sync_generation_timeout (`float`, *optional*, defaults to `1200.0`):
-            Seconds that the completions of one generation step may take before it fails on every process. Must stay
+            Seconds that the completions of one generation call may take before it fails on every process. Must stay
             below `ddp_timeout`, because the other processes wait.
         lora_sync_dtype (`str`, *optional*, defaults to `"auto"`):
             Dtype the adapter is written in: `"auto"` for the trainer's base weights', or `"bfloat16"`, `"float16"`,
@@ -118,7 +119,7 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     lora_sync_generation_timeout: float = field(
         default=1200.0,
         metadata={
-            "help": "Seconds that the completions of one generation step may take before it fails on every process. "
+            "help": "Seconds that the completions of one generation call may take before it fails on every process. "
             "Must stay below ddp_timeout."
         },
     )
@@ -158,7 +159,7 @@ def check_sync_fields(args: Any) -> None:
         raise _contradiction(
             f"lora_sync_keep={args.lora_sync_keep}", "at least the active version must stay", "Set it to 1 or more"
         )
-    for name in ("lora_sync_timeout", "lora_sync_generation_timeout"):
+    for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
     _check_generation_kwargs(args.generation_kwargs or {})
     server_url(args)

@@ -3,6 +3,7 @@
 Knows accelerate's process group and nothing of adapters or servers.
 """
 
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -37,8 +38,21 @@ def run_on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
+def check_launch_arguments(args: Any) -> None:
+    """Refuse sharded training as far as the trainer's arguments and environment tell, before a model is loaded.
+
+    Raises:
+        UnsupportedSettingError: under DeepSpeed ZeRO-3 or FSDP.
+    """
+    deepspeed = getattr(args, "deepspeed_plugin", None)
+    if deepspeed is not None and deepspeed.zero_stage == 3:
+        raise _sharded("DeepSpeed ZeRO-3", "Use ZeRO-2 or DDP")
+    if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
+        raise _sharded("FSDP", "Use DDP")
+
+
 def check_launcher(accelerator: Accelerator) -> None:
-    """Refuse the ways of training whose parameters are sharded.
+    """Refuse the ways of training whose parameters are sharded, by what accelerate really set up.
 
     Raises:
         UnsupportedSettingError: under DeepSpeed ZeRO-3 or FSDP.
@@ -65,6 +79,13 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
+def _words_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the other processes must hear of the failure all the same
+        return "an exception that cannot be shown"
+
+
 def _sendable(outcome: tuple[Any, BaseException | None]) -> tuple[Any, BaseException | None]:
     error = outcome[1]
     if error is None:
@@ -72,5 +93,5 @@ def _sendable(outcome: tuple[Any, BaseException | None]) -> tuple[Any, BaseExcep
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return None, RemoteProcessError(f"Process 0 failed with {type(error).__name__}: {error}")
+        return None, RemoteProcessError(f"Process 0 failed with {type(error).__name__}: {_words_of(error)}")
     return None, error

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 RUN_PREFIX = "lora-sync-"
 _OWNER_FILE = "owner.json"
+_STARTING = ".starting"
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 
 
@@ -165,9 +166,11 @@ class AdapterStore:
         if self._lock is not None:
             return
         # Locked under another name first, so that a sweep never meets a run folder without its lock.
-        starting = self.root / f".{self.run_id}.starting"
+        starting = self.root / f".{self.run_id}{_STARTING}"
         try:
-            starting.mkdir(mode=_PRIVATE_DIRECTORY, parents=True)
+            self.root.mkdir(mode=_PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+            _check_owner(self.root)
+            starting.mkdir(mode=_PRIVATE_DIRECTORY)
             self._lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
             os.write(self._lock, json.dumps({"pid": os.getpid(), "host": _host(), "boot": _boot_id()}).encode())
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,7 +230,7 @@ def sweep_leftovers(root: Path, forget: Callable[[str], None]) -> list[str]:
         The run ids that were swept.
     """
     swept = []
-    for directory in sorted(root.glob(f"{RUN_PREFIX}*")):
+    for directory in sorted([*root.glob(f"{RUN_PREFIX}*"), *root.glob(f".{RUN_PREFIX}*{_STARTING}")]):
         lock = _lock_if_dead(directory)
         if lock is None:
             continue
@@ -264,6 +267,13 @@ def _lock_if_dead(directory: Path) -> int | None:
         pass  # locked by its live run, or not ours to judge
     os.close(lock)
     return None
+
+
+def _check_owner(root: Path) -> None:
+    """Refuse a folder that somebody else made in a place where everybody may: they could swap the adapters in it."""
+    anybody_may_write = root.parent.stat().st_mode & 0o002
+    if anybody_may_write and root.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(root))
 
 
 def _boot_id() -> str:

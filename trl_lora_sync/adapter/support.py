@@ -13,7 +13,7 @@ from typing import Any
 
 from trl_lora_sync.errors import UnsupportedAdapterError
 
-SERVABLE_TARGETS_ERROR = (
+_WHY_NO_EMBEDDINGS = (
     "the embedding and the output head are served by few architectures, and tied weights differ between the "
     "trainer and the server"
 )
@@ -107,7 +107,7 @@ _CHECKED: dict[str, Callable[[Any], None]] = {
 
 def refuse_module(name: str) -> UnsupportedAdapterError:
     """The error for an adapter on the embedding or the output head."""
-    return _refuse(f"A LoRA adapter on {name!r}", SERVABLE_TARGETS_ERROR, "Leave it out of target_modules")
+    return _refuse(f"A LoRA adapter on {name!r}", _WHY_NO_EMBEDDINGS, "Leave it out of target_modules")
 
 
 def is_embedding_module(name: str) -> bool:
@@ -142,6 +142,12 @@ def check_peft_config(config: Any) -> None:
             f"PEFT type {kind or type(config).__name__} ({type(config).__name__})",
             "vLLM and SGLang load plain LoRA adapters only",
             "Use peft.LoraConfig",
+        )
+    if getattr(config, "_custom_modules", None):
+        raise _refuse(
+            "LoraConfig with custom modules registered",
+            "PEFT then adapts layers with classes of your own, which no server runs",
+            "Remove the call of _register_custom_module",
         )
     for field in dataclasses.fields(config):
         _check_field(field, getattr(config, field.name))

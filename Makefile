@@ -1,0 +1,62 @@
+# Needs Python 3.11 or newer and nothing else: `make demo` and `make test` set up what they use, once.
+PYTHON ?= python3
+# Passed on: make test ARGS="-k store -x", make bench ARGS="--help"
+ARGS ?=
+
+TRAINER := .venv
+SERVER := .venv-vllm
+SOURCES := trl_lora_sync tests examples benchmarks tools
+# Older TRL versions that the tests run as well; 1.16 is the one in $(TRAINER).
+TRL_VERSIONS := 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0
+
+.PHONY: help demo test lint bench venv venv-vllm trl-versions clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       train a tiny model against a real vLLM server, on this machine's CPU"
+	@echo "make test       all tests, with a real vLLM server"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      what one sync costs"
+	@echo "make venv       the trainer's environment, $(TRAINER)"
+	@echo "make venv-vllm  the vLLM server's environment, $(SERVER)"
+	@echo "make trl-versions  older TRL versions for the tests"
+	@echo "make clean      remove all of the above and what they wrote"
+
+demo: venv venv-vllm
+	@$(TRAINER)/bin/python examples/demo/run.py $(ARGS)
+
+test: venv venv-vllm trl-versions
+	@$(TRAINER)/bin/python -m pytest $(ARGS)
+
+lint: venv
+	$(TRAINER)/bin/ruff check $(SOURCES)
+	$(TRAINER)/bin/ruff format --check $(SOURCES)
+	$(TRAINER)/bin/mypy
+
+bench: venv venv-vllm
+	@$(TRAINER)/bin/python benchmarks/sync_cost.py $(ARGS)
+
+venv: $(TRAINER)/.installed
+venv-vllm: $(SERVER)/.installed
+
+trl-versions: $(TRL_VERSIONS:%=.trl-versions/%/.installed)
+
+# Unpacked without their dependencies, to be put in front of the one that is installed.
+.trl-versions/%/.installed: | $(TRAINER)/.installed
+	@echo "  TRL $* for the tests"
+	@rm -rf .trl-versions/$*
+	@$(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-deps --target .trl-versions/$* trl==$*
+	@touch $@
+
+# Two stamps, so that a second run installs nothing and a change of what is installed is not missed.
+$(TRAINER)/.installed: pyproject.toml tools/install_env.py
+	@$(PYTHON) tools/install_env.py trainer $(TRAINER)
+	@touch $@
+
+$(SERVER)/.installed: tools/install_env.py
+	@$(PYTHON) tools/install_env.py vllm $(SERVER)
+	@touch $@
+
+clean:
+	rm -rf $(TRAINER) $(SERVER) .trl-versions demo-output dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

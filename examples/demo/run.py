@@ -1,0 +1,248 @@
+"""What `make demo` runs: GRPO on this machine's CPU, against a real vLLM server that loads the adapter every step.
+
+Makes a tiny model, starts the server, runs examples/grpo.py, stops the server, and shows how the reward rose and what
+each sync took. Exits with an error if the reward did not at least double.
+"""
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from make_model import make_model
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
+from vllm_server import ServerStartError, VLLMServer
+
+GRPO_SCRIPT = Path(__file__).resolve().parents[1] / "grpo.py"
+EDGE_STEPS = 5  # how many steps at either end of the run are averaged to say how much the reward rose
+LORA_RANK = 8
+PACKAGE_LINE = "LoRA adapter sync:"  # how the package's own line at the start begins
+Metrics = dict[str, Any]  # what the trainer logged at one step
+
+
+class DemoError(Exception):
+    """The demo failed, for the reason given."""
+
+
+def training_command(model: Path, base_url: str, output_dir: Path, steps: int) -> list[str]:
+    # What the user's own accelerate configuration could change is said explicitly.
+    launch = "launch --num_processes 1 --num_machines 1 --cpu --mixed_precision no --dynamo_backend no"
+    # One thread, as for the server: more would wait for each other. Quiet, so that an error is the output's end.
+    other = "--num_cpu_threads_per_process 1 --quiet"
+    policy = f"--use_peft --lora_r {LORA_RANK} --lora_alpha 16 --lora_target_modules all-linear"
+    server = f"--use_vllm --vllm_mode server --vllm_server_base_url {base_url}"
+    sync = "--vllm_sync_strategy lora_adapter --lora_sync_timeout 30"
+    batch = "--per_device_train_batch_size 32 --num_generations 8 --max_completion_length 32"
+    schedule = f"--max_steps {steps} --learning_rate 1e-2 --beta 0"
+    output = "--logging_steps 1 --report_to none --save_strategy no --disable_tqdm True --use_cpu True"
+    return [
+        str(Path(sys.executable).with_name("accelerate")),
+        *f"{launch} {other}".split(),
+        str(GRPO_SCRIPT),
+        *("--model_name_or_path", str(model)),
+        *("--output_dir", str(output_dir)),
+        *f"{policy} {server} {sync} {batch} {schedule} {output}".split(),
+    ]
+
+
+def train(command: list[str], output_dir: Path, log_path: Path, steps: int) -> list[Metrics]:
+    """Run the training script with progress shown, and return what it logged at each step."""
+    state_path = output_dir / "trainer_state.json"
+    state_path.unlink(missing_ok=True)  # an earlier run's numbers must not pass for this one's
+    done = 0
+    # The bar disables itself where there is no terminal; a line every few steps takes its place.
+    with log_path.open("w") as log, running(command) as process, tqdm(total=steps, disable=None, unit="step") as bar:
+        for line in process.stdout or ():
+            log.write(line)
+            log.flush()
+            if line.startswith(PACKAGE_LINE):
+                bar.write(f"      {line.rstrip()}")
+            if metrics := parse_metrics(line):
+                done += 1
+                bar.update()
+                bar.set_postfix_str(reward := f"reward {float(metrics['reward']):.2f}")
+                if bar.disable and is_shown(done):
+                    print(f"      step {done} of {steps}: {reward}", flush=True)
+    if process.returncode:
+        code = process.returncode
+        raise DemoError(f"The training script ended with code {code}. The end of its output:\n{tail(log_path)}")
+    history = json.loads(state_path.read_text())["log_history"]
+    return [metrics for metrics in history if "reward" in metrics]
+
+
+@contextlib.contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process whose whole group has ended when the block is left, however it is left."""
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        yield process
+        process.wait()
+    finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[str], patience_s: float = 10.0) -> None:
+    """Interrupt the process's group, so that the trainer still removes its adapters; then end what is left of it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)  # raises once the group is empty
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def is_shown(step: int) -> bool:
+    return step == 1 or step % 5 == 0
+
+
+def parse_metrics(line: str) -> Metrics | None:
+    """Return the metrics of a step, which transformers prints as a Python dict when its progress bar is off."""
+    if not line.startswith("{") or "'reward'" not in line:
+        return None
+    try:
+        return dict(ast.literal_eval(line.strip()))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def tail(path: Path, lines: int = 30) -> str:
+    return "\n".join(path.read_text().splitlines()[-lines:])
+
+
+def mean_reward(history: list[Metrics]) -> float:
+    return statistics.fmean(metrics["reward"] for metrics in history)
+
+
+def sync_ms(metrics: Metrics) -> float:
+    return 1000 * float(metrics["lora_sync/total_s"])
+
+
+def print_table(history: list[Metrics]) -> None:
+    header = ("step", "reward", "adapter version", "sync ms", "logprob gap")
+    rule = "  ".join("-" * len(name) for name in header)
+    print("  ".join(header), rule, sep="\n")
+    for metrics in history:
+        if not is_shown(metrics["step"]):
+            continue
+        row = (
+            f"{metrics['step']}",
+            f"{metrics['reward']:.3f}",
+            f"{metrics['lora_sync/version']:.0f}",
+            f"{sync_ms(metrics):.1f}",
+            f"{metrics['sampling/sampling_logp_difference/mean']:.4f}",
+        )
+        print("  ".join(cell.rjust(len(name)) for cell, name in zip(row, header, strict=True)))
+    print(rule)
+
+
+def plot(history: list[Metrics], path: Path) -> None:
+    """Draw the reward over the steps, and below it what each sync spent its time on."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = [metrics["step"] for metrics in history]
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    top.plot(steps, [metrics["reward"] for metrics in history], marker="o", markersize=3)
+    for part, label, side in ((history[:EDGE_STEPS], "first", "left"), (history[-EDGE_STEPS:], "last", "right")):
+        mean, edge = mean_reward(part), part[0 if side == "left" else -1]["step"]
+        top.hlines(mean, part[0]["step"], part[-1]["step"], color="tab:red", linewidth=3)
+        text = f"mean of the {label} {len(part)} steps: {mean:.2f}"
+        top.annotate(text, (edge, mean), (0, -18), textcoords="offset points", ha=side, color="tab:red")
+    top.set(ylabel="reward (share of lower-case letters)", ylim=(0, 1))
+    top.set_title("GRPO against vLLM on a CPU, which loads a new LoRA adapter every step")
+
+    below_ms = [0.0] * len(history)
+    for phase in ("gather", "write", "load"):
+        phase_ms = [1000 * metrics[f"lora_sync/{phase}_s"] for metrics in history]
+        bottom.bar(steps, phase_ms, bottom=below_ms, label=phase)
+        below_ms = [below + own for below, own in zip(below_ms, phase_ms, strict=True)]
+    bottom.scatter(steps, [sync_ms(metrics) for metrics in history], marker="_", color="black", label="whole sync")
+    bottom.set(xlabel="training step", ylabel="time of one sync (ms)", xlim=(0, steps[-1] + 1))
+    bottom.set_ylim(bottom=0)
+    bottom.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    for axes in (top, bottom):
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def report(history: list[Metrics], picture: Path, started: float) -> None:
+    """Print the table and the verdict; raises DemoError if the reward did not double."""
+    print()
+    print_table(history)
+    first, last = mean_reward(history[:EDGE_STEPS]), mean_reward(history[-EDGE_STEPS:])
+    times_ms = [sync_ms(metrics) for metrics in history]
+    print(f"Reward: mean {first:.3f} in the first {EDGE_STEPS} steps, {last:.3f} in the last: {last / first:.1f}x.")
+    size_kb = history[-1]["lora_sync/bytes"] / 1000
+    print(f"Sync: median {statistics.median(times_ms):.1f} ms, longest {max(times_ms):.1f} ms, {size_kb:.0f} kB each.")
+    plot(history, picture)
+    print(f"Picture: {picture}")
+    print(f"The whole run took {time.monotonic() - started:.0f} s.")
+    if not last >= 2 * first:
+        raise DemoError(f"The reward should have at least doubled, but went from {first:.3f} to {last:.3f}.")
+
+
+def run(folder: Path, steps: int, seed: int) -> None:
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    transformers_logging.disable_progress_bar()
+    model = make_model(folder / "model", seed=seed)
+    server_log, train_log = folder / "server.log", folder / "train.log"
+    print(f"[1/4] A tiny Qwen3 with random weights is in {model}.", flush=True)
+    print(f"[2/4] Starting vLLM; its log is {server_log}.", flush=True)
+    with VLLMServer(model, served_model_name="demo", max_lora_rank=LORA_RANK, log_path=server_log) as server:
+        print(f"      Ready on {server.base_url} after {time.monotonic() - started:.0f} s.", flush=True)
+        print(f"[3/4] Training for {steps} steps; the log is {train_log}.", flush=True)
+        command = training_command(model, server.base_url, folder / "training", steps)
+        try:
+            history = train(command, folder / "training", train_log, steps)
+        except DemoError as error:
+            if server.is_running():
+                raise
+            raise DemoError(f"{error}\n\nThe server had ended. The end of its log:\n{server.log_tail()}") from error
+    print("[4/4] The server is stopped.", flush=True)
+    report(history, folder / "demo.png", started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("demo-output"))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the model's random weights")
+    args = parser.parse_args()
+    # The server and the training script are stopped on the way out, which a plain SIGTERM would skip.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        run(args.output_dir, args.steps, args.seed)
+    except (DemoError, ServerStartError) as error:
+        sys.exit(f"\nThe demo failed. {error}\n\nAll logs are in {args.output_dir}/.")
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted; the server and the training script are stopped.")
+
+
+if __name__ == "__main__":
+    main()

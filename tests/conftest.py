@@ -1,0 +1,33 @@
+"""Fixtures of all tiers: the tiny model, the one real server that most live tests share, and quiet libraries."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from vllm_server import VLLMServer
+
+# No test may reach a hub, and tokenizers warns about its threads when a test starts a process.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ.pop("VLLM_API_KEY", None)  # a key in the developer's shell belongs to another server
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that the shared server serves."""
+    from make_model import make_model
+
+    return make_model(tmp_path_factory.mktemp("models") / "tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["VLLMServer"]:
+    """A real vLLM server; starting one takes twenty seconds, so tests share it and must leave no adapter on it."""
+    from vllm_server import VLLMServer
+
+    log = tmp_path_factory.mktemp("server") / "shared.log"
+    with VLLMServer(base_model, log_path=log, extra_args=["--enable-prefix-caching"]) as running:
+        yield running

@@ -1,0 +1,152 @@
+"""Distributed tier: two gloo processes on the CPU, the real server, and failures of process 0 alone."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launch import two_processes
+from support.policies import NOISE_MAX, NOISE_MEAN, RATIO_SPREAD
+from support.servers import adapters_on, damage, free_port, proxy_to
+from support.trainers import METRICS
+from vllm_server import VLLMServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+Seen = dict[str, Any]
+# What a hang would exceed; the launch itself takes 20 to 40 s.
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def working(server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    """One launch through everything that works, and through failures that a run survives."""
+    folder = tmp_path_factory.mktemp("working")
+
+    def damage_on_demand(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        order = folder / "damage-the-next-version"
+        if path == "/v1/load_lora_adapter" and order.exists():
+            order.unlink()
+            damage(body["lora_path"])
+        return body
+
+    with proxy_to(server.base_url) as proxy:
+        proxy.before = damage_on_demand
+        result = two_processes("working", folder, proxy.base_url, base_model, timeout_s=TIMEOUT_S)
+        yield result | {"folder": folder, "proxy": proxy, "left": adapters_on(server.base_url)}
+
+
+def both(launched: Seen, step: str) -> list[Any]:
+    """What `step` returned on each process."""
+    for seen in launched["seen"]:
+        assert "result" in seen[step], seen[step].get("traceback")
+    return [seen[step]["result"] for seen in launched["seen"]]
+
+
+def both_errors(launched: Seen, step: str) -> list[tuple[str, str]]:
+    """What `step` raised on each process."""
+    for seen in launched["seen"]:
+        assert "error" in seen[step], f"nothing was raised: {seen[step]}"
+    return [(seen[step]["error"], seen[step]["message"]) for seen in launched["seen"]]
+
+
+@pytest.mark.parametrize(("step", "counts"), [("even", [2, 2]), ("uneven", [3, 1]), ("repeated", [2, 2])])
+def test_each_process_gets_the_completions_of_its_own_rows_in_order(
+    step: str, counts: list[int], working: Seen
+) -> None:
+    results = both(working, step)
+
+    assert [result["count"] for result in results] == counts
+    for result in results:
+        assert result["mean"] < NOISE_MEAN
+        assert result["max"] < NOISE_MAX
+
+
+def test_a_process_without_rows_gets_none_and_holds_up_nobody(working: Seen) -> None:
+    first, second = both(working, "none_on_one")
+
+    assert first["count"] == 2
+    assert first["mean"] < NOISE_MEAN
+    assert second["answers"] == [[], [], [], []]
+
+
+def test_both_processes_name_the_same_version(working: Seen) -> None:
+    first, second = both(working, "synced")
+
+    assert first == second
+    assert first.endswith("-v1")
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        ("refused", "AdapterRejectedError", r"refused to load the adapter .*-v2.* It said: "),
+        ("not_finite", "AdapterNotFiniteError", "hold NaN or infinity"),
+    ],
+)
+def test_a_version_that_fails_on_process_0_raises_the_same_on_both(
+    step: str, error: str, words: str, working: Seen
+) -> None:
+    first, second = both_errors(working, step)
+
+    assert first == second
+    assert first[0] == error
+    assert re.search(words, first[1])
+    assert all(seen[step]["seconds"] < 20 for seen in working["seen"])
+
+
+@pytest.mark.parametrize("step", ["after_refusal", "after_not_finite"])
+def test_after_a_failed_version_both_processes_go_on_with_the_one_before(step: str, working: Seen) -> None:
+    for result in both(working, step):
+        assert result["mean"] < NOISE_MEAN
+
+
+def test_only_process_0_writes_and_talks_to_the_server(working: Seen) -> None:
+    first_pid, _ = both(working, "process")
+
+    assert both(working, "owners")[0] == [first_pid]
+    assert both(working, "client") == [True, False]
+    assert working["output"].count("LoRA adapter sync: vllm") == 2, "one line for each of the two trainers"
+
+
+def test_training_logs_the_same_sync_on_both_processes(working: Seen) -> None:
+    first, second = both(working, "train")
+
+    assert len(first) == len(second) == 2
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours.keys() >= METRICS
+        assert {name: ours[name] for name in METRICS} == {name: theirs[name] for name in METRICS}
+        assert ours["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=RATIO_SPREAD)
+        assert ours["sampling/sampling_logp_difference/mean"] < 0.02
+    assert first[1]["lora_sync/version"] == first[0]["lora_sync/version"] + 1
+
+
+def test_an_exception_on_both_processes_leaves_nothing_behind(working: Seen) -> None:
+    assert {error for error, _ in both_errors(working, "broken_reward")} == {"ZeroDivisionError"}
+    assert working["left"] == {}
+    assert not (working["folder"] / "sync").exists()
+
+
+@pytest.fixture(scope="module")
+def failing(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """One launch through starts that fail."""
+    folder = tmp_path_factory.mktemp("failing")
+    url = f"http://127.0.0.1:{free_port()}"
+    return two_processes("failing", folder, url, base_model, timeout_s=TIMEOUT_S) | {"folder": folder}
+
+
+@pytest.mark.parametrize("step", ["unreachable", "unreachable_again"])
+def test_a_start_that_fails_on_process_0_raises_on_both_in_time(step: str, failing: Seen) -> None:
+    first, second = both_errors(failing, step)
+
+    assert first == second
+    assert first[0] == "ServerUnreachableError"
+    assert "Start it" in first[1]
+    assert all(seen[step]["seconds"] < 20 for seen in failing["seen"])
+    assert not (failing["folder"] / "sync").exists()
+
+
+def test_fsdp_is_refused_on_both_processes(failing: Seen) -> None:
+    for error, message in both_errors(failing, "fsdp"):
+        assert error == "UnsupportedSettingError"
+        assert re.search(r'does not support FSDP yet.*Use DDP, or set vllm_sync_strategy="weights"', message)

@@ -1,0 +1,421 @@
+"""Live tier: servers that cannot be used, vanish, or answer for another policy; each a clear error in time."""
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_model import make_model
+from support.models import lora, randomize_adapter
+from support.policies import is_policy_of, sample, token_ids
+from support.servers import Proxy, adapters_on, damage, free_port, silent_server
+from support.trainers import steps_of, vowels
+from vllm_server import VLLMServer
+
+from trl_lora_sync import GRPOTrainer
+from trl_lora_sync.errors import (
+    AdapterLostError,
+    AdapterRejectedError,
+    DeadlineExceededError,
+    ServerAuthError,
+    ServerSetupError,
+    ServerUnreachableError,
+    WrongPolicyError,
+)
+
+Make = Callable[..., GRPOTrainer]
+KEY = "sk-a-secret-that-must-not-show"
+
+
+def no_files(folder: Path) -> bool:
+    """Whether the run took back every file; its folder may be left only if others use it."""
+    return not (folder / "sync").exists()
+
+
+# Wrong from the start
+
+
+def test_an_unreachable_server_is_reported_when_vllm_server_timeout_is_over(
+    make_trainer: Make, base_model: Path, tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    started = time.monotonic()
+
+    with pytest.raises(ServerUnreachableError, match=f"No server answers at {url}.*Start it"):
+        make_trainer(url, base_model, vllm_server_timeout=2.0)
+
+    assert time.monotonic() - started < 10
+    assert no_files(tmp_path)
+
+
+def test_a_server_that_never_answers_is_reported_when_vllm_server_timeout_is_over(
+    make_trainer: Make, base_model: Path, tmp_path: Path
+) -> None:
+    with silent_server() as url:
+        started = time.monotonic()
+
+        with pytest.raises(DeadlineExceededError, match=f"Waiting for the server at {url} did not finish within 2 s"):
+            make_trainer(url, base_model, vllm_server_timeout=2.0)
+
+        assert time.monotonic() - started < 10
+    assert no_files(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def other_servers(base_model: Path) -> Iterator[dict[str, VLLMServer]]:
+    """Four more real servers, started side by side, as a start takes mostly one core."""
+    servers = {
+        "guarded": VLLMServer(base_model, api_key=KEY, max_lora_rank=8),
+        "without LoRA": VLLMServer(base_model, enable_lora=False),
+        "without runtime loading": VLLMServer(base_model, runtime_updating=False),
+        "disposable": VLLMServer(base_model),
+    }
+    try:
+        for server in servers.values():
+            server.launch()
+        for server in servers.values():
+            server.wait_until_ready()
+        yield servers
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
+@pytest.fixture
+def guarded_server(other_servers: dict[str, VLLMServer]) -> VLLMServer:
+    """Wants a key, and takes adapters of a small rank only."""
+    return other_servers["guarded"]
+
+
+@pytest.mark.parametrize(("key", "state"), [(None, "is not set"), ("sk-another-secret", "is set but was refused")])
+def test_a_missing_or_wrong_key_is_reported_and_never_shown(
+    key: str | None,
+    state: str,
+    guarded_server: VLLMServer,
+    make_trainer: Make,
+    base_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if key:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    caplog.set_level("DEBUG")
+
+    with pytest.raises(ServerAuthError, match=f"wants an API key, and VLLM_API_KEY {state}") as caught:
+        make_trainer(guarded_server.base_url, base_model)
+
+    shown = "".join([*traceback.format_exception(caught.value), caplog.text, *capfd.readouterr()])
+    assert "secret" not in shown
+    assert no_files(tmp_path)
+
+
+def test_the_right_key_trains_and_is_in_no_output_no_log_and_no_checkpoint(
+    guarded_server: VLLMServer,
+    make_trainer: Make,
+    base_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    caplog.set_level("DEBUG")
+
+    trainer = make_trainer(guarded_server.base_url, base_model, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+
+    assert [step["lora_sync/version"] for step in steps_of(trainer)] == [1, 2]
+    assert adapters_on(guarded_server.base_url, KEY) == {}
+    assert KEY not in "".join([caplog.text, repr(trainer.vllm_generation.__dict__), *capfd.readouterr()])
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert any(path.name == "training_args.bin" for path in written)
+    assert not [path for path in written if KEY.encode() in path.read_bytes()]
+
+
+def test_a_server_with_too_small_a_max_lora_rank_is_told_the_one_it_needs(
+    guarded_server: VLLMServer, make_trainer: Make, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+
+    with pytest.raises(ServerSetupError, match=r"rank 12\..* Restart it with --max-lora-rank 16\. It said: .*12"):
+        make_trainer(guarded_server.base_url, base_model, peft_config=lora(r=12))
+
+    assert no_files(tmp_path)
+    assert adapters_on(guarded_server.base_url, KEY) == {}
+
+
+def test_a_server_without_lora_is_told_to_enable_it(
+    other_servers: dict[str, VLLMServer], make_trainer: Make, base_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ServerSetupError, match=r"without LoRA support\. Restart it with --enable-lora"):
+        make_trainer(other_servers["without LoRA"].base_url, base_model)
+
+    assert no_files(tmp_path)
+
+
+def test_a_server_without_runtime_loading_is_told_to_allow_it(
+    other_servers: dict[str, VLLMServer], make_trainer: Make, base_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ServerSetupError, match="Restart it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+        make_trainer(other_servers["without runtime loading"].base_url, base_model)
+
+    assert no_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "evidence"),
+    [
+        ({"hidden_size": 256}, "refused an adapter of the trainer's shapes"),
+        # vLLM 0.31 fills what is missing with zeros and answers 200, so this one is looked for.
+        ({"hidden_size": 64}, "its layers are wider than the trainer's"),
+        ({"vocab_size": 300}, "its vocabulary has fewer than the trainer's 300 tokens"),
+    ],
+    ids=["larger", "smaller", "more_tokens"],
+)
+def test_a_server_with_another_base_model_is_refused(
+    shape: dict[str, int],
+    evidence: str,
+    make_trainer: Make,
+    clean_server: VLLMServer,
+    tmp_path: Path,
+) -> None:
+    ours = make_model(tmp_path / "ours", **shape)
+
+    with pytest.raises(ServerSetupError, match=f"which is not the base model of the trainer.*{evidence}"):
+        make_trainer(clean_server.base_url, ours)
+
+    assert no_files(tmp_path)
+
+
+@pytest.mark.parametrize("difference", [{"seed": 1}, {"num_hidden_layers": 3}], ids=["other_weights", "other_depth"])
+def test_a_server_whose_base_model_has_another_name_but_takes_the_adapter_is_warned_about(
+    difference: dict[str, int],
+    make_trainer: Make,
+    clean_server: VLLMServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = make_model(tmp_path / "ours", **difference)
+
+    make_trainer(clean_server.base_url, ours)
+
+    [warning] = [record.getMessage() for record in caplog.records if record.name.startswith("trl_lora_sync")]
+    assert str(ours) in warning
+    assert clean_server.served_model_name in warning
+    assert "another policy" in warning
+
+
+def test_the_same_base_model_is_not_warned_about(
+    make_trainer: Make, clean_server: VLLMServer, base_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(clean_server.base_url, base_model)
+
+    assert not [record for record in caplog.records if record.name.startswith("trl_lora_sync")]
+
+
+# Wrong later
+
+
+def test_a_refused_version_leaves_the_one_before_active_and_its_files_intact(
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model)
+    generation = trainer.vllm_generation
+    randomize_adapter(trainer.model, seed=1)
+    generation.sync_weights()
+    before = adapters_on(proxy.target)
+    files = {path: path.read_bytes() for path in tmp_path.glob("sync/*/*-v1/*")}
+
+    def damage_second(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/load_lora_adapter" and body["lora_name"].endswith("-v2"):
+            damage(body["lora_path"])
+        return body
+
+    proxy.before = damage_second
+    randomize_adapter(trainer.model, seed=2)
+    with pytest.raises(AdapterRejectedError, match=r"refused to load the adapter .*-v2.* It said: "):
+        generation.sync_weights()
+
+    assert adapters_on(proxy.target) == before
+    assert {path: path.read_bytes() for path in files} == files
+    left = sorted(path.name for path in (tmp_path / "sync").glob("*/*"))
+    assert left == [*before, "owner.json"]
+    rows = sample(generation, [token_ids(seed) for seed in range(4)])
+    assert not is_policy_of(trainer.model, rows)
+    randomize_adapter(trainer.model, seed=1)
+    assert is_policy_of(trainer.model, rows)
+    generation.sync_weights()
+    assert [name.rpartition("-v")[2] for name in sorted(adapters_on(proxy.target))] == ["1", "3"]
+
+
+def test_a_refused_version_ends_the_run_and_nothing_is_left(
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+) -> None:
+    def damage_second(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/load_lora_adapter" and body["lora_name"].endswith("-v2"):
+            damage(body["lora_path"])
+        return body
+
+    proxy.before = damage_second
+    trainer = make_trainer(proxy.base_url, base_model)
+
+    with pytest.raises(AdapterRejectedError):
+        trainer.train()
+
+    assert trainer.state.global_step == 1
+    assert no_files(tmp_path)
+    assert adapters_on(proxy.target) == {}
+
+
+def test_a_load_whose_answer_was_lost_is_repeated_and_counts_once(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    lost: list[str] = []
+    trainer = make_trainer(proxy.base_url, base_model)
+
+    def lose_first_answer(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
+        if path == "/v1/load_lora_adapter" and not lost:
+            lost.append(path)
+            return 503, b"the proxy lost the answer"
+        return status, answer
+
+    proxy.after = lose_first_answer
+    trainer.vllm_generation.sync_weights()
+
+    assert len(proxy.loads()) == 2
+    assert len({load["lora_name"] for load in proxy.loads()}) == 1
+    assert len(adapters_on(proxy.target)) == 1
+
+
+def test_an_answer_in_the_name_of_another_model_is_never_trained_on(
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+) -> None:
+    rewards: list[str] = []
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        rewards.extend(completions)
+        return vowels(completions)
+
+    trainer = make_trainer(proxy.base_url, base_model, reward_funcs=reward)
+
+    def answer_as_base(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
+        if path == "/v1/completions":
+            answer = json.dumps(json.loads(answer) | {"model": "the-base-model"}).encode()
+        return status, answer
+
+    proxy.after = answer_as_base
+    with pytest.raises(WrongPolicyError, match=r"completions of 'the-base-model' where '.*-v1' was asked for"):
+        trainer.train()
+
+    assert rewards == []
+    assert no_files(tmp_path)
+
+
+def test_a_proxy_that_quietly_asks_the_base_model_is_found_out(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    """The server then names the base model in its answer."""
+    trainer = make_trainer(proxy.base_url, base_model)
+    proxy.before = lambda path, body: body | {"model": base_of(proxy)} if path == "/v1/completions" else body
+
+    with pytest.raises(WrongPolicyError, match=r"where '.*-v1' was asked for"):
+        trainer.train()
+
+
+def base_of(proxy: Proxy) -> str:
+    listing = next(exchange.answer for exchange in proxy.exchanges if exchange.path == "/v1/models")
+    return str(json.loads(listing)["data"][0]["id"])
+
+
+def test_a_server_that_stops_answering_during_a_sync_is_reported_when_lora_sync_timeout_is_over(
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model, lora_sync_timeout=2.0)
+
+    def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/load_lora_adapter":
+            time.sleep(6)
+            raise ConnectionAbortedError
+        return body
+
+    proxy.before = hang
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"lora_sync_timeout.* did not finish within 2 s"):
+        trainer.train()
+
+    assert time.monotonic() - started < 10
+    assert no_files(tmp_path)
+
+
+def test_a_server_that_stops_answering_during_generation_is_reported_in_time(
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model, lora_sync_generation_timeout=2.0)
+
+    def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/completions":
+            time.sleep(6)
+            raise ConnectionAbortedError
+        return body
+
+    proxy.before = hang
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"lora_sync_generation_timeout.* did not finish within 2 s"):
+        trainer.train()
+
+    assert time.monotonic() - started < 10
+    assert no_files(tmp_path)
+    assert adapters_on(proxy.target) == {}
+
+
+@pytest.fixture
+def disposable(other_servers: dict[str, VLLMServer]) -> VLLMServer:
+    """A running server that tests may kill."""
+    server = other_servers["disposable"]
+    if not server.is_running():
+        server.start()
+    return server
+
+
+def test_a_restarted_server_never_answers_for_the_lost_version_and_gets_the_next_one(
+    disposable: VLLMServer, make_trainer: Make, base_model: Path
+) -> None:
+    trainer = make_trainer(disposable.base_url, base_model)
+    generation = trainer.vllm_generation
+    randomize_adapter(trainer.model, seed=1)
+    generation.sync_weights()
+    assert is_policy_of(trainer.model, sample(generation, [token_ids(1)]))
+
+    disposable.kill()
+    disposable.start()
+
+    with pytest.raises(AdapterLostError, match=r"no longer knows '.*-v1'.*restarted"):
+        sample(generation, [token_ids(1)])
+    randomize_adapter(trainer.model, seed=2)
+    generation.sync_weights()
+    assert is_policy_of(trainer.model, sample(generation, [token_ids(1)]))
+
+
+def test_a_server_killed_between_steps_ends_the_run_within_the_timeout(
+    disposable: VLLMServer, make_trainer: Make, base_model: Path, tmp_path: Path
+) -> None:
+    killed_at: list[float] = []
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        disposable.kill()
+        killed_at.append(time.monotonic())
+        return vowels(completions)
+
+    trainer = make_trainer(disposable.base_url, base_model, reward_funcs=reward, lora_sync_timeout=3.0)
+
+    with pytest.raises(ServerUnreachableError, match=disposable.base_url):
+        trainer.train()
+
+    assert time.monotonic() - killed_at[0] < 15
+    assert trainer.state.global_step == 1
+    assert no_files(tmp_path)

@@ -1,0 +1,76 @@
+"""Live tier: every TRL that is supported trains against the real server, each in a process of its own.
+
+The versions lie unpacked, without their dependencies, in folders named by version; `make test` puts them there.
+"""
+
+import json
+import math
+import os
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.policies import RATIO_SPREAD
+from support.processes import run
+from support.servers import adapters_on
+from support.trainers import METRICS
+from vllm_server import VLLMServer
+
+TESTS = Path(__file__).parents[1]
+FOLDER_VARIABLE = "TRL_LORA_SYNC_TRL_VERSIONS_DIR"
+VERSIONS = ["1.11.0", "1.12.0", "1.13.0", "1.14.2", "1.15.0"]  # 1.16 is what all other tests run on
+RUN_TIMEOUT_S = 200.0
+
+
+def folder_of(version: str) -> Path:
+    return Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".trl-versions") / version
+
+
+@pytest.fixture(scope="module")
+def results(
+    server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, "Future[dict[str, Any]]"]:
+    """One short run per version, two at a time."""
+
+    def short_run(version: str) -> dict[str, Any]:
+        trl = folder_of(version)
+        if not (trl / "trl").is_dir():
+            raise FileNotFoundError(
+                f"TRL {version} is not in {trl}. Run `make trl-versions`, or install it there: "
+                f"{sys.executable} -m pip install --no-deps --target {trl} trl=={version}"
+            )
+        folder = tmp_path_factory.mktemp(f"trl-{version}")
+        command = [sys.executable, TESTS / "support" / "short_run.py", server.base_url, base_model, folder]
+        path = os.pathsep.join(map(str, [trl, TESTS]))
+        ended = run(command, folder / "log", RUN_TIMEOUT_S, env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+        assert ended.code == 0, ended.output
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return result | {"folder": folder, "output": ended.output}
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return {version: pool.submit(short_run, version) for version in VERSIONS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_same_run_works_on_every_supported_trl(
+    version: str, results: dict[str, "Future[dict[str, Any]]"], server: VLLMServer
+) -> None:
+    result = results[version].result()
+
+    assert result["trl"] == version
+    assert Path(result["trl_path"]).is_relative_to(folder_of(version))
+    assert not result["vllm"]
+    steps = [entry for entry in result["log"] if "lora_sync/version" in entry]
+    assert [step["lora_sync/version"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step.keys() >= METRICS
+        assert step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=RATIO_SPREAD)
+        assert step["sampling/sampling_logp_difference/mean"] < 0.02
+    assert result["moved"]
+    assert math.isfinite(result["evaluated"]["eval_reward"])
+    assert result["output"].count("LoRA adapter sync: vllm") == 1
+    assert not (result["folder"] / "sync").exists(), "versions were left at exit"
+    assert not [path for path in adapters_on(server.base_url).values() if str(result["folder"]) in path]

@@ -1,0 +1,1 @@
+"""What the live and the distributed tests share: models, trainers, servers that misbehave, and launchers."""

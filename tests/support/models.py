@@ -1,0 +1,53 @@
+"""Tiny models, LoRA configurations, and what the trainer's own forward pass says about a completion."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+R, ALPHA = 8, 16
+
+
+def lora(**changes: Any) -> LoraConfig:
+    """A plain LoRA configuration on all linear layers, with the given fields changed."""
+    fields = {"r": R, "lora_alpha": ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return LoraConfig(**{**fields, **changes})
+
+
+def peft_model(base: Path, **changes: Any) -> PeftModel:
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), lora(**changes))
+
+
+def randomize_adapter(model: torch.nn.Module, seed: int, std: float = 0.05) -> None:
+    """Give the adapter matrices random values that move the policy clearly; `lora_B` is zero after PEFT's init."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def per_token_logps(model: torch.nn.Module, prompt_ids: list[int], completion_ids: list[int]) -> Tensor:
+    """Log-probability of each completion token under the trainer's model, in float32 and at temperature 1."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt_ids + completion_ids])).logits[0].float()
+    logps = logits.log_softmax(-1)[len(prompt_ids) - 1 : -1]
+    return logps.gather(1, torch.tensor(completion_ids).unsqueeze(1)).squeeze(1)
+
+
+def base_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of everything in the model that is no adapter."""
+    return {name: value.clone() for name, value in model.state_dict().items() if "lora_" not in name}
+
+
+def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Whether both hold the same names with bit-identical values."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def written_adapter(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / "adapter_model.safetensors")

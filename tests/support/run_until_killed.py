@@ -1,0 +1,42 @@
+"""Publish one version, say its name, and wait to be killed: python run_until_killed.py URL FOLDER"""
+
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.sync import AdapterSync, SyncSettings
+
+HIDDEN = 128
+
+
+def adapter() -> CanonicalAdapter:
+    lora_A, lora_B = torch.ones(4, HIDDEN), torch.ones(HIDDEN, 4)
+    module = LoRAModule(name="model.layers.0.self_attn.q_proj", lora_A=lora_A, lora_B=lora_B, scaling=1.0)
+    return canonicalize([module], dtype=torch.float32)
+
+
+def main(url: str, folder: str) -> None:
+    sync = AdapterSync(
+        SyncSettings(
+            base_url=url,
+            engine="vllm",
+            is_local=True,
+            root=Path(folder),
+            server_root=None,
+            keep=2,
+            dtype=None,
+            sync_timeout_s=30,
+            startup_timeout_s=30,
+            generation_timeout_s=30,
+        )
+    )
+    sync.start(adapter(), vocab_size=None)
+    print(sync.publish(adapter).adapter_name, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

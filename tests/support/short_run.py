@@ -1,0 +1,49 @@
+"""A short GRPO run with an evaluation after it: python short_run.py URL MODEL FOLDER; writes FOLDER/result.json."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import trl
+import trl.trainer.utils
+
+from support.trainers import grpo_trainer, prompts
+
+
+class PlainLogProbs:
+    """The log-probabilities of TRL 1.15 in plain torch.
+
+    That version computes them with a Triton kernel alone, so it trains on GPUs only; 1.16 has a torch path of its own.
+    """
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, *_args):  # type: ignore[no-untyped-def]
+        logps = (torch.nn.functional.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
+        entropy = -(logps.exp() * logps).sum(-1)
+        return logps.gather(1, targets.unsqueeze(1)).squeeze(1), entropy, None, None, None
+
+
+def main(base_url: str, model: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    if trl.__version__.startswith("1.15."):
+        trl.trainer.utils._ChunkedLogProbFunction = PlainLogProbs
+    trainer = grpo_trainer(
+        base_url, Path(model), Path(folder), eval_dataset=prompts(["evening"]), per_device_eval_batch_size=4
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()
+    result = {
+        "trl": trl.__version__,
+        "trl_path": trl.__file__,
+        "vllm": sys.modules.get("vllm") is not None,
+        "log": trainer.state.log_history,
+        "evaluated": evaluated,
+        "moved": any(bool(value.any()) for name, value in trainer.model.named_parameters() if "lora_B" in name),
+    }
+    (Path(folder) / "result.json").write_text(json.dumps(result))
+    # No clean-up here: what the evaluation published is taken back at exit.
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

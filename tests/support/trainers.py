@@ -1,0 +1,87 @@
+"""Real GRPO trainers on a tiny model, and what their log says."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from support.models import lora
+from trl_lora_sync import GRPOConfig, GRPOTrainer
+
+PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an old clock", "rain"]
+METRICS = {f"lora_sync/{name}" for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes")}
+
+
+def vowels(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that any policy gets some of, so that every step has a gradient."""
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    return [float(sum(character in "aeiou" for character in text)) for text in texts]
+
+
+def prompts(texts: list[str] | None = None, *, conversational: bool = False) -> Dataset:
+    texts = texts or PROMPTS
+    return Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": text}] for text in texts] if conversational else texts}
+    )
+
+
+def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
+    """A run of a second.
+
+    Args:
+        folder: gets the output and, under `sync`, the adapter versions.
+        changes: fields that replace the ones chosen here.
+    """
+    fields = {
+        "output_dir": str(folder / "out"),
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": base_url,
+        "vllm_server_timeout": 30.0,
+        "vllm_sync_strategy": "lora_adapter",
+        "lora_sync_dir": str(folder / "sync"),
+        "lora_sync_timeout": 30.0,
+        "lora_sync_generation_timeout": 60.0,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 16,
+        "max_steps": 3,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**{**fields, **changes})
+
+
+def grpo_trainer(
+    base_url: str,
+    model: Any,
+    folder: Path,
+    *,
+    trainer_class: type[GRPOTrainer] = GRPOTrainer,
+    peft_config: Any = "plain",
+    reward_funcs: Any = vowels,
+    train_dataset: Dataset | None = None,
+    eval_dataset: Dataset | None = None,
+    trainer_kwargs: dict[str, Any] | None = None,
+    **config: Any,
+) -> GRPOTrainer:
+    """A trainer through the public interface, with a `grpo_config` that is changed by `config`."""
+    return trainer_class(
+        model=model if not isinstance(model, Path) else str(model),
+        args=grpo_config(base_url, folder, **config),
+        reward_funcs=reward_funcs,
+        train_dataset=train_dataset or prompts(),
+        eval_dataset=eval_dataset,
+        peft_config=lora() if peft_config == "plain" else peft_config,
+        **(trainer_kwargs or {}),
+    )
+
+
+def steps_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """What was logged at each training step, without the summary at the end and without evaluations."""
+    return [entry for entry in trainer.state.log_history if "lora_sync/version" in entry or "reward" in entry]

@@ -1,0 +1,141 @@
+"""What each of two processes does in the distributed tests: accelerate launch ... two_processes.py SCENARIO FOLDER ...
+
+Writes what it saw to FOLDER/process-<index>.json; the tests read that. Every scenario ends by itself even if one of
+its steps fails, so a test sees which process raised what.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+from support.models import peft_model, randomize_adapter
+from support.policies import distance, sample, token_ids
+from support.trainers import grpo_config, grpo_trainer, steps_of
+from trl_lora_sync import GRPOTrainer
+from trl_lora_sync.config import sync_settings
+from trl_lora_sync.generation import LoRASyncGeneration
+
+Outcome = dict[str, Any]
+
+
+def attempt(act: Callable[[], Any]) -> Outcome:
+    """The result of `act`, or its exception, with the seconds it took."""
+    started = time.monotonic()
+    try:
+        outcome: Outcome = {"result": act()}
+    except Exception as error:
+        outcome = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+    return outcome | {"seconds": time.monotonic() - started}
+
+
+def rows_of(trainer: GRPOTrainer, seeds: list[int]) -> Outcome:
+    """Sample one row per seed, and say how far the answers are from this process's own policy for its own prompts."""
+    if not seeds:
+        return {"answers": trainer.vllm_generation.generate([], None, num_generations=1)}
+    rows = sample(trainer.vllm_generation, [token_ids(seed) for seed in seeds])
+    distances = distance(trainer.accelerator.unwrap_model(trainer.model), rows)
+    return {"count": len(rows), "mean": distances.mean().item(), "max": distances.max().item()}
+
+
+def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
+    """Generation, failures in the middle, and training, on one trainer; a hang in any of them is a timeout outside."""
+    index = PartialState(cpu=True).process_index
+    trainer = grpo_trainer(proxy_url, Path(model), folder, max_steps=2, lora_sync_timeout=20.0, ddp_timeout=120)
+    generation = trainer.vllm_generation
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+
+    def sync(seed: int) -> str | None:
+        randomize_adapter(policy, seed)
+        generation.sync_weights()
+        return generation._active_name
+
+    def refused() -> str | None:
+        if index == 0:
+            (folder / "damage-the-next-version").touch()
+        return sync(seed=2)
+
+    def not_finite() -> str | None:
+        if index == 0:
+            next(value for name, value in policy.named_parameters() if "lora_B" in name).data.fill_(float("nan"))
+        generation.sync_weights()
+        return generation._active_name
+
+    def back_to_first() -> Outcome:
+        randomize_adapter(policy, seed=1)
+        return rows_of(trainer, [index + 1])
+
+    def train() -> list[dict[str, Any]]:
+        for name, value in policy.named_parameters():
+            if "lora_B" in name:
+                value.data.zero_()
+        trainer.train()
+        return steps_of(trainer)
+
+    seen = {
+        "synced": attempt(lambda: sync(seed=1)),
+        "even": attempt(lambda: rows_of(trainer, [10 * index + 1, 10 * index + 2])),
+        "uneven": attempt(lambda: rows_of(trainer, [[1, 2, 3], [21]][index])),
+        "none_on_one": attempt(lambda: rows_of(trainer, [[1, 2], []][index])),
+        "repeated": attempt(lambda: rows_of(trainer, [[1, 1], [1, 2]][index])),
+        "refused": attempt(refused),
+        "after_refusal": attempt(back_to_first),
+        "not_finite": attempt(not_finite),
+        "after_not_finite": attempt(back_to_first),
+        "owners": attempt(lambda: [json.loads(file.read_text())["pid"] for file in folder.glob("sync/*/owner.json")]),
+        "train": attempt(train),
+        "broken_reward": attempt(lambda: train_on_a_broken_reward(proxy_url, model, folder)),
+    }
+    return seen | {"process": {"result": os.getpid()}, "client": {"result": hasattr(generation, "vllm_client")}}
+
+
+def train_on_a_broken_reward(url: str, model: str, folder: Path) -> None:
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        raise ZeroDivisionError("the reward is broken")
+
+    grpo_trainer(url, Path(model), folder, reward_funcs=reward, ddp_timeout=120).train()
+
+
+def failing(folder: Path, closed_url: str, model: str) -> dict[str, Outcome]:
+    """Starts that fail: on process 0 alone, which is the one that talks to the server and writes, or on both."""
+
+    def unreachable() -> None:
+        grpo_trainer(closed_url, Path(model), folder, vllm_server_timeout=2.0, ddp_timeout=120)
+
+    def sharded() -> None:
+        settings = sync_settings(grpo_config(closed_url, folder))  # first, as it resets accelerate's state
+        accelerator = Accelerator(cpu=True)
+        # On a CPU accelerate ignores FSDP and goes on with DDP, so its state is given the plugin that a GPU run has.
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        try:
+            LoRASyncGeneration(
+                model=peft_model(Path(model)),
+                accelerator=accelerator,
+                processing_class=None,
+                mode="server",
+                settings=settings,
+                on_sync=print,
+            )
+        finally:
+            accelerator.state.fsdp_plugin = None
+
+    return {"unreachable": attempt(unreachable), "unreachable_again": attempt(unreachable), "fsdp": attempt(sharded)}
+
+
+def main(scenario: str, folder: str, url: str, model: str) -> None:
+    torch.set_num_threads(1)
+    scenarios = {"working": working, "failing": failing}
+    seen = scenarios[scenario](Path(folder), url, model)
+    (Path(folder) / f"process-{PartialState(cpu=True).process_index}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,634 @@
+"""Versions on disk: whole or absent, never overwritten, private, and swept when their run is dead."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from trl_lora_sync.adapter import store as store_module
+from trl_lora_sync.adapter.store import AdapterStore, new_run_id, sweep_leftovers, write_adapter
+from trl_lora_sync.errors import AdapterExportError
+from unit.tiny import big_adapter, canonical, everything_under, lora_module
+
+FILES = ["adapter_config.json", "adapter_model.safetensors"]
+RUN = "lora-sync-test"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AdapterStore]:
+    store = AdapterStore(tmp_path / "root")
+    yield store
+    store.close()
+
+
+def assert_whole(directory: Path) -> None:
+    assert everything_under(directory) == FILES
+    load_file(directory / FILES[1])
+    json.loads((directory / FILES[0]).read_text())
+
+
+# Whole or absent
+
+
+def test_written_version_holds_the_tensors_and_the_config(tmp_path: Path) -> None:
+    adapter = canonical()
+    write_adapter(tmp_path / "v1", adapter)
+    assert_whole(tmp_path / "v1")
+    stored = load_file(tmp_path / "v1" / FILES[1])
+    assert {key: tensor.tolist() for key, tensor in stored.items()} == {
+        key: tensor.tolist() for key, tensor in adapter.tensors.items()
+    }
+    assert json.loads((tmp_path / "v1" / FILES[0]).read_text()) == json.loads(json.dumps(adapter.config()))
+    assert everything_under(tmp_path) == ["v1", *(f"v1/{name}" for name in FILES)]
+
+
+def test_missing_parents_are_created(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a" / "b" / "v1", canonical())
+    assert_whole(tmp_path / "a" / "b" / "v1")
+
+
+@contextlib.contextmanager
+def forked(act: Callable[[], object]) -> Iterator[Any]:
+    """A child process that runs `act`; killed at the end of the block if it still runs."""
+    child = multiprocessing.get_context("fork").Process(target=act)
+    child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
+
+
+def said_by_child(act: Callable[[], object]) -> str:
+    """Run `act` in a child process and return the text of the `AdapterExportError` it must raise."""
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def send() -> None:
+        try:
+            act()
+        except AdapterExportError as error:
+            sender.send(str(error))
+        except BaseException as error:
+            sender.send(f"NOT OURS: {error!r}")
+        else:
+            sender.send("NO ERROR")
+
+    with forked(send) as child:
+        assert receiver.poll(30), "the child said nothing"
+        words: str = receiver.recv()
+        child.join(30)
+    return words
+
+
+def test_reader_never_sees_a_half_written_version_even_if_the_writer_is_killed(tmp_path: Path) -> None:
+    """A reader looks all the time while a writer writes, and once more after kill -9 in the middle of it."""
+    adapter = big_adapter(2_000_000)
+
+    def write_for_ever() -> None:
+        for number in range(10**9):
+            write_adapter(tmp_path / f"v{number}", adapter)
+
+    seen: set[Path] = set()
+    with forked(write_for_ever):
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until or not seen:
+            for version in tmp_path.glob("v*"):
+                assert_whole(version)
+                seen.add(version)
+                shutil.rmtree(version)
+    for version in tmp_path.glob("v*"):
+        assert_whole(version)
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(store_module, "save_file"), (Path, "write_text"), (os, "fsync"), (Path, "rename")],
+    ids=["tensors", "config", "fsync", "rename"],
+)
+def test_writer_killed_at_any_step_leaves_no_version(
+    place: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = canonical()
+    monkeypatch.setattr(place, name, die)
+    with forked(lambda: write_adapter(tmp_path / "v1", adapter)) as child:
+        child.join(30)
+        assert child.exitcode == -signal.SIGKILL
+    # What is left is hidden, so no server and no sweep takes it for a version.
+    assert [path.name[0] for path in tmp_path.iterdir()] == ["."]
+
+
+def failing_at(number: int, error: BaseException) -> Callable[[int], None]:
+    """An `os.fsync` that fails at its `number`-th call."""
+    calls = iter(range(1, 1000))
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if next(calls) == number:
+            raise error
+        real(descriptor)
+
+    return fsync
+
+
+# Both files, their directory, and the parent after the rename.
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_failed_fsync_leaves_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", failing_at(number, OSError(5, "Input/output error")))
+    with pytest.raises(AdapterExportError, match=r"Nothing half-written was left.*Input/output error"):
+        write_adapter(tmp_path / "v1", canonical())
+    assert everything_under(tmp_path) == []
+
+
+def test_every_file_and_directory_is_fsynced_before_the_version_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        events.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        real_fsync(descriptor)
+
+    def rename(self: Path, target: Path) -> Path:
+        events.append(f"rename to {target.name}")
+        return real_rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    write_adapter(tmp_path / "v1", canonical())
+    assert set(events[:2]) == {f"fsync {name}" for name in FILES}
+    assert events[2].startswith("fsync .v1.")
+    assert events[3:] == ["rename to v1", f"fsync {tmp_path.name}"]
+
+
+def test_interrupt_while_writing_leaves_nothing_and_stays_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", failing_at(2, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        write_adapter(tmp_path / "v1", canonical())
+    assert everything_under(tmp_path) == []
+
+
+# Where it cannot be written
+
+
+def mount_tmpfs(folder: Path, options: str) -> None:
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(
+            f"mounting needs root with CAP_SYS_ADMIN (covered by RLIMIT_FSIZE otherwise): {done.stderr.strip()}"
+        )
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of its own; unmounts it afterwards."""
+    folder = tmp_path / "mounted"
+
+    def mount(options: str) -> Path:
+        if os.geteuid() != 0:
+            pytest.skip("mounting needs root; the RLIMIT_FSIZE and permission tests cover the same code without it")
+        mount_tmpfs(folder, options)
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_is_an_error_that_names_the_size_and_leaves_nothing(mounted: Callable[[str], Path]) -> None:
+    folder = mounted("size=256k")
+    with pytest.raises(AdapterExportError, match=r"no room for the 1\.0 MB of the adapter.*set lora_sync_dir"):
+        write_adapter(folder / "run" / "v1", big_adapter(1_000_000))
+    assert [path for path in everything_under(folder) if path != "run"] == []
+    write_adapter(folder / "v2", canonical())
+    assert_whole(folder / "v2")
+
+
+def test_disk_that_fills_up_between_versions_keeps_the_earlier_one(mounted: Callable[[str], Path]) -> None:
+    store = AdapterStore(mounted("size=256k"))
+    try:
+        first = store.write(1, big_adapter(150_000))
+        with pytest.raises(AdapterExportError, match="no room"):
+            store.write(2, big_adapter(150_000))
+        assert_whole(first.path)
+        assert [path.name for path in store.directory.glob("*-v*")] == [first.name]
+        assert not list(store.directory.glob(".*"))
+    finally:
+        store.close()
+
+
+def test_read_only_file_system_is_an_error_that_says_so(mounted: Callable[[str], Path]) -> None:
+    folder = mounted("size=64k")
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    with pytest.raises(AdapterExportError, match=r"this process may not write there.*Read-only file system"):
+        write_adapter(folder / "v1", canonical())
+    with pytest.raises(AdapterExportError, match=r"cannot be created .*Read-only file system.*Set lora_sync_dir"):
+        AdapterStore(folder).open()
+
+
+def test_file_size_limit_is_an_error_that_names_the_size_and_leaves_nothing(tmp_path: Path) -> None:
+    adapter = big_adapter(1_000_000)
+
+    def write_over_the_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        write_adapter(tmp_path / "v1", adapter)
+
+    assert "no room for the 1.0 MB of the adapter" in said_by_child(write_over_the_limit)
+    assert everything_under(tmp_path) == []
+
+
+def test_parent_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here first")
+    with pytest.raises(AdapterExportError, match=r"could not be written to .*file/v1"):
+        write_adapter(tmp_path / "file" / "v1", canonical())
+    with pytest.raises(AdapterExportError, match=r"cannot be created.*Set lora_sync_dir to a folder"):
+        AdapterStore(tmp_path / "file").open()
+    assert everything_under(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "here first"
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder that an unprivileged child can reach, to be closed by the test."""
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o111)
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    yield folder
+    folder.chmod(0o700)
+
+
+def unprivileged(act: Callable[[], object]) -> str:
+    def run() -> None:
+        if os.geteuid() == 0:  # root may write anywhere
+            os.setegid(65534)
+            os.seteuid(65534)
+        act()
+
+    return said_by_child(run)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=oct)
+def test_folder_without_permission_is_an_error_that_says_so(mode: int, closed: Path) -> None:
+    adapter = canonical()
+    closed.chmod(mode)
+    written = unprivileged(lambda: write_adapter(closed / "v1", adapter))
+    assert "this process may not write there. Nothing half-written was left. Make it writable" in written
+    assert "Permission denied" in written
+    opened = unprivileged(lambda: AdapterStore(closed).open())
+    assert f"The adapter folder {closed}" in opened
+    assert "cannot be created" in opened
+    assert "Permission denied" in opened
+    closed.chmod(0o700)
+    assert everything_under(closed) == []
+
+
+# Never overwritten
+
+
+def test_version_is_never_written_over_another(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "v1", canonical())
+    before = (tmp_path / "v1" / FILES[1]).read_bytes()
+    with pytest.raises(AdapterExportError, match=r"exists and is not empty.*Choose a new directory"):
+        write_adapter(tmp_path / "v1", canonical([lora_module(seed=7)]))
+    assert (tmp_path / "v1" / FILES[1]).read_bytes() == before
+    assert len(everything_under(tmp_path)) == 3
+
+
+def test_version_that_appears_while_another_is_written_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check at the start is not what protects a version; the rename is."""
+    real = store_module.save_file
+
+    def save_and_let_another_be_first(tensors: Any, path: Path, **kwargs: Any) -> None:
+        real(tensors, path, **kwargs)
+        if not (tmp_path / "v1").exists():
+            monkeypatch.setattr(store_module, "save_file", real)
+            write_adapter(tmp_path / "v1", canonical([lora_module(seed=7)]))
+
+    monkeypatch.setattr(store_module, "save_file", save_and_let_another_be_first)
+    with pytest.raises(AdapterExportError, match="v1"):
+        write_adapter(tmp_path / "v1", canonical())
+    assert_whole(tmp_path / "v1")
+    stored = load_file(tmp_path / "v1" / FILES[1])
+    assert all(value.equal(stored[key]) for key, value in canonical([lora_module(seed=7)]).tensors.items())
+    assert len(everything_under(tmp_path)) == 3
+
+
+def test_file_in_the_place_of_a_version_stays(tmp_path: Path) -> None:
+    (tmp_path / "v1").write_text("here first")
+    with pytest.raises(AdapterExportError):
+        write_adapter(tmp_path / "v1", canonical())
+    assert (tmp_path / "v1").read_text() == "here first"
+    assert everything_under(tmp_path) == ["v1"]
+
+
+# The versions of a run
+
+
+def test_run_ids_and_adapter_names_are_unique(tmp_path: Path) -> None:
+    assert len({new_run_id() for _ in range(1000)}) == 1000
+    first, second = AdapterStore(tmp_path), AdapterStore(tmp_path)
+    try:
+        stored = [store.write(version, canonical()) for store in (first, second) for version in (1, 2, "width")]
+    finally:
+        first.close()
+        second.close()
+    assert len({version.name for version in stored}) == len({version.path for version in stored}) == 6
+
+
+def test_stored_version_says_where_it_is_for_both_sides(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "trainer", server_root="/mnt/adapters/", run_id=RUN)
+    adapter = canonical()
+    try:
+        stored = store.write(7, adapter)
+        assert stored.name == f"{RUN}-v7"
+        assert stored.version == 7
+        assert stored.path == tmp_path / "trainer" / RUN / f"{RUN}-v7"
+        assert stored.server_path == f"/mnt/adapters/{RUN}/{RUN}-v7"
+        assert (stored.rank, stored.payload_bytes) == (adapter.rank, adapter.payload_bytes)
+        assert_whole(stored.path)
+    finally:
+        store.close()
+
+
+def test_server_path_is_the_trainers_own_absolute_path_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for root, expected in ((Path("out/lora_sync"), tmp_path / "out/lora_sync"), (Path("~/x"), tmp_path / "home/x")):
+        store = AdapterStore(root)
+        try:
+            stored = store.write(1, canonical())
+            assert stored.server_path == str(stored.path)
+            assert stored.path.parent.parent == expected
+        finally:
+            store.close()
+
+
+def test_only_the_owner_may_read_a_version(store: AdapterStore) -> None:
+    old = os.umask(0o000)  # the most open a user can have it
+    try:
+        stored = store.write(1, canonical())
+    finally:
+        os.umask(old)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (store.directory, *store.directory.rglob("*"))}
+    assert len(modes) == 5
+    assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items()), modes
+    assert stored.path in modes
+
+
+def test_exported_adapter_gets_the_modes_of_any_other_file(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        write_adapter(tmp_path / "v1", canonical())
+    finally:
+        os.umask(old)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "v1").iterdir()} == {0o640}
+    assert stat.S_IMODE((tmp_path / "v1").stat().st_mode) == 0o750
+
+
+def test_nothing_is_created_before_the_first_write(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "root")
+    store.close()
+    assert everything_under(tmp_path) == []
+
+
+def test_delete_removes_one_version_and_is_repeatable(store: AdapterStore) -> None:
+    first, second = store.write(1, canonical()), store.write(2, canonical())
+    store.delete(first)
+    store.delete(first)
+    assert not first.path.exists()
+    assert_whole(second.path)
+
+
+def test_close_deletes_everything_and_may_be_repeated(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "root")
+    for version in (1, 2):
+        store.write(version, canonical())
+    store.close()
+    store.close()
+    assert everything_under(tmp_path) == []
+
+
+def test_close_leaves_what_others_keep_in_the_root(tmp_path: Path) -> None:
+    mine, other = AdapterStore(tmp_path), AdapterStore(tmp_path)
+    mine.write(1, canonical())
+    stored = other.write(1, canonical())
+    (tmp_path / "notes.txt").write_text("keep me")
+    mine.close()
+    assert_whole(stored.path)
+    other.close()
+    assert everything_under(tmp_path) == ["notes.txt"]
+
+
+def test_store_may_be_written_again_after_close(store: AdapterStore) -> None:
+    store.write(1, canonical())
+    store.close()
+    assert_whole(store.write(2, canonical()).path)
+
+
+def test_failed_open_leaves_nothing_and_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AdapterStore(tmp_path / "root")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(AdapterExportError, match="No space left"):
+            store.open()
+    assert everything_under(tmp_path / "root") == []
+    store.open()
+    store.close()
+    assert everything_under(tmp_path) == []
+
+
+def test_forked_child_does_not_delete_its_parents_files(store: AdapterStore) -> None:
+    """Data loader workers are forked, and run the exit handlers of what they inherited."""
+    stored = store.write(1, canonical())
+    child = multiprocessing.get_context("fork").Process(target=store.close)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert_whole(stored.path)
+    assert sweep_leftovers(store.root, lambda _: None) == [], "the child released its parent's lock"
+
+
+# Sweeping
+
+
+@contextlib.contextmanager
+def live_run(root: Path) -> Iterator[tuple[str, Any]]:
+    """Another process with a run of two versions; ends with kill -9."""
+    adapter = canonical()
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def run() -> None:
+        store = AdapterStore(root)
+        for version in (1, 2):
+            store.write(version, adapter)
+        sender.send(store.run_id)
+        signal.pause()
+
+    with forked(run) as child:
+        assert receiver.poll(30), "the run did not start"
+        yield receiver.recv(), child
+
+
+def test_killed_run_is_swept_and_its_names_are_forgotten_while_a_live_one_stays(tmp_path: Path) -> None:
+    with live_run(tmp_path) as (live, _):
+        with live_run(tmp_path) as (dead, process):
+            assert sweep_leftovers(tmp_path, lambda _: None) == []
+            process.kill()
+            process.join()
+        forgotten: list[str] = []
+
+        def forget(name: str) -> None:
+            assert_whole(tmp_path / dead / name)  # the server may still read it while it forgets
+            forgotten.append(name)
+
+        assert sweep_leftovers(tmp_path, forget) == [dead]
+        assert forgotten == [f"{dead}-v1", f"{dead}-v2"]
+        assert [path.name for path in tmp_path.iterdir()] == [live]
+        assert_whole(tmp_path / live / f"{live}-v2")
+
+
+def dead_run(root: Path, run_id: str = RUN, **owner: str) -> Path:
+    """The folder of a run whose process is gone; `owner` replaces what it noted about itself."""
+    store = AdapterStore(root, run_id=run_id)
+    store.write(1, canonical())
+    assert store._lock is not None
+    os.close(store._lock)
+    note = store.directory / "owner.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | owner))
+    return store.directory
+
+
+def test_own_run_is_not_swept_by_itself(store: AdapterStore) -> None:
+    stored = store.write(1, canonical())
+    assert sweep_leftovers(store.root, lambda _: None) == []
+    assert_whole(stored.path)
+
+
+def test_run_of_another_host_is_left_alone_and_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = dead_run(tmp_path, boot="another-kernel", host="node-17")
+    with caplog.at_level("INFO"):
+        assert sweep_leftovers(tmp_path, lambda _: None) == []
+    assert_whole(directory / f"{RUN}-v1")
+    assert "host node-17" in caplog.text
+    assert "Delete it by hand" in caplog.text
+
+
+def test_dead_run_of_this_kernel_is_swept(tmp_path: Path) -> None:
+    """Shows that the run above was spared for its boot id and nothing else."""
+    directory = dead_run(tmp_path)
+    assert sweep_leftovers(tmp_path, lambda _: None) == [RUN]
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", '"text"', None], ids=repr)
+def test_run_folder_that_cannot_be_judged_is_left_alone(note: str | None, tmp_path: Path) -> None:
+    directory = dead_run(tmp_path)
+    owner = directory / "owner.json"
+    owner.unlink() if note is None else owner.write_text(note)
+    assert sweep_leftovers(tmp_path, lambda _: None) == []
+    assert_whole(directory / f"{RUN}-v1")
+
+
+def test_folders_that_are_no_runs_are_left_alone(tmp_path: Path) -> None:
+    for name in ("checkpoint-10", "my-lora-sync-x"):
+        dead_run(tmp_path, run_id=name)
+    before = everything_under(tmp_path)
+    assert sweep_leftovers(tmp_path, lambda _: None) == []
+    assert everything_under(tmp_path) == before
+
+
+def test_missing_root_is_nothing_to_sweep(tmp_path: Path) -> None:
+    assert sweep_leftovers(tmp_path / "missing", lambda _: None) == []
+
+
+def test_failing_forget_releases_the_lock_so_that_a_later_sweep_finishes(tmp_path: Path) -> None:
+    dead_run(tmp_path)
+
+    def fail(name: str) -> None:
+        raise RuntimeError(name)
+
+    with pytest.raises(RuntimeError, match=f"{RUN}-v1"):
+        sweep_leftovers(tmp_path, fail)
+    assert sweep_leftovers(tmp_path, lambda _: None) == [RUN]
+
+
+def sweep_in_child(root: Path, barrier: Any, results: Any) -> None:
+    forgotten: list[str] = []
+    barrier.wait()
+    sweep_leftovers(root, forgotten.append)
+    results.put(forgotten)
+
+
+def test_two_sweeps_at_once_forget_each_version_once_and_leave_nothing(tmp_path: Path) -> None:
+    names = [f"{RUN}{number}" for number in range(30)]
+    for name in names:
+        dead_run(tmp_path, run_id=name)
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    children = [context.Process(target=sweep_in_child, args=(tmp_path, barrier, results)) for _ in range(2)]
+    for child in children:
+        child.start()
+    forgotten = [name for _ in children for name in results.get(timeout=30)]
+    for child in children:
+        child.join(30)
+    assert sorted(forgotten) == sorted(f"{name}-v1" for name in names)
+    assert everything_under(tmp_path) == []
+
+
+def test_sweep_removes_a_run_folder_that_was_killed_while_it_was_made(tmp_path: Path) -> None:
+    half = tmp_path / ".lora-sync-20260101-000000-abcdef12.starting"
+    half.mkdir()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    (half / "owner.json").write_text(json.dumps({"pid": 1, "host": "here", "boot": boot}))
+    sweep_leftovers(tmp_path, lambda name: None)
+    assert not half.exists()
+
+
+def test_folder_of_another_user_in_a_place_open_to_all_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made the folder could put other adapters into it."""
+    tmp_path.chmod(0o1777)
+    root = tmp_path / "trl-lora-sync"
+    root.mkdir()
+    owner = root.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(AdapterExportError, match="belongs to another user"):
+        AdapterStore(root).open()
+    assert list(root.iterdir()) == []
+
+
+def test_default_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "a" / "b")
+    store.open()
+    assert stat.S_IMODE(store.root.stat().st_mode) == 0o700
+    store.close()

@@ -1,0 +1,359 @@
+"""The configuration: TRL's fields plus ours, and every contradiction refused before a model is loaded."""
+
+import dataclasses
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import pytest
+import torch
+import trl
+import yaml
+from transformers import HfArgumentParser
+
+from trl_lora_sync import GRPOConfig
+from trl_lora_sync.config import check_sync_fields, default_sync_dir, is_local_url, server_url, sync_settings
+from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
+from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
+
+ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
+SYNC: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_sync_strategy": "lora_adapter"}
+SECRET = "sk-do-not-show"
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., GRPOConfig]:
+    """A configuration for adapter sync, with fields replaced."""
+    return lambda **fields: GRPOConfig(**{"output_dir": str(tmp_path / "out"), **ON_CPU, **SYNC, **fields})
+
+
+# Fields
+
+
+def test_added_fields_have_these_names_types_and_defaults() -> None:
+    trls = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    hints = get_type_hints(GRPOConfig)
+    added = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(GRPOConfig) if f.name not in trls}
+    assert added == {
+        "vllm_sync_strategy": (Literal["weights", "lora_adapter"], "weights"),
+        "vllm_server_engine": (Literal["auto", "vllm", "sglang"], "auto"),
+        "lora_sync_dir": (str | None, None),
+        "lora_sync_server_dir": (str | None, None),
+        "lora_sync_keep": (int, 2),
+        "lora_sync_timeout": (float, 120.0),
+        "lora_sync_generation_timeout": (float, 1200.0),
+        "lora_sync_dtype": (Literal["auto", "bfloat16", "float16", "float32"], "auto"),
+    }
+
+
+def test_fields_and_defaults_of_trl_are_untouched() -> None:
+    ours = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    for field in dataclasses.fields(trl.GRPOConfig):
+        assert ours[field.name].default == field.default
+        assert ours[field.name].default_factory == field.default_factory
+    assert issubclass(GRPOConfig, trl.GRPOConfig)
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(GRPOConfig) if f.name.startswith("lora_sync")])
+def test_added_field_is_described_on_the_command_line_and_in_the_docstring(name: str) -> None:
+    field = next(field for field in dataclasses.fields(GRPOConfig) if field.name == name)
+    assert field.metadata["help"]
+    assert f"{name} (`" in (GRPOConfig.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"use_vllm": True, "vllm_mode": "colocate"},
+        {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": f"http://user:{SECRET}@host:1/?q"},
+        {"lora_sync_keep": 0, "lora_sync_timeout": -1.0, "vllm_server_engine": "sglang"},
+        {"generation_kwargs": {"n": 3, "stream": True}},
+    ],
+    ids=str,
+)
+def test_weights_accepts_everything_that_trl_accepts(fields: dict[str, Any], tmp_path: Path) -> None:
+    trls = {name: value for name, value in fields.items() if hasattr(trl.GRPOConfig, name)}
+    plain = trl.GRPOConfig(output_dir=str(tmp_path), **ON_CPU, **trls)
+    ours = GRPOConfig(output_dir=str(tmp_path), **ON_CPU, **fields)
+    changed = {name for name, value in plain.to_dict().items() if ours.to_dict()[name] != value}
+    assert changed <= {"logging_dir", "run_name"}, changed
+    assert ours.vllm_sync_strategy == "weights"
+
+
+def test_defaults_of_adapter_sync_are_accepted(make: Callable[..., GRPOConfig]) -> None:
+    check_sync_fields(make())
+
+
+# Refusals
+
+REFUSED = [
+    ({"vllm_server_engine": "sglang"}, 'vllm_server_engine="sglang".*not supported yet.*Use a vLLM server'),
+    ({"use_vllm": False}, "use_vllm=False.*loaded by a vLLM server.*Set use_vllm=True"),
+    ({"vllm_mode": "colocate"}, "vllm_mode='colocate'.*not supported yet.*Set vllm_mode=\"server\".*--enable-lora"),
+    ({"lora_sync_keep": 0}, "lora_sync_keep=0.*at least the active version.*1 or more"),
+    ({"lora_sync_keep": -1}, "lora_sync_keep=-1"),
+    ({"generation_kwargs": {"n": 2, "seed": 1, "model": "base"}}, "generation_kwargs with 'model', 'n'.*Remove them"),
+    (
+        {"vllm_server_base_url": "http://a:8000,http://b:8000"},
+        "several servers are not supported yet.*Name one server",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED, ids=lambda value: str(value)[:60])
+def test_contradiction_is_refused_with_the_value_the_fix_and_the_way_out(
+    fields: dict[str, Any], words: str, make: Callable[..., GRPOConfig]
+) -> None:
+    with pytest.raises(UnsupportedSettingError, match=words) as caught:
+        make(**fields)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, LoRASyncError)
+    assert 'cannot be used with vllm_sync_strategy="lora_adapter"' in str(caught.value)
+    assert 'or set vllm_sync_strategy="weights"' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("vllm_sync_strategy", "'weights', 'lora_adapter'"),
+        ("vllm_server_engine", "'auto', 'vllm', 'sglang'"),
+        ("lora_sync_dtype", "'auto', 'bfloat16', 'float16', 'float32'"),
+    ],
+)
+def test_unknown_choice_is_refused_with_the_known_ones(
+    name: str, choices: str, make: Callable[..., GRPOConfig]
+) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"{name}='lora' is not known. Choose one of {choices}"):
+        make(**{name: "lora"})
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
+def test_field_that_chooses_the_policy_or_the_answers_shape_is_refused_in_generation_kwargs(
+    name: str, make: Callable[..., GRPOConfig]
+) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"generation_kwargs with '{name}'"):
+        make(generation_kwargs={name: 1})
+
+
+def test_other_generation_kwargs_are_accepted(make: Callable[..., GRPOConfig]) -> None:
+    assert make(generation_kwargs={"seed": 1, "stop_token_ids": [3]}).generation_kwargs["seed"] == 1
+
+
+@pytest.mark.parametrize("name", ["lora_sync_timeout", "lora_sync_generation_timeout"])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+def test_timeout_that_is_no_time_to_wait_is_refused(name: str, seconds: float, make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"{name}={seconds:g} is no time to wait"):
+        make(**{name: seconds})
+
+
+@pytest.mark.parametrize("name", ["lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"])
+def test_timeout_beyond_what_the_other_processes_wait_is_refused(
+    name: str, make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    fields = {"ddp_timeout": 100}
+    fields |= dict.fromkeys(["lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"], 60.0)
+    make(**fields | {name: 70.0})
+    with pytest.raises(UnsupportedSettingError, match=f"{name}=71 is too long for ddp_timeout=100") as caught:
+        make(**fields | {name: 71.0})
+    assert "raise ddp_timeout" in str(caught.value)
+
+
+def test_single_process_may_wait_as_long_as_it_likes(make: Callable[..., GRPOConfig]) -> None:
+    assert make(ddp_timeout=100, lora_sync_generation_timeout=1e6).lora_sync_generation_timeout == 1e6
+
+
+def test_defaults_fit_the_default_ddp_timeout(make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GRPOConfig, "world_size", 8)
+    make()
+
+
+def test_field_changed_after_construction_is_seen_by_the_second_check(make: Callable[..., GRPOConfig]) -> None:
+    args = make()
+    args.vllm_mode = "colocate"
+    with pytest.raises(UnsupportedSettingError, match="vllm_mode='colocate'"):
+        check_sync_fields(args)
+
+
+# The URL and the key
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://user:{SECRET}@host:8000",
+        f"http://{SECRET}@host:8000",
+        f"http://host:8000?api_key={SECRET}",
+        f"http://host:8000/#{SECRET}",
+        f"user:{SECRET}@host:8000",
+        f"http://user:{SECRET}@a:8000,http://b:8000",
+        f"http://user:{SECRET}@host:99999",
+    ],
+)
+def test_url_that_carries_a_secret_is_refused_without_showing_it(url: str, make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match="environment variable VLLM_API_KEY") as caught:
+        make(vllm_server_base_url=url)
+    assert SECRET not in str(caught.value)
+    assert SECRET not in repr(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "host", "ftp://host:21", "http://", "http://:8000", "http://host:port", "http://host:99999",
+     "http://[::1", "http://host:0", "unix:///tmp/socket"],
+)  # fmt: skip
+def test_text_that_is_no_http_url_is_refused_with_an_example(url: str, make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match=re.escape(f"{url!r} is not a URL")) as caught:
+        make(vllm_server_base_url=url)
+    assert "http://localhost:8000" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"vllm_server_base_url": "http://host:8000/"}, "http://host:8000"),
+        ({"vllm_server_base_url": "http://host:8000/v1"}, "http://host:8000"),
+        ({"vllm_server_base_url": "http://host:8000/v1/"}, "http://host:8000"),
+        ({"vllm_server_base_url": "https://host/team/v1"}, "https://host/team"),
+        ({"vllm_server_base_url": "http://[::1]:8000"}, "http://[::1]:8000"),
+        ({"vllm_server_host": "10.0.0.7", "vllm_server_port": 8123}, "http://10.0.0.7:8123"),
+        ({}, "http://0.0.0.0:8000"),
+    ],
+    ids=str,
+)
+def test_server_url_is_read_from_trls_fields(
+    fields: dict[str, Any], expected: str, make: Callable[..., GRPOConfig]
+) -> None:
+    assert server_url(make(**fields)) == expected
+
+
+def test_key_from_the_environment_is_in_no_form_of_the_config(
+    make: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", SECRET)
+    args = make()
+    torch.save(args, tmp_path / "training_args.bin")  # as the Trainer does beside each checkpoint
+    forms = [json.dumps(args.to_dict(), default=str), args.to_json_string(), repr(args), str(sync_settings(args))]
+    assert not any(SECRET in form for form in forms)
+    assert SECRET.encode() not in (tmp_path / "training_args.bin").read_bytes()
+    assert not any("key" in field.name for field in dataclasses.fields(GRPOConfig) if "lora_sync" in field.name)
+
+
+def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
+    args = make(lora_sync_keep=3, lora_sync_dir="/mnt/adapters")
+    stored = json.loads(args.to_json_string())
+    assert {name: stored[name] for name in ("vllm_sync_strategy", "lora_sync_keep", "lora_sync_dir")} == {
+        "vllm_sync_strategy": "lora_adapter",
+        "lora_sync_keep": 3,
+        "lora_sync_dir": "/mnt/adapters",
+    }
+
+
+# The command line
+
+ARGUMENTS = [
+    "--vllm_sync_strategy", "lora_adapter", "--vllm_server_engine", "vllm", "--lora_sync_keep", "3",
+    "--lora_sync_timeout", "30", "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
+    "--lora_sync_generation_timeout", "600", "--lora_sync_dtype", "bfloat16",
+    "--use_vllm", "--vllm_mode", "server", "--use_cpu", "--bf16", "False",
+]  # fmt: skip
+
+
+def values(args: Any) -> dict[str, Any]:
+    return {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(GRPOConfig)
+        if field.name.startswith(("lora_sync", "vllm_sync", "vllm_server_engine"))
+    }
+
+
+PARSED = {
+    "vllm_sync_strategy": "lora_adapter",
+    "vllm_server_engine": "vllm",
+    "lora_sync_dir": "/mnt/a",
+    "lora_sync_server_dir": "/mnt/b",
+    "lora_sync_keep": 3,
+    "lora_sync_timeout": 30.0,
+    "lora_sync_generation_timeout": 600.0,
+    "lora_sync_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("parser", [trl.TrlParser, HfArgumentParser])
+def test_argument_parsers_of_trl_and_transformers_take_every_field(parser: type[Any], tmp_path: Path) -> None:
+    arguments = [*ARGUMENTS, "--output_dir", str(tmp_path)]
+    parsed = parser((GRPOConfig,)).parse_args_into_dataclasses(arguments)[0]
+    assert type(parsed) is GRPOConfig
+    assert values(parsed) == PARSED
+
+
+def test_yaml_config_takes_every_field(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**PARSED, **ON_CPU, "use_vllm": True, "vllm_mode": "server", "output_dir": "out"}))
+    parsed = trl.TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(file)])[0]
+    assert values(parsed) == PARSED
+
+
+def test_unknown_choice_on_the_command_line_lists_the_known_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        trl.TrlParser((GRPOConfig,)).parse_args_into_dataclasses(["--vllm_sync_strategy", "lora"])
+    assert "lora_adapter" in capsys.readouterr().err
+
+
+# Where things are
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.8.8", "0.0.0.0", "[::1]", socket.gethostname()])
+def test_url_of_this_host_is_local(host: str) -> None:
+    if host == "[::1]" and not socket.has_ipv6:
+        pytest.skip("this Python has no IPv6")
+    assert is_local_url(f"http://{host}:8000")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "[2001:db8::1]", "no-such-host.invalid", "a" * 70 + ".invalid"])
+def test_url_of_another_host_is_not_local(host: str) -> None:
+    assert not is_local_url(f"http://{host}:8000")
+
+
+def test_versions_go_to_shared_memory_of_this_user_for_a_local_server() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("this host has no /dev/shm")
+    assert default_sync_dir(True, "out") == Path(f"/dev/shm/trl-lora-sync-{os.getuid()}")
+
+
+def test_versions_go_under_output_dir_for_a_server_elsewhere(tmp_path: Path) -> None:
+    assert default_sync_dir(False, tmp_path) == tmp_path / "lora_sync"
+
+
+def test_versions_go_under_output_dir_on_a_host_without_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl_lora_sync.config._SHARED_MEMORY", tmp_path / "missing")
+    assert default_sync_dir(True, tmp_path) == tmp_path / "lora_sync"
+
+
+def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
+    settings = sync_settings(make(**PARSED, vllm_server_base_url="http://192.0.2.1:9/v1", vllm_server_timeout=7.0))
+    assert dataclasses.asdict(settings) == {
+        "base_url": "http://192.0.2.1:9",
+        "engine": "vllm",
+        "is_local": False,
+        "root": Path("/mnt/a"),
+        "server_root": "/mnt/b",
+        "keep": 3,
+        "dtype": torch.bfloat16,
+        "sync_timeout_s": 30.0,
+        "startup_timeout_s": 7.0,
+        "generation_timeout_s": 600.0,
+    }
+
+
+def test_automatic_dtype_is_left_to_the_model(make: Callable[..., GRPOConfig]) -> None:
+    assert sync_settings(make()).dtype is None

@@ -1,0 +1,372 @@
+"""The HTTP client, against real servers that answer late, badly or not at all."""
+
+import gzip
+import logging
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.errors import (
+    AdapterRejectedError,
+    DeadlineExceededError,
+    GenerationError,
+    LoRASyncError,
+    ServerSetupError,
+    ServerUnreachableError,
+)
+from unit.servers import Answer, Request, Server, free_port, serving
+
+SECRET = "sk-do-not-show"
+VARIABLE = "TEST_API_KEY"
+
+
+def soon(seconds: float = 10.0) -> Deadline:
+    return Deadline.after(seconds, "The test")
+
+
+@pytest.fixture
+def ask() -> Iterator[Callable[..., httpx.Response]]:
+    """Sends one GET to a server."""
+    clients = []
+
+    def request(
+        url: str, deadline: Deadline | None = None, *, is_local: bool = True, **kwargs: object
+    ) -> httpx.Response:
+        client = HTTPClient(url, api_key=APIKey(VARIABLE), is_local=is_local)
+        clients.append(client)
+        return client.request("GET", "/path", deadline or soon(), **kwargs)
+
+    yield request
+    for client in clients:
+        client.close()
+
+
+Ask = Callable[..., httpx.Response]
+
+
+# Answers
+
+
+@pytest.mark.parametrize("status", [200, 301, 400, 404, 500, 503])
+def test_any_status_is_an_answer_and_is_sent_once(status: int, ask: Ask) -> None:
+    with serving(lambda request: request.send(status, "words")) as server:
+        response = ask(server.url)
+        assert (response.status_code, response.text) == (status, "words")
+        assert len(server.requests) == 1
+
+
+def test_body_and_parameters_arrive(ask: Ask) -> None:
+    with serving(lambda request: request.send(200, {"path": request.path, "body": request.body})) as server:
+        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        response = client.request("POST", "/v1/x", soon(), body={"a": [1, None]}, params={"q": "1"})
+        assert response.json() == {"path": "/v1/x?q=1", "body": {"a": [1, None]}}
+        client.close()
+
+
+def test_compressed_answer_is_unpacked(ask: Ask) -> None:
+    packed = gzip.compress(b'{"words": "unpacked"}')
+    with serving(lambda request: request.send(200, packed, content_encoding="gzip")) as server:
+        assert ask(server.url).json() == {"words": "unpacked"}
+
+
+def test_client_may_be_used_by_many_threads_at_once() -> None:
+    with serving(lambda request: request.send(200, request.path)) as server:
+        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        paths = [f"/{number}" for number in range(50)]
+        with ThreadPoolExecutor(16) as pool:
+            assert [answer.text for answer in pool.map(lambda p: client.request("GET", p, soon()), paths)] == paths
+        client.close()
+
+
+# Deadlines
+
+
+def test_slow_answer_is_cut_off_at_the_deadline(ask: Ask) -> None:
+    started = time.monotonic()
+    with (
+        serving(lambda request: request.wait(30)) as server,
+        pytest.raises(
+            DeadlineExceededError, match=r"The test did not finish within 0\.3 s \(waiting for GET"
+        ) as caught,
+    ):
+        ask(server.url, soon(0.3))
+    assert f"{server.url}/path" in str(caught.value)
+    assert 0.3 <= time.monotonic() - started < 2
+
+
+def test_answer_that_trickles_in_is_cut_off_at_the_deadline(ask: Ask) -> None:
+    """Each byte arrives in time for a timeout on reads; all of them would take ten minutes."""
+
+    def trickle(request: Request) -> None:
+        request.begin(10_000)
+        while request.wait(0.05):
+            request.wfile.write(b"x")
+            request.wfile.flush()
+
+    started = time.monotonic()
+    with serving(trickle) as server, pytest.raises(DeadlineExceededError, match=r"did not finish within 0.4 s"):
+        ask(server.url, soon(0.4))
+    assert 0.4 <= time.monotonic() - started < 2
+
+
+def test_request_after_the_deadline_is_not_sent(ask: Ask) -> None:
+    with serving(lambda request: request.send()) as server:
+        with pytest.raises(DeadlineExceededError, match="within 0 s"):
+            ask(server.url, soon(0))
+        assert server.requests == []
+
+
+def test_deadline_counts_down_and_then_raises() -> None:
+    deadline = soon(0.05)
+    assert 0 < deadline.remaining_s() <= 0.05
+    assert not deadline.is_over()
+    time.sleep(0.06)
+    assert deadline.is_over()
+    with pytest.raises(DeadlineExceededError, match=r"^The test did not finish within 0\.05 s\.$"):
+        deadline.remaining_s()
+
+
+# Broken connections
+
+
+def test_nobody_listening_is_an_error_with_the_url_and_the_setting(ask: Ask) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ServerUnreachableError, match=r"No server answers at .*vllm_server_base_url") as caught:
+        ask(url)
+    assert url in str(caught.value)
+    assert isinstance(caught.value, ConnectionError)
+
+
+def test_host_without_an_address_is_an_error_with_the_url(ask: Ask) -> None:
+    with pytest.raises(ServerUnreachableError, match=r"No server answers at http://no-such-host\.invalid"):
+        ask("http://no-such-host.invalid:8000")
+
+
+def stop_in_the_middle(request: Request) -> None:
+    request.begin(100)
+    request.wfile.write(b'{"half": ')
+    request.wfile.flush()
+    request.close_connection = True
+
+
+def reset_in_the_middle(request: Request) -> None:
+    request.begin(100)
+    request.wfile.write(b'{"half": ')
+    request.wfile.flush()
+    request.reset()
+
+
+def no_http(request: Request) -> None:
+    request.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+    request.close_connection = True
+
+
+def broken_compression(request: Request) -> None:
+    request.send(200, b"this is not gzip", content_encoding="gzip")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Request.reset, reset_in_the_middle, stop_in_the_middle, no_http, broken_compression],
+    ids=lambda answer: answer.__name__,
+)
+def test_broken_answer_is_an_error_of_ours_that_names_the_request(answer: Answer, ask: Ask) -> None:
+    with serving(answer) as server, pytest.raises(ServerUnreachableError, match="broke during GET /path") as caught:
+        ask(server.url)
+    assert server.url in str(caught.value)
+    assert "look at its log" in str(caught.value)
+
+
+# Retries
+
+
+def failing(times: int, error: Exception) -> Callable[[], str]:
+    left = iter(range(times))
+
+    def act() -> str:
+        for _ in left:
+            raise error
+        return "done"
+
+    return act
+
+
+def test_unreachable_server_is_tried_again() -> None:
+    assert retrying(soon(), is_unreachable)(failing(2, ServerUnreachableError("starting"))) == "done"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AdapterRejectedError("no"), DeadlineExceededError("late"), GenerationError("bad"), ConnectionError("not ours")],
+    ids=lambda error: type(error).__name__,
+)
+def test_nothing_else_is_tried_again(error: Exception) -> None:
+    assert not is_unreachable(error)
+    with pytest.raises(type(error)) as caught:
+        retrying(soon(), is_unreachable)(failing(1, error))
+    assert caught.value is error
+
+
+def test_retries_end_before_the_deadline_with_the_last_error_as_it_is() -> None:
+    started = time.monotonic()
+    with pytest.raises(ServerUnreachableError, match=r"^still starting$"):
+        retrying(soon(0.5), is_unreachable)(failing(10**6, ServerUnreachableError("still starting")))
+    assert time.monotonic() - started <= 0.5
+
+
+def test_retries_end_earlier_if_told_so() -> None:
+    started = time.monotonic()
+    with pytest.raises(ServerUnreachableError):
+        retrying(soon(60), is_unreachable, at_most_s=0.3)(failing(10**6, ServerUnreachableError("starting")))
+    assert time.monotonic() - started <= 0.3
+
+
+def test_pauses_between_retries_grow_but_stay_short() -> None:
+    """A server that comes up after a minute is noticed within seconds, without hundreds of requests before."""
+    wait = retrying(soon(), is_unreachable).wait
+
+    class State:
+        attempt_number = 1
+
+    pauses = []
+    for State.attempt_number in range(1, 20):
+        pauses.append(wait(State))
+    assert pauses[0] <= 0.3
+    assert pauses[4] > pauses[0]
+    assert 1.5 < max(pauses) <= 2.2
+
+
+# The server's own words
+
+
+def response(body: str | bytes, status: int = 400) -> httpx.Response:
+    content = body.encode() if isinstance(body, str) else body
+    return httpx.Response(status, content=content, request=httpx.Request("POST", "http://host/v1/x"))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"error": {"message": "No adapter found", "type": "NotFoundError", "code": 404}}', "No adapter found"),
+        ('{"error": "Unauthorized"}', "Unauthorized"),
+        ('{"detail": "Not Found"}', "Not Found"),
+        ('{"detail": [{"loc": ["body"], "msg": "missing"}]}', '{"detail": [{"loc": ["body"], "msg": "missing"}]}'),
+        ('{"error": {"code": 1}}', '{"error": {"code": 1}}'),
+        ('{"message": "elsewhere"}', '{"message": "elsewhere"}'),
+        ('["a list"]', '["a list"]'),
+        ("Success: LoRA adapter 'x' added successfully.", "Success: LoRA adapter 'x' added successfully."),
+        ("<html>\n  <h1>502 Bad Gateway</h1>\n</html>", "<html> <h1>502 Bad Gateway</h1> </html>"),
+        ('{"error": {"message": "two\\nlines\\tand a tab"}}', "two lines and a tab"),
+        ('{"truncat', '{"truncat'),
+        ("", ""),
+        (b"\xff\xfe not text", "\ufffd\ufffd not text"),
+    ],
+)
+def test_words_of_a_server_become_one_line(body: str, words: str) -> None:
+    assert server_words(response(body)) == words
+
+
+def test_long_words_are_shortened() -> None:
+    words = server_words(response("x" * 100_000))
+    assert len(words) < 2100
+    assert words.endswith("x...")
+
+
+@pytest.mark.parametrize("body", ["<html>502</html>", '{"half": ', "", "Success: plain text", b"\xff\xfe"])
+def test_body_without_json_is_the_error_asked_for_and_suspects_a_proxy(body: str) -> None:
+    with pytest.raises(
+        GenerationError, match=r"POST http://host/v1/x answered HTTP 200 without valid JSON.*proxy"
+    ) as caught:
+        json_object(response(body, 200), GenerationError)
+    assert server_words(response(body)) in str(caught.value)
+
+
+@pytest.mark.parametrize(("body", "kind"), [("[1]", "list"), ('"text"', "str"), ("null", "NoneType"), ("1", "int")])
+def test_json_that_is_no_object_is_the_error_asked_for(body: str, kind: str) -> None:
+    with pytest.raises(ServerSetupError, match=f"answered a JSON {kind} where an object was expected"):
+        json_object(response(body, 200), ServerSetupError)
+
+
+# The key
+
+
+def test_key_is_read_from_the_environment_at_each_request(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lambda request: request.send()) as server:
+        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        for key in (None, "first", "second"):
+            if key:
+                monkeypatch.setenv(VARIABLE, key)
+            client.request("GET", "/", soon())
+        client.close()
+        sent = [request.headers.get("Authorization") for request in server.requests]
+        assert sent == [None, "Bearer first", "Bearer second"]
+
+
+@pytest.mark.parametrize("answer", [lambda request: request.send(401, "no"), Request.reset, stop_in_the_middle])
+def test_key_is_sent_but_never_shown(
+    answer: Answer, ask: Ask, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, SECRET)
+    key = APIKey(VARIABLE)
+    shown = [repr(key), str(key), repr(vars(key)), str(pickle.dumps(key))]
+    with caplog.at_level(logging.DEBUG), serving(answer) as server:
+        client = HTTPClient(server.url, api_key=key, is_local=True)
+        try:
+            client.request("GET", "/path", soon())
+        except LoRASyncError as error:
+            shown += [str(error), repr(error), str(pickle.dumps(error)), repr(error.__cause__)]
+        shown.append(repr(client))
+        client.close()
+        assert [request.headers["Authorization"] for request in server.requests] == [f"Bearer {SECRET}"]
+    assert caplog.records, "nothing was logged, so nothing is shown by this"
+    assert SECRET not in " ".join([*shown, caplog.text])
+
+
+def test_key_says_whether_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = APIKey(VARIABLE)
+    assert (key.is_set, repr(key)) == (False, f"APIKey({VARIABLE}=unset)")
+    monkeypatch.setenv(VARIABLE, SECRET)
+    assert (key.is_set, repr(key)) == (True, f"APIKey({VARIABLE}=set)")
+    assert pickle.loads(pickle.dumps(key)).variable == VARIABLE
+
+
+def test_empty_key_is_no_key(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    with serving(lambda request: request.send()) as server:
+        ask(server.url)
+        assert "Authorization" not in server.requests[0].headers
+
+
+# Proxies
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A proxy in the environment, which answers for every host itself."""
+    with serving(lambda request: request.send(200, "from the proxy")) as server:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, server.url)
+        yield server
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_proxy_is_bypassed_for_a_server_on_this_host(host: str, proxy: Server, ask: Ask) -> None:
+    try:
+        with serving(lambda request: request.send(200, "from the server"), host) as server:
+            assert ask(server.url, is_local=True).text == "from the server"
+    except OSError as error:
+        if host != "::1":
+            raise
+        pytest.skip(f"this host has no IPv6 loopback: {error}")
+    assert proxy.requests == []
+
+
+def test_proxy_is_used_for_a_server_elsewhere(proxy: Server, ask: Ask) -> None:
+    assert ask("http://inference.example:8000", is_local=False).text == "from the proxy"
+    assert proxy.requests[0].path == "http://inference.example:8000/path"

