@@ -46,16 +46,23 @@ class TensorPayload:
 
         The pieces unpickle with plain `pickle` and with the allow-list of every supported SGLang version.
         """
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-        views, start = {}, 0
-        for name, tensor in tensors.items():
-            views[name] = flat[start : start + tensor.numel()].view(tensor.shape)
-            start += tensor.numel()
+        flat, views = _as_views(tensors)
         pieces = _Pieces()
         pickler = _OneStoragePickler(pieces, flat, self._archive)
         pickler.dump(views)
         self._archive = pickler.archive
         return pieces.found
+
+
+def _as_views(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """One flat tensor and the tensors as views of it; a canonical adapter is that already, and is not copied."""
+    first = next(iter(tensors.values()))
+    storage = first.untyped_storage()
+    if all(tensor.untyped_storage().data_ptr() == storage.data_ptr() for tensor in tensors.values()):
+        return torch.empty(0, dtype=first.dtype).set_(storage), tensors
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    return flat, {name: piece.view(tensors[name].shape) for name, piece in zip(tensors, pieces, strict=True)}
 
 
 class LoadBody:
