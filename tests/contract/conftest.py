@@ -22,10 +22,6 @@ from trl_lora_sync.adapter.store import AdapterStore
 KEYS = ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY", "VLLM_API_KEY")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "sglang: needs a real SGLang server, see tests/contract/conftest.py")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the servers compute at the same time, on the same cores
