@@ -178,6 +178,7 @@ class Bench:
             path=path,
             server_path=f"{server_root.rstrip('/')}/{self.store.run_id}/{name}",
             rank=rank,
+            target_modules=(),  # vLLM reads the files
             payload_bytes=tensor_file_bytes(path),
         )
         return Written(stored=stored, gather_s=0.0, write_s=write_s)

@@ -32,7 +32,17 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             `"lora_adapter"`: the LoRA adapter is written and the server loads it; the base weights are never touched.
             Needs `use_vllm=True`, `vllm_mode="server"` and a `LoraConfig`.
         vllm_server_engine (`str`, *optional*, defaults to `"auto"`):
-            Which engine the server runs: `"vllm"`, or `"auto"` to ask it. `"sglang"` is not supported yet.
+            Which engine the server runs: `"vllm"`, `"sglang"`, or `"auto"` to ask it.
+        vllm_server_sleep (`str`, *optional*, defaults to `"off"`):
+            `"kv_cache"` lets the server give back the memory of its KV cache while the trainer computes the loss and
+            its gradients, for servers that share a GPU with the trainer. Never the base weights. SGLang needs
+            `--enable-memory-saver`, vLLM `--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`.
+        lora_sync_transport (`str`, *optional*, defaults to `"auto"`):
+            How an adapter reaches the server: `"disk"` as files in a folder that both see, `"tensors"` in the request
+            itself (SGLang only). `"auto"` takes tensors where the server takes them and shares no folder.
+        lora_sync_pause (`str`, *optional*, defaults to `"off"`):
+            Whether to stop generation of other clients during a load: `"drain"` lets their requests finish first,
+            `"abort"` ends them. Versioned names make it needless for correctness.
         lora_sync_dir (`str`, *optional*):
             Folder in which the trainer writes adapter versions, for the server to read. Defaults to a folder in
             `/dev/shm` when the server is on this host, else to `lora_sync` under `output_dir`.
@@ -64,9 +74,27 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     )
     vllm_server_engine: Literal["auto", "vllm", "sglang"] = field(
         default="auto",
+        metadata={"help": "Engine of the server, used with vllm_sync_strategy='lora_adapter'. 'auto' asks the server."},
+    )
+    vllm_server_sleep: Literal["off", "kv_cache"] = field(
+        default="off",
         metadata={
-            "help": "Engine of the server, used with vllm_sync_strategy='lora_adapter'. 'auto' asks the server; "
-            "'sglang' is not supported yet."
+            "help": "'kv_cache' lets the server give back the memory of its KV cache while the trainer computes; never "
+            "the base weights. Used with vllm_sync_strategy='lora_adapter'."
+        },
+    )
+    lora_sync_transport: Literal["auto", "disk", "tensors"] = field(
+        default="auto",
+        metadata={
+            "help": "How an adapter reaches the server: 'disk' as files in a folder that both see, 'tensors' in the "
+            "request itself (SGLang only), 'auto' to take tensors where no folder is shared."
+        },
+    )
+    lora_sync_pause: Literal["off", "drain", "abort"] = field(
+        default="off",
+        metadata={
+            "help": "Whether to stop generation of other clients during a load: 'drain' lets their requests finish "
+            "first, 'abort' ends them."
         },
     )
     lora_sync_dir: str | None = field(
@@ -114,13 +142,12 @@ def check_sync_fields(args: Any) -> None:
         UnsupportedSettingError: naming the field, the value seen and the one expected.
     """
     check_choice("vllm_server_engine", args.vllm_server_engine, ("auto", "vllm", "sglang"))
+    check_choice("vllm_server_sleep", args.vllm_server_sleep, ("off", "kv_cache"))
+    check_choice("lora_sync_transport", args.lora_sync_transport, ("auto", "disk", "tensors"))
+    check_choice("lora_sync_pause", args.lora_sync_pause, ("off", "drain", "abort"))
     check_choice("lora_sync_dtype", args.lora_sync_dtype, ("auto", "bfloat16", "float16", "float32"))
-    if args.vllm_server_engine == "sglang":
-        raise _contradiction(
-            'vllm_server_engine="sglang"', "SGLang servers are not supported yet", 'Use a vLLM server and "auto"'
-        )
     if not args.use_vllm:
-        raise _contradiction("use_vllm=False", "the adapter is loaded by a vLLM server", "Set use_vllm=True")
+        raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
     if args.vllm_mode != "server":
         raise _contradiction(
             f"vllm_mode={args.vllm_mode!r}",
@@ -176,7 +203,7 @@ def server_url(args: Any) -> str:
     if {"@", "?", "#"} & set(url):  # first of all, so that no other message shows a key
         raise UnsupportedSettingError(
             "vllm_server_base_url carries a user, password, query or fragment. URLs end up in logs and checkpoints. "
-            "Give the plain URL, and the key in the environment variable VLLM_API_KEY."
+            "Give the plain URL, and the key in the environment variable VLLM_API_KEY or SGLANG_API_KEY."
         )
     if "," in url:
         raise _contradiction(
@@ -235,9 +262,12 @@ def sync_settings(args: GRPOConfig) -> "SyncSettings":
         base_url=url,
         engine=args.vllm_server_engine,
         is_local=is_local,
+        transport=args.lora_sync_transport,
         root=Path(args.lora_sync_dir) if args.lora_sync_dir else default_sync_dir(is_local, args.output_dir),
         server_root=args.lora_sync_server_dir,
         keep=args.lora_sync_keep,
+        pause=args.lora_sync_pause,
+        frees_kv_cache=args.vllm_server_sleep == "kv_cache",
         dtype=None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
         sync_timeout_s=args.lora_sync_timeout,
         startup_timeout_s=args.vllm_server_timeout,

@@ -7,18 +7,21 @@ prompts go in and completions come out in the order of the rows.
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import base_dtype, read_adapter
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import check_launcher, run_on_main
-from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.sync import AdapterSync, SyncSettings
+from trl_lora_sync.verify import TrainedBase, base_logprobs
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -55,7 +58,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     def _start(self) -> str:
         assert self._sync is not None
         try:
-            return self._sync.start(self._read_adapter(), vocab_size=_vocab_size(self.model))
+            return self._sync.start(self._read_adapter, _trained_base(self.model))
         except BaseException:
             self._sync.close()
             raise
@@ -74,8 +77,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         assert self._sync is not None
         return self._sync.publish(self._read_adapter)
 
-    def _read_adapter(self) -> Any:
-        return read_adapter(self.model, dtype=self._dtype)
+    def _read_adapter(self, served: Capabilities) -> CanonicalAdapter:
+        return read_adapter(self.model, dtype=self._dtype, fused_siblings=served.needs_fused_siblings)
 
     def generate(
         self,
@@ -96,7 +99,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, one entry per row; the log-probabilities have
             shape `(rows, completion_length, 1 to N+1)` or are None.
         """
-        if self._active_name is None:  # evaluation after training has ended and cleaned up
+        if not self._can_sample():
             self.sync_weights()
         # Images go along even if None, because other processes may have some. Shares may differ in length.
         shares = gather_object([(prompts, images or [None] * len(prompts))])
@@ -110,6 +113,21 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             [row.logprobs for row in mine] if with_logprobs else None,
             [row.logprob_token_ids for row in mine] if with_logprobs else None,
         )
+
+    def _can_sample(self) -> bool:
+        """**Collective** if the server sleeps between steps. Whether the active version is there to sample from."""
+        if self._active_name is None:  # evaluation after training has ended and cleaned up
+            return False
+        return not self._settings.frees_kv_cache or run_on_main(self.accelerator, self._wake)
+
+    def _wake(self) -> bool:
+        assert self._sync is not None
+        return self._sync.wake()
+
+    def sleep(self) -> None:
+        """Let the server give back its KV cache while the trainer works. Not collective, never fails."""
+        if self._sync is not None:
+            self._sync.sleep()
 
     def _sample(self, shares: list[tuple[list[list[int]], list[Any]]], profiler: Any) -> list[Completion]:
         assert self._sync is not None
@@ -157,6 +175,9 @@ def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:
     ]
 
 
-def _vocab_size(model: Any) -> int | None:
-    config = model.config
-    return getattr(config.get_text_config(), "vocab_size", None)
+def _trained_base(model: Any) -> TrainedBase:
+    return TrainedBase(
+        name=model.active_peft_config.base_model_name_or_path,
+        vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
+        logprobs=partial(base_logprobs, model),
+    )

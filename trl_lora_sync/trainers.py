@@ -48,6 +48,13 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         finally:
             self._release_adapters()
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `compute_loss`, before which a server that sleeps between steps is sent to sleep."""
+        generation: Any = getattr(self, "vllm_generation", None)
+        if self.model.training and hasattr(generation, "sleep"):
+            generation.sleep()
+        return super().compute_loss(*args, **kwargs)
+
     def _release_adapters(self) -> None:
         generation: Any = getattr(self, "vllm_generation", None)
         if hasattr(generation, "close"):

@@ -41,6 +41,9 @@ def test_added_fields_have_these_names_types_and_defaults() -> None:
     assert added == {
         "vllm_sync_strategy": (Literal["weights", "lora_adapter"], "weights"),
         "vllm_server_engine": (Literal["auto", "vllm", "sglang"], "auto"),
+        "vllm_server_sleep": (Literal["off", "kv_cache"], "off"),
+        "lora_sync_transport": (Literal["auto", "disk", "tensors"], "auto"),
+        "lora_sync_pause": (Literal["off", "drain", "abort"], "off"),
         "lora_sync_dir": (str | None, None),
         "lora_sync_server_dir": (str | None, None),
         "lora_sync_keep": (int, 2),
@@ -92,8 +95,7 @@ def test_defaults_of_adapter_sync_are_accepted(make: Callable[..., GRPOConfig]) 
 # Refusals
 
 REFUSED = [
-    ({"vllm_server_engine": "sglang"}, 'vllm_server_engine="sglang".*not supported yet.*Use a vLLM server'),
-    ({"use_vllm": False}, "use_vllm=False.*loaded by a vLLM server.*Set use_vllm=True"),
+    ({"use_vllm": False}, "use_vllm=False.*loaded by a server.*Set use_vllm=True"),
     ({"vllm_mode": "colocate"}, "vllm_mode='colocate'.*not supported yet.*Set vllm_mode=\"server\".*--enable-lora"),
     ({"lora_sync_keep": 0}, "lora_sync_keep=0.*at least the active version.*1 or more"),
     ({"lora_sync_keep": -1}, "lora_sync_keep=-1"),
@@ -122,6 +124,9 @@ def test_contradiction_is_refused_with_the_value_the_fix_and_the_way_out(
     [
         ("vllm_sync_strategy", "'weights', 'lora_adapter'"),
         ("vllm_server_engine", "'auto', 'vllm', 'sglang'"),
+        ("vllm_server_sleep", "'off', 'kv_cache'"),
+        ("lora_sync_transport", "'auto', 'disk', 'tensors'"),
+        ("lora_sync_pause", "'off', 'drain', 'abort'"),
         ("lora_sync_dtype", "'auto', 'bfloat16', 'float16', 'float32'"),
     ],
 )
@@ -258,6 +263,7 @@ def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
 
 ARGUMENTS = [
     "--vllm_sync_strategy", "lora_adapter", "--vllm_server_engine", "vllm", "--lora_sync_keep", "3",
+    "--vllm_server_sleep", "kv_cache", "--lora_sync_transport", "disk", "--lora_sync_pause", "drain",
     "--lora_sync_timeout", "30", "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
     "--lora_sync_generation_timeout", "600", "--lora_sync_dtype", "bfloat16",
     "--use_vllm", "--vllm_mode", "server", "--use_cpu", "--bf16", "False",
@@ -268,13 +274,16 @@ def values(args: Any) -> dict[str, Any]:
     return {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(GRPOConfig)
-        if field.name.startswith(("lora_sync", "vllm_sync", "vllm_server_engine"))
+        if field.name.startswith(("lora_sync", "vllm_sync", "vllm_server_engine", "vllm_server_sleep"))
     }
 
 
 PARSED = {
     "vllm_sync_strategy": "lora_adapter",
     "vllm_server_engine": "vllm",
+    "vllm_server_sleep": "kv_cache",
+    "lora_sync_transport": "disk",
+    "lora_sync_pause": "drain",
     "lora_sync_dir": "/mnt/a",
     "lora_sync_server_dir": "/mnt/b",
     "lora_sync_keep": 3,
@@ -345,6 +354,9 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "base_url": "http://192.0.2.1:9",
         "engine": "vllm",
         "is_local": False,
+        "transport": "disk",
+        "pause": "drain",
+        "frees_kv_cache": True,
         "root": Path("/mnt/a"),
         "server_root": "/mnt/b",
         "keep": 3,

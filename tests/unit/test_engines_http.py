@@ -61,10 +61,10 @@ def test_any_status_is_an_answer_and_is_sent_once(status: int, ask: Ask) -> None
         assert len(server.requests) == 1
 
 
-def test_body_and_parameters_arrive(ask: Ask) -> None:
+def test_body_and_query_arrive(ask: Ask) -> None:
     with serving(lambda request: request.send(200, {"path": request.path, "body": request.body})) as server:
         client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
-        response = client.request("POST", "/v1/x", soon(), body={"a": [1, None]}, params={"q": "1"})
+        response = client.request("POST", "/v1/x?q=1", soon(), body={"a": [1, None]})
         assert response.json() == {"path": "/v1/x?q=1", "body": {"a": [1, None]}}
         client.close()
 

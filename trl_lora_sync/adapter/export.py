@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
     check_active_adapters,
@@ -85,15 +85,24 @@ def export_adapter(
     )
 
 
-def read_adapter(model: "PeftModel", *, dtype: torch.dtype, adapter_name: str | None = None) -> CanonicalAdapter:
-    """Copy an adapter out of the model in canonical form; arguments and errors as for `export_adapter`."""
+def read_adapter(
+    model: "PeftModel", *, dtype: torch.dtype, adapter_name: str | None = None, fused_siblings: bool = False
+) -> CanonicalAdapter:
+    """Copy an adapter out of the model in canonical form; arguments and errors as for `export_adapter`.
+
+    Args:
+        fused_siblings: whether to complete q/k/v and gate/up with zeros.
+    """
     if not hasattr(model, "peft_config"):
         check_peft_config(None)
     adapter_name = adapter_name or check_active_adapters(model.active_adapters)
     config = _config_of(model, adapter_name)
     check_peft_config(config)
+    modules = collect_modules(model, adapter_name)
+    if fused_siblings:
+        modules = complete_siblings(modules, _linear_shapes(model))
     return canonicalize(
-        collect_modules(model, adapter_name),
+        modules,
         dtype=dtype,
         base_model=config.base_model_name_or_path,
         fan_in_fan_out=bool(config.fan_in_fan_out),
@@ -127,6 +136,15 @@ def collect_modules(model: torch.nn.Module, adapter_name: str) -> list[LoRAModul
             "Check target_modules of the LoraConfig."
         )
     return modules
+
+
+def _linear_shapes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """`(out_features, in_features)` of every linear layer of the base model, quantised ones included."""
+    return {
+        _served_path(path): (layer.out_features, layer.in_features)
+        for path, layer in model.named_modules()
+        if "lora_" not in path and hasattr(layer, "in_features") and hasattr(layer, "out_features")
+    }
 
 
 def _config_of(model: "PeftModel", adapter_name: str) -> Any:

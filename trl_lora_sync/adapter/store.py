@@ -34,23 +34,27 @@ _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAdapter:
-    """One version on disk.
+    """One version, on disk or in memory.
 
     Attributes:
         name: what servers know it by, `<run_id>-v<version>`; never used twice.
         version: counts the syncs of this run; 0 for what is only tried out.
-        path: the directory as this process sees it.
-        server_path: the same directory as the servers see it.
         rank: LoRA rank.
+        target_modules: last components of the adapted module paths.
         payload_bytes: size of the tensors.
+        path: the directory as this process sees it, if it is on disk.
+        server_path: the same directory as the servers see it.
+        content: the tensors, if they are to be sent instead.
     """
 
     name: str
     version: int
-    path: Path
-    server_path: str
     rank: int
+    target_modules: tuple[str, ...]
     payload_bytes: int
+    path: Path | None = None
+    server_path: str | None = None
+    content: CanonicalAdapter | None = None
 
 
 def new_run_id() -> str:
@@ -144,13 +148,18 @@ class AdapterStore:
     def __init__(self, root: Path, *, server_root: str | None = None, run_id: str | None = None) -> None:
         self.run_id = run_id or new_run_id()
         self.root = root.expanduser().absolute()
-        self._server_root = (server_root or str(self.root)).rstrip("/")
+        self.server_root = (server_root or str(self.root)).rstrip("/")
         self._lock: int | None = None
         self._pid = os.getpid()
 
     @property
     def directory(self) -> Path:
         return self.root / self.run_id
+
+    @property
+    def is_seen_alike(self) -> bool:
+        """Whether the servers see the folder under the same path."""
+        return self.server_root == str(self.root)
 
     def open(self) -> None:
         """Create the run folder and mark it as live; does nothing if it is open already."""
@@ -183,15 +192,17 @@ class AdapterStore:
         return StoredAdapter(
             name=name,
             version=version if isinstance(version, int) else 0,
-            path=self.directory / name,
-            server_path=f"{self._server_root}/{self.run_id}/{name}",
             rank=adapter.rank,
+            target_modules=adapter.target_modules,
             payload_bytes=adapter.payload_bytes,
+            path=self.directory / name,
+            server_path=f"{self.server_root}/{self.run_id}/{name}",
         )
 
     def delete(self, stored: StoredAdapter) -> None:
         """Delete a version's files; never fails."""
-        shutil.rmtree(stored.path, ignore_errors=True)
+        if stored.path is not None:
+            shutil.rmtree(stored.path, ignore_errors=True)
 
     def close(self) -> None:
         """Delete everything this run wrote; never fails, and may be called again."""

@@ -50,12 +50,17 @@ class Capabilities:
     """What one server is, read once at connect.
 
     Attributes:
-        engine: `"vllm"`.
+        engine: `"vllm"` or `"sglang"`.
         version: the engine's own version, such as `"0.31.0"`.
         base_model: the name requests use for the base model.
         base_root: what the server was told to load as its base (text to compare and show, never to open).
         max_model_len: longest prompt plus completion in tokens, if the server tells.
         logprobs_mode: `"processed_logprobs"`, `"raw_logprobs"`, or `"unknown"`.
+        max_lora_rank: the largest rank it takes, if the server tells.
+        target_modules: the modules it can adapt; empty if the server does not tell.
+        needs_fused_siblings: whether q/k/v and gate/up must come complete.
+        survives_misfit: whether it refuses an adapter of other shapes instead of dying of it.
+        takes_tensors: whether an adapter can be sent without a shared file system.
     """
 
     engine: str
@@ -64,6 +69,11 @@ class Capabilities:
     base_root: str
     max_model_len: int | None
     logprobs_mode: str
+    max_lora_rank: int | None = None
+    target_modules: frozenset[str] = frozenset()
+    needs_fused_siblings: bool = False
+    survives_misfit: bool = True
+    takes_tensors: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +153,22 @@ class Engine(Protocol):
     def knows_token(self, token_id: int, deadline: Deadline) -> bool:
         """Whether `token_id` is in the vocabulary of the served base model."""
 
+    def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
+        """Log-probability of each prompt token after the first, at temperature 1; errors as for `generate`."""
+
     def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         """Make `adapter.name` selectable. Loading the same name and path again succeeds.
 
         Raises:
             AdapterRejectedError: the server refused it; it is not selectable.
             ServerSetupError: a server flag has to change first.
+        """
+
+    def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        """Have the server put a loaded adapter to its first use, if that is where it can still go wrong.
+
+        Raises:
+            AdapterRejectedError: the server failed at it.
         """
 
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
@@ -166,10 +186,37 @@ class Engine(Protocol):
             AdapterLostError: the server does not know `model`.
             WrongPolicyError: a completion came from another model.
             GenerationError: the request failed, or the answer cannot be trained on.
+            DeadlineExceededError: at the deadline, running requests are broken off.
         """
 
     def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
         """Sample `count` completions for an OpenAI chat request, as rollout functions send it; errors as `generate`."""
+
+    def pause(self, mode: str, deadline: Deadline) -> None:
+        """Stop generation for all clients: `"drain"` lets running requests finish first, `"abort"` ends them.
+
+        Raises:
+            ServerSetupError: the server does not offer it.
+        """
+
+    def resume(self, deadline: Deadline) -> None:
+        """Undo `pause`; harmless without one."""
+
+    def release_kv_cache(self, deadline: Deadline) -> None:
+        """Give back the memory of the KV cache; nothing can be sampled until `restore_kv_cache`. Never the weights.
+
+        Releasing twice does nothing more.
+
+        Raises:
+            ServerSetupError: the server does not offer it.
+            ServerError: requests are running; nothing was released.
+        """
+
+    def restore_kv_cache(self, deadline: Deadline) -> bool:
+        """Take the memory back; harmless without a release.
+
+        Returns whether loaded adapters are still intact; if not, they must be loaded anew.
+        """
 
     def close(self) -> None:
         """Release connections; never fails."""

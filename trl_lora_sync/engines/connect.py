@@ -2,38 +2,39 @@
 
 import logging
 
+from trl_lora_sync.engines import sglang, vllm
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, retrying
-from trl_lora_sync.engines.vllm import API_KEY_VARIABLE, VLLMEngine
-from trl_lora_sync.errors import ServerSetupError, ServerUnreachableError
+from trl_lora_sync.engines.sglang import SGLangEngine
+from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.errors import ServerAuthError, ServerUnreachableError
 
 logger = logging.getLogger(__name__)
 
 _STILL_STARTING = frozenset({502, 503, 504})
-# Routes that SGLang alone has; the first from 0.5.5 or so, the second before and still.
-_SGLANG_ROUTES = ("/model_info", "/get_model_info")
+# Routes that one engine alone has; vLLM guards its own with no key (0.22 to 0.33).
+_SGLANG_ROUTE, _VLLM_ROUTE = "/model_info", "/version"
 
 
 def connect_engine(base_url: str, *, engine: str, is_local: bool, deadline: Deadline) -> Engine:
     """Wait until the server at `base_url` is up and connect to it.
 
     Args:
-        engine: `"vllm"`, or `"auto"` to ask the server.
+        engine: `"vllm"`, `"sglang"`, or `"auto"` to ask the server.
 
     Raises:
         ServerUnreachableError: nobody answered before the deadline.
+        ServerAuthError: it wants another API key.
         ServerSetupError: what answers is not a server that adapter sync can work with.
     """
-    http = HTTPClient(base_url, api_key=APIKey(API_KEY_VARIABLE), is_local=is_local)
+    http = HTTPClient(base_url, api_key=APIKey(vllm.API_KEY_VARIABLE), is_local=is_local)
     try:
         _wait_until_up(http, deadline)
-        if engine == "auto" and _is_sglang(http, deadline):
-            raise ServerSetupError(
-                f"{base_url} is an SGLang server, and adapter sync does not support SGLang yet. Use a vLLM server."
-            )
+        is_sglang = engine == "sglang" or (engine == "auto" and _is_sglang(http, deadline))
     finally:
         http.close()
-    connected = VLLMEngine(base_url, is_local=is_local)
+    connected: Engine
+    connected = SGLangEngine(base_url, is_local=is_local) if is_sglang else VLLMEngine(base_url, is_local=is_local)
     try:
         connected.connect(deadline)
     except BaseException:
@@ -62,4 +63,20 @@ def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
 
 
 def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
-    return any(http.request("GET", route, deadline).status_code in (200, 401) for route in _SGLANG_ROUTES)
+    """Ask with each engine's key, because SGLang and any gateway answer 401 without theirs, whatever the route.
+
+    Raises:
+        ServerAuthError: no key opens a route that tells the engines apart.
+    """
+    keys = [APIKey(sglang.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
+    for key in keys:
+        status = http.request("GET", _SGLANG_ROUTE, deadline, api_key=key).status_code
+        if status != 401:
+            return status == 200
+    if http.request("GET", _VLLM_ROUTE, deadline, api_key=keys[1]).status_code == 200:
+        return False
+    raise ServerAuthError(
+        f"{http.base_url} answers nothing without another key, so the engine cannot be told. In the trainer's "
+        f"environment, {keys[0]!r} and {keys[1]!r}. Export {sglang.API_KEY_VARIABLE} with the --api-key of an SGLang "
+        f"server, or {vllm.API_KEY_VARIABLE} with that of vLLM; for a gateway, set vllm_server_engine as well."
+    )

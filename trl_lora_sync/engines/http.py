@@ -6,8 +6,8 @@ Knows nothing of any engine's routes.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
 
 import httpx
 import tenacity
@@ -17,6 +17,15 @@ from trl_lora_sync.errors import LoRASyncError, ServerUnreachableError
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_WORDS = 2000
+_JSON = {"Content-Type": "application/json"}
+
+
+class SizedIterable(Protocol):
+    """Chunks of a request's body, which can be iterated over once per attempt."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def __len__(self) -> int: ...
 
 
 class APIKey(httpx.Auth):
@@ -59,9 +68,21 @@ class HTTPClient:
         )
 
     def request(
-        self, method: str, path: str, deadline: Deadline, *, body: Any = None, params: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        deadline: Deadline,
+        *,
+        body: Any = None,
+        content: SizedIterable | None = None,
+        api_key: APIKey | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
+
+        Args:
+            body: sent as JSON.
+            content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
+            api_key: another key than the client's own.
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
@@ -70,7 +91,15 @@ class HTTPClient:
         left = deadline.remaining_s()
         timeout = httpx.Timeout(left, connect=min(left, _CONNECT_TIMEOUT_S))
         try:
-            with self._client.stream(method, path, json=body, params=params, timeout=timeout) as response:
+            with self._client.stream(
+                method,
+                path,
+                json=body,
+                content=content,
+                headers=_JSON | {"Content-Length": str(len(content))} if content is not None else None,
+                auth=api_key or self.api_key,
+                timeout=timeout,
+            ) as response:
                 return _read(response, deadline)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ServerUnreachableError(
@@ -146,13 +175,16 @@ def json_object(response: httpx.Response, error: type[LoRASyncError]) -> dict[st
 
 
 def _message_in(content: Any) -> str | None:
-    """vLLM: {"error": {"message": ...}} or {"error": "..."}; FastAPI: {"detail": ...}."""
+    """`error` as an object or a string (vLLM, SGLang), `detail` (FastAPI), `error_message` (SGLang)."""
     if not isinstance(content, dict):
         return None
-    found = content.get("error", content.get("detail"))
-    if isinstance(found, dict):
-        found = found.get("message")
-    return found if isinstance(found, str) else None
+    for name in ("error", "detail", "error_message"):
+        found = content.get(name)
+        if isinstance(found, dict):
+            found = found.get("message")
+        if isinstance(found, str) and found:
+            return found
+    return None
 
 
 def _reason(error: httpx.HTTPError) -> str:

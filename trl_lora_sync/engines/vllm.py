@@ -160,6 +160,22 @@ class VLLMEngine:
         body = {"model": self.capabilities.base_model, "prompt": [token_id], "max_tokens": 1}
         return "out of vocabulary" not in server_words(self._post("/v1/completions", body, deadline))
 
+    def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
+        body = {
+            "model": model,
+            "prompt": prompt_ids,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+            "stream": False,
+        }
+        content = json_object(self._sample("/v1/completions", body, model, deadline), GenerationError)
+        try:
+            entries = content["choices"][0]["prompt_logprobs"][1:]
+            return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, prompt_ids[1:], strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise GenerationError(f"{self.base_url} scored a prompt without log-probabilities.") from error
+
     # Adapters
 
     def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
@@ -208,6 +224,9 @@ class VLLMEngine:
             f"It said: {words!r}"
         )
 
+    def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        pass  # vLLM copies the weights to where they are used while it loads them
+
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         # Releases the name only; vLLM frees memory by displacement. It may answer 500 for an evicted adapter.
         try:
@@ -219,6 +238,35 @@ class VLLMEngine:
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
         return {model["id"]: str(model.get("root")) for model in self._models(deadline) if model.get("parent")}
+
+    # Pausing and memory, on routes of the development mode
+
+    def pause(self, mode: str, deadline: Deadline) -> None:
+        self._control(f"/pause?mode={'abort' if mode == 'abort' else 'wait'}&clear_cache=false", deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        self._control("/resume", deadline)
+
+    def release_kv_cache(self, deadline: Deadline) -> None:
+        # Level 1 drops the KV cache and keeps the weights in host memory; level 2 would lose them.
+        self._control("/sleep?level=1", deadline)
+
+    def restore_kv_cache(self, deadline: Deadline) -> bool:
+        self._control("/wake_up", deadline)
+        return False  # the buffers of loaded adapters are lost with the cache on some versions
+
+    def _control(self, path: str, deadline: Deadline) -> None:
+        response = self._post(path, {}, deadline)
+        if response.status_code == 404:
+            raise ServerSetupError(
+                f"The vLLM server at {self.base_url} does not offer {path.partition('?')[0]}. Restart it with "
+                "VLLM_SERVER_DEV_MODE=1 in its environment (whose routes no API key guards) and, for sleeping, "
+                "--enable-sleep-mode; or switch lora_sync_pause and vllm_server_sleep off."
+            )
+        if response.status_code != 200:
+            raise ServerError(
+                f"{self.base_url}{path} failed (HTTP {response.status_code}). It said: {server_words(response)!r}"
+            )
 
     # Generation
 

@@ -1,0 +1,142 @@
+"""Fixtures of the contract tier: the fakes of every version, and real servers where there are any.
+
+Real servers are those at TRL_LORA_SYNC_TEST_SGLANG_URL and TRL_LORA_SYNC_TEST_VLLM_URL, which must serve the model in
+the folder TRL_LORA_SYNC_TEST_MODEL with --max-lora-rank 16; and a vLLM on this CPU, where it is installed.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import certifi
+import pytest
+import torch
+from fakes.sglang import VERSIONS, FakeSGLang
+
+from contract.reference import FakeReference, PeftReference
+from contract.served import SMALL, Served, engine_at, soon
+from trl_lora_sync.adapter.store import AdapterStore
+
+KEYS = ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY", "VLLM_API_KEY")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # the servers compute at the same time, on the same cores
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Reading all authorities takes 50 ms for each client that is made; no server here speaks TLS."""
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    file = tmp_path_factory.mktemp("tls") / "one.pem"
+    file.write_text(first + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(file))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AdapterStore]:
+    opened = AdapterStore(tmp_path / "sync")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def serve(store: AdapterStore) -> Iterator[Callable[..., Served]]:
+    """Starts fakes with the given arguments, connected unless `connect=False`."""
+    with ExitStack() as stack:
+
+        def start(version: str = "0.5.23", *, connect: bool = True, **args: Any) -> Served:
+            fake = stack.enter_context(FakeSGLang(**{"version": version, "shapes": SMALL, **args}))
+            engine = engine_at(fake.base_url, "sglang", connect=connect)
+            stack.callback(engine.close)
+            return Served(engine, FakeReference(fake), store, fake)
+
+        yield start
+
+
+@pytest.fixture(params=VERSIONS)
+def fake(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
+    """A fake of each version, for what only a fake can be made to do."""
+    return serve(request.param)
+
+
+@pytest.fixture(params=("0.5.11", "0.5.17", "0.5.23"))
+def few(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
+    """Like `fake`, for what no version has ever done differently."""
+    return serve(request.param)
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param(version, id=f"fake-{version}") for version in VERSIONS),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ]
+)
+def served(request: pytest.FixtureRequest, serve: Callable[..., Served], store: AdapterStore) -> Iterator[Served]:
+    """Every server there is. Real ones are shared, so no adapter may be left on them."""
+    if request.param in VERSIONS:
+        yield serve(request.param)
+        return
+    base_url, model = request.getfixturevalue(f"{request.param}_at")
+    engine = engine_at(base_url, request.param)
+    before = set(engine.loaded(soon()))
+    try:
+        yield Served(engine, _peft_reference(model), store)
+    finally:
+        for name in set(engine.loaded(soon())) - before:
+            engine.unload(name, soon())
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def sglang_at() -> tuple[str, str]:
+    """URL and model folder of a real SGLang."""
+    return _from_environment("TRL_LORA_SYNC_TEST_SGLANG_URL")
+
+
+@pytest.fixture(scope="session")
+def vllm_at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """URL and model folder of a real vLLM: the given one, the one the other tests share, or one of our own."""
+    if "TRL_LORA_SYNC_TEST_VLLM_URL" in os.environ:
+        yield _from_environment("TRL_LORA_SYNC_TEST_VLLM_URL")
+        return
+    vllm_server = pytest.importorskip("vllm_server")
+    try:
+        shared = request.getfixturevalue("server")
+    except pytest.FixtureLookupError:
+        from make_model import make_model
+
+        if not (Path(os.environ.get(vllm_server.PYTHON_VARIABLE) or vllm_server.DEFAULT_PYTHON)).exists():
+            pytest.skip("vLLM is not installed")
+        model = make_model(tmp_path_factory.mktemp("models") / "tiny-qwen3")
+        with vllm_server.VLLMServer(model, log_path=tmp_path_factory.mktemp("server") / "vllm.log") as own:
+            yield own.base_url, own.model
+        return
+    yield shared.base_url, shared.model
+
+
+def _from_environment(variable: str) -> tuple[str, str]:
+    if variable not in os.environ:
+        pytest.skip(f"{variable} is not set")
+    return os.environ[variable].rstrip("/"), os.environ["TRL_LORA_SYNC_TEST_MODEL"]
+
+
+_references: dict[str, PeftReference] = {}
+
+
+def _peft_reference(model: str) -> PeftReference:
+    if model not in _references:
+        _references[model] = PeftReference(model)
+    return _references[model]

@@ -1,0 +1,383 @@
+"""Contract tier: the fake SGLang obeys the rules that the engine has to work around. Talks HTTP only."""
+
+import base64
+import io
+import pickle
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fakes.policy import MODULES
+from fakes.sglang import VERSIONS, FakeSGLang
+
+from contract.reference import adapter_for
+from contract.served import SMALL
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+
+ONE = {"max_new_tokens": 1}
+
+
+class Client:
+    """Requests to one fake, as any client would send them."""
+
+    def __init__(self, fake: FakeSGLang, store: AdapterStore) -> None:
+        self.fake, self._store = fake, store
+        self._http = httpx.Client(base_url=fake.base_url, trust_env=False, timeout=10)
+
+    def post(self, path: str, timeout_s: float = 10.0, **body: Any) -> httpx.Response:
+        return self._http.post(path, json=body, timeout=timeout_s)
+
+    def load(self, adapter: CanonicalAdapter | int = 1, **body: Any) -> StoredAdapter:
+        adapter = adapter_for(SMALL, adapter, rank=8) if isinstance(adapter, int) else adapter
+        stored = self._store.write(len(self.fake.requests), adapter)
+        answer = self.post("/load_lora_adapter", lora_name=stored.name, lora_path=stored.server_path, **body)
+        assert answer.status_code == 200, answer.text
+        return stored
+
+    def generate(self, name: str | None, timeout_s: float = 10.0, **body: Any) -> httpx.Response:
+        fields = {"input_ids": [1, 2, 3], "sampling_params": ONE, "lora_path": name}
+        return self.post("/generate", timeout_s, **{**fields, **body})
+
+    def unload(self, name: str, timeout_s: float = 10.0) -> httpx.Response:
+        return self.post("/unload_lora_adapter", timeout_s, lora_name=name)
+
+    def is_refused(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", int(self.fake.base_url.rpartition(":")[2]))) != 0
+
+
+@pytest.fixture
+def start(store: AdapterStore) -> Callable[..., Client]:
+    running = []
+
+    def begin(version: str = "0.5.23", **args: Any) -> Client:
+        fake = FakeSGLang(**{"version": version, "shapes": SMALL, **args}).start()
+        running.append(fake)
+        return Client(fake, store)
+
+    yield begin
+    for fake in running:
+        fake.stop()
+
+
+def without(adapter: CanonicalAdapter, *modules: str) -> CanonicalAdapter:
+    return changed(adapter, lambda name, value: None if any(f".{m}." in name for m in modules) else value)
+
+
+def changed(adapter: CanonicalAdapter, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> CanonicalAdapter:
+    tensors = {name: change(name, value) for name, value in adapter.tensors.items()}
+    kept = {name: value.contiguous() for name, value in tensors.items() if value is not None}
+    return CanonicalAdapter(tensors=kept, rank=adapter.rank, dtype=adapter.dtype, target_modules=adapter.target_modules)
+
+
+def tensor_body(version: str, payload: str, ranks: int = 1) -> dict[str, Any]:
+    config = adapter_for(SMALL, 1, rank=8).config()
+    is_list = version >= "0.5.17"
+    field = {"serialized_named_tensors": [payload] * ranks} if is_list else {"serialized_tensors": payload}
+    return {"lora_name": "sent", "config_dict": config, **field}
+
+
+def pickled(value: Any, protocol: int = 4) -> str:
+    return base64.b64encode(pickle.dumps(value, protocol=protocol)).decode()
+
+
+# What the OpenAI route serves
+
+
+def test_the_openai_route_serves_the_base_for_an_adapter_without_a_colon(start: Callable[..., Client]) -> None:
+    client = start()
+    name = client.load().name
+    base = client.fake.args.model_path
+    plain = {"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0.0, "logprobs": 1}
+    answers = [client.post("/v1/completions", model=m, **plain).json() for m in (base, name, f"{base}:{name}")]
+    texts = [(answer["choices"][0]["text"], answer["choices"][0]["logprobs"]) for answer in answers]
+    assert texts[0] == texts[1] != texts[2]
+    assert answers[1]["model"] == name
+
+
+# What kills the server
+
+
+@pytest.mark.parametrize("missing", [("q_proj",), ("gate_proj",)])
+def test_missing_siblings_kill_the_server_at_the_first_batch(
+    start: Callable[..., Client], missing: tuple[str, ...]
+) -> None:
+    client = start()
+    name = client.load(without(adapter_for(SMALL, 1, rank=8), *missing)).name
+    assert client.generate(None).status_code == 200
+    with pytest.raises(httpx.TransportError):
+        client.generate(name)
+    assert "Cannot find target module" in (client.fake.death or "")
+    assert client.is_refused()
+
+
+def test_a_missing_v_is_refused_at_the_load_with_its_key(start: Callable[..., Client], store: AdapterStore) -> None:
+    client = start()
+    stored = store.write(1, without(adapter_for(SMALL, 1, rank=8), "v_proj"))
+    answer = client.post("/load_lora_adapter", lora_name="a", lora_path=stored.server_path)
+    assert answer.status_code == 400
+    assert "v_proj.lora_A" in answer.json()["error_message"]
+
+
+def test_missing_k_or_up_are_zero(start: Callable[..., Client]) -> None:
+    client = start()
+    adapter = without(adapter_for(SMALL, 1, rank=8), "k_proj", "up_proj")
+    answer = client.generate(client.load(adapter).name, return_logprob=True).json()
+    expected = client.fake.expected_logprobs(adapter, [1, 2, 3], answer["output_ids"])
+    assert answer["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(expected[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name, value: value[:, :-1] if "q_proj.lora_A" in name else value,
+        lambda name, value: value[:-1] if "v_proj.lora_B" in name else value,
+        lambda name, value: value[:-1] if "down_proj.lora_B" in name else value,
+        lambda name, value: torch.cat([value, value]) if "o_proj.lora_B" in name else value,
+    ],
+)
+def test_other_shapes_load_and_kill_the_server_at_the_first_batch(start: Callable[..., Client], change: Any) -> None:
+    client = start()
+    adapter = adapter_for(SMALL, 1, rank=8)
+    if change("model.q_proj.lora_A", torch.zeros(2, 2)).shape[1] == 1:  # q, k and v share their width
+        adapter = changed(adapter, lambda n, v: v[:, :-1] if ".lora_A" in n and "self_attn.o" not in n else v)
+    else:
+        adapter = changed(adapter, change)
+    name = client.load(adapter).name
+    with pytest.raises(httpx.TransportError):
+        client.generate(name)
+    assert "does not match weight shape" in (client.fake.death or "")
+
+
+def test_matrices_that_are_too_large_where_they_are_sharded_are_cut_off_silently(start: Callable[..., Client]) -> None:
+    """lora/layers.py slices lora_B of gate and up, and lora_A of o and down, even for a single rank."""
+    client = start()
+    right = adapter_for(SMALL, 1, rank=8)
+    wide = changed(right, lambda name, value: torch.cat([value, value], 1) if "down_proj.lora_A" in name else value)
+    answer = client.generate(client.load(wide).name, return_logprob=True).json()
+    expected = client.fake.expected_logprobs(right, [1, 2, 3], answer["output_ids"])
+    assert answer["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(expected[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_id_outside_of_the_vocabulary_kills_the_server(start: Callable[..., Client], version: str) -> None:
+    client = start(version)
+    with pytest.raises(httpx.TransportError):
+        client.generate(None, input_ids=[SMALL.vocab])
+    assert client.is_refused()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_vocabulary_can_be_asked_through_logit_bias(start: Callable[..., Client], version: str) -> None:
+    client = start(version)
+    for token, status in ((SMALL.vocab - 1, 200), (SMALL.vocab, 400)):
+        answer = client.generate(None, sampling_params={**ONE, "logit_bias": {str(token): 0.0}})
+        assert answer.status_code == status
+    assert "logit_bias must has keys in [0, 259]" in answer.text
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_tensors_are_taken_in_the_versions_own_form_only(start: Callable[..., Client], version: str) -> None:
+    client = start(version)
+    payload = pickled(adapter_for(SMALL, 1, rank=8).tensors)
+    other = "0.5.17" if version < "0.5.17" else "0.5.16"
+    assert client.post("/load_lora_adapter_from_tensors", **tensor_body(other, payload)).status_code == 400
+    assert client.post("/load_lora_adapter_from_tensors", **tensor_body(version, payload)).status_code == 200
+    assert client.generate("sent").status_code == 200
+    client.unload("sent")
+    answer = client.generate("sent")  # "__tensor__" is no path that could be read again
+    assert answer.status_code == 400
+    assert "Failed to implicitly load LoRA adapter sent" in answer.text
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_one_payload_for_two_ranks_kills_the_server(start: Callable[..., Client], version: str) -> None:
+    client = start(version, tp_size=2)
+    payload = pickled(adapter_for(SMALL, 1, rank=8).tensors)
+    with pytest.raises(httpx.TransportError):
+        client.post("/load_lora_adapter_from_tensors", **tensor_body(version, payload))
+    assert "IndexError" in (client.fake.death or "")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("value", [{"x": print}, {"x": io.BytesIO}, torch.nn.Linear(1, 1)])
+def test_foreign_objects_in_a_payload_kill_the_server(start: Callable[..., Client], version: str, value: Any) -> None:
+    client = start(version)
+    with pytest.raises(httpx.TransportError):
+        client.post("/load_lora_adapter_from_tensors", **tensor_body(version, pickled(value)))
+    assert "Blocked unsafe" in (client.fake.death or "")
+
+
+# References
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_n_above_one_leaves_a_negative_counter_up_to_0_5_21(start: Callable[..., Client], version: str) -> None:
+    client = start(version)
+    name = client.load().name
+    answer = client.generate(name, input_ids=[[1, 2], [3, 4]], sampling_params={**ONE, "n": 3})
+    assert len(answer.json()) == 6
+    is_fixed = version >= "0.5.22"
+    assert client.fake.in_flight[name] == (0 if is_fixed else -2)
+    if is_fixed:
+        assert client.unload(name).status_code == 200
+        return
+    with pytest.raises(httpx.ReadTimeout):
+        client.unload(name, 0.2)
+    with pytest.raises(httpx.ReadTimeout):  # the lock is held
+        client.post("/load_lora_adapter", 0.2, lora_name="b", lora_path="/x/y")
+    assert client.generate(None).status_code == 200
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_unload_waits_for_running_requests(start: Callable[..., Client], version: str) -> None:
+    client = start(version)
+    name = client.load().name
+    with ThreadPoolExecutor() as pool:
+        with client.fake.hold():
+            running = pool.submit(client.generate, name)
+            client.fake.wait_until(lambda: client.fake.in_flight[name] == 1)
+            unload = pool.submit(client.unload, name)
+            client.fake.wait_until(lambda: not client.fake._workers[0].registry)
+            assert not unload.done()
+        assert running.result().status_code == 200
+        assert unload.result().status_code == 200
+    assert client.fake.host_adapters == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_client_that_leaves_keeps_the_reference_from_0_5_15_to_0_5_21(
+    start: Callable[..., Client], version: str
+) -> None:
+    client = start(version)
+    name = client.load().name
+    with client.fake.hold():
+        with pytest.raises(httpx.ReadTimeout):
+            client.generate(name, 0.1)
+        client.fake.wait_until(lambda: client.fake.running == 0)
+    assert client.fake.in_flight[name] == (1 if "0.5.15" <= version < "0.5.22" else 0)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_abort_in_the_queue_keeps_the_reference_up_to_0_5_21(start: Callable[..., Client], version: str) -> None:
+    client = start(version)
+    name = client.load().name
+    with ThreadPoolExecutor() as pool, client.fake.hold(queued=True):
+        queued = pool.submit(client.generate, name)
+        client.fake.wait_until(lambda: client.fake.running == 1)
+        client.post("/abort_request", abort_all=True)
+        answer = queued.result()
+    assert answer.status_code == 200
+    assert answer.json()["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    assert client.fake.in_flight[name] == (0 if version >= "0.5.22" else 1)
+
+
+def test_an_unloaded_name_is_loaded_again_without_a_word(start: Callable[..., Client]) -> None:
+    client = start()
+    name = client.load().name
+    assert client.unload(name).json()["success"]
+    assert client.fake.host_adapters == []
+    assert client.generate(name).status_code == 200
+    assert client.fake.host_adapters == [name]
+
+
+def test_too_many_adapters_are_evicted_through_the_unload_that_waits(start: Callable[..., Client]) -> None:
+    client = start(max_loaded_loras=2, max_loras_per_batch=2)
+    first = client.load(1).name
+    second = client.load(2).name
+    client.generate(first)
+    third = client.load(3).name
+    assert client.fake.host_adapters == [first, third]
+    with ThreadPoolExecutor() as pool, client.fake.hold():
+        running = pool.submit(client.generate, first)
+        client.fake.wait_until(lambda: client.fake.in_flight[first] == 1)
+        client.load(4)  # `third` is now the one that was used longest ago
+        client.fake._holding = None
+        running.result()
+    assert second not in client.fake.host_adapters
+
+
+def test_the_gpu_pool_evicts_and_copies_again(start: Callable[..., Client]) -> None:
+    client = start(max_loras_per_batch=2)
+    names = [client.load(seed).name for seed in (1, 2, 3)]
+    for name in [*names, *names]:
+        assert client.generate(name).status_code == 200
+        assert client.fake.gpu_slots <= 2
+    assert len(client.fake.host_adapters) == 3
+
+
+# Pausing and memory
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_an_unload_while_paused_waits_until_generation_continues(start: Callable[..., Client], mode: str) -> None:
+    client = start()
+    name = client.load().name
+    with ThreadPoolExecutor() as pool:
+        with client.fake.hold():
+            running = pool.submit(client.generate, name)
+            client.fake.wait_until(lambda: client.fake.in_flight[name] == 1)
+            assert client.post("/pause_generation", mode=mode).json()["status"] == "ok"
+        unload = pool.submit(client.unload, name)
+        blocked = pool.submit(client.generate, None)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/load_lora_adapter", 0.2, lora_name="b", lora_path="/x/y")
+        assert not any(future.done() for future in (unload, running, blocked))
+        client.post("/continue_generation")
+        assert [future.result().status_code for future in (running, unload, blocked)] == [200] * 3
+
+
+def test_a_release_under_running_requests_kills_the_server(start: Callable[..., Client]) -> None:
+    client = start()
+    with ThreadPoolExecutor() as pool, client.fake.hold():
+        running = pool.submit(client.generate, None)
+        client.fake.wait_until(lambda: client.fake.running == 1)
+        with pytest.raises(httpx.TransportError):
+            client.post("/release_memory_occupation", tags=["kv_cache"])
+        with pytest.raises(httpx.TransportError):
+            running.result()
+
+
+def test_weights_do_not_survive_their_release(start: Callable[..., Client]) -> None:
+    client = start(enable_memory_saver=True)
+    ask = {"sampling_params": {**ONE, "temperature": 0.0}, "return_logprob": True}
+    before = client.generate(None, **ask).json()["meta_info"]["output_token_logprobs"]
+    for tag, survives in (("kv_cache", True), ("weights", False)):
+        client.post("/release_memory_occupation", tags=[tag])
+        client.post("/resume_memory_occupation", tags=[tag])
+        assert (client.generate(None, **ask).json()["meta_info"]["output_token_logprobs"] == before) is survives
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(("version", "words"), [("0.5.15", 500), ("0.5.22", 500), ("0.5.23", 400)])
+def test_an_unknown_sampling_field_is_refused(start: Callable[..., Client], version: str, words: int) -> None:
+    assert start(version).generate(None, sampling_params={**ONE, "seed": 1}).status_code == words
+
+
+def test_data_parallel_replicas_answer_500(start: Callable[..., Client]) -> None:
+    client = start(dp_size=2)
+    assert client.post("/load_lora_adapter", lora_name="a", lora_path="/x/y").status_code == 500
+
+
+def test_another_tokenizer_worker_does_not_know_an_adapter(start: Callable[..., Client]) -> None:
+    client = start(tokenizer_worker_num=2)
+    name = client.load().name
+    assert sorted(client.generate(name).status_code for _ in range(2)) == [200, 400]
+
+
+def test_a_module_outside_of_the_target_modules_is_refused(start: Callable[..., Client], store: AdapterStore) -> None:
+    client = start(lora_target_modules=MODULES[:3])
+    stored = store.write(1, adapter_for(SMALL, 1, rank=8))
+    answer = client.post("/load_lora_adapter", lora_name="a", lora_path=stored.server_path)
+    assert answer.status_code == 400
+    assert "--lora-target-modules" in answer.json()["error_message"]

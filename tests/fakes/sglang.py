@@ -1,0 +1,1045 @@
+"""A fake SGLang: a real HTTP server that obeys the rules of stock SGLang 0.5.11 to 0.5.23, and dies when SGLang dies.
+
+This file holds what SGLang's HTTP process does (`entrypoints/http_server.py`, `managers/tokenizer_manager.py`,
+`managers/tokenizer_control_mixin.py`, `lora/lora_registry.py`); `sglang_scheduler.py` holds the rest. Paths in comments
+are below `sglang/srt/`; the versions behind them are those whose source was read (0.5.11, 0.5.15, 0.5.17, 0.5.23), so
+a rule that changed in 0.5.20, 0.5.21 or 0.5.22 has its boundary from ENGINES.md.
+
+Faster than the real one on purpose: /health answers at once (SGLang takes a second), a lost client is noticed at once
+(SGLang asks every four seconds), and a pause with mode "abort" looks every 20 ms (SGLang every second).
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import select
+import socket
+import threading
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+
+from .policy import read_adapter
+from .sglang_scheduler import (
+    MEMORY_TAGS,
+    TENSOR_PATH,
+    LoRARef,
+    Sampler,
+    Scheduler,
+    SchedulerDiedError,
+    ServerArgs,
+    sampling_params,
+)
+
+VERSIONS = ("0.5.11", "0.5.15", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+
+# `@auth_level(AuthLevel.ADMIN_OPTIONAL)` in entrypoints/http_server.py (all); the rest wants the API key.
+_ADMIN_ROUTES = {
+    "/load_lora_adapter", "/unload_lora_adapter", "/pause_generation", "/continue_generation", "/abort_request",
+    "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation", "/update_weight_version",
+}  # fmt: skip
+_POLL_S = 0.02
+
+
+class _ClientError(ValueError):
+    """Answered with 400 and `{"error": {"message": ...}}` (`_create_error_response`, all)."""
+
+
+class _HTTPStatusError(Exception):
+    """FastAPI's HTTPException, in the shape of `ErrorResponse`."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.detail = status, detail
+
+
+class _ClientLeftError(Exception):
+    """The client of a request is gone."""
+
+
+@dataclass
+class Request:
+    """One request as it arrived."""
+
+    method: str
+    path: str
+    body: Any
+    token: str | None
+
+
+@dataclass
+class _Running:
+    """One sub-request in the scheduler."""
+
+    rid: str
+    lora_name: str | None
+    is_queued: bool = False
+    is_aborted: bool = False
+
+
+@dataclass
+class _Worker:
+    """One tokenizer process; registries are never synchronised between several (INF, from lora_registry.py)."""
+
+    registry: OrderedDict[str, LoRARef] = field(default_factory=OrderedDict)
+    counters: dict[str, int] = field(default_factory=dict)
+    ref_cache: dict[str, LoRARef] = field(default_factory=dict)  # never shrinks
+    pending_unloads: dict[str, str] = field(default_factory=dict)
+    update_lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class FakeSGLang:
+    """One server; `with FakeSGLang(version="0.5.17") as fake`.
+
+    Attributes:
+        requests: everything that arrived, in order.
+        death: why the server died, or None.
+        delay_s: seconds to wait before a path is acted on.
+        drop: how many answers of a path to drop after acting.
+        canned: path to answers (status, body) that are given, one each, without acting.
+        edit_output: called with each output of /generate before it is sent.
+        abort_with: status codes with which the scheduler aborts the next samples; None is an abort without a code.
+        token_delay_s: seconds that one token takes.
+    """
+
+    def __init__(self, args: ServerArgs | None = None, **changes: Any) -> None:
+        self.args = args or ServerArgs(**changes)
+        self.requests: list[Request] = []
+        self.delay_s: dict[str, float] = {}
+        self.drop: Counter[str] = Counter()
+        self.canned: dict[str, list[tuple[int, Any]]] = {}
+        self.edit_output: Callable[[dict[str, Any]], None] = lambda output: None
+        self.abort_with: list[int | None] = []
+        self.token_delay_s = 0.0
+        self.death: str | None = None
+        self._cond = threading.Condition(threading.RLock())
+        self._http: ThreadingHTTPServer | None = None
+        self._thread: threading.Thread | None = None
+        self._sockets: set[socket.socket] = set()
+        self._port = 0
+        self._holding: str | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """The state of a process that has just started."""
+        self.scheduler = Scheduler(self.args, self._die)
+        self.peak_host_adapters = 0
+        self._workers = [_Worker() for _ in range(self.args.tokenizer_worker_num)]
+        self._turn = 0
+        self._readers = 0  # of `model_update_lock`: requests between the pause gate and their end
+        self._running: list[_Running] = []
+        self._pause_mode: str | None = None
+        self._draws: Counter[str] = Counter()
+        self._weight_version = "default"
+
+    # Starting, stopping, dying
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> "FakeSGLang":
+        self.death = None
+        self._http = _Server(("127.0.0.1", self._port), _handler(self))
+        self._port = self._http.server_port
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Refuse connections and break those that are open, as a process that ends does."""
+        with self._cond:
+            self.death = self.death or "stopped"
+            http, self._http = self._http, None
+            self._cond.notify_all()
+        if http is not None:
+            http.shutdown()
+            http.server_close()
+        for open_socket in list(self._sockets):
+            with contextlib.suppress(OSError):
+                open_socket.shutdown(socket.SHUT_RDWR)
+
+    def restart(self) -> None:
+        """The same command line on the same port: everything that was loaded is forgotten."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(5)
+        self._reset()
+        self.start()
+
+    def _die(self, reason: str) -> None:
+        # managers/scheduler.py `run_scheduler_process`: SIGQUIT to the parent, which kills the process tree
+        self.death = reason
+        self.stop()
+
+    def __enter__(self) -> "FakeSGLang":
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(5)
+
+    # What tests look at
+
+    def expected_logprobs(
+        self,
+        adapter: Any,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        temperature: float = 1.0,
+    ) -> list[float]:
+        """What this server must report for a completion.
+
+        Args:
+            adapter: None for the base; a PEFT directory; a canonical adapter; or tensors by PEFT's keys (scaling 1).
+        """
+        tensors, scaling = None, 1.0
+        if isinstance(adapter, (str, Path)):
+            tensors, scaling = read_adapter(Path(adapter))
+        elif adapter is not None:
+            tensors = getattr(adapter, "tensors", adapter)
+        return self.scheduler.policy.logprobs(tensors, scaling, prompt_ids, completion_ids, temperature)
+
+    def bodies(self, path: str) -> list[Any]:
+        return [request.body for request in self.requests if request.path == path]
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """The reference counters by adapter name, of registered adapters and of those that wait to be unloaded."""
+        with self._cond:
+            names = {ref.lora_id: ref.name for worker in self._workers for ref in worker.ref_cache.values()}
+            return {names[key]: count for worker in self._workers for key, count in worker.counters.items()}
+
+    @property
+    def host_adapters(self) -> list[str]:
+        """Names of the adapters in host memory."""
+        with self._cond:
+            return [adapter.ref.name for adapter in self.scheduler.loras.values()]
+
+    @property
+    def gpu_slots(self) -> int:
+        """Slots of the GPU pool in use, that of the base model included."""
+        with self._cond:
+            return len(self.scheduler.slots)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the fake did not get there in time")
+            time.sleep(0.005)
+
+    @contextlib.contextmanager
+    def hold(self, *, queued: bool = False) -> Iterator[None]:
+        """Samples do not proceed while the block lasts; `queued` keeps them out of the running batch."""
+        self._holding = "queued" if queued else "running"
+        try:
+            yield
+        finally:
+            self._holding = None
+
+    # HTTP
+
+    def answer(self, request: Request, connection: socket.socket) -> tuple[int, Any]:
+        """Status and body: a JSON value, or text.
+
+        Raises:
+            SchedulerDiedError, _ClientLeftError: no answer can be given.
+        """
+        self.requests.append(request)
+        path = urlsplit(request.path).path
+        request.path, query = path, parse_qs(urlsplit(request.path).query)
+        if not self._is_allowed(path, request.token):
+            return 401, {"error": "Unauthorized"}  # utils/auth.py (all)
+        if self.canned.get(path):
+            return self.canned[path].pop(0)
+        self._wait(connection, lambda: False, self.delay_s.get(path, 0.0))
+        route = self._routes().get((request.method, path))
+        if route is None:
+            return 404, _error_response("Not Found", 404)
+        try:
+            return route(request.body, query, connection)
+        except _ClientError as error:
+            return 400, {"error": {"message": str(error)}}
+        except _HTTPStatusError as error:
+            return error.status, _error_response(error.detail, error.status)
+        except (SchedulerDiedError, _ClientLeftError):
+            raise
+        except Exception:  # uvicorn's answer to whatever the application does not catch
+            return 500, "Internal Server Error"
+
+    def _routes(self) -> dict[tuple[str, str], Callable[[Any, dict[str, list[str]], socket.socket], tuple[int, Any]]]:
+        routes: dict[tuple[str, str], Any] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/health_generate"): self._health,
+            ("GET", "/model_info"): self._model_info,
+            ("GET", "/get_model_info"): self._model_info,
+            ("GET", "/server_info"): self._server_info,
+            ("GET", "/get_server_info"): self._server_info,
+            ("GET", "/v1/loads"): self._loads,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/generate"): self._generate,
+            ("PUT", "/generate"): self._generate,
+            ("POST", "/v1/completions"): self._completions,
+            ("POST", "/load_lora_adapter"): self._load_route,
+            ("POST", "/load_lora_adapter_from_tensors"): self._load_tensors_route,
+            ("POST", "/unload_lora_adapter"): self._unload_route,
+            ("POST", "/pause_generation"): self._pause,
+            ("POST", "/continue_generation"): self._continue,
+            ("POST", "/abort_request"): self._abort_route,
+            ("POST", "/flush_cache"): self._flush,
+            ("GET", "/flush_cache"): self._flush,
+            ("POST", "/release_memory_occupation"): self._release,
+            ("POST", "/resume_memory_occupation"): self._resume,
+            ("POST", "/update_weight_version"): self._update_weight_version,
+        }
+        if self.args.at_least("0.5.23"):  # absent from 0.5.17
+            routes["GET", "/ready"] = lambda *_: (200 if self._pause_mode is None else 503, "")
+        else:  # deprecated in 0.5.11, gone in 0.5.23
+            routes["GET", "/get_load"] = self._get_load
+        return routes
+
+    def _is_allowed(self, path: str, token: str | None) -> bool:
+        """utils/auth.py `decide_request_auth` (all); middleware is installed for a single tokenizer only."""
+        args = self.args
+        if path.startswith(("/health", "/ready", "/metrics")) or args.tokenizer_worker_num > 1:
+            return True
+        is_admin = path in _ADMIN_ROUTES or (path == "/load_lora_adapter_from_tensors" and args.at_least("0.5.22"))
+        wanted = (args.admin_api_key or args.api_key) if is_admin else args.api_key
+        return wanted is None or token == wanted
+
+    def _wait(self, connection: socket.socket, is_over: Callable[[], bool], at_most_s: float = math.inf) -> None:
+        """Wait without the lock.
+
+        Raises:
+            SchedulerDiedError: the server died.
+            _ClientLeftError: the client left.
+        """
+        deadline = time.monotonic() + at_most_s
+        while True:
+            with self._cond:
+                self._check_alive()
+                if is_over() or time.monotonic() >= deadline:
+                    return
+                self._cond.wait(min(_POLL_S, deadline - time.monotonic()) if at_most_s < math.inf else _POLL_S)
+            if _has_left(connection):
+                raise _ClientLeftError
+
+    def _wait_for_ever(self, is_over: Callable[[], bool]) -> None:
+        """A wait that ends with the server only: control requests never look whether their client is still there."""
+        with self._cond:
+            while not is_over():
+                self._check_alive()
+                self._cond.wait(_POLL_S)
+
+    def _check_alive(self) -> None:
+        if self.death is not None:
+            raise SchedulerDiedError
+
+    def _worker(self) -> _Worker:
+        with self._cond:
+            self._turn += 1
+            return self._workers[self._turn % len(self._workers)]
+
+    # Information
+
+    def _health(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        """entrypoints/http_server.py `health_generate`: generates a token, so it fails after 20 s of a pause (all)."""
+        self._wait(connection, lambda: self._pause_mode is None, 20.0)
+        return (200 if self._pause_mode is None else 503), ""
+
+    def _model_info(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        found = {
+            "model_path": self.args.model_path,
+            "tokenizer_path": self.args.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": self._weight_version,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+        }
+        if self.args.at_least("0.5.23"):
+            found["served_model_name"] = self._base_name
+        return 200, found
+
+    @property
+    def _base_name(self) -> str:
+        return self.args.served_model_name or self.args.model_path
+
+    def _server_info(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        """`dataclasses.asdict(server_args)` and more; `lora_target_modules` is a set there, as given (all)."""
+        args = self.args
+        return 200, {
+            "model_path": args.model_path,
+            "tokenizer_path": args.model_path,
+            "served_model_name": self._base_name,
+            "dtype": "auto",
+            "context_length": None,  # the flag, not the model's own length
+            "tp_size": args.tp_size,
+            "dp_size": args.dp_size,
+            "enable_dp_attention": False,
+            "tokenizer_worker_num": args.tokenizer_worker_num,
+            "enable_lora": args.enable_lora or None,
+            "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
+            "lora_target_modules": sorted(set(args.lora_target_modules)) if args.enable_lora else None,
+            "lora_paths": [] if args.enable_lora else None,
+            "max_loras_per_batch": args.max_loras_per_batch,
+            "max_loaded_loras": args.max_loaded_loras,
+            "enable_memory_saver": args.enable_memory_saver,
+            "enable_deterministic_inference": args.enable_deterministic_inference,
+            "skip_tokenizer_init": False,
+            "status": "ready",
+            "max_total_num_tokens": 100_000,
+            "max_req_input_len": args.context_length - 6,
+            "internal_states": [{"effective_max_running_requests_per_dp": 256}],
+            "version": args.version,
+        }
+
+    def _counts(self) -> tuple[int, int]:
+        with self._cond:
+            queued = sum(run.is_queued for run in self._running)
+            return len(self._running) - queued, queued
+
+    def _loads(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        """entrypoints/v1_loads.py (all)."""
+        running, queued = self._counts()
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": queued,
+            "num_total_reqs": running + queued,
+        }
+        return 200, {"timestamp": "2026-01-01T00:00:00+00:00", "version": self.args.version, "loads": [load]}
+
+    def _get_load(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        running, queued = self._counts()
+        return 200, [{"dp_rank": 0, "num_reqs": running + queued, "num_waiting_reqs": queued, "num_tokens": 0}]
+
+    def _models(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        """entrypoints/http_server.py `available_models`: of the worker that answers (all)."""
+        base = {"id": self._base_name, "object": "model", "created": 0, "owned_by": "sglang", "root": self._base_name}
+        cards = [base | {"parent": None, "max_model_len": self.args.context_length}]
+        with self._cond:
+            for ref in self._worker().registry.values() if self.args.enable_lora else ():
+                own = {"id": ref.name, "root": ref.path, "parent": self._base_name, "max_model_len": None}
+                cards.append(base | own)
+        return 200, {"object": "list", "data": cards}
+
+    # Adapters: managers/tokenizer_control_mixin.py
+
+    def _load_route(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        name, path = _fields(body, "lora_name", "lora_path")
+        ref = LoRARef(name=name, path=path, pinned=bool(body.get("pinned")))
+        return self._update_answer(lambda: self._load(self._worker(), ref, lambda: self.scheduler.load(ref)))
+
+    def _load_tensors_route(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        """managers/io_struct.py: one string up to 0.5.16, one per tensor-parallel rank from 0.5.17 on."""
+        per_rank = self.args.at_least("0.5.17")
+        name, config, payloads = _fields(
+            body, "lora_name", "config_dict", "serialized_named_tensors" if per_rank else "serialized_tensors"
+        )
+        if not isinstance(payloads, list if per_rank else str):
+            return 400, _error_response("1 validation error: serialized tensors", 400, "Bad Request")
+        ref = LoRARef(name=name, path=TENSOR_PATH, pinned=bool(body.get("pinned")))
+
+        def load() -> dict[str, Any]:
+            data = payloads if per_rank else [payloads]
+            return self.scheduler.load_tensors(ref, data, config, body.get("load_format"))  # type: ignore[no-any-return]
+
+        return self._update_answer(lambda: self._load(self._worker(), ref, load))
+
+    def _unload_route(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        (name,) = _fields(body, "lora_name")
+        return self._update_answer(lambda: self._unload_locked_route(self._worker(), name))
+
+    def _update_answer(self, act: Callable[[], dict[str, Any]]) -> tuple[int, Any]:
+        """Only ValueError is turned into a 400; AssertionError and others are a plain 500 (all)."""
+        try:
+            if not self.args.enable_lora:
+                raise ValueError("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+            # "dp_size must be 1 for dynamic lora loading" up to 0.5.16, other words later, the same 500
+            assert self.args.dp_size == 1
+            result = act()
+        except ValueError as error:
+            result = {"success": False, "error_message": str(error), "loaded_adapters": None}
+        return (200 if result["success"] else 400), {"rid": None, "http_worker_ipc": None, **result}
+
+    @contextlib.contextmanager
+    def _update_lock(self, worker: _Worker) -> Iterator[None]:
+        """`lora_update_lock`: held for the whole load or unload, without a timeout, whoever still waits for it."""
+        while not worker.update_lock.acquire(timeout=_POLL_S):
+            self._check_alive()
+        try:
+            yield
+        finally:
+            worker.update_lock.release()
+
+    def _load(self, worker: _Worker, ref: LoRARef, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        with self._update_lock(worker):
+            if ref.name in worker.pending_unloads:
+                raise ValueError(
+                    f"LoRA adapter '{ref.name}' has an incomplete unload. Retry the unload before loading it again."
+                )
+            with self._cond:
+                self._check_alive()
+                result = act()
+                self.peak_host_adapters = max(self.peak_host_adapters, len(self.scheduler.loras))
+                if result["success"]:
+                    worker.registry[ref.name] = worker.ref_cache[ref.name] = ref
+                    worker.counters[ref.lora_id] = 0
+            # Also after a failed load; through the unload that waits.
+            limit = self.args.max_loaded_loras
+            while limit is not None and len(worker.registry) > limit:
+                oldest = next((name for name, known in worker.registry.items() if not known.pinned), None)
+                if oldest is None:
+                    raise ValueError(
+                        "Didn't find any LoRA adapters when trying to evict LRU LoRA adapter. "
+                        f"LoRA registry is: {worker.registry}"
+                    )
+                self._unload(worker, oldest)
+                del result["loaded_adapters"][oldest]
+            return result
+
+    def _unload_locked_route(self, worker: _Worker, name: str) -> dict[str, Any]:
+        with self._update_lock(worker):
+            return self._unload(worker, name)
+
+    def _unload(self, worker: _Worker, name: str) -> dict[str, Any]:
+        """Unregister, wait until the counter is exactly 0, then let the scheduler forget it."""
+        keeps_pending = self.args.at_least("0.5.21")
+        with self._cond:
+            lora_id = worker.pending_unloads.get(name)
+            if lora_id is None:
+                ref = worker.registry.pop(name, None)
+                if ref is None:
+                    raise ValueError(
+                        f"LoRA with name {name} does not exist. Loaded LoRAs: odict_keys({list(worker.registry)})"
+                    )
+                lora_id = ref.lora_id
+                if keeps_pending:
+                    worker.pending_unloads[name] = lora_id
+        self._wait_for_ever(lambda: worker.counters.get(lora_id, 0) == 0)
+        with self._cond:
+            worker.counters.pop(lora_id, None)
+            worker.pending_unloads.pop(name, None)
+            return self.scheduler.unload(lora_id)
+
+    # Generation: managers/tokenizer_manager.py `generate_request`
+
+    def _generate(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        # entrypoints/api_contract.py; absent from 0.5.17
+        if self.args.at_least("0.5.23") and (words := _contract_error(body)):
+            return 400, {"error": words}
+        job = _Job(body)
+        worker = self._worker()
+        self._wait_for_ever(lambda: self._pause_mode is None)
+        with self._cond:
+            self._readers += 1
+        try:
+            self._resolve(worker, job)
+            outputs = self._submit(worker, job, connection)
+        finally:
+            with self._cond:
+                self._readers -= 1
+                self._cond.notify_all()
+        return 200, outputs[0] if job.is_single else outputs
+
+    def _resolve(self, worker: _Worker, job: "_Job") -> None:
+        """`_validate_and_resolve_lora` and `_resolve_lora_path` (all)."""
+        names = {name for name in job.lora_names if name is not None}
+        if not names:
+            return
+        if not self.args.enable_lora:
+            raise _ClientError(
+                f"LoRA adapter '{next(iter(names))}' was requested, but LoRA is not enabled. "
+                "Please launch the server with --enable-lora flag and preload adapters "
+                "using --lora-paths or /load_lora_adapter endpoint."
+            )
+        limit, wanted = self.args.max_loaded_loras, len(set(job.lora_names))
+        if limit is not None and wanted > limit:
+            raise _ClientError(f"Received request with {wanted} unique loras requested but max loaded loras is {limit}")
+        for name in names:
+            with self._cond:
+                if name in worker.registry:
+                    worker.registry.move_to_end(name)
+                    continue
+                old = worker.ref_cache.get(name)
+            if old is None:
+                raise _ClientError(
+                    f"Got LoRA adapter that has never been loaded: {name}\n"
+                    f"All loaded adapters: dict_keys({list(worker.ref_cache)})."
+                )
+            # An unloaded name is loaded again from its old path, without a word to the client.
+            ref = LoRARef(name=old.name, path=old.path, pinned=old.pinned)
+
+            def load(ref: LoRARef = ref) -> dict[str, Any]:
+                return self._load(worker, ref, lambda: self.scheduler.load(ref))
+
+            _, result = self._update_answer(load)
+            if not result["success"] and "already loaded" not in result["error_message"]:
+                raise _ClientError(f"Failed to implicitly load LoRA adapter {name}: {result['error_message']}")
+        with self._cond:
+            refs = [None if name is None else worker.registry[name] for name in job.lora_names]
+            job.lora_ids = [None if ref is None else ref.lora_id for ref in refs]
+            for lora_id in job.lora_ids:
+                if lora_id is not None:
+                    worker.counters[lora_id] += 1
+
+    def _release_reference(self, worker: _Worker, lora_id: str | None) -> None:
+        with self._cond:
+            if lora_id in worker.counters:
+                worker.counters[lora_id] -= 1  # type: ignore[index]
+            self._cond.notify_all()
+
+    def _submit(self, worker: _Worker, job: "_Job", connection: socket.socket) -> list[dict[str, Any]]:
+        try:
+            prompts = [self._tokenize(prompt) for prompt in job.prompts]
+            params = [sampling_params(given, self.args) for given in job.params]
+            for prompt, given, tokens in zip(prompts, params, job.token_ids_logprobs, strict=True):
+                self._validate(prompt, given, tokens)
+        except ValueError as error:
+            self._after_early_failure(worker, job)
+            raise _ClientError(str(error)) from error
+        except TypeError:  # not converted: HTTP 500
+            self._after_early_failure(worker, job)
+            raise
+        runs = [_Running(f"{uuid.uuid4().hex}", name, is_queued=self._holding == "queued") for name in job.lora_names]
+        with self._cond:
+            self._running += runs
+        if job.n > 1:
+            self._warm_up_prefixes(worker, job)
+        outputs: list[dict[str, Any]] = []
+        done = 0
+        try:
+            for index, run in enumerate(runs):
+                outputs.append(self._run(worker, job, index, run, prompts[index], params[index], connection))
+                done = index + 1
+        except _ClientLeftError:
+            # 0.5.11 keeps the state of an abandoned request until the scheduler has aborted it. 0.5.15 and 0.5.17
+            # drop it at once (`_discard_pending_req_states`), so that nobody ever releases its reference.
+            if not self.args.at_least("0.5.15") or self.args.at_least("0.5.22"):
+                for lora_id in job.lora_ids[done:]:
+                    self._release_reference(worker, lora_id)
+            raise
+        finally:
+            with self._cond:
+                self._running = [other for other in self._running if not any(other is run for run in runs)]
+                self._cond.notify_all()
+        return outputs
+
+    def _after_early_failure(self, worker: _Worker, job: "_Job") -> None:
+        """A request that is refused after it acquired its adapter keeps the reference for ever up to 0.5.21."""
+        if self.args.at_least("0.5.22"):  # `_release_req_states_on_failure`, read in 0.5.23
+            for lora_id in job.lora_ids:
+                self._release_reference(worker, lora_id)
+
+    def _warm_up_prefixes(self, worker: _Worker, job: "_Job") -> None:
+        """n > 1: one prefill per prompt, whose end releases a reference that was never acquired (up to 0.5.21)."""
+        for lora_id in job.lora_ids[:: job.n]:
+            with self._cond:
+                self._check_alive()
+                self.scheduler.fetch(lora_id)
+            if not self.args.at_least("0.5.22"):  # "Warmup borrows the samples' LoRA references", read in 0.5.23
+                self._release_reference(worker, lora_id)
+
+    def _tokenize(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return list(prompt.encode())
+        if not prompt:
+            raise ValueError("input_ids cannot be empty.")
+        return list(prompt)
+
+    def _validate(self, prompt: list[int], params: dict[str, Any], token_ids_logprob: list[int] | None) -> None:
+        """`_validate_one_request`. Ids of the prompt are not checked: `_validate_input_ids_in_vocab` has no caller."""
+        limit, vocab = self.args.context_length, self.args.shapes.vocab
+        if len(prompt) >= limit:
+            raise ValueError(
+                f"The input ({len(prompt)} tokens) is longer than the model's context length ({limit} tokens)."
+            )
+        if len(prompt) + params["max_new_tokens"] > limit:
+            raise ValueError(
+                "Requested token count exceeds the model's maximum context length "
+                f"of {limit} tokens. You requested a total of {len(prompt) + params['max_new_tokens']} tokens"
+            )
+        for token in token_ids_logprob or ():
+            if not 0 <= token < vocab and self.args.at_least("0.5.15"):
+                raise ValueError(
+                    f"token_ids_logprob contains out-of-vocabulary token id {token}; valid range is [0, {vocab})."
+                )
+
+    def _run(
+        self,
+        worker: _Worker,
+        job: "_Job",
+        index: int,
+        run: _Running,
+        prompt: list[int],
+        params: dict[str, Any],
+        connection: socket.socket,
+    ) -> dict[str, Any]:
+        self._wait(connection, lambda: run.is_aborted or (self._holding is None and self._pause_mode is None))
+        lora_id = job.lora_ids[index]
+        if run.is_aborted and run.is_queued:
+            # `_handle_abort_req`: released in 0.5.23, forgotten in 0.5.11, 0.5.15 and 0.5.17
+            if self.args.at_least("0.5.22"):
+                self._release_reference(worker, lora_id)
+            return self._output(job, index, run, prompt, None, {"type": "abort", "message": "Abort in waiting queue"})
+        with self._cond:
+            self._check_alive()
+            self.scheduler.check_awake()
+            if any(not 0 <= token < self.args.shapes.vocab for token in prompt):  # INF: an embedding out of range
+                self._die("CUDA error: device-side assert triggered")
+                raise SchedulerDiedError
+            patch = self.scheduler.fetch(lora_id)
+            key = hashlib.sha256(repr((run.lora_name, prompt)).encode()).hexdigest()
+            self._draws[key] += 1
+            sampler = Sampler(self.scheduler, patch, prompt, params, self._draws[key])
+        finish = self._sample(sampler, run, job, index, connection)
+        self._release_reference(worker, lora_id)
+        status = finish.get("status_code")
+        if status is not None:
+            self._raise_abort(worker, lora_id, status, finish["message"])
+        return self._output(job, index, run, prompt, sampler, finish)
+
+    def _sample(
+        self, sampler: Sampler, run: _Running, job: "_Job", index: int, connection: socket.socket
+    ) -> dict[str, Any]:
+        if self.abort_with:
+            status = self.abort_with.pop(0)
+            return {"type": "abort", "message": "Aborted", "status_code": status, "err_type": None}
+        while sampler.finish is None:
+            # A pause freezes what runs; an abort ends it after one more step.
+            self._wait(connection, lambda: run.is_aborted or self._pause_mode is None)
+            if run.is_aborted:
+                return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            sampler.advance(job.top_logprobs[index])
+            if self.token_delay_s:
+                self._wait(connection, lambda: run.is_aborted, self.token_delay_s)
+        return sampler.finish
+
+    def _raise_abort(self, worker: _Worker, lora_id: str | None, status: int, message: str) -> None:
+        """`_handle_abort_finish_reason`: 400 is a ValueError, 500 and 503 an HTTPException (others not up to 0.5.17).
+
+        Up to 0.5.17 the latter release a second time, after `_handle_batch_output` did; 0.5.23 releases once.
+        """
+        if status == 400:
+            raise _ClientError(message)
+        if status in (500, 503):
+            if not self.args.at_least("0.5.22"):
+                self._release_reference(worker, lora_id)
+            raise _HTTPStatusError(status, message)
+        if self.args.at_least("0.5.22"):
+            raise _HTTPStatusError(status, message)
+
+    def _output(
+        self, job: "_Job", index: int, run: _Running, prompt: list[int], sampler: Sampler | None, finish: Any
+    ) -> dict[str, Any]:
+        tokens = sampler.output if sampler else []
+        meta: dict[str, Any] = {
+            "id": run.rid,
+            "finish_reason": finish,
+            "prompt_tokens": len(prompt),
+            "weight_version": self._weight_version,
+            "num_retractions": 0,
+        }
+        if job.return_logprob[index]:
+            values = sampler.logprobs if sampler else []
+            start = job.logprob_start[index]
+            start = len(prompt) if start == -1 else start
+            meta["input_token_logprobs"] = sampler.input_logprobs(start) if sampler and start < len(prompt) else []
+            meta["output_token_logprobs"] = [(v, t, None) for v, t in zip(values, tokens, strict=True)]
+            meta["output_token_logprobs_length"] = len(values)
+            if job.top_logprobs[index] > 0:
+                meta["input_top_logprobs"] = []
+                top = sampler.top if sampler else []
+                meta["output_top_logprobs"] = [[(v, t, None) for v, t in zip(*pair, strict=True)] for pair in top]
+        meta |= {"reasoning_tokens": 0, "completion_tokens": len(tokens), "cached_tokens": 0, "e2e_latency": 0.01}
+        output = {"text": self.args.text_of(tokens), "output_ids": list(tokens), "meta_info": meta}
+        if job.return_prompt_token_ids and self.args.at_least("0.5.15"):
+            output["prompt_token_ids"] = prompt
+        self.edit_output(output)
+        return output
+
+    def _completions(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        """entrypoints/openai/serving_base.py `_resolve_lora_path`: without a colon, `model` is not looked at (all)."""
+        adapter = str(body["model"]).partition(":")[2]
+        if body["model"] == self._base_name:
+            adapter = ""
+        prompt = body["prompt"]
+        inner = {
+            "text" if isinstance(prompt, str) else "input_ids": prompt,
+            "lora_path": adapter or body.get("lora_path"),
+            "sampling_params": {
+                "max_new_tokens": body.get("max_tokens", 16),
+                "temperature": body.get("temperature", 1.0),
+            },
+            "return_logprob": body.get("logprobs") is not None,
+        }
+        status, outputs = self._generate(inner, query, connection)
+        if status != 200:
+            return status, outputs
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        choices = []
+        for index, output in enumerate(outputs):
+            values = [entry[0] for entry in output["meta_info"].get("output_token_logprobs", [])]
+            choices.append(
+                {
+                    "index": index,
+                    "text": output["text"],
+                    "logprobs": {"token_logprobs": values} if values else None,
+                    "finish_reason": output["meta_info"]["finish_reason"]["type"],
+                }
+            )
+        return 200, {"id": "cmpl", "object": "text_completion", "model": body["model"], "choices": choices}
+
+    # Pausing: `pause_generation`, `continue_generation`, `abort_request` (all)
+
+    def _pause(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        mode = (body or {}).get("mode", "abort")
+        if mode not in ("abort", "in_place", "retract"):
+            return 400, _error_response("Input should be 'abort', 'retract' or 'in_place'", 400, "Bad Request")
+        with self._cond:
+            # "abort" only closes the gate for new requests; the scheduler itself is not paused.
+            self._pause_mode = mode
+        if mode == "abort":
+
+            def is_drained() -> bool:
+                self._abort(lambda run: True)
+                return self._readers == 0
+
+            self._wait_for_ever(is_drained)
+        return 200, {"message": "Generation paused successfully.", "status": "ok"}
+
+    def _continue(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        with self._cond:
+            self._pause_mode = None
+            self._cond.notify_all()
+        return 200, {"message": "Generation continued successfully.", "status": "ok"}
+
+    def _abort_route(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        rid = body.get("rid") or ""
+        if body.get("abort_all"):
+            self._abort(lambda run: True)
+        elif rid:
+            self._abort(lambda run: run.rid.startswith(rid))
+        return 200, ""
+
+    def _abort(self, is_meant: Callable[[_Running], bool]) -> None:
+        with self._cond:
+            for run in self._running:
+                if is_meant(run):
+                    run.is_aborted = True
+            self._cond.notify_all()
+
+    def _flush(self, body: Any, query: dict[str, list[str]], connection: socket.socket) -> tuple[int, Any]:
+        self._wait(connection, lambda: not self._running, float(query.get("timeout", ["0"])[0]))
+        if self._running:
+            return 400, "Flush cache failed.\n"
+        return 200, (
+            "Cache flushed.\nPlease check backend logs for more details. "
+            "(When there are running or waiting requests, the operation will not be performed.)\n"
+        )
+
+    def _release(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        with self._cond:
+            running, queued = self._counts()
+            # managers/scheduler_components/weight_updater.py: 0.5.23 overlooks the queue while it is paused
+            is_idle = not running and (not queued or (self.args.at_least("0.5.23") and self._pause_mode is not None))
+            self.scheduler.release_memory((body or {}).get("tags") or list(MEMORY_TAGS), is_idle)
+        return 200, None
+
+    def _resume(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        with self._cond:
+            self.scheduler.resume_memory((body or {}).get("tags") or list(MEMORY_TAGS))
+        return 200, None
+
+    def _update_weight_version(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
+        if body.get("abort_all_requests"):
+            self._abort(lambda run: True)
+        self._weight_version = body["new_version"]
+        message = f"Weight version updated to {body['new_version']}"
+        return 200, {"success": True, "message": message, "new_version": body["new_version"]}
+
+
+class _Job:
+    """A body of /generate in one shape: lists over samples, prompt-major.
+
+    Source: managers/io_struct.py `GenerateReqInput.normalize_batch_and_arguments` (all); unknown fields are ignored.
+    """
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        prompts = body.get("text") if body.get("text") is not None else body.get("input_ids")
+        if prompts is None:
+            raise _ClientError("Either text, input_ids or input_embeds should be provided.")
+        if isinstance(prompts, list) and not prompts:
+            raise _ClientError("input_ids cannot be empty.")
+        is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
+        given = body.get("sampling_params") or {}
+        self.n = (given if isinstance(given, dict) else given[0]).get("n") or 1
+        if isinstance(given, list) and any((other.get("n") or 1) != self.n for other in given):
+            raise _ClientError("The parallel_sample_num should be the same for all samples in sample params.")
+        self.is_single = is_one and self.n == 1
+        prompts = [prompts] if is_one else prompts
+        count = len(prompts)
+
+        def expand(value: Any, default: Any, *, may_list: bool = True) -> list[Any]:
+            values = value if isinstance(value, list) and may_list else [default if value is None else value] * count
+            return [each for each in values for _ in range(self.n)]
+
+        self.prompts = expand(prompts, None)
+        self.params = expand(given, {})
+        self.lora_names = expand(body.get("lora_path"), None)
+        self.return_logprob = expand(body.get("return_logprob"), False)
+        self.logprob_start = expand(body.get("logprob_start_len"), -1)
+        self.top_logprobs = expand(body.get("top_logprobs_num"), 0)
+        tokens = body.get("token_ids_logprob")
+        self.token_ids_logprobs = expand(tokens if tokens and isinstance(tokens[0], list) else None, None)
+        if tokens and not isinstance(tokens[0], list):
+            self.token_ids_logprobs = [tokens] * len(self.prompts)
+        self.return_prompt_token_ids = bool(body.get("return_prompt_token_ids"))
+        self.lora_ids: list[str | None] = [None] * len(self.prompts)
+        if not len(self.params) == len(self.lora_names) == len(self.prompts):
+            raise IndexError("lists of different lengths")
+
+
+def _contract_error(body: Any) -> str | None:
+    """What the schema of 0.5.23 refuses: unknown or null-where-a-map-is-due sampling fields (api/v1/api_types.py)."""
+    given = body.get("sampling_params") or {}
+    known = sampling_params({}, ServerArgs()).keys() | {"beam_width", "watermark", "choice"}
+    for params in given if isinstance(given, list) else [given]:
+        for name, value in params.items():
+            if name not in known:
+                return f"unknown field `{name}`, expected one of `max_new_tokens`, `stop`, ..."
+            if name == "top_k" and value is not None and not isinstance(value, int):
+                return f"invalid type: floating point `{value}`, expected i64"
+            if name == "logit_bias" and not isinstance(value, dict):
+                return "invalid type: null, expected a map"
+    return None
+
+
+def _fields(body: Any, *names: str) -> list[Any]:
+    missing = [name for name in names if not isinstance(body, dict) or body.get(name) is None]
+    if missing:
+        # FastAPI's RequestValidationError, turned into a 400 by `validation_exception_handler` (all)
+        raise _HTTPStatusError(400, f"1 validation error: {{'type': 'missing', 'loc': ('body', '{missing[0]}')}}")
+    return [body[name] for name in names]
+
+
+def _error_response(message: str, code: int, kind: str | None = None) -> dict[str, Any]:
+    """entrypoints/openai/protocol.py `ErrorResponse` (all)."""
+    return {"object": "error", "message": message, "type": kind or str(code), "param": None, "code": code}
+
+
+def _has_left(connection: socket.socket) -> bool:
+    try:
+        readable, _, _ = select.select([connection], [], [], 0)
+        return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""
+    except (OSError, ValueError):
+        return True
+
+
+def _finite(value: Any) -> Any:
+    """orjson writes NaN and infinity as null (utils/json_response.py, all)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # clients that leave are part of the tests
+
+
+def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def setup(self) -> None:
+            super().setup()
+            fake._sockets.add(self.connection)
+
+        def finish(self) -> None:
+            fake._sockets.discard(self.connection)
+            with contextlib.suppress(OSError):
+                super().finish()
+
+        def _serve(self) -> None:
+            sent = self._body()
+            kind, _, token = (self.headers.get("Authorization") or "").partition(" ")
+            try:
+                body = json.loads(sent) if sent else None
+            except ValueError:
+                self._send(400, _error_response("JSON decode error", 400, "Bad Request"))
+                return
+            request = Request(self.command, self.path, body, token if kind.lower() == "bearer" else None)
+            try:
+                status, answer = fake.answer(request, self.connection)
+            except (SchedulerDiedError, _ClientLeftError):
+                self._break()
+                return
+            if fake.death is not None:
+                self._break()
+            elif fake.drop[request.path] > 0:
+                fake.drop[request.path] -= 1
+                self._break()
+            else:
+                self._send(status, answer)
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            chunks = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(chunks)
+
+        def _break(self) -> None:
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+        def _send(self, status: int, answer: Any) -> None:
+            is_text = isinstance(answer, str)
+            content = answer.encode() if is_text else json.dumps(_finite(answer)).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain; charset=utf-8" if is_text else "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_PUT = _serve
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    return Handler
+
+
+torch.set_num_threads(1)  # the fake shares its cores with the trainer under test

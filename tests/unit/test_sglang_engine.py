@@ -1,0 +1,419 @@
+"""Unit tier: what the SGLang engine sends and reads, and how an engine is told from another."""
+
+import base64
+import io
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from contract.reference import adapter_for
+from contract.served import PROMPT, SMALL, sampling, soon
+from fakes.sglang import VERSIONS, FakeSGLang
+from fakes.sglang_scheduler import ServerArgs, StrictUnpickler
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.engines import connect
+from trl_lora_sync.engines.base import PromptGroup
+from trl_lora_sync.engines.http import APIKey, HTTPClient, server_words
+from trl_lora_sync.engines.sglang import SGLangEngine
+from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
+from trl_lora_sync.engines.sglang_payload import TensorPayload
+from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, GenerationError, ServerAuthError
+from trl_lora_sync.transports import TensorTransport
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
+
+R = 4
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[FakeSGLang, SGLangEngine]]]:
+    with ExitStack() as stack:
+
+        def begin(version: str = "0.5.23", *, is_local: bool = True, **args: Any) -> tuple[FakeSGLang, SGLangEngine]:
+            fake = stack.enter_context(FakeSGLang(**{"version": version, "shapes": SMALL, **args}))
+            engine = SGLangEngine(fake.base_url, is_local=is_local)
+            stack.callback(engine.close)
+            engine.connect(soon())
+            fake.requests.clear()
+            return fake, engine
+
+        yield begin
+
+
+Serve = Callable[..., tuple[FakeSGLang, SGLangEngine]]
+
+
+# The tensor payload
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_payload_unpickles_under_the_strictest_allow_list(version: str, dtype: torch.dtype, tp_size: int) -> None:
+    adapter = adapter_for(SMALL, 1, rank=R)
+    adapter = replace(adapter, tensors={name: value.to(dtype) for name, value in adapter.tensors.items()}, dtype=dtype)
+    per_rank = version >= "0.5.17"
+    body = TensorPayload().body("a-v1", adapter, per_rank=per_rank, tp_size=tp_size)
+    encoded = b"".join(body)
+    assert len(body) == len(encoded)
+    assert b"".join(body) == encoded  # a retry sends it again
+    fields = json.loads(encoded)
+    assert fields["config_dict"] == adapter.config()
+    if per_rank:
+        assert "serialized_tensors" not in fields
+        assert len(fields["serialized_named_tensors"]) == tp_size
+    payloads = fields["serialized_named_tensors"] if per_rank else [fields["serialized_tensors"]]
+    for payload in payloads:
+        data = io.BytesIO(base64.b64decode(payload, validate=True))
+        found = StrictUnpickler(data, ServerArgs(version=version)).load()
+        assert found.keys() == adapter.tensors.keys()
+        assert all(torch.equal(found[name], value) for name, value in adapter.tensors.items())
+
+
+def test_a_payload_writes_the_shared_buffer_once() -> None:
+    adapter = adapter_for(SMALL, 1, rank=R)
+    size = sum(len(piece) for piece in TensorPayload().pickle(adapter.tensors))
+    assert adapter.payload_bytes < size < 1.2 * adapter.payload_bytes + 10_000
+
+
+def test_payloads_of_growing_and_shrinking_adapters_reuse_one_maker() -> None:
+    maker = TensorPayload()
+    for rank in (2, 8, 4):
+        adapter = adapter_for(SMALL, rank, rank=rank)
+        data = b"".join(maker.pickle(adapter.tensors))
+        found = StrictUnpickler(io.BytesIO(data), ServerArgs()).load()
+        assert all(torch.equal(found[name], value) for name, value in adapter.tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("version", "tokens"), [("0.5.15", ["api"]), ("0.5.21", ["api"]), ("0.5.22", ["admin"]), ("0.5.23", ["admin"])]
+)
+def test_tensors_are_sent_once_with_the_key_the_version_wants(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, version: str, tokens: list[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "api")
+    monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "admin")
+    fake, engine = serve(version, api_key="api", admin_api_key="admin")
+    stored = TensorTransport().write(1, adapter_for(SMALL, 1, rank=R))
+    engine.load(stored, soon())
+    assert engine.unload(stored.name, soon())
+    sent = [(request.path, request.token) for request in fake.requests if request.method == "POST"]
+    assert sent == [*(("/load_lora_adapter_from_tensors", t) for t in tokens), ("/unload_lora_adapter", "admin")]
+
+
+def test_an_admin_key_that_the_server_does_not_have_does_no_harm(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "api")
+    monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "of another server")
+    _, engine = serve(api_key="api")
+    assert engine.unload("never-loaded", soon())
+
+
+# Fused siblings
+
+
+def part(*modules: str) -> list[LoRAModule]:
+    """The modules of an adapter, as the trainer would hold them."""
+    tensors = adapter_for(SMALL, 1, rank=R, modules=modules).tensors
+    names = [key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")]
+    return [
+        LoRAModule(
+            name=name.removeprefix("base_model.model."),
+            lora_A=tensors[f"{name}.lora_A.weight"],
+            lora_B=tensors[f"{name}.lora_B.weight"],
+            scaling=1.0,
+        )
+        for name in names
+    ]
+
+
+def every_shape() -> dict[str, tuple[int, int]]:
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    return {module.name: SMALL.of(module.name.rpartition(".")[2]) for module in part(*modules)}
+
+
+@pytest.mark.parametrize(
+    ("adapted", "added"),
+    [
+        (("q_proj", "v_proj"), {"k_proj"}),
+        (("k_proj",), {"q_proj", "v_proj"}),
+        (("up_proj",), {"gate_proj"}),
+        (("q_proj", "up_proj"), {"k_proj", "v_proj", "gate_proj"}),
+        (("o_proj", "down_proj"), set()),
+    ],
+)
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.23"])
+def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
+    serve: Serve, adapted: tuple[str, ...], added: set[str], version: str
+) -> None:
+    """Without them, SGLang refuses some of these adapters and dies of others."""
+    modules = part(*adapted)
+    completed = complete_siblings(modules, every_shape())
+    assert {module.name.rpartition(".")[2] for module in completed[len(modules) :]} == added
+    assert len(completed) == SMALL.layers * len({*adapted, *added})
+    fake, engine = serve(version)
+    stored = TensorTransport().write(1, canonicalize(completed, dtype=torch.float32))
+    engine.load(stored, soon())
+    ((found,),) = engine.generate(stored.name, [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
+    assert found.logprobs is not None
+    expected = fake.expected_logprobs(canonicalize(modules, dtype=torch.float32), PROMPT, found.token_ids)
+    assert [values[0] for values in found.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+def test_siblings_that_the_base_does_not_have_are_not_added() -> None:
+    shapes = {name: shape for name, shape in every_shape().items() if "up_proj" not in name}
+    assert len(complete_siblings(part("gate_proj"), shapes)) == SMALL.layers
+
+
+def test_an_adapter_of_q_and_v_only_is_read_with_its_siblings() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trl_lora_sync.adapter.export import read_adapter
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=32,
+    )  # fmt: skip
+    lora = LoraConfig(r=R, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(LlamaForCausalLM(config), lora)
+    plain = read_adapter(model, dtype=torch.float32)
+    fused = read_adapter(model, dtype=torch.float32, fused_siblings=True)
+    assert fused.target_modules == ("k_proj", "q_proj", "v_proj")
+    added = fused.tensors.keys() - plain.tensors.keys()
+    assert {key.split(".")[-3] for key in added} == {"k_proj"}
+    assert all(not fused.tensors[key].any() for key in added)
+    key = "base_model.model.model.layers.0.self_attn.k_proj.lora_{}.weight"
+    assert fused.tensors[key.format("A")].shape == (R, 16)
+    assert fused.tensors[key.format("B")].shape == (8, R)
+    assert all(torch.equal(fused.tensors[name], value) for name, value in plain.tensors.items())
+
+
+# Requests
+
+
+def test_a_request_that_cannot_fit_is_not_sent(serve: Serve) -> None:
+    fake, engine = serve(context_length=64)
+    for prompt, max_tokens in (([1] * 60, 5), ([1] * 65, 1), ([], 1)):
+        group = PromptGroup(prompt=prompt, count=1)
+        with pytest.raises(GenerationError, match=r"context of 64|no tokens"):
+            engine.generate("/models/tiny-qwen3", [group], sampling(max_tokens=max_tokens), soon())
+    assert fake.bodies("/generate") == []
+    group = PromptGroup(prompt=[1] * 60, count=1)
+    assert engine.generate("/models/tiny-qwen3", [group], sampling(max_tokens=4), soon())
+
+
+def test_seeds_are_sent_only_where_the_server_would_choose_the_same_one(serve: Serve) -> None:
+    groups = [PromptGroup(prompt=PROMPT, count=3)]
+    for deterministic in (False, True):
+        fake, engine = serve(enable_deterministic_inference=deterministic)
+        engine.generate("/models/tiny-qwen3", groups, sampling(max_tokens=1), soon())
+        params = [one for body in fake.bodies("/generate") for one in body["sampling_params"]]
+        seeds = {one["sampling_seed"] for one in params if "sampling_seed" in one}
+        assert len(seeds) == (3 if deterministic else 0)
+
+
+def test_a_seed_by_either_name_advances_with_the_sample() -> None:
+    for name in ("seed", "sampling_seed"):
+        params = sampling_params(sampling(extra={name: 5}), 2)
+        assert params["sampling_seed"] == 7
+        assert "seed" not in params
+
+
+# Answers
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    plain = {
+        "finish_reason": {"type": "length", "length": 1},
+        "output_token_logprobs": [[-0.5, 7, None]],
+        "output_top_logprobs": [[[-0.5, 7, None], [None, 3, None], [-2.0, 9, None], [math.nan, 4, None]]],
+    }
+    return {"output_ids": [7], "meta_info": plain | meta}
+
+
+def test_alternatives_without_a_finite_logprob_become_none_and_go_last() -> None:
+    found = read_completion(answer(), PROMPT, sampling(logprobs=4))
+    assert found.logprobs == [[-0.5, -2.0, None, None]]
+    assert found.logprob_token_ids == [[7, 9, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"output_token_logprobs": [[None, 7, None]]},
+        {"output_token_logprobs": [[math.nan, 7, None]]},
+        {"output_token_logprobs": [[-0.5, 8, None]]},
+        {"output_token_logprobs": []},
+        {"finish_reason": None},
+        {"finish_reason": {"type": "abort", "message": "Aborted"}},
+        {"finish_reason": {"type": "stop", "matched": "NaN happened"}},
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_refused(meta: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"log-probabilit|cut off|NaN"):
+        read_completion(answer(**meta), PROMPT, sampling(logprobs=0))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"success": False, "error_message": "is already loaded", "loaded_adapters": None}, "is already loaded"),
+        ({"error": {"message": "Got LoRA adapter"}}, "Got LoRA adapter"),
+        ({"error": "Unauthorized"}, "Unauthorized"),
+        ({"success": True, "error_message": ""}, '{"success":true,"error_message":""}'),
+    ],
+)
+def test_the_servers_own_words_are_found(content: dict[str, Any], words: str) -> None:
+    assert server_words(httpx.Response(400, json=content)) == words
+
+
+# Refused loads
+
+
+def refusal(words: str) -> tuple[int, Any]:
+    return 400, {"success": False, "error_message": words, "loaded_adapters": None}
+
+
+def stored_at(tmp_path: Path) -> StoredAdapter:
+    return AdapterStore(tmp_path / "sync").write(1, adapter_for(SMALL, 1, rank=R))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Repo id must be in the form 'repo_name' or 'namespace/repo_name': 'x'.",
+        "404 Client Error. Repository Not Found for url",
+        "we cannot find the appropriate snapshot folder ... locate the files on the Hub",
+        "[Errno 2] No such file or directory",
+        "Cannot find any model weights with `PATH`",
+    ],
+)
+def test_every_way_to_say_that_nothing_is_there_is_understood(serve: Serve, tmp_path: Path, words: str) -> None:
+    fake, engine = serve()
+    stored = stored_at(tmp_path)
+    fake.canned["/load_lora_adapter"] = [refusal(words.replace("PATH", str(stored.server_path)))]
+    with pytest.raises(AdapterNotVisibleError, match="lora_sync_server_dir"):
+        engine.load(stored, soon())
+
+
+def test_the_same_words_about_tensors_are_a_refusal(serve: Serve) -> None:
+    fake, engine = serve()
+    fake.canned["/load_lora_adapter_from_tensors"] = [refusal("No such file")]
+    with pytest.raises(AdapterRejectedError) as caught:
+        engine.load(TensorTransport().write(1, adapter_for(SMALL, 1, rank=R)), soon())
+    assert not isinstance(caught.value, AdapterNotVisibleError)
+
+
+def test_a_directory_that_shows_late_on_another_host_is_waited_for(serve: Serve, tmp_path: Path) -> None:
+    fake, engine = serve(is_local=False)
+    stored = stored_at(tmp_path)
+    fake.canned["/load_lora_adapter"] = [refusal("Repo id must be ..."), refusal("No such file")]
+    engine.load(stored, soon())
+    assert fake.host_adapters == [stored.name]
+
+
+# The base model
+
+
+@pytest.mark.parametrize(
+    ("shift", "is_suspicious"), [(0.0, False), (0.2, False), (0.7, False), (0.8, True), (5.0, True), (math.nan, True)]
+)
+def test_the_gap_of_the_base_is_measured_against_its_spread(shift: float, is_suspicious: bool) -> None:
+    ours = [-1.0 - 0.1 * place for place in range(len(PROBE_PROMPT) - 1)]
+    base = TrainedBase(name="m", vocab_size=None, logprobs=lambda prompt_ids: (ours, 1.5))
+    gap = base_gap(base, [value + shift for value in ours])
+    assert gap.is_suspicious is is_suspicious
+    assert gap.spread == 1.5
+    if math.isfinite(shift):
+        assert gap.mean == pytest.approx(shift)
+
+
+# Which engine
+
+
+class Gateway:
+    """Answers by path and by token."""
+
+    def __init__(self, token: str | None, found: dict[str, int]) -> None:
+        def answer(handler: BaseHTTPRequestHandler) -> None:
+            right = token is None or handler.headers.get("Authorization") == f"Bearer {token}"
+            handler.send_response(found.get(handler.path, 404) if right else 401)
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+
+        methods = {"do_GET": answer, "log_message": lambda *_: None}
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (BaseHTTPRequestHandler,), methods))
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.base_url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def __enter__(self) -> "Gateway":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+SGLANG, VLLM = {"/model_info": 200}, {"/version": 200}
+
+
+@pytest.mark.parametrize(
+    ("token", "routes", "keys", "is_sglang"),
+    [
+        (None, SGLANG, {}, True),
+        (None, VLLM, {}, False),
+        ("k", SGLANG, {"SGLANG_API_KEY": "k"}, True),
+        ("k", SGLANG, {"SGLANG_API_KEY": "k", "VLLM_API_KEY": "other"}, True),
+        ("k", VLLM, {"VLLM_API_KEY": "k"}, False),
+        ("k", VLLM, {"SGLANG_API_KEY": "other", "VLLM_API_KEY": "k"}, False),
+        ("k", SGLANG, {}, None),
+        ("k", VLLM, {"VLLM_API_KEY": "wrong"}, None),
+    ],
+)
+def test_the_engine_is_told_behind_a_gateway_that_asks_for_a_key(
+    monkeypatch: pytest.MonkeyPatch, token: str | None, routes: dict[str, int], keys: dict[str, str], is_sglang: Any
+) -> None:
+    for name, key in keys.items():
+        monkeypatch.setenv(name, key)
+    with Gateway(token, routes) as gateway:
+        http = HTTPClient(gateway.base_url, api_key=APIKey("VLLM_API_KEY"), is_local=True)
+        try:
+            if is_sglang is None:
+                with pytest.raises(ServerAuthError, match=r"SGLANG_API_KEY.*VLLM_API_KEY") as caught:
+                    connect._is_sglang(http, soon())
+                assert "wrong" not in str(caught.value)
+            else:
+                assert connect._is_sglang(http, soon()) is is_sglang
+        finally:
+            http.close()
+
+
+def test_what_could_not_be_unloaded_is_unloaded_later(serve: Serve) -> None:
+    fake, engine = serve()
+    kept = [TensorTransport().write(1, _adapter(seed)) for seed in (1, 2)]
+    for stored in kept:
+        engine.load(stored, soon())
+    fake.canned["/unload_lora_adapter"] = [(500, "Internal Server Error")]
+    assert engine.unload(kept[0].name, soon()) is False
+    assert engine.unload(kept[1].name, soon())
+    assert fake.host_adapters == []
+
+
+def _adapter(seed: int) -> CanonicalAdapter:
+    return adapter_for(SMALL, seed, rank=R)

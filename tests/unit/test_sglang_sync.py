@@ -1,0 +1,418 @@
+"""Unit tier: whole syncs against a fake SGLang, from the first connection to the last unload."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.reference import FakeReference, adapter_for
+from contract.served import PROMPT, SMALL, sampling, soon
+from fakes.sglang import FakeSGLang
+
+import trl_lora_sync.sync
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.engines.base import Capabilities, PromptGroup
+from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASyncError, ServerSetupError
+from trl_lora_sync.sync import AdapterSync, SyncSettings
+from trl_lora_sync.transports import DiskTransport, TensorTransport
+from trl_lora_sync.verify import TrainedBase
+
+
+@dataclass
+class Run:
+    """A training run in small: a sync, the fake it talks to, and an adapter that changes with every step."""
+
+    sync: AdapterSync
+    fake: FakeSGLang
+    base: TrainedBase
+    step: int = 0
+    read: list[CanonicalAdapter] = field(default_factory=list)
+
+    def start(self) -> str:
+        return self.sync.start(self._read, self.base)
+
+    def publish(self) -> str:
+        self.step += 1
+        return self.sync.publish(self._read).adapter_name
+
+    def _read(self, served: Capabilities) -> CanonicalAdapter:
+        self.read.append(adapter_for(SMALL, self.step, rank=8))
+        return self.read[-1]
+
+    def is_served(self, adapter_name: str, adapter: CanonicalAdapter) -> bool:
+        group = PromptGroup(prompt=PROMPT, count=1)
+        ((found,),) = self.sync.engine.generate(adapter_name, [group], sampling(), soon())
+        assert found.logprobs is not None
+        expected = self.fake.expected_logprobs(adapter, PROMPT, found.token_ids)
+        return [value[0] for value in found.logprobs] == pytest.approx(expected, abs=1e-4)
+
+    def wait_for_unloads(self) -> None:
+        self.sync._unloader.submit(lambda: None).result(10)
+
+    def paths(self) -> list[str]:
+        """Control requests and samples since the last `clear`."""
+        return [request.path for request in self.fake.requests if request.method == "POST"]
+
+
+StartRun = Callable[..., Run]
+
+
+def trained(fake: FakeSGLang) -> TrainedBase:
+    def logprobs(prompt_ids: Sequence[int]) -> tuple[list[float], float]:
+        return FakeReference(fake).logprobs(None, prompt_ids[:1], prompt_ids[1:]), 1.5
+
+    return TrainedBase(name=fake.args.model_path, vocab_size=fake.args.shapes.vocab, logprobs=logprobs)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[StartRun]:
+    """Starts a fake and a run on it; server arguments go by `server`, all others are sync settings."""
+    with ExitStack() as stack:
+
+        def begin(*, server: dict[str, Any] | None = None, start: bool = True, **settings: Any) -> Run:
+            fake = stack.enter_context(FakeSGLang(**{"shapes": SMALL, **(server or {})}))
+            plain: dict[str, Any] = {
+                "base_url": fake.base_url,
+                "engine": "auto",
+                "is_local": True,
+                "transport": "auto",
+                "root": tmp_path / "sync",
+                "server_root": None,
+                "keep": 2,
+                "pause": "off",
+                "frees_kv_cache": False,
+                "dtype": None,
+                "sync_timeout_s": 20.0,
+                "startup_timeout_s": 20.0,
+                "generation_timeout_s": 20.0,
+            }
+            begun = Run(AdapterSync(SyncSettings(**{**plain, **settings})), fake, trained(fake))
+            stack.callback(begun.sync.close)
+            if start:
+                begun.start()
+                fake.requests.clear()
+            return begun
+
+        yield begin
+
+
+# A whole run
+
+
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.15", "0.5.17", "0.5.22", "0.5.23"])
+@pytest.mark.parametrize("transport", ["disk", "tensors"])
+def test_a_run_keeps_the_server_flat_and_leaves_nothing(
+    run: StartRun, tmp_path: Path, version: str, transport: str
+) -> None:
+    training = run(server={"version": version}, transport=transport)
+    assert training.fake.host_adapters == []
+    for _ in range(5):
+        name = training.publish()
+        assert training.is_served(name, training.read[-1])
+        assert training.fake.peak_host_adapters <= 4
+    training.wait_for_unloads()
+    assert len(training.fake.host_adapters) == 2
+    assert training.sync.active is not None
+    assert training.sync.active.name == name == training.fake.host_adapters[-1]
+    training.sync.close()
+    assert training.fake.host_adapters == []
+    assert not (tmp_path / "sync").exists()
+    assert training.fake.death is None
+
+
+def test_tensors_of_published_versions_are_let_go(run: StartRun) -> None:
+    training = run(transport="tensors")
+    for _ in range(3):
+        training.publish()
+    assert all(stored.content is None for stored in training.sync._registered)
+
+
+def test_each_load_is_followed_by_one_token_of_that_adapter(run: StartRun) -> None:
+    training = run()
+    name = training.publish()
+    assert training.paths()[:2] == ["/load_lora_adapter", "/generate"]
+    (body,) = training.fake.bodies("/generate")
+    assert body["lora_path"] == name
+    assert body["sampling_params"][0]["max_new_tokens"] == 1
+
+
+def test_a_refused_version_leaves_the_previous_one_active(run: StartRun) -> None:
+    training = run()
+    first = training.publish()
+    refusal = {"success": False, "error_message": "out of memory", "loaded_adapters": None}
+    training.fake.canned["/load_lora_adapter"] = [(400, refusal)]
+    with pytest.raises(AdapterRejectedError, match="out of memory"):
+        training.publish()
+    assert training.sync.active is not None
+    assert training.sync.active.name == first
+    assert training.is_served(first, training.read[-2])
+    assert training.fake.host_adapters == [first]
+
+
+@pytest.mark.parametrize(
+    ("transport", "is_local", "server_root", "expected"),
+    [
+        ("auto", True, None, DiskTransport),
+        ("auto", False, None, TensorTransport),
+        ("auto", False, "/mnt/sync", DiskTransport),
+        ("disk", False, None, DiskTransport),
+        ("tensors", True, None, TensorTransport),
+    ],
+)
+def test_the_transport_fits_what_server_and_trainer_share(
+    run: StartRun, transport: str, is_local: bool, server_root: str | None, expected: type
+) -> None:
+    training = run(start=False, transport=transport, is_local=is_local)
+    training.start()
+    training.sync.settings = replace(training.sync.settings, server_root=server_root)
+    assert type(training.sync._choose_transport()) is expected
+
+
+# The base model
+
+
+@pytest.mark.parametrize("shapes", [SMALL, replace(SMALL, hidden=64), replace(SMALL, intermediate=64)])
+def test_another_base_is_refused_before_anything_is_loaded(run: StartRun, shapes: Any) -> None:
+    """SGLang cuts matrices that are too large to size without a word, and dies of those that are too small."""
+    training = run(start=False, server={"shapes": shapes, "seed": 1})
+    with FakeSGLang(shapes=SMALL) as ours:
+        training.base = trained(ours)
+        with pytest.raises(ServerSetupError, match="other log-probabilities"):
+            training.start()
+    assert not {"/load_lora_adapter", "/load_lora_adapter_from_tensors"} & set(training.paths())
+    assert training.fake.death is None
+
+
+def test_a_smaller_vocabulary_is_refused_without_harming_the_server(run: StartRun) -> None:
+    training = run(start=False)
+    training.base = replace(training.base, vocab_size=SMALL.vocab + 1)
+    with pytest.raises(ServerSetupError, match="fewer than the trainer's 261 tokens"):
+        training.start()
+    assert training.fake.death is None
+    assert "/load_lora_adapter" not in training.paths()
+
+
+# Pausing
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensors"])
+@pytest.mark.parametrize(("pause", "mode"), [("off", None), ("drain", "in_place"), ("abort", "abort")])
+def test_a_load_happens_inside_the_pause(run: StartRun, pause: str, mode: str | None, transport: str) -> None:
+    training = run(pause=pause, transport=transport)
+    training.publish()
+    load = "/load_lora_adapter" + ("_from_tensors" if transport == "tensors" else "")
+    expected = [load] if mode is None else ["/pause_generation", load, "/continue_generation"]
+    assert training.paths() == [*expected, "/generate"]
+    assert [body["mode"] for body in training.fake.bodies("/pause_generation")] == ([mode] if mode else [])
+
+
+@pytest.mark.parametrize("pause", ["drain", "abort"])
+@pytest.mark.parametrize("answer", [(400, {"success": False, "error_message": "no"}), (500, "Internal Server Error")])
+def test_generation_continues_after_a_load_that_failed(run: StartRun, pause: str, answer: tuple[int, Any]) -> None:
+    training = run(pause=pause)
+    first = training.publish()
+    training.fake.canned["/load_lora_adapter"] = [answer]
+    with pytest.raises(AdapterRejectedError):
+        training.publish()
+    assert training.is_served(first, training.read[-2])
+
+
+@pytest.mark.parametrize("pause", ["drain", "abort"])
+def test_generation_continues_after_a_pause_whose_answer_is_lost(run: StartRun, pause: str) -> None:
+    training = run(pause=pause)
+    first = training.publish()
+    training.fake.drop["/pause_generation"] = 1
+    with pytest.raises(LoRASyncError):
+        training.publish()
+    assert training.is_served(first, training.read[-2])
+
+
+@pytest.mark.parametrize("pause", ["drain", "abort"])
+def test_nothing_is_unloaded_while_paused(run: StartRun, pause: str) -> None:
+    training = run(pause=pause, keep=1)
+    training.fake.delay_s["/unload_lora_adapter"] = 0.1
+    for _ in range(4):
+        training.publish()
+    training.wait_for_unloads()
+    inside = False
+    for path in training.paths():
+        inside = path == "/pause_generation" or (inside and path != "/continue_generation")
+        assert not (inside and path == "/unload_lora_adapter")
+    assert training.paths().count("/unload_lora_adapter") == 3
+    assert len(training.fake.host_adapters) == 1
+
+
+def test_a_pause_waits_for_the_unload_that_runs(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paused under it, the unload would wait for requests that do not go on, and the load for the unload."""
+    training = run(pause="drain", keep=1)
+    training.fake.delay_s["/unload_lora_adapter"] = 0.3
+    first = training.publish()
+    training.publish()
+    assert first in training.fake.host_adapters
+    pause, seen = training.sync.engine.pause, []
+
+    def watched(*args: Any) -> None:
+        seen.extend(training.fake.host_adapters)
+        pause(*args)
+
+    monkeypatch.setattr(training.sync.engine, "pause", watched)
+    training.publish()
+    assert seen
+    assert first not in seen
+
+
+# Memory between steps
+
+ASLEEP: dict[str, Any] = {"frees_kv_cache": True, "server": {"enable_memory_saver": True}}
+
+
+def test_only_the_kv_cache_is_released_and_loads_wait_for_it(run: StartRun) -> None:
+    training = run(**ASLEEP)
+    name = training.publish()
+    for _ in range(2):
+        training.sync.sleep()
+    assert training.fake.scheduler.offloaded == {"kv_cache"}
+    assert training.sync.wake()
+    assert training.is_served(name, training.read[-1])
+    training.sync.sleep()
+    training.fake.requests.clear()
+    name = training.publish()
+    assert training.paths()[:2] == ["/resume_memory_occupation", "/load_lora_adapter"]
+    assert training.is_served(name, training.read[-1])
+    assert training.sync.wake()
+
+
+def test_a_sample_without_waking_is_not_sent(run: StartRun) -> None:
+    training = run(**ASLEEP)
+    name = training.publish()
+    training.sync.sleep()
+    with pytest.raises(GenerationError, match="KV cache"):
+        training.is_served(name, training.read[-1])
+    training.sync.close()
+    assert training.fake.death is None
+    assert training.fake.scheduler.offloaded == set()
+
+
+def test_a_server_that_restarted_asleep_gets_the_adapter_anew(run: StartRun) -> None:
+    """A restore that it did not ask for would end the new server."""
+    training = run(**ASLEEP)
+    training.publish()
+    training.sync.sleep()
+    training.fake.restart()
+    assert training.sync.wake() is False
+    name = training.publish()
+    assert training.is_served(name, training.read[-1])
+    assert training.sync.wake()
+
+
+def test_a_server_with_other_clients_keeps_its_kv_cache(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trl_lora_sync.engines.sglang._IDLE_GRACE_S", 0.2)
+    training = run(**ASLEEP)
+    name = training.publish()
+    training.fake._running.append(object())  # type: ignore[arg-type]
+    monkeypatch.setattr(training.fake, "_counts", lambda: (1, 0))
+    training.sync.sleep()
+    training.fake._running.clear()
+    assert "keeps its KV cache" in caplog.text
+    assert "/release_memory_occupation" not in training.paths()
+    assert training.sync.wake()
+    assert training.is_served(name, training.read[-1])
+
+
+def test_a_server_without_the_memory_saver_is_refused_at_the_start(run: StartRun) -> None:
+    training = run(start=False, frees_kv_cache=True)
+    with pytest.raises(ServerSetupError, match="--enable-memory-saver"):
+        training.start()
+
+
+# Unloads that do not end
+
+
+def leak(fake: FakeSGLang, adapter_name: str, count: int) -> None:
+    (worker,) = fake._workers
+    with fake._cond:
+        worker.counters[worker.ref_cache[adapter_name].lora_id] += count
+        fake._cond.notify_all()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl_lora_sync.sync, "_UNLOAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("trl_lora_sync.engines.sglang._RECOVERY_PROBE_S", 0.1)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
+def test_a_stuck_unload_is_reported_and_holds_nobody_up(
+    run: StartRun, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    training = run(server={"version": version}, sync_timeout_s=1.0)
+    first = training.publish()
+    training.publish()
+    leak(training.fake, first, -1)
+    started = time.monotonic()
+    third = training.publish()  # retires the first
+    assert training.is_served(third, training.read[-1])
+    assert time.monotonic() - started < 1
+    training.wait_for_unloads()
+    (report,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert first in report.getMessage()
+    assert "restart" in report.getMessage()
+    started = time.monotonic()
+    with pytest.raises(LoRASyncError, match=r"(?s)unload.*restart"):
+        training.publish()
+    assert time.monotonic() - started < 3
+    assert training.is_served(third, training.read[-2])
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
+def test_an_unload_that_ends_after_all_lets_the_run_go_on_and_catch_up(run: StartRun, version: str) -> None:
+    training = run(server={"version": version}, sync_timeout_s=1.0)
+    first = training.publish()
+    training.publish()
+    leak(training.fake, first, 1)
+    training.publish()
+    training.wait_for_unloads()
+    with pytest.raises(LoRASyncError):
+        training.publish()
+    leak(training.fake, first, -1)
+    for _ in range(2):
+        name = training.publish()
+    assert training.is_served(name, training.read[-1])
+    training.wait_for_unloads()
+    assert len(training.fake.host_adapters) == 2
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_end_of_a_run_does_not_wait_for_a_stuck_unload(run: StartRun) -> None:
+    training = run()
+    leak(training.fake, training.publish(), -1)
+    started = time.monotonic()
+    training.sync.close()
+    assert time.monotonic() - started < 2
+
+
+def test_a_server_is_not_put_to_sleep_under_an_unload(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = run(**ASLEEP, keep=1)
+    monkeypatch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.1)
+    training.fake.delay_s["/unload_lora_adapter"] = 0.5
+    training.publish()
+    name = training.publish()
+    training.sync.sleep()
+    assert "keeps its KV cache" in caplog.text
+    assert "/release_memory_occupation" not in training.paths()
+    training.wait_for_unloads()
+    training.sync.sleep()
+    assert training.fake.scheduler.offloaded == {"kv_cache"}
+    assert training.sync.wake()
+    assert training.is_served(name, training.read[-1])

@@ -1,0 +1,83 @@
+"""What `/generate` of SGLang is asked for and answers, one sample at a time. Talks to nobody."""
+
+import math
+from typing import Any
+
+from trl_lora_sync.engines.base import Completion, Sampling
+
+
+def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
+    """SGLang's names for the sampling fields, all of them explicit, for one single sample.
+
+    Args:
+        sample: which of a group's samples; a fixed seed is advanced by it, so that they differ.
+    """
+    extra = dict(sampling.extra)
+    seed = extra.pop("seed", extra.pop("sampling_seed", None))
+    fields: dict[str, Any] = {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_new_tokens": sampling.max_tokens,
+        "regex": sampling.regex,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if seed is not None:
+        fields["sampling_seed"] = seed + sample
+    return fields | extra
+
+
+def read_completion(answer: dict[str, Any], prompt_ids: list[int], sampling: Sampling) -> Completion:
+    """Check one answer and bring it into the shape TRL expects.
+
+    Raises:
+        ValueError: with the reason why it cannot be trained on.
+    Source: SGLang calls a token outside of the vocabulary a stop at "NaN happened", and puts the end of sequence in its
+        place (srt/managers/schedule_batch.py `_check_vocab_boundary_finish`, 0.5.11 to 0.5.23).
+    """
+    meta, token_ids = answer["meta_info"], answer["output_ids"]
+    reason = meta["finish_reason"] or {}
+    if reason.get("type") not in ("stop", "length"):
+        raise ValueError(f"a completion was cut off ({reason.get('type')}: {reason.get('message', 'no reason given')})")
+    if reason.get("matched") == "NaN happened":
+        raise ValueError("the server sampled from NaN; look for its cause in the adapter or in the server's log")
+    logprobs = logprob_token_ids = None
+    if sampling.logprobs is not None:
+        logprobs, logprob_token_ids = _read_logprobs(meta, token_ids, sampling.logprobs)
+    return Completion(
+        prompt_ids=prompt_ids, token_ids=token_ids, logprobs=logprobs, logprob_token_ids=logprob_token_ids
+    )
+
+
+def _read_logprobs(
+    meta: dict[str, Any], token_ids: list[int], top: int
+) -> tuple[list[list[float | None]], list[list[int]]]:
+    """Per token, the log-probabilities by falling probability and the tokens they belong to.
+
+    Infinity and NaN of alternatives arrive as null, for instance where a regular expression forbids them; they become
+    None and go last.
+    """
+    sampled = meta["output_token_logprobs"]
+    if len(sampled) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens came with {len(sampled)} log-probabilities")
+    alternatives = meta["output_top_logprobs"] if top else [[]] * len(sampled)
+    values: list[list[float | None]] = []
+    ids: list[list[int]] = []
+    for token_id, (logprob, owner, *_), others in zip(token_ids, sampled, alternatives, strict=True):
+        if owner != token_id:
+            raise ValueError(f"token {token_id} came with the log-probability of token {owner}")
+        if not _is_finite(logprob):
+            raise ValueError(f"the sampled token {token_id} has the log-probability {logprob!r}")
+        found = {entry[1]: entry[0] if _is_finite(entry[0]) else None for entry in others or []} | {token_id: logprob}
+        ranked = sorted(found.items(), key=lambda item: math.inf if item[1] is None else -item[1])
+        ids.append([token for token, _ in ranked])
+        values.append([value for _, value in ranked])
+    return values, ids
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
