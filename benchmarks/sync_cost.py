@@ -22,12 +22,9 @@ the seconds of a sync. Give a model by its local folder: for a hub name ``save_p
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -53,6 +50,7 @@ from trl_lora_sync.errors import LoRASyncError
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from make_model import make_model  # noqa: E402
+from surroundings import surroundings  # noqa: E402
 from vllm_server import ServerStartError, VLLMServer  # noqa: E402
 
 # One layer of these is one layer of Qwen3-0.6B.
@@ -313,37 +311,13 @@ def rows(samples: Sequence[SyncSample]) -> list[dict[str, Any]]:
 
 
 def environment(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything somebody needs to judge or repeat the numbers; no paths, names or addresses of this machine."""
-    packages = ("torch", "transformers", "peft", "trl", "trl-lora-sync", "safetensors")
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    """Everything somebody needs to judge or repeat the numbers."""
     served = engine.capabilities
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "command": shlex.join(["python", "benchmarks/sync_cost.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "server": {
-            "engine": served.engine,
-            "version": served.version,
-            "started_by_this_script_on_the_cpu": not args.url,
-        },
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "versions": versions,
-        "cpu": cpu_name(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpus": gpus,
+    return surroundings(served.engine, served.version) | {
+        "started_by_this_script_on_the_cpu": not args.url,
         "device_of_the_trainer": args.device,
-        "torch_threads_of_the_trainer": args.threads,
         "file_system": "/dev/shm" if str(args.dir).startswith("/dev/shm") else "other",
     }
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -427,7 +401,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         is_local = is_local_url(url)
         args.dir = args.dir or default_sync_dir(is_local, "sync-cost-output")
         engine = connect_engine(
-            url, engine="vllm", is_local=is_local, deadline=Deadline.after(TIMEOUT_S, "Waiting for the server")
+            url, engine="auto", is_local=is_local, deadline=Deadline.after(TIMEOUT_S, "Waiting for the server")
         )
         store = AdapterStore(args.dir, server_root=args.server_dir)
         try:
