@@ -255,7 +255,13 @@ class AdapterSync:
 
     def _unload_later(self, stored: StoredAdapter) -> "Future[None]":
         """Beside the training, one at a time: an unload may wait on the server, and may never hold up a step."""
-        return self._unloader.submit(self._unload, stored.name)
+        try:
+            return self._unloader.submit(self._unload, stored.name)
+        except RuntimeError:  # the interpreter is ending and starts no more work beside this
+            self._unload(stored.name, timeout_s=_CLOSE_TIMEOUT_S)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
 
     def _wait_for_unloads(self, deadline: Deadline) -> None:
         try:
@@ -263,10 +269,10 @@ class AdapterSync:
         except TimeoutError as error:
             raise deadline.error("the server is still unloading earlier versions") from error
 
-    def _unload(self, adapter_name: str) -> None:
+    def _unload(self, adapter_name: str, *, timeout_s: float = _UNLOAD_TIMEOUT_S) -> None:
         if self._engine is None:
             return
-        deadline = Deadline.after(_UNLOAD_TIMEOUT_S, f"Unloading {adapter_name}")
+        deadline = Deadline.after(timeout_s, f"Unloading {adapter_name}")
         if not self._engine.unload(adapter_name, deadline):
             logger.info("The server did not confirm that it forgot %s; training is not affected.", adapter_name)
 

@@ -204,10 +204,11 @@ def test_a_server_whose_base_model_has_another_name_but_takes_the_adapter_is_war
 
     make_trainer(clean_server.base_url, ours)
 
-    [warning] = [record.getMessage() for record in caplog.records if record.name.startswith("trl_lora_sync")]
-    assert str(ours) in warning
-    assert clean_server.served_model_name in warning
-    assert "another policy" in warning
+    by_name, by_logprobs = [r.getMessage() for r in caplog.records if r.name.startswith("trl_lora_sync")]
+    assert str(ours) in by_name
+    assert clean_server.served_model_name in by_name
+    assert "another policy" in by_name
+    assert "computes other log-probabilities than the trainer's: mean |served - trained|" in by_logprobs
 
 
 def test_the_same_base_model_is_not_warned_about(

@@ -8,6 +8,7 @@ import torch
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
 from trl_lora_sync.sync import AdapterSync, SyncSettings
+from trl_lora_sync.verify import TrainedBase
 
 HIDDEN = 128
 
@@ -24,17 +25,21 @@ def main(url: str, folder: str) -> None:
             base_url=url,
             engine="vllm",
             is_local=True,
+            transport="disk",
             root=Path(folder),
             server_root=None,
             keep=2,
+            pause="off",
+            frees_kv_cache=False,
             dtype=None,
             sync_timeout_s=30,
             startup_timeout_s=30,
             generation_timeout_s=30,
         )
     )
-    sync.start(adapter(), vocab_size=None)
-    print(sync.publish(adapter).adapter_name, flush=True)
+    base = TrainedBase(name=None, vocab_size=None, logprobs=lambda ids: ([0.0] * (len(ids) - 1), 1e6))
+    sync.start(lambda served: adapter(), base)
+    print(sync.publish(lambda served: adapter()).adapter_name, flush=True)
     signal.pause()
 
 
