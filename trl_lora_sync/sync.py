@@ -123,7 +123,7 @@ class AdapterSync:
         adapter = read(self.engine.capabilities)
         self._transport = self._choose_transport()
         self.transport.open()
-        for run in self.transport.sweep(self._unload):
+        for run in self.transport.sweep(lambda name: self._unload(name, _CLOSE_TIMEOUT_S)):
             logger.info("Removed what the run %s had left behind.", run)
         self._check_base(adapter, base)
         self._try_out(adapter)
@@ -256,9 +256,9 @@ class AdapterSync:
     def _unload_later(self, stored: StoredAdapter) -> "Future[None]":
         """Beside the training, one at a time: an unload may wait on the server, and may never hold up a step."""
         try:
-            return self._unloader.submit(self._unload, stored.name)
+            return self._unloader.submit(self._unload, stored.name, _UNLOAD_TIMEOUT_S)
         except RuntimeError:  # the interpreter is ending and starts no more work beside this
-            self._unload(stored.name, timeout_s=_CLOSE_TIMEOUT_S)
+            self._unload(stored.name, _CLOSE_TIMEOUT_S)
             done: Future[None] = Future()
             done.set_result(None)
             return done
@@ -269,7 +269,7 @@ class AdapterSync:
         except TimeoutError as error:
             raise deadline.error("the server is still unloading earlier versions") from error
 
-    def _unload(self, adapter_name: str, *, timeout_s: float = _UNLOAD_TIMEOUT_S) -> None:
+    def _unload(self, adapter_name: str, timeout_s: float) -> None:
         if self._engine is None:
             return
         deadline = Deadline.after(timeout_s, f"Unloading {adapter_name}")
@@ -298,6 +298,7 @@ class AdapterSync:
         A server reports no shapes. vLLM pads an adapter that is too small for it with zeros and answers 200; SGLang
         dies of a misfit. So names, vocabulary and the log-probabilities of a prompt are compared.
         """
+        self._check_dtype(adapter)
         deadline = self._control_deadline("The check of the base model")
         served, knows = self.engine.capabilities, self.engine.knows_token
         same_name = not base.name or is_same_model(base.name, (served.base_model, served.base_root))
@@ -323,6 +324,16 @@ class AdapterSync:
                 gap,
             )
             self._check_width(adapter, deadline)
+
+    def _check_dtype(self, adapter: CanonicalAdapter) -> None:
+        """Refuse an adapter that the server would cast to a dtype which holds other numbers; float32 loses nothing."""
+        served, written = self.engine.capabilities.dtype, str(adapter.dtype).removeprefix("torch.")
+        if served is not None and served != written and written != "float32":
+            raise ServerSetupError(
+                f"{self.settings.base_url} was started with --dtype {served}, and the adapter is written in {written}, "
+                f"the dtype of the trainer's base model. Both must compute in the same one. Restart the server with "
+                f'--dtype {written}, or load the trainer\'s model in {served} and set lora_sync_dtype="{served}".'
+            )
 
     def _check_width(self, adapter: CanonicalAdapter, deadline: Deadline) -> None:
         """Offer an adapter that is one wider than the trainer's; a server with the same base must refuse it."""

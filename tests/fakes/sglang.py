@@ -389,7 +389,7 @@ class FakeSGLang:
             "model_path": args.model_path,
             "tokenizer_path": args.model_path,
             "served_model_name": self._base_name,
-            "dtype": "auto",
+            "dtype": args.dtype,
             "context_length": None,  # the flag, not the model's own length
             "tp_size": args.tp_size,
             "dp_size": args.dp_size,

@@ -59,6 +59,7 @@ class ServerArgs:
     model_path: str = "/models/tiny-qwen3"
     served_model_name: str | None = None
     context_length: int = 512
+    dtype: str = "auto"
     shapes: Shapes = field(default_factory=Shapes)
     eos_token_id: int = 258
     seed: int = 0

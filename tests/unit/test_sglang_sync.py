@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from contract.reference import FakeReference, adapter_for
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
@@ -30,6 +31,7 @@ class Run:
     fake: FakeSGLang
     base: TrainedBase
     step: int = 0
+    dtype: torch.dtype | None = None  # of the adapter; None for that of the fake's own
     read: list[CanonicalAdapter] = field(default_factory=list)
 
     def start(self) -> str:
@@ -40,7 +42,11 @@ class Run:
         return self.sync.publish(self._read).adapter_name
 
     def _read(self, served: Capabilities) -> CanonicalAdapter:
-        self.read.append(adapter_for(SMALL, self.step, rank=8))
+        adapter = adapter_for(SMALL, self.step, rank=8)
+        if self.dtype is not None:
+            tensors = {name: tensor.to(self.dtype) for name, tensor in adapter.tensors.items()}
+            adapter = replace(adapter, tensors=tensors, dtype=self.dtype)
+        self.read.append(adapter)
         return self.read[-1]
 
     def is_served(self, adapter_name: str, adapter: CanonicalAdapter) -> bool:
@@ -194,6 +200,21 @@ def test_a_smaller_vocabulary_is_refused_without_harming_the_server(run: StartRu
         training.start()
     assert training.fake.death is None
     assert "/load_lora_adapter" not in training.paths()
+
+
+def test_a_server_of_another_dtype_is_told_the_flag_before_anything_is_loaded(run: StartRun) -> None:
+    training = run(start=False, server={"dtype": "half"})
+    training.dtype = torch.bfloat16
+    with pytest.raises(ServerSetupError, match=r"--dtype float16, .* in bfloat16.* Restart the server with --dtype bf"):
+        training.start()
+    assert "/load_lora_adapter" not in training.paths()
+
+
+@pytest.mark.parametrize(("served", "written"), [("bfloat16", torch.bfloat16), ("half", torch.float32), ("auto", None)])
+def test_the_servers_dtype_and_float32_fit(run: StartRun, served: str, written: torch.dtype | None) -> None:
+    training = run(start=False, server={"dtype": served})
+    training.dtype = written
+    training.start()
 
 
 # Pausing

@@ -56,6 +56,8 @@ class Capabilities:
         base_root: what the server was told to load as its base (text to compare and show, never to open).
         max_model_len: longest prompt plus completion in tokens, if the server tells.
         logprobs_mode: `"processed_logprobs"`, `"raw_logprobs"`, or `"unknown"`.
+        dtype: what the server was told to compute in, such as `"bfloat16"`; None if that was left to the checkpoint
+            or is not told.
         max_lora_rank: the largest rank it takes, if the server tells.
         target_modules: the modules it can adapt; empty if the server does not tell.
         needs_fused_siblings: whether q/k/v and gate/up must come complete.
@@ -69,6 +71,7 @@ class Capabilities:
     base_root: str
     max_model_len: int | None
     logprobs_mode: str
+    dtype: str | None = None
     max_lora_rank: int | None = None
     target_modules: frozenset[str] = frozenset()
     needs_fused_siblings: bool = False

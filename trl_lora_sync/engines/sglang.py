@@ -63,6 +63,10 @@ _NOT_FOUND_WORDS = (
     "Repo id must", "Repository Not Found", "files on the Hub", "huggingface.co", "offline mode", "No such file",
     "does not appear to have a file", "adapter_config.json",
 )  # fmt: skip
+# Values of --dtype; "auto" is the checkpoint's.
+_DTYPES = {
+    "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"
+}  # fmt: skip
 _NEVER_LOADED = "trl-lora-sync-probe"
 _WARM_UP_PROMPT = [0, 1, 2, 3]
 _ONE_TOKEN = Sampling(
@@ -121,6 +125,7 @@ class SGLangEngine:
             base_root=str(model.get("model_path", base_model)),
             max_model_len=self._max_model_len(deadline),
             logprobs_mode=self._logprobs_mode(deadline),
+            dtype=_DTYPES.get(str(server.get("dtype"))),
             max_lora_rank=server.get("max_lora_rank"),
             target_modules=_target_modules(server.get("lora_target_modules")),
             needs_fused_siblings=True,
