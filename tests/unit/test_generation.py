@@ -46,7 +46,7 @@ def test_rows_and_images_of_different_lengths_are_an_error() -> None:
 
 # Which base model
 
-SNAPSHOT = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255188de91218"
+SNAPSHOT = "/home/user/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255188de91218"
 
 
 @pytest.mark.parametrize(

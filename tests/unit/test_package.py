@@ -1,0 +1,55 @@
+"""Unit tier: the package as others get it, a wheel in an environment of its own."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMPORT = """
+import pathlib, sys
+import trl_lora_sync
+from trl_lora_sync import ExportedAdapter, GRPOConfig, GRPOTrainer, LoRASyncError, export_adapter
+print(pathlib.Path(trl_lora_sync.__file__).parent, trl_lora_sync.__version__, sep="\\n")
+"""
+
+
+def run(*command: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+    ended = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | (env or {}),
+        cwd=cwd,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_wheel_installs_and_imports_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
+    where, version = run(sys.executable, "-c", IMPORT, env={"PYTHONPATH": str(site)}, cwd=tmp_path).split()
+    assert Path(where) == site / "trl_lora_sync"
+    assert version == wheel.name.split("-")[1]
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_its_types_and_its_licence_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "trl_lora_sync/py.typed" in names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"trl_lora_sync"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
