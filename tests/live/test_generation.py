@@ -54,8 +54,8 @@ def test_logprobs_come_back_for_no_token_for_the_sampled_one_and_for_the_most_pr
         assert ids is None
         return
     assert [len(row) for row in values] == [len(row) for row in ids] == [len(row) for row in completion_ids]
-    # N, or N + 1 where the sampled token is not among the N most probable
-    assert {len(token) for row in values for token in row} == widths
+    # N, or N + 1 where the sampled token is not among the N most probable, which is up to chance
+    assert {len(token) for row in values for token in row} <= widths
     for row, row_ids, sampled in zip(values, ids, completion_ids, strict=True):
         for token, token_id_list, token_id in zip(row, row_ids, sampled, strict=True):
             assert token == sorted(token, reverse=True)
