@@ -328,6 +328,7 @@ def test_an_unload_while_paused_waits_until_generation_continues(start: Callable
             assert client.post("/pause_generation", mode=mode).json()["status"] == "ok"
         unload = pool.submit(client.unload, name)
         blocked = pool.submit(client.generate, None)
+        client.fake.wait_until(lambda: not client.fake._workers[0].registry)  # it has the lock that a load wants
         with pytest.raises(httpx.ReadTimeout):
             client.post("/load_lora_adapter", 0.2, lora_name="b", lora_path="/x/y")
         assert not any(future.done() for future in (unload, running, blocked))

@@ -12,7 +12,7 @@ from make_model import make_model
 from support.models import lora, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
 from support.servers import Proxy, adapters_on, damage, free_port, silent_server
-from support.trainers import steps_of, vowels
+from support.trainers import mean_byte, steps_of
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
@@ -300,7 +300,7 @@ def test_an_answer_in_the_name_of_another_model_is_never_trained_on(
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         rewards.extend(completions)
-        return vowels(completions)
+        return mean_byte(completions)
 
     trainer = make_trainer(proxy.base_url, base_model, reward_funcs=reward)
 
@@ -410,7 +410,7 @@ def test_a_server_killed_between_steps_ends_the_run_within_the_timeout(
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         disposable.kill()
         killed_at.append(time.monotonic())
-        return vowels(completions)
+        return mean_byte(completions)
 
     trainer = make_trainer(disposable.base_url, base_model, reward_funcs=reward, lora_sync_timeout=3.0)
 

@@ -11,7 +11,7 @@ import torch
 from support.models import randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
 from support.servers import Proxy
-from support.trainers import prompts, steps_of, vowels
+from support.trainers import mean_byte, prompts, steps_of
 from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_template
 from vllm_server import VLLMServer
@@ -34,7 +34,7 @@ TOOL_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""  # noqa: E501
 
 
-@pytest.mark.parametrize(("logprobs", "widths"), [(None, None), (0, {1}), (3, {3, 4})])
+@pytest.mark.parametrize(("logprobs", "widths"), [(None, None), (0, {1}), (20, {20, 21})])
 def test_logprobs_come_back_for_no_token_for_the_sampled_one_and_for_the_most_probable(
     logprobs: int | None, widths: set[int] | None, make_trainer: Make, clean_server: VLLMServer, base_model: Path
 ) -> None:
@@ -54,8 +54,8 @@ def test_logprobs_come_back_for_no_token_for_the_sampled_one_and_for_the_most_pr
         assert ids is None
         return
     assert [len(row) for row in values] == [len(row) for row in ids] == [len(row) for row in completion_ids]
-    # N, or N + 1 where the sampled token is not among the N most probable, which is up to chance
-    assert {len(token) for row in values for token in row} <= widths
+    # N, or N + 1 where the sampled token is not among the N most probable. N is large enough for both to be certain.
+    assert {len(token) for row in values for token in row} == widths
     for row, row_ids, sampled in zip(values, ids, completion_ids, strict=True):
         for token, token_id_list, token_id in zip(row, row_ids, sampled, strict=True):
             assert token == sorted(token, reverse=True)
@@ -121,7 +121,7 @@ def test_structured_outputs_follow_the_regex(make_trainer: Make, clean_server: V
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         completions_seen.extend(completions)
-        return vowels(completions)
+        return mean_byte(completions)
 
     trainer = make_trainer(
         clean_server.base_url,

@@ -11,7 +11,7 @@ from peft import PeftModel
 from support.models import base_weights, peft_model, randomize_adapter, same_tensors, written_adapter
 from support.policies import RATIO_SPREAD, is_policy_of, sample, token_ids
 from support.servers import Proxy, adapters_on
-from support.trainers import METRICS, prompts, steps_of, vowels
+from support.trainers import METRICS, mean_byte, prompts, steps_of
 from transformers import TrainerCallback
 from vllm_server import VLLMServer
 
@@ -46,7 +46,7 @@ def test_a_run_trains_the_policy_it_samples_from_and_leaves_nothing_behind(
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         seen.append(sorted(tmp_path.glob("sync/*/*-v*")))
-        return vowels(completions)
+        return mean_byte(completions)
 
     trainer = make_trainer(clean_server.base_url, base_model, reward_funcs=reward, max_steps=6)
     announced = [line for line in capsys.readouterr().out.splitlines() if line.startswith("LoRA adapter sync:")]
@@ -219,7 +219,7 @@ def test_an_exception_in_a_reward_function_leaves_nothing_behind(
         if trainer.state.global_step == 1:
             assert len(adapters_on(clean_server.base_url)) == 2
             raise ZeroDivisionError("the reward is broken")
-        return vowels(completions)
+        return mean_byte(completions)
 
     trainer = make_trainer(clean_server.base_url, base_model, reward_funcs=reward)
 

@@ -69,8 +69,7 @@ def test_the_same_run_works_on_every_supported_trl(
         assert step.keys() >= METRICS
         assert step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=RATIO_SPREAD)
         assert step["sampling/sampling_logp_difference/mean"] < 0.02
-    # Where chance gives all completions of a group one reward, there is nothing to learn from.
-    assert result["moved"] or all(step["frac_reward_zero_std"] > 0 for step in steps)
+    assert result["moved"], "training did not change the adapter"
     assert math.isfinite(result["evaluated"]["eval_reward"])
     assert result["output"].count("LoRA adapter sync: vllm") == 1
     assert not (result["folder"] / "sync").exists(), "versions were left at exit"

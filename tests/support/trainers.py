@@ -12,10 +12,10 @@ PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an o
 METRICS = {f"lora_sync/{name}" for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes")}
 
 
-def vowels(completions: list[Any], **kwargs: Any) -> list[float]:
-    """A reward that any policy gets some of, so that every step has a gradient."""
+def mean_byte(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that differs between any two completions of other bytes, so that every step has a gradient."""
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    return [float(sum(character in "aeiou" for character in text)) for text in texts]
+    return [sum(text.encode()) / (1 + len(text.encode())) for text in texts]
 
 
 def prompts(texts: list[str] | None = None, *, conversational: bool = False) -> Dataset:
@@ -64,7 +64,7 @@ def grpo_trainer(
     *,
     trainer_class: type[GRPOTrainer] = GRPOTrainer,
     peft_config: Any = "plain",
-    reward_funcs: Any = vowels,
+    reward_funcs: Any = mean_byte,
     train_dataset: Dataset | None = None,
     eval_dataset: Dataset | None = None,
     trainer_kwargs: dict[str, Any] | None = None,
