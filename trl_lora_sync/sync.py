@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, widened
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Capabilities, Deadline, Engine, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, LoRASyncError, ServerSetupError
+from trl_lora_sync.errors import LoRASyncError, ServerSetupError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.preflight import Preflight
 from trl_lora_sync.transports import DiskTransport, TensorTransport, Transport
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
+from trl_lora_sync.verify import TrainedBase
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,6 @@ logger = logging.getLogger(__name__)
 _UNLOAD_TIMEOUT_S = 30.0
 # How long the end of a run, and the release of the KV cache, wait for unloads.
 _CLOSE_TIMEOUT_S = 5.0
-_TRIAL_PROMPT = PromptGroup(prompt=[0, 1, 2, 3], count=1)
-_TRIAL_SAMPLING = Sampling(
-    temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, logprobs=0
-)
 
 ReadAdapter = Callable[[Capabilities], CanonicalAdapter]
 
@@ -125,8 +122,12 @@ class AdapterSync:
         self.transport.open()
         for run in self.transport.sweep(lambda name: self._unload(name, _CLOSE_TIMEOUT_S)):
             logger.info("Removed what the run %s had left behind.", run)
-        self._check_base(adapter, base)
-        self._try_out(adapter)
+        Preflight(
+            self.engine,
+            self.transport,
+            deadline=self._control_deadline("Checking the server with a trial adapter"),
+            withdraw=self._withdraw,
+        ).run(adapter, base)
         if settings.frees_kv_cache:
             self._release_kv_cache()
             self.wake()
@@ -276,7 +277,7 @@ class AdapterSync:
         if not self._engine.unload(adapter_name, deadline):
             logger.info("The server did not confirm that it forgot %s; training is not affected.", adapter_name)
 
-    # Proofs at start
+    # Setting up
 
     def _choose_transport(self) -> Transport:
         settings, served = self.settings, self.engine.capabilities
@@ -292,84 +293,6 @@ class AdapterSync:
             return TensorTransport()
         return DiskTransport(settings.root, server_root=settings.server_root)
 
-    def _check_base(self, adapter: CanonicalAdapter, base: TrainedBase) -> None:
-        """Find out what can be known about the served base before the first adapter is loaded.
-
-        A server reports no shapes. vLLM pads an adapter that is too small for it with zeros and answers 200; SGLang
-        dies of a misfit. So names, vocabulary and the log-probabilities of a prompt are compared.
-        """
-        self._check_dtype(adapter)
-        deadline = self._control_deadline("The check of the base model")
-        served, knows = self.engine.capabilities, self.engine.knows_token
-        same_name = not base.name or is_same_model(base.name, (served.base_model, served.base_root))
-        if not same_name:
-            logger.warning(
-                "The trainer's base model is %r, but %s serves %r (%s). If these are not the same weights, every "
-                "completion comes from another policy than the one being trained.",
-                base.name,
-                self.settings.base_url,
-                served.base_model,
-                served.base_root,
-            )
-        if base.vocab_size and not knows(base.vocab_size - 1, deadline):
-            raise self._other_base(base.name, f"its vocabulary has fewer than the trainer's {base.vocab_size} tokens")
-        gap = base_gap(base, self.engine.score(served.base_model, list(PROBE_PROMPT), deadline))
-        if gap.is_suspicious and not served.survives_misfit:
-            raise self._other_base(base.name, f"it computes other log-probabilities ({gap})")
-        if gap.is_suspicious:
-            logger.warning(
-                "The base model at %s computes other log-probabilities than the trainer's: %s. Completions come from "
-                "another policy than the one being trained.",
-                self.settings.base_url,
-                gap,
-            )
-            self._check_width(adapter, deadline)
-
-    def _check_dtype(self, adapter: CanonicalAdapter) -> None:
-        """Refuse an adapter that the server would cast to a dtype which holds other numbers; float32 loses nothing."""
-        served, written = self.engine.capabilities.dtype, str(adapter.dtype).removeprefix("torch.")
-        if served is not None and served != written and written != "float32":
-            raise ServerSetupError(
-                f"{self.settings.base_url} was started with --dtype {served}, and the adapter is written in {written}, "
-                f"the dtype of the trainer's base model. Both must compute in the same one. Restart the server with "
-                f'--dtype {written}, or load the trainer\'s model in {served} and set lora_sync_dtype="{served}".'
-            )
-
-    def _check_width(self, adapter: CanonicalAdapter, deadline: Deadline) -> None:
-        """Offer an adapter that is one wider than the trainer's; a server with the same base must refuse it."""
-        probe = self.transport.write("width", widened(adapter))
-        try:
-            self.engine.load(probe, deadline)
-        except AdapterRejectedError:
-            return
-        finally:
-            self._withdraw(probe)
-        raise self._other_base(adapter.base_model, "its layers are wider than the trainer's")
-
-    def _try_out(self, adapter: CanonicalAdapter) -> None:
-        deadline = self._control_deadline("The trial load of the adapter")
-        trial = self.transport.write(0, adapter)
-        try:
-            self.engine.load(trial, deadline)
-            self.engine.warm_up(trial, deadline)
-            self.engine.generate(trial.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, deadline)
-        except AdapterNotVisibleError:
-            raise
-        except AdapterRejectedError as error:
-            evidence = "it refused an adapter of the trainer's shapes"
-            raise self._other_base(adapter.base_model, evidence, str(error)) from error
-        finally:
-            self._withdraw(trial)
-
-    def _other_base(self, name: str | None, evidence: str, words: str = "") -> ServerSetupError:
-        served = self.engine.capabilities
-        return ServerSetupError(
-            f"{self.settings.base_url} serves {served.base_model!r} ({served.base_root}), which is not the base model "
-            f"of the trainer, {name!r}: {evidence}. The adapter would be applied to the wrong weights. "
-            "Restart the server with the model that is being trained, or point vllm_server_base_url at the right "
-            f"server. {words}".rstrip()
-        )
-
     def _summary(self, adapter: CanonicalAdapter) -> str:
         served = self.engine.capabilities
         return (
@@ -379,18 +302,3 @@ class AdapterSync:
             f"in {self.transport.where}; checked: adapter features, runtime loading, base model, rank, a trial load "
             "and token."
         )
-
-
-def is_same_model(ours: str, theirs: tuple[str, ...]) -> bool:
-    """Whether the trainer's and the server's words for the base model probably mean the same checkpoint.
-
-    Compared by the last path component, because a mount or a hub organisation may differ. Text only: what a server
-    says is never opened as a path.
-    """
-    return _model_name(ours) in {_model_name(name) for name in theirs}
-
-
-def _model_name(text: str) -> str:
-    # A snapshot in the Hugging Face cache ends in a commit hash: .../models--Qwen--Qwen3-8B/snapshots/<hash>
-    repository, _, _ = text.partition("/snapshots/")
-    return repository.rstrip("/").rpartition("/")[2].rpartition("--")[2].lower()

@@ -1,7 +1,7 @@
 """Fixtures of the contract tier: the fakes of every version, and real servers where there are any.
 
 Real servers are those at TRL_LORA_SYNC_TEST_SGLANG_URL and TRL_LORA_SYNC_TEST_VLLM_URL, which must serve the model in
-the folder TRL_LORA_SYNC_TEST_MODEL with --max-lora-rank 16; and a vLLM on this CPU, where it is installed.
+the folder TRL_LORA_SYNC_TEST_MODEL with --max-lora-rank 16; without the latter, the shared vLLM on this CPU.
 """
 
 import os
@@ -103,33 +103,21 @@ def served(request: pytest.FixtureRequest, serve: Callable[..., Served], store: 
 @pytest.fixture(scope="session")
 def sglang_at() -> tuple[str, str]:
     """URL and model folder of a real SGLang."""
+    if "TRL_LORA_SYNC_TEST_SGLANG_URL" not in os.environ:
+        pytest.skip("SGLang needs a GPU: TRL_LORA_SYNC_TEST_SGLANG_URL names no server")
     return _from_environment("TRL_LORA_SYNC_TEST_SGLANG_URL")
 
 
 @pytest.fixture(scope="session")
-def vllm_at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """URL and model folder of a real vLLM: the given one, the one the other tests share, or one of our own."""
+def vllm_at(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """URL and model folder of a real vLLM: the given one, or the one that the other tests share."""
     if "TRL_LORA_SYNC_TEST_VLLM_URL" in os.environ:
-        yield _from_environment("TRL_LORA_SYNC_TEST_VLLM_URL")
-        return
-    vllm_server = pytest.importorskip("vllm_server")
-    try:
-        shared = request.getfixturevalue("server")
-    except pytest.FixtureLookupError:
-        from make_model import make_model
-
-        if not (Path(os.environ.get(vllm_server.PYTHON_VARIABLE) or vllm_server.DEFAULT_PYTHON)).exists():
-            pytest.skip("vLLM is not installed")
-        model = make_model(tmp_path_factory.mktemp("models") / "tiny-qwen3")
-        with vllm_server.VLLMServer(model, log_path=tmp_path_factory.mktemp("server") / "vllm.log") as own:
-            yield own.base_url, own.model
-        return
-    yield shared.base_url, shared.model
+        return _from_environment("TRL_LORA_SYNC_TEST_VLLM_URL")
+    shared = request.getfixturevalue("server")
+    return shared.base_url, str(shared.model)
 
 
 def _from_environment(variable: str) -> tuple[str, str]:
-    if variable not in os.environ:
-        pytest.skip(f"{variable} is not set")
     return os.environ[variable].rstrip("/"), os.environ["TRL_LORA_SYNC_TEST_MODEL"]
 
 

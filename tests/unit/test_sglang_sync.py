@@ -333,7 +333,7 @@ def test_a_server_that_restarted_asleep_gets_the_adapter_anew(run: StartRun) -> 
 def test_a_server_with_other_clients_keeps_its_kv_cache(
     run: StartRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trl_lora_sync.engines.sglang._IDLE_GRACE_S", 0.2)
+    monkeypatch.setattr("trl_lora_sync.engines.sglang_server._IDLE_GRACE_S", 0.2)
     training = run(**ASLEEP)
     name = training.publish()
     training.fake._running.append(object())  # type: ignore[arg-type]

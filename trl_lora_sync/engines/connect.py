@@ -2,7 +2,7 @@
 
 import logging
 
-from trl_lora_sync.engines import sglang, vllm
+from trl_lora_sync.engines import sglang_server, vllm
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, retrying
 from trl_lora_sync.engines.sglang import SGLangEngine
@@ -68,7 +68,7 @@ def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
     Raises:
         ServerAuthError: no key opens a route that tells the engines apart.
     """
-    keys = [APIKey(sglang.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
+    keys = [APIKey(sglang_server.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
     for key in keys:
         status = http.request("GET", _SGLANG_ROUTE, deadline, api_key=key).status_code
         if status != 401:
@@ -77,6 +77,6 @@ def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
         return False
     raise ServerAuthError(
         f"{http.base_url} answers nothing without another key, so the engine cannot be told. In the trainer's "
-        f"environment, {keys[0]!r} and {keys[1]!r}. Export {sglang.API_KEY_VARIABLE} with the --api-key of an SGLang "
-        f"server, or {vllm.API_KEY_VARIABLE} with that of vLLM; for a gateway, set vllm_server_engine as well."
+        f"environment, {keys[0]!r} and {keys[1]!r}. Export {sglang_server.API_KEY_VARIABLE} with the --api-key of an "
+        f"SGLang server, or {vllm.API_KEY_VARIABLE} with that of vLLM; for a gateway, set vllm_server_engine as well."
     )

@@ -1,32 +1,32 @@
 """What a stock SGLang server accepts, answers and forgets (0.5.11 to 0.5.23).
 
 Samples through `/generate` only: the OpenAI routes serve the base model, with HTTP 200, for an adapter that is named
-without a colon. Five rules keep the server alive and unblocked. An adapter's weights are copied at its first batch,
-and a misfit kills the scheduler there, so every load is followed by one token, while nothing else waits for it.
-Samples are sent one by one (`n=1`), because up to 0.5.21 `n>1` leaves a reference behind that no unload ever sees
-released. A request that the server would refuse is not sent, because up to 0.5.21 its adapter is never released
-either. An unload is never sent while generation is paused. And memory is released only if the server is idle, restored
-only if it was released, and not sampled with in between: SGLang asserts all three, and dies.
+without a colon. Four rules keep the server alive and unblocked, beside those of `sglang_server`. An adapter's weights
+are copied at its first batch, and a misfit kills the scheduler there, so every load is followed by one token, while
+nothing else waits for it. Samples are sent one by one (`n=1`), because up to 0.5.21 `n>1` leaves a reference behind
+that no unload ever sees released. A request that the server would refuse is not sent, because up to 0.5.21 its adapter
+is never released either. And an unload is never sent while generation is paused.
 """
 
 import logging
 import math
 import random
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import torch
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.server import CONCURRENT_REQUESTS, logprobs_mode
 from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import LoadBody, TensorPayload
+from trl_lora_sync.engines.sglang_server import SGLangServer
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
@@ -34,7 +34,6 @@ from trl_lora_sync.errors import (
     DeadlineExceededError,
     GenerationError,
     LoRASyncError,
-    ServerAuthError,
     ServerError,
     ServerSetupError,
     ServerUnreachableError,
@@ -42,22 +41,10 @@ from trl_lora_sync.errors import (
 
 logger = logging.getLogger(__name__)
 
-API_KEY_VARIABLE = "SGLANG_API_KEY"
-ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
-OLDEST = Version("0.5.11")
 _TENSORS_PER_RANK_FROM = Version("0.5.17")
-_ADMIN_TENSORS_FROM = Version("0.5.22")
-_CONCURRENT_REQUESTS = 64
-_TRANSIENT_STATUSES = frozenset({502, 503, 504})
-_GENERATION_RETRY_S = 15.0
 _TENSOR_PATH = "__tensor__"  # what SGLang lists as the path of an adapter that came as tensors
-_POLL_S = 0.05
-# The answers of a generation step are out before the scheduler has put its last batch away.
-_IDLE_GRACE_S = 5.0
 # How long an unload looks whether an earlier one, which took too long, has ended after all.
 _RECOVERY_PROBE_S = 1.0
-# File systems shared over a network may show a new directory late (up to 30 s on FUSE mounts).
-_VISIBILITY_GRACE_S = {True: 0.0, False: 35.0}
 # Words for a path that is not there: SGLang takes it for a repository of the Hugging Face hub.
 _NOT_FOUND_WORDS = (
     "Repo id must", "Repository Not Found", "files on the Hub", "huggingface.co", "offline mode", "No such file",
@@ -72,43 +59,19 @@ _WARM_UP_PROMPT = [0, 1, 2, 3]
 _ONE_TOKEN = Sampling(
     temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, logprobs=None
 )
-
-
 _Row = tuple[list[int], dict[str, Any]]  # prompt and sampling parameters of one sample
 
 
-class SGLangEngine:
-    """One SGLang server; see the `Engine` protocol for the contract.
-
-    Args:
-        base_url: without a trailing slash.
-        is_local: whether the server runs on this host.
-    """
+class SGLangEngine(SGLangServer):
+    """One SGLang server; see the `Engine` protocol for the contract, and `ServerEngine` for the arguments."""
 
     def __init__(self, base_url: str, *, is_local: bool) -> None:
-        self.base_url = base_url
-        self._is_local = is_local
-        self._http = HTTPClient(
-            base_url, api_key=APIKey(API_KEY_VARIABLE), is_local=is_local, max_connections=_CONCURRENT_REQUESTS
-        )
-        self._admin_key = APIKey(ADMIN_KEY_VARIABLE)
-        self._capabilities: Capabilities | None = None
-        self._version = OLDEST
+        super().__init__(base_url, is_local=is_local)
         self._tp_size = 1
-        self._has_memory_saver = False
         self._payload = TensorPayload()
         self._seeds: random.Random | None = None
         self._stuck_unload: str | None = None
         self._overdue: dict[str, None] = {}  # a set in order: what is still to be unloaded
-        self._paused = False
-        self._is_released = False
-        self._loaded_at_release: set[str] = set()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        if self._capabilities is None:
-            raise LoRASyncError(f"connect() has not been called for {self.base_url}.")
-        return self._capabilities
 
     # Connecting
 
@@ -124,7 +87,7 @@ class SGLangEngine:
             base_model=base_model,
             base_root=str(model.get("model_path", base_model)),
             max_model_len=self._max_model_len(deadline),
-            logprobs_mode=self._logprobs_mode(deadline),
+            logprobs_mode=logprobs_mode(lambda temperature: self._spread(temperature, deadline)),
             dtype=_DTYPES.get(str(server.get("dtype"))),
             max_lora_rank=server.get("max_lora_rank"),
             target_modules=_target_modules(server.get("lora_target_modules")),
@@ -136,49 +99,6 @@ class SGLangEngine:
         if server.get("enable_deterministic_inference"):
             self._seeds = random.Random(torch.initial_seed())  # the trainer's, so that a run repeats itself
         return self._capabilities
-
-    def _check_setup(self, server: dict[str, Any]) -> None:
-        version = str(server.get("version", "unknown"))
-        try:
-            self._version = Version(version)
-        except InvalidVersion:
-            logger.warning("%s reports the SGLang version %r; %s is assumed.", self.base_url, version, OLDEST)
-        if self._version < OLDEST:
-            raise self._setup_error(f"runs SGLang {version}", f"SGLang {OLDEST} or later is needed", "Upgrade it")
-        if not server.get("enable_lora"):
-            raise self._setup_error(
-                "was started without LoRA support",
-                "adapters are loaded while it runs",
-                "Restart it with --enable-lora --max-lora-rank R --lora-target-modules ...",
-            )
-        if int(server.get("dp_size") or 1) > 1:
-            raise self._setup_error(
-                f"was started with --dp-size {server['dp_size']}",
-                "SGLang loads adapters into one replica only",
-                "Start independent servers with --dp-size 1, one URL each",
-            )
-        if int(server.get("tokenizer_worker_num") or 1) > 1:
-            raise self._setup_error(
-                f"was started with --tokenizer-worker-num {server['tokenizer_worker_num']}",
-                "each worker keeps a list of adapters of its own, so requests to the others would fail",
-                "Restart it with --tokenizer-worker-num 1",
-            )
-
-    def _max_model_len(self, deadline: Deadline) -> int | None:
-        # `/server_info` gives the flag --context-length, which is null unless it was set.
-        base = next((model for model in self._models(deadline) if not model.get("parent")), {})
-        longest = base.get("max_model_len")
-        return longest if isinstance(longest, int) else None
-
-    def _setup_error(self, seen: str, why: str, fix: str) -> ServerSetupError:
-        return ServerSetupError(f"The SGLang server at {self.base_url} {seen}: {why}. {fix}.")
-
-    def _logprobs_mode(self, deadline: Deadline) -> str:
-        """SGLang scales by the temperature unless SGLANG_RETURN_ORIGINAL_LOGPROB is set, which no route reports."""
-        sharp, flat = (self._spread(temperature, deadline) for temperature in (0.5, 2.0))
-        if sharp is None or flat is None or sharp < 1e-3:
-            return "unknown"
-        return "processed_logprobs" if flat < 0.5 * sharp else "raw_logprobs"
 
     def _spread(self, temperature: float, deadline: Deadline) -> float | None:
         body = {
@@ -228,14 +148,7 @@ class SGLangEngine:
         self._check_fits(adapter)
         if self._stuck_unload and not self._has_recovered(deadline):
             raise AdapterRejectedError(self._stuck_words())
-        grace = Deadline.after(_VISIBILITY_GRACE_S[self._is_local], "waiting for the directory to appear")
-
-        def may_repeat(error: BaseException) -> bool:
-            return is_unreachable(error) or (isinstance(error, AdapterNotVisibleError) and not grace.is_over())
-
-        for attempt in retrying(deadline, may_repeat):
-            with attempt:
-                self._load_once(adapter, deadline)
+        self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
 
     def _check_fits(self, adapter: StoredAdapter) -> None:
         served = self.capabilities
@@ -321,7 +234,7 @@ class SGLangEngine:
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         """See `Engine`. What cannot be unloaded at the moment is tried again at the next unload."""
         self._overdue[adapter_name] = None
-        if self._paused:
+        if self._is_paused:
             return False  # it would wait for requests that do not go on, and block every load meanwhile
         try:
             probe = Deadline.after(_RECOVERY_PROBE_S, "Looking for the end of an earlier unload")
@@ -366,107 +279,6 @@ class SGLangEngine:
             "restart the server, and the run from its last checkpoint; SGLang 0.5.22 has the fix."
         )
 
-    def loaded(self, deadline: Deadline) -> dict[str, str]:
-        models = self._models(deadline)
-        return {model["id"]: str(model.get("root")) for model in models if model.get("parent")}
-
-    def _models(self, deadline: Deadline) -> list[dict[str, Any]]:
-        content = json_object(self._get("/v1/models", deadline), ServerSetupError)
-        return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
-
-    # Pausing and memory
-
-    def pause(self, mode: str, deadline: Deadline) -> None:
-        if mode == "drain":
-            self._wait_until_idle(deadline)
-        self._paused = True  # before the request, whose answer may be lost
-        self._control("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"}, deadline)
-
-    def _wait_until_idle(self, deadline: Deadline) -> None:
-        # SGLang has no pause that finishes what runs, so its load is watched until there is none.
-        while self._running_requests(deadline):
-            deadline.remaining_s()
-            time.sleep(_POLL_S)
-
-    def _running_requests(self, deadline: Deadline) -> int:
-        loads = json_object(self._get("/v1/loads?include=core", deadline), ServerError).get("loads", [])
-        try:
-            return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.base_url}/v1/loads does not tell how many requests run.") from error
-
-    def resume(self, deadline: Deadline) -> None:
-        self._control("/continue_generation", {}, deadline)
-        self._paused = False
-
-    def release_kv_cache(self, deadline: Deadline) -> None:
-        """See `Engine`.
-
-        Source: SGLang asserts that it is idle, and the assertion ends the server (`release_memory_occupation` in
-        srt/managers, 0.5.11 to 0.5.23). A request of another client dies with it until the cache is restored.
-        """
-        if not self._has_memory_saver:
-            raise self._setup_error(
-                "was started without the memory saver",
-                "its KV cache cannot be released",
-                'Restart it with --enable-memory-saver, or set vllm_server_sleep="off"',
-            )
-        if self._is_released:
-            return
-        self._loaded_at_release = set(self.loaded(deadline))
-        self._flush_when_idle(deadline)
-        deadline.remaining_s()
-        self._is_released = True  # before the request, whose answer may be late
-        try:
-            self._control("/release_memory_occupation", {"tags": ["kv_cache"]}, deadline)
-        except ServerError:
-            self._is_released = False
-            raise
-
-    def _flush_when_idle(self, deadline: Deadline) -> None:
-        """Flush the prefix cache, which SGLang refuses (HTTP 400) by the very condition that a release asserts.
-
-        `/v1/loads` would not do: it tells what the scheduler last published, which may be a batch behind.
-        """
-        grace = Deadline.after(_IDLE_GRACE_S, "Waiting for an idle server")
-        while (response := self._admin("/flush_cache", deadline)).status_code != 200:
-            if response.status_code != 400 or grace.is_over():
-                raise ServerError(
-                    f"{self.base_url} did not become idle, so its KV cache was not released (HTTP "
-                    f"{response.status_code} from /flush_cache). Nothing may run there meanwhile. Keep other clients "
-                    f'off the server, or set vllm_server_sleep="off". It said: {server_words(response)!r}'
-                )
-            deadline.remaining_s()
-            time.sleep(_POLL_S)
-
-    def restore_kv_cache(self, deadline: Deadline) -> bool:
-        """See `Engine`. Adapters are in another memory pool, so they stay; unless the server was started anew.
-
-        Source: SGLang removes the tag from a set, and the KeyError of a restore without a release ends the server
-        (`resume_memory_occupation` in srt/managers, 0.5.11 to 0.5.23).
-        """
-        if not self._is_released:
-            return True
-        before = self._loaded_at_release
-        if before and not before & self.loaded(deadline).keys():
-            self._is_released = False
-            return False
-        deadline.remaining_s()
-        try:
-            self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
-        except DeadlineExceededError:
-            self._is_released = False  # it was asked and will do it; asking twice is fatal
-            raise
-        self._is_released = False
-        return True
-
-    def _control(self, path: str, body: dict[str, Any], deadline: Deadline) -> None:
-        response = self._admin(path, deadline, body=body)
-        if response.status_code != 200:
-            raise ServerError(
-                f"{self.base_url}{path} failed (HTTP {response.status_code}). It said: {server_words(response)!r}"
-            )
-
     # Generation
 
     def generate(
@@ -478,9 +290,9 @@ class SGLangEngine:
         keeps its adapter's reference for ever in some versions (0.5.15 to 0.5.21), and no unload gets past that.
         """
         rows = self._rows(groups, sampling)
-        size = max(1, math.ceil(len(rows) / _CONCURRENT_REQUESTS))
+        size = max(1, math.ceil(len(rows) / CONCURRENT_REQUESTS))
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        with ThreadPoolExecutor(max_workers=max(1, min(_CONCURRENT_REQUESTS, len(batches)))) as pool:
+        with ThreadPoolExecutor(max_workers=max(1, min(CONCURRENT_REQUESTS, len(batches)))) as pool:
             answers = pool.map(lambda batch: self._generate_batch(model, batch, sampling, deadline), batches)
             completions = [completion for answer in answers for completion in answer]
         iterator = iter(completions)
@@ -543,16 +355,12 @@ class SGLangEngine:
             ) from error
 
     def _post_generate(self, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
-        """Sampling again does no harm, so a broken connection or a busy server is tried again for a while."""
         if self._is_released:
             raise GenerationError(
                 f"The KV cache of {self.base_url} is released, and a request now would end the server. Take it back "
                 "first: generate through the trainer, which does so."
             )
-        for attempt in retrying(deadline, is_unreachable, at_most_s=_GENERATION_RETRY_S):
-            with attempt:
-                response = self._request("POST", "/generate", deadline, body=body)
-        return response
+        return self._retried("POST", "/generate", deadline, body=body)
 
     def _sample(self, body: dict[str, Any], lora_path: str | None, deadline: Deadline) -> list[dict[str, Any]]:
         response = self._post_generate(body, deadline)
@@ -586,58 +394,6 @@ class SGLangEngine:
             "SGLang's chat route serves the base model for adapters that are named without a colon, so it is not "
             "used. Render the chat template in the rollout function and call generate() with token ids."
         )
-
-    # Requests
-
-    def _get(self, path: str, deadline: Deadline) -> httpx.Response:
-        for attempt in retrying(deadline, is_unreachable, at_most_s=_GENERATION_RETRY_S):
-            with attempt:
-                response = self._request("GET", path, deadline)
-        if response.status_code != 200:
-            raise ServerSetupError(
-                f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not an SGLang server of "
-                f"{OLDEST} or later. Correct vllm_server_base_url or vllm_server_engine. "
-                f"It said: {server_words(response)!r}"
-            )
-        return response
-
-    def _admin(
-        self, path: str, deadline: Deadline, *, body: Any = None, content: LoadBody | None = None
-    ) -> httpx.Response:
-        """A control request, with the admin key if there is one.
-
-        Control routes want the admin key if the server has one, else the API key; loading from tensors wants the API
-        key up to 0.5.21. A refusal is answered with the other one. Source: `auth_level` in
-        srt/entrypoints/http_server.py, 0.5.11 to 0.5.23.
-        """
-        keys = [self._admin_key, self._http.api_key] if self._admin_key.is_set else [self._http.api_key]
-        if content is not None and self._version < _ADMIN_TENSORS_FROM:
-            keys.reverse()
-        for key in keys:
-            response = self._http.request("POST", path, deadline, body=body, content=content, api_key=key)
-            if response.status_code != 401:
-                break
-        return self._checked(response)
-
-    def _request(self, method: str, path: str, deadline: Deadline, *, body: Any = None) -> httpx.Response:
-        return self._checked(self._http.request(method, path, deadline, body=body))
-
-    def _checked(self, response: httpx.Response) -> httpx.Response:
-        if response.status_code == 401:
-            raise ServerAuthError(
-                f"{self.base_url}{response.request.url.path} wants another key. In the trainer's environment, "
-                f"{self._http.api_key!r} and {self._admin_key!r}. Export {API_KEY_VARIABLE} with the server's "
-                f"--api-key, and {ADMIN_KEY_VARIABLE} with its --admin-api-key if it has one."
-            )
-        if response.status_code in _TRANSIENT_STATUSES:
-            raise ServerUnreachableError(
-                f"{self.base_url} is up but not serving (HTTP {response.status_code}). It may be starting or out of "
-                f"order; look at its log. It said: {server_words(response)!r}"
-            )
-        return response
-
-    def close(self) -> None:
-        self._http.close()
 
 
 def _token_ids(group: PromptGroup) -> list[int]:

@@ -18,14 +18,8 @@ import httpx
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines import vllm_images
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.http import (
-    APIKey,
-    HTTPClient,
-    is_unreachable,
-    json_object,
-    retrying,
-    server_words,
-)
+from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.server import CONCURRENT_REQUESTS, ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
 from trl_lora_sync.errors import (
     AdapterLostError,
@@ -33,10 +27,8 @@ from trl_lora_sync.errors import (
     AdapterRejectedError,
     GenerationError,
     LoRASyncError,
-    ServerAuthError,
     ServerError,
     ServerSetupError,
-    ServerUnreachableError,
     WrongPolicyError,
 )
 
@@ -45,35 +37,14 @@ logger = logging.getLogger(__name__)
 API_KEY_VARIABLE = "VLLM_API_KEY"
 # Source: vllm/config/lora.py `MaxLoRARanks`.
 ALLOWED_MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_CONCURRENT_REQUESTS = 64
-_TRANSIENT_STATUSES = frozenset({502, 503, 504})
-# A server that restarts or a network that hiccups; longer outages are reported.
-_GENERATION_RETRY_S = 15.0
-# File systems shared over a network may show a new directory late (up to 30 s on FUSE mounts).
-_VISIBILITY_GRACE_S = {True: 1.0, False: 35.0}
 
 
-class VLLMEngine:
-    """One vLLM server; see the `Engine` protocol for the contract.
+class VLLMEngine(ServerEngine):
+    """One vLLM server; see the `Engine` protocol for the contract, and `ServerEngine` for the arguments."""
 
-    Args:
-        base_url: without a trailing slash and without `/v1`.
-        is_local: whether the server runs on this host.
-    """
-
-    def __init__(self, base_url: str, *, is_local: bool) -> None:
-        self.base_url = base_url
-        self._is_local = is_local
-        self._http = HTTPClient(
-            base_url, api_key=APIKey(API_KEY_VARIABLE), is_local=is_local, max_connections=_CONCURRENT_REQUESTS
-        )
-        self._capabilities: Capabilities | None = None
-
-    @property
-    def capabilities(self) -> Capabilities:
-        if self._capabilities is None:
-            raise LoRASyncError(f"connect() has not been called for {self.base_url}.")
-        return self._capabilities
+    title = "a vLLM server"
+    key_variable = API_KEY_VARIABLE
+    local_visibility_grace_s = 1.0
 
     # Connecting
 
@@ -87,7 +58,7 @@ class VLLMEngine:
             base_model=base["id"],
             base_root=str(base.get("root") or base["id"]),
             max_model_len=base.get("max_model_len"),
-            logprobs_mode=self._logprobs_mode(base["id"], deadline),
+            logprobs_mode=logprobs_mode(lambda temperature: self._spread(base["id"], temperature, deadline)),
         )
         return self._capabilities
 
@@ -97,10 +68,6 @@ class VLLMEngine:
         if base is None:
             raise ServerSetupError(f"{self.base_url} lists no base model under /v1/models. It said: {models!r}")
         return base
-
-    def _models(self, deadline: Deadline) -> list[dict[str, Any]]:
-        content = json_object(self._get("/v1/models", deadline), ServerSetupError)
-        return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
 
     def _check_lora_is_on(self, deadline: Deadline) -> None:
         """Send a load of a directory that does not exist: how it is refused tells both switches, and leaves nothing.
@@ -123,17 +90,6 @@ class VLLMEngine:
                 f"The vLLM server at {self.base_url} was started without LoRA support. Restart it with --enable-lora "
                 f"--max-lora-rank R, with R at least the adapter's rank. It said: {words!r}"
             )
-
-    def _logprobs_mode(self, base_model: str, deadline: Deadline) -> str:
-        """Tell processed from raw log-probabilities: only processed ones are flattened by the temperature.
-
-        The mode is reported in the open development mode only, so it is measured. Source: vLLM 0.31, where the spread
-        of the top 5 is proportional to 1/T or constant.
-        """
-        sharp, flat = (self._spread(base_model, temperature, deadline) for temperature in (0.5, 2.0))
-        if sharp is None or flat is None or sharp < 1e-3:  # a uniform distribution looks the same either way
-            return "unknown"
-        return "processed_logprobs" if flat < 0.5 * sharp else "raw_logprobs"
 
     def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
         """The gap between the first and the fifth most probable token, or None if the server does not tell."""
@@ -179,14 +135,7 @@ class VLLMEngine:
     # Adapters
 
     def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
-        grace = Deadline.after(_VISIBILITY_GRACE_S[self._is_local], "waiting for the directory to appear")
-
-        def may_repeat(error: BaseException) -> bool:
-            return is_unreachable(error) or (isinstance(error, AdapterNotVisibleError) and not grace.is_over())
-
-        for attempt in retrying(deadline, may_repeat):
-            with attempt:
-                self._load_once(adapter, deadline)
+        self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
 
     def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         response = self._post(
@@ -225,7 +174,7 @@ class VLLMEngine:
         )
 
     def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
-        pass  # vLLM copies the weights to where they are used while it loads them
+        """See `Engine`. Nothing is left to go wrong: vLLM copies the weights to where they are used as it loads."""
 
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         # Releases the name only; vLLM frees memory by displacement. It may answer 500 for an evicted adapter.
@@ -235,9 +184,6 @@ class VLLMEngine:
             logger.debug("Unloading %s failed: %s", adapter_name, error)
             return False
         return response.status_code in (200, 404)
-
-    def loaded(self, deadline: Deadline) -> dict[str, str]:
-        return {model["id"]: str(model.get("root")) for model in self._models(deadline) if model.get("parent")}
 
     # Pausing and memory, on routes of the development mode
 
@@ -277,7 +223,7 @@ class VLLMEngine:
             batches = [[index] for index in range(len(groups))]
         else:
             batches = _batches(groups)
-        with ThreadPoolExecutor(max_workers=min(_CONCURRENT_REQUESTS, max(1, len(batches)))) as pool:
+        with ThreadPoolExecutor(max_workers=min(CONCURRENT_REQUESTS, max(1, len(batches)))) as pool:
             answers = list(
                 pool.map(
                     lambda batch: self._generate_batch(model, [groups[i] for i in batch], sampling, deadline), batches
@@ -309,10 +255,7 @@ class VLLMEngine:
         return self._completions(content, groups, sampling)
 
     def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
-        """Sampling again does no harm, so a broken connection or a busy server is tried again for a while."""
-        for attempt in retrying(deadline, is_unreachable, at_most_s=_GENERATION_RETRY_S):
-            with attempt:
-                response = self._post(path, body, deadline)
+        response = self._retried("POST", path, deadline, body=body)
         words = server_words(response)
         if response.status_code == 404 and "does not exist" in words:
             raise AdapterLostError(
@@ -359,37 +302,15 @@ class VLLMEngine:
 
     # Requests
 
-    def _get(self, path: str, deadline: Deadline) -> httpx.Response:
-        """A GET that is repeated while the server is unreachable; only success comes back."""
-        for attempt in retrying(deadline, is_unreachable, at_most_s=_GENERATION_RETRY_S):
-            with attempt:
-                response = self._checked(self._http.request("GET", path, deadline))
-        if response.status_code != 200:
-            raise ServerSetupError(
-                f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not a vLLM server. "
-                f"Correct vllm_server_base_url or vllm_server_engine. It said: {server_words(response)!r}"
-            )
-        return response
-
     def _post(self, path: str, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
-        return self._checked(self._http.request("POST", path, deadline, body=body))
+        return self._request("POST", path, deadline, body=body)
 
-    def _checked(self, response: httpx.Response) -> httpx.Response:
-        if response.status_code == 401:
-            state = "is set but was refused" if self._http.api_key.is_set else "is not set"
-            raise ServerAuthError(
-                f"{self.base_url} wants an API key, and {API_KEY_VARIABLE} {state} in the trainer's environment. "
-                f"Export {API_KEY_VARIABLE} with the key the server was started with."
-            )
-        if response.status_code in _TRANSIENT_STATUSES:
-            raise ServerUnreachableError(
-                f"{self.base_url} is up but not serving (HTTP {response.status_code}). It may be starting, paused or "
-                f"out of order; look at its log. It said: {server_words(response)!r}"
-            )
-        return response
-
-    def close(self) -> None:
-        self._http.close()
+    def _key_words(self, path: str) -> str:
+        state = "is set but was refused" if self._http.api_key.is_set else "is not set"
+        return (
+            f"{self.base_url} wants an API key, and {API_KEY_VARIABLE} {state} in the trainer's environment. "
+            f"Export {API_KEY_VARIABLE} with the key the server was started with."
+        )
 
 
 def _batches(groups: Sequence[PromptGroup]) -> list[list[int]]:
@@ -397,7 +318,7 @@ def _batches(groups: Sequence[PromptGroup]) -> list[list[int]]:
     by_kind: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
         by_kind[group.count, isinstance(group.prompt, str)].append(index)
-    size = math.ceil(len(groups) / _CONCURRENT_REQUESTS)
+    size = math.ceil(len(groups) / CONCURRENT_REQUESTS)
     return [indices[i : i + size] for indices in by_kind.values() for i in range(0, len(indices), size)]
 
 

@@ -1,0 +1,202 @@
+"""An SGLang server as a process: its set-up, its keys, pausing it, and its memory (0.5.11 to 0.5.23).
+
+Three rules keep the server alive. Memory is released only if it is idle, restored only if it was released, and not
+sampled with in between: SGLang asserts all three, and dies.
+"""
+
+import logging
+import time
+from typing import Any
+
+import httpx
+from packaging.version import InvalidVersion, Version
+
+from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.http import APIKey, SizedIterable, json_object, server_words
+from trl_lora_sync.engines.server import ServerEngine
+from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError
+
+logger = logging.getLogger(__name__)
+
+API_KEY_VARIABLE = "SGLANG_API_KEY"
+ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
+OLDEST = Version("0.5.11")
+_ADMIN_TENSORS_FROM = Version("0.5.22")
+_POLL_S = 0.05
+# The answers of a generation step are out before the scheduler has put its last batch away.
+_IDLE_GRACE_S = 5.0
+
+
+class SGLangServer(ServerEngine):
+    """What `SGLangEngine` knows of its server besides adapters and tokens; see `ServerEngine` for the arguments."""
+
+    title = f"an SGLang server of {OLDEST} or later"
+    key_variable = API_KEY_VARIABLE
+    local_visibility_grace_s = 0.0
+
+    def __init__(self, base_url: str, *, is_local: bool) -> None:
+        super().__init__(base_url, is_local=is_local)
+        self._admin_key = APIKey(ADMIN_KEY_VARIABLE)
+        self._version = OLDEST
+        self._has_memory_saver = False
+        self._is_paused = False
+        self._is_released = False
+        self._loaded_at_release: set[str] = set()
+
+    # Set-up
+
+    def _check_setup(self, server: dict[str, Any]) -> None:
+        version = str(server.get("version", "unknown"))
+        try:
+            self._version = Version(version)
+        except InvalidVersion:
+            logger.warning("%s reports the SGLang version %r; %s is assumed.", self.base_url, version, OLDEST)
+        if self._version < OLDEST:
+            raise self._setup_error(f"runs SGLang {version}", f"SGLang {OLDEST} or later is needed", "Upgrade it")
+        if not server.get("enable_lora"):
+            raise self._setup_error(
+                "was started without LoRA support",
+                "adapters are loaded while it runs",
+                "Restart it with --enable-lora --max-lora-rank R --lora-target-modules ...",
+            )
+        if int(server.get("dp_size") or 1) > 1:
+            raise self._setup_error(
+                f"was started with --dp-size {server['dp_size']}",
+                "SGLang loads adapters into one replica only",
+                "Start independent servers with --dp-size 1, one URL each",
+            )
+        if int(server.get("tokenizer_worker_num") or 1) > 1:
+            raise self._setup_error(
+                f"was started with --tokenizer-worker-num {server['tokenizer_worker_num']}",
+                "each worker keeps a list of adapters of its own, so requests to the others would fail",
+                "Restart it with --tokenizer-worker-num 1",
+            )
+
+    def _max_model_len(self, deadline: Deadline) -> int | None:
+        # `/server_info` gives the flag --context-length, which is null unless it was set.
+        base = next((model for model in self._models(deadline) if not model.get("parent")), {})
+        longest = base.get("max_model_len")
+        return longest if isinstance(longest, int) else None
+
+    def _setup_error(self, seen: str, why: str, fix: str) -> ServerSetupError:
+        return ServerSetupError(f"The SGLang server at {self.base_url} {seen}: {why}. {fix}.")
+
+    # Pausing and memory
+
+    def pause(self, mode: str, deadline: Deadline) -> None:
+        if mode == "drain":
+            self._wait_until_idle(deadline)
+        self._is_paused = True  # before the request, whose answer may be lost
+        self._control("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"}, deadline)
+
+    def _wait_until_idle(self, deadline: Deadline) -> None:
+        # SGLang has no pause that finishes what runs, so its load is watched until there is none.
+        while self._running_requests(deadline):
+            deadline.remaining_s()
+            time.sleep(_POLL_S)
+
+    def _running_requests(self, deadline: Deadline) -> int:
+        loads = json_object(self._get("/v1/loads?include=core", deadline), ServerError).get("loads", [])
+        try:
+            return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.base_url}/v1/loads does not tell how many requests run.") from error
+
+    def resume(self, deadline: Deadline) -> None:
+        self._control("/continue_generation", {}, deadline)
+        self._is_paused = False
+
+    def release_kv_cache(self, deadline: Deadline) -> None:
+        """See `Engine`.
+
+        Source: SGLang asserts that it is idle, and the assertion ends the server (`release_memory_occupation` in
+        srt/managers, 0.5.11 to 0.5.23). A request of another client dies with it until the cache is restored.
+        """
+        if not self._has_memory_saver:
+            raise self._setup_error(
+                "was started without the memory saver",
+                "its KV cache cannot be released",
+                'Restart it with --enable-memory-saver, or set vllm_server_sleep="off"',
+            )
+        if self._is_released:
+            return
+        self._loaded_at_release = set(self.loaded(deadline))
+        self._flush_when_idle(deadline)
+        deadline.remaining_s()
+        self._is_released = True  # before the request, whose answer may be late
+        try:
+            self._control("/release_memory_occupation", {"tags": ["kv_cache"]}, deadline)
+        except ServerError:
+            self._is_released = False
+            raise
+
+    def _flush_when_idle(self, deadline: Deadline) -> None:
+        """Flush the prefix cache, which SGLang refuses (HTTP 400) by the very condition that a release asserts.
+
+        `/v1/loads` would not do: it tells what the scheduler last published, which may be a batch behind.
+        """
+        grace = Deadline.after(_IDLE_GRACE_S, "Waiting for an idle server")
+        while (response := self._admin("/flush_cache", deadline)).status_code != 200:
+            if response.status_code != 400 or grace.is_over():
+                raise ServerError(
+                    f"{self.base_url} did not become idle, so its KV cache was not released (HTTP "
+                    f"{response.status_code} from /flush_cache). Nothing may run there meanwhile. Keep other clients "
+                    f'off the server, or set vllm_server_sleep="off". It said: {server_words(response)!r}'
+                )
+            deadline.remaining_s()
+            time.sleep(_POLL_S)
+
+    def restore_kv_cache(self, deadline: Deadline) -> bool:
+        """See `Engine`. Adapters are in another memory pool, so they stay; unless the server was started anew.
+
+        Source: SGLang removes the tag from a set, and the KeyError of a restore without a release ends the server
+        (`resume_memory_occupation` in srt/managers, 0.5.11 to 0.5.23).
+        """
+        if not self._is_released:
+            return True
+        before = self._loaded_at_release
+        if before and not before & self.loaded(deadline).keys():
+            self._is_released = False
+            return False
+        deadline.remaining_s()
+        try:
+            self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
+        except DeadlineExceededError:
+            self._is_released = False  # it was asked and will do it; asking twice is fatal
+            raise
+        self._is_released = False
+        return True
+
+    def _control(self, path: str, body: dict[str, Any], deadline: Deadline) -> None:
+        response = self._admin(path, deadline, body=body)
+        if response.status_code != 200:
+            raise ServerError(
+                f"{self.base_url}{path} failed (HTTP {response.status_code}). It said: {server_words(response)!r}"
+            )
+
+    # Requests
+
+    def _admin(
+        self, path: str, deadline: Deadline, *, body: Any = None, content: SizedIterable | None = None
+    ) -> httpx.Response:
+        """A control request, with the admin key if there is one.
+
+        Control routes want the admin key if the server has one, else the API key; loading from tensors wants the API
+        key up to 0.5.21. A refusal is answered with the other one. Source: `auth_level` in
+        srt/entrypoints/http_server.py, 0.5.11 to 0.5.23.
+        """
+        keys = [self._admin_key, self._http.api_key] if self._admin_key.is_set else [self._http.api_key]
+        if content is not None and self._version < _ADMIN_TENSORS_FROM:
+            keys.reverse()
+        for key in keys:
+            response = self._http.request("POST", path, deadline, body=body, content=content, api_key=key)
+            if response.status_code != 401:
+                break
+        return self._checked(response)
+
+    def _key_words(self, path: str) -> str:
+        return (
+            f"{self.base_url}{path} wants another key. In the trainer's environment, "
+            f"{self._http.api_key!r} and {self._admin_key!r}. Export {API_KEY_VARIABLE} with the server's "
+            f"--api-key, and {ADMIN_KEY_VARIABLE} with its --admin-api-key if it has one."
+        )
