@@ -434,6 +434,27 @@ def test_an_unloaded_adapter_whose_files_are_gone_is_lost(served: Served) -> Non
         served.sample(stored.name)
 
 
+@pytest.mark.parametrize("fields", [{"extra": {"min_tokens": 3}}, {"top_p": 0.0}, {"extra": {"min_new_tokens": 9}}])
+def test_a_refused_sampling_field_leaves_no_reference_behind(fake: Served, fields: dict[str, Any]) -> None:
+    """Up to SGLang 0.5.21 the refusal came after the adapter was taken hold of, and no unload ever ended."""
+    stored, _ = fake.load(1)
+    with pytest.raises(GenerationError):
+        fake.sample(stored.name, max_tokens=4, **fields)
+    assert fake.fake is not None
+    assert fake.fake.in_flight[stored.name] == 0
+    assert fake.engine.unload(stored.name, soon())
+
+
+def test_sampling_fields_are_judged_on_the_base_once(serve: Serve) -> None:
+    served = serve("0.5.15")
+    assert served.fake is not None
+    stored, _ = served.load(1)
+    served.fake.requests.clear()
+    for _ in range(3):
+        served.sample(stored.name, extra={"seed": 3})
+    assert [body["lora_path"] for body in served.fake.bodies("/generate")] == [None, *[stored.name] * 3]
+
+
 def test_a_prompt_that_is_too_long_is_a_generation_error(served: Served) -> None:
     longest = served.engine.capabilities.max_model_len or 512
     with pytest.raises(GenerationError):
@@ -504,6 +525,7 @@ def test_adapters_are_chosen_by_name_on_the_token_route_only(fake: Served) -> No
     """The OpenAI routes serve the base, with HTTP 200, for an adapter that is named without a colon."""
     assert fake.fake is not None
     stored, _ = fake.load(1)
+    fake.sample(stored.name)  # the first time, sampling fields are judged on the base
     fake.fake.requests.clear()
     fake.sample(stored.name, count=3)
     assert {request.path for request in fake.fake.requests} == {"/generate"}
@@ -552,6 +574,7 @@ def test_a_retirement_is_not_held_up_by_groups_of_samples(fake: Served) -> None:
 def test_an_unload_that_hangs_ends_with_its_deadline_and_holds_nobody_up(few: Served) -> None:
     assert few.fake is not None
     stored, _ = few.load(1)
+    few.sample(stored.name)  # the first time, sampling fields are judged on the base, which is held as well
     with ThreadPoolExecutor() as pool, few.fake.hold():
         held = pool.submit(few.sample, stored.name)
         few.fake.wait_until(lambda: few.fake.running == 1)  # type: ignore[union-attr]
@@ -593,6 +616,7 @@ def test_a_slow_unload_that_ends_after_all_lets_later_versions_load(few: Served)
     """Long rollouts of another client hold an adapter for a while; that is no reason to end a training run."""
     assert few.fake is not None
     stored, _ = few.load(1)
+    few.sample(stored.name)  # the first time, sampling fields are judged on the base, which is held as well
     with ThreadPoolExecutor() as pool:
         with few.fake.hold():
             held = pool.submit(few.sample, stored.name)

@@ -443,6 +443,8 @@ def sampling_params(given: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
         (0.0 < params["repetition_penalty"] <= 2.0,
          f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {params['repetition_penalty']}."),
         (params["max_new_tokens"] >= 0, f"max_new_tokens must be at least 0, got {params['max_new_tokens']}."),
+        (0 <= params["min_new_tokens"] <= params["max_new_tokens"],
+         f"min_new_tokens must be in [0, max_new_tokens({params['max_new_tokens']})], got {params['min_new_tokens']}."),
         (sum(params[name] is not None for name in ("json_schema", "regex", "ebnf")) <= 1,
          "Only one of regex, json_schema, or ebnf can be set."),
     ]  # fmt: skip

@@ -3,6 +3,8 @@
 import gzip
 import logging
 import pickle
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +115,37 @@ def test_answer_that_trickles_in_is_cut_off_at_the_deadline(ask: Ask) -> None:
     with serving(trickle) as server, pytest.raises(DeadlineExceededError, match=r"did not finish within 0.4 s"):
         ask(server.url, soon(0.4))
     assert 0.4 <= time.monotonic() - started < 2
+
+
+def test_an_upload_that_is_read_slowly_is_cut_off_at_the_deadline() -> None:
+    """Each chunk leaves in time for a timeout on writes; all of them would take a quarter of an hour."""
+
+    class Chunks:
+        def __iter__(self) -> Iterator[bytes]:
+            return iter([bytes(1 << 20)] * 1000)
+
+        def __len__(self) -> int:
+            return 1000 << 20
+
+    stopped = threading.Event()
+
+    def read_slowly() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while not stopped.wait(0.05) and connection.recv(1 << 16):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_slowly)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = HTTPClient(url, api_key=APIKey(VARIABLE), is_local=True)
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match=r"did not finish within 1 s"):
+            client.request("POST", "/load", soon(1), content=Chunks())
+        assert time.monotonic() - started < 30
+        stopped.set()
+        client.close()
+        reading.result(30)
 
 
 def test_request_after_the_deadline_is_not_sent(ask: Ask) -> None:

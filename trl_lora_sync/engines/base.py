@@ -206,13 +206,13 @@ class Engine(Protocol):
         """Undo `pause`; harmless without one."""
 
     def release_kv_cache(self, deadline: Deadline) -> None:
-        """Give back the memory of the KV cache; nothing can be sampled until `restore_kv_cache`. Never the weights.
+        """Give back the memory of the KV cache; nothing can be sampled until `restore_kv_cache`.
 
-        Releasing twice does nothing more.
+        The base weights are never lost. Releasing twice does nothing more, and no request of anybody is broken off.
 
         Raises:
             ServerSetupError: the server does not offer it.
-            ServerError: requests are running; nothing was released.
+            ServerError: requests did not end, or the release failed; nothing was released.
         """
 
     def restore_kv_cache(self, deadline: Deadline) -> bool:

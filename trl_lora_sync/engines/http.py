@@ -95,7 +95,7 @@ class HTTPClient:
                 method,
                 path,
                 json=body,
-                content=content,
+                content=_until(deadline, content) if content is not None else None,
                 headers=_JSON | {"Content-Length": str(len(content))} if content is not None else None,
                 auth=api_key or self.api_key,
                 timeout=timeout,
@@ -116,6 +116,13 @@ class HTTPClient:
 
     def close(self) -> None:
         self._client.close()
+
+
+def _until(deadline: Deadline, chunks: SizedIterable) -> Iterator[bytes]:
+    """The chunks, for as long as there is time; httpx times each write only."""
+    for chunk in chunks:
+        deadline.remaining_s()
+        yield chunk
 
 
 def _read(response: httpx.Response, deadline: Deadline) -> httpx.Response:

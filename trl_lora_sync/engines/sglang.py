@@ -4,8 +4,8 @@ Samples through `/generate` only: the OpenAI routes serve the base model, with H
 without a colon. Four rules keep the server alive and unblocked, beside those of `sglang_server`. An adapter's weights
 are copied at its first batch, and a misfit kills the scheduler there, so every load is followed by one token, while
 nothing else waits for it. Samples are sent one by one (`n=1`), because up to 0.5.21 `n>1` leaves a reference behind
-that no unload ever sees released. A request that the server would refuse is not sent, because up to 0.5.21 its adapter
-is never released either. And an unload is never sent while generation is paused.
+that no unload ever sees released. A request that the server would refuse is not sent, or first to the base model,
+because up to 0.5.21 its adapter is never released either. And an unload is never sent while generation is paused.
 """
 
 import logging
@@ -42,6 +42,7 @@ from trl_lora_sync.errors import (
 logger = logging.getLogger(__name__)
 
 _TENSORS_PER_RANK_FROM = Version("0.5.17")
+_REFUSALS_LET_GO_FROM = Version("0.5.22")
 _TENSOR_PATH = "__tensor__"  # what SGLang lists as the path of an adapter that came as tensors
 # How long an unload looks whether an earlier one, which took too long, has ended after all.
 _RECOVERY_PROBE_S = 1.0
@@ -70,6 +71,7 @@ class SGLangEngine(SGLangServer):
         self._tp_size = 1
         self._payload = TensorPayload()
         self._seeds: random.Random | None = None
+        self._accepted_sampling: set[str] = set()
         self._stuck_unload: str | None = None
         self._overdue: dict[str, None] = {}  # a set in order: what is still to be unloaded
 
@@ -290,6 +292,8 @@ class SGLangEngine(SGLangServer):
         keeps its adapter's reference for ever in some versions (0.5.15 to 0.5.21), and no unload gets past that.
         """
         rows = self._rows(groups, sampling)
+        if model != self.capabilities.base_model:
+            self._check_sampling(rows, deadline)
         size = max(1, math.ceil(len(rows) / CONCURRENT_REQUESTS))
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         with ThreadPoolExecutor(max_workers=max(1, min(CONCURRENT_REQUESTS, len(batches)))) as pool:
@@ -299,7 +303,7 @@ class SGLangEngine(SGLangServer):
         return [[next(iterator) for _ in range(group.count)] for group in groups]
 
     def _rows(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[_Row]:
-        """One row per sample, checked as the server would check it."""
+        """One row per sample."""
         rows = []
         for group in groups:
             prompt = _token_ids(group)
@@ -325,6 +329,29 @@ class SGLangEngine(SGLangServer):
                 f"the context of {longest} tokens at {self.base_url}. Lower max_completion_length, shorten the "
                 f"prompts, or restart the server with --context-length {wanted}."
             )
+
+    def _check_sampling(self, rows: Sequence[_Row], deadline: Deadline) -> None:
+        """Have the server judge sampling parameters on the base model first, once.
+
+        Up to 0.5.21 a refusal comes after the server has taken hold of the adapter, for ever; of the base it takes no
+        hold.
+        """
+        if self._version >= _REFUSALS_LET_GO_FROM:
+            return
+        for _, params in rows:
+            judged = {name: value for name, value in params.items() if name != "sampling_seed"}
+            known = repr(sorted(judged.items()))
+            if known not in self._accepted_sampling:
+                # As few tokens as these parameters allow: a minimum above the maximum must still be refused.
+                fewest = min(params["max_new_tokens"] or 1, max(1, params.get("min_new_tokens") or 1))
+                body = {
+                    "input_ids": _WARM_UP_PROMPT,
+                    "sampling_params": params | {"max_new_tokens": fewest},
+                    "lora_path": None,
+                    "stream": False,
+                }
+                self._sample(body, None, deadline)
+                self._accepted_sampling.add(known)
 
     def _generate_batch(
         self, model: str, rows: Sequence[_Row], sampling: Sampling, deadline: Deadline

@@ -91,8 +91,12 @@ class SGLangServer(ServerEngine):
 
     def _wait_until_idle(self, deadline: Deadline) -> None:
         # SGLang has no pause that finishes what runs, so its load is watched until there is none.
-        while self._running_requests(deadline):
-            deadline.remaining_s()
+        while running := self._running_requests(deadline):
+            if deadline.is_over():
+                raise deadline.error(
+                    f"{running} requests still run or wait at {self.base_url}: other clients keep it busy. Set "
+                    'lora_sync_pause="abort", or "off", which is safe as well'
+                )
             time.sleep(_POLL_S)
 
     def _running_requests(self, deadline: Deadline) -> int:

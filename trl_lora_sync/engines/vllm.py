@@ -1,8 +1,8 @@
 """What a stock vLLM server accepts, answers and forgets (0.22 to 0.33).
 
-Uses the OpenAI routes and the runtime-loading routes only; the open development mode is never needed. An adapter is
-selected by naming it as the model. `load_inplace` is never sent: up to 0.32 the flag sticks to the adapter and every
-engine step reads it from disk again, which makes decoding four to six times slower (vllm#33791).
+Uses the OpenAI routes and the runtime-loading routes; only pausing and releasing the KV cache need the open development
+mode. An adapter is selected by naming it as the model. `load_inplace` is never sent: up to 0.32 the flag sticks to the
+adapter and every engine step reads it from disk again, which makes decoding four to six times slower (vllm#33791).
 """
 
 import logging
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 API_KEY_VARIABLE = "VLLM_API_KEY"
 # Source: vllm/config/lora.py `MaxLoRARanks`.
 ALLOWED_MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_UNDO_S = 10.0
 
 
 class VLLMEngine(ServerEngine):
@@ -194,24 +195,50 @@ class VLLMEngine(ServerEngine):
         self._control("/resume", deadline)
 
     def release_kv_cache(self, deadline: Deadline) -> None:
-        # Level 1 drops the KV cache and keeps the weights in host memory; level 2 would lose them.
-        self._control("/sleep?level=1", deadline)
+        """See `Engine`. Running requests are waited for.
+
+        Source: vLLM 0.31 `EngineCore.release_kv_cache_memory`, which wants a completed pause. Versions without that
+        route sleep instead: level 1 drops the KV cache too, but moves the weights to host memory and back.
+        """
+        try:
+            self.pause("drain", deadline)
+            response = self._post("/release_kv_cache_memory", {}, deadline)
+            if response.status_code == 404:
+                self._control("/sleep?level=1&mode=wait", deadline)
+            else:
+                self._check_control("/release_kv_cache_memory", response)
+        except BaseException:
+            self._restore_quietly()
+            raise
 
     def restore_kv_cache(self, deadline: Deadline) -> bool:
         self._control("/wake_up", deadline)
+        self.resume(deadline)
         return False  # the buffers of loaded adapters are lost with the cache on some versions
 
+    def _restore_quietly(self) -> None:
+        for path in ("/wake_up", "/resume"):
+            try:
+                self._control(path, Deadline.after(_UNDO_S, "Taking the KV cache back"))
+            except LoRASyncError as error:
+                logger.debug("After a failed release of the KV cache: %s", error)
+
     def _control(self, path: str, deadline: Deadline) -> None:
-        response = self._post(path, {}, deadline)
+        self._check_control(path, self._post(path, {}, deadline))
+
+    def _check_control(self, path: str, response: httpx.Response) -> None:
+        route = path.partition("?")[0]
         if response.status_code == 404:
             raise ServerSetupError(
-                f"The vLLM server at {self.base_url} does not offer {path.partition('?')[0]}. Restart it with "
+                f"The vLLM server at {self.base_url} does not offer {route}. Restart it with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment (whose routes no API key guards) and, for sleeping, "
                 "--enable-sleep-mode; or switch lora_sync_pause and vllm_server_sleep off."
             )
         if response.status_code != 200:
             raise ServerError(
-                f"{self.base_url}{path} failed (HTTP {response.status_code}). It said: {server_words(response)!r}"
+                f"{self.base_url}{route} failed (HTTP {response.status_code}). For the KV cache the server needs "
+                "--enable-sleep-mode and a GPU; otherwise look at its log, or switch lora_sync_pause and "
+                f"vllm_server_sleep off. It said: {server_words(response)!r}"
             )
 
     # Generation
