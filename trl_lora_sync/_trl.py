@@ -1,11 +1,12 @@
-"""Every private TRL name this package touches, checked at import.
+"""Every private TRL name this package touches. What a class or a signature shows is checked at import.
 
-Read on TRL 1.11 to 1.16. What we rely on:
+Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 
 - `trl.trainer.grpo_trainer.VLLMGeneration`, a module global that `GRPOTrainer.__init__` resolves when it builds its
   generation object; there is no argument to pass another class. The rebinding below can go once TRL takes one.
 - `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
-- `GRPOTrainer.vllm_generation`, `._metrics`, `._last_loaded_step`.
+- what `VLLMGeneration.__init__` stores under the names of `_INIT_PARAMETERS`, and that it calls `_init_vllm()` last.
+- `GRPOTrainer.vllm_generation`, `._metrics`, `._last_loaded_step`, which exist on instances only.
 """
 
 import inspect

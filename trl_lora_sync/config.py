@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 _SHARED_MEMORY = Path("/dev/shm")
 # What a collective needs beyond the time that process 0 may take.
-_COLLECTIVE_MARGIN_S = 30.0
+_COLLECTIVE_MARGIN_S = 60.0
 
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
-    r"""TRL's `GRPOConfig` with the choice of how the policy reaches the vLLM server.
+    r"""TRL's `GRPOConfig` with the choice of how the policy reaches the vLLM or SGLang server.
 
     With `vllm_sync_strategy="weights"`, the default, it is TRL's own in every respect.
 
@@ -61,7 +61,8 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             `"float32"`. With a trainer that keeps its base in float32 and a server that runs in bfloat16,
             `"bfloat16"` halves the bytes.
 
-    The server's API key is read from the environment variable `VLLM_API_KEY`, never from a field.
+    API keys are read from the environment, never from a field: `VLLM_API_KEY`, or `SGLANG_API_KEY` and
+    `SGLANG_ADMIN_API_KEY`.
     """
 
     vllm_sync_strategy: Literal["weights", "lora_adapter"] = field(

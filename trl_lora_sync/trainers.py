@@ -26,7 +26,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
         config: Any = given.get("args")
-        if getattr(config, "vllm_sync_strategy", "weights") != "lora_adapter":
+        self._syncs_adapters = getattr(config, "vllm_sync_strategy", "weights") == "lora_adapter"
+        if not self._syncs_adapters:
             super().__init__(*args, **kwargs)
             return
         from trl_lora_sync.adapter.support import check_model
@@ -50,15 +51,13 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `compute_loss`, before which a server that sleeps between steps is sent to sleep."""
-        generation: Any = getattr(self, "vllm_generation", None)
-        if self.model.training and hasattr(generation, "sleep"):
-            generation.sleep()
+        if self._syncs_adapters and self.model.training:
+            self.vllm_generation.sleep()
         return super().compute_loss(*args, **kwargs)
 
     def _release_adapters(self) -> None:
-        generation: Any = getattr(self, "vllm_generation", None)
-        if hasattr(generation, "close"):
-            generation.close()
+        if self._syncs_adapters:
+            self.vllm_generation.close()
             _trl.forget_last_sync(self)
 
     def _record_sync(self, report: "SyncReport") -> None:

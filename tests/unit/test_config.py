@@ -162,10 +162,10 @@ def test_timeout_beyond_what_the_other_processes_wait_is_refused(
 ) -> None:
     monkeypatch.setattr(GRPOConfig, "world_size", 2)
     fields = {"ddp_timeout": 100}
-    fields |= dict.fromkeys(["lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"], 60.0)
-    make(**fields | {name: 70.0})
-    with pytest.raises(UnsupportedSettingError, match=f"{name}=71 is too long for ddp_timeout=100") as caught:
-        make(**fields | {name: 71.0})
+    fields |= dict.fromkeys(["lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"], 40.0)
+    make(**fields | {name: 40.0})
+    with pytest.raises(UnsupportedSettingError, match=f"{name}=41 is too long for ddp_timeout=100") as caught:
+        make(**fields | {name: 41.0})
     assert "raise ddp_timeout" in str(caught.value)
 
 

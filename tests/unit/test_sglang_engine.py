@@ -24,13 +24,14 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canoni
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engines import connect
 from trl_lora_sync.engines.base import PromptGroup
-from trl_lora_sync.engines.http import APIKey, HTTPClient, server_words
+from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, server_words
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import TensorPayload
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, GenerationError, ServerAuthError
 from trl_lora_sync.transports import TensorTransport
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
+from unit.servers import serving
 
 R = 4
 
@@ -402,6 +403,20 @@ def test_the_engine_is_told_behind_a_gateway_that_asks_for_a_key(
                 assert connect._is_sglang(http, soon()) is is_sglang
         finally:
             http.close()
+
+
+@pytest.mark.parametrize("routes", [SGLANG, VLLM])
+def test_no_key_goes_to_a_server_that_tells_its_engine_without_one(
+    monkeypatch: pytest.MonkeyPatch, routes: dict[str, int]
+) -> None:
+    for name in ("SGLANG_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.setenv(name, "of another server")
+    with serving(lambda request: request.send(200 if request.path in {*routes, "/health"} else 404)) as server:
+        http = HTTPClient(server.url, api_key=NO_KEY, is_local=True)
+        connect._wait_until_up(http, soon())
+        assert connect._is_sglang(http, soon()) is (routes is SGLANG)
+        http.close()
+        assert [request.headers.get("Authorization") for request in server.requests] == [None, None]
 
 
 def test_what_could_not_be_unloaded_is_unloaded_later(serve: Serve) -> None:

@@ -140,9 +140,6 @@ class AdapterStore:
         root: folder shared by all runs; created if missing.
         server_root: the same folder as the servers see it; `None` if they see it under the same path.
         run_id: unique to the run, see `new_run_id`.
-
-    Raises:
-        AdapterExportError: `root` cannot be created or written.
     """
 
     def __init__(self, root: Path, *, server_root: str | None = None, run_id: str | None = None) -> None:
@@ -162,7 +159,11 @@ class AdapterStore:
         return self.server_root == str(self.root)
 
     def open(self) -> None:
-        """Create the run folder and mark it as live; does nothing if it is open already."""
+        """Create the run folder and mark it as live; does nothing if it is open already.
+
+        Raises:
+            AdapterExportError: `root` cannot be created or written.
+        """
         if self._lock is not None:
             return
         # Locked under another name first, so that a sweep never meets a run folder without its lock.

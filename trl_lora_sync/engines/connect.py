@@ -4,7 +4,7 @@ import logging
 
 from trl_lora_sync.engines import sglang_server, vllm
 from trl_lora_sync.engines.base import Deadline, Engine
-from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, retrying
+from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.errors import ServerAuthError, ServerUnreachableError
@@ -27,7 +27,7 @@ def connect_engine(base_url: str, *, engine: str, is_local: bool, deadline: Dead
         ServerAuthError: it wants another API key.
         ServerSetupError: what answers is not a server that adapter sync can work with.
     """
-    http = HTTPClient(base_url, api_key=APIKey(vllm.API_KEY_VARIABLE), is_local=is_local)
+    http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
     try:
         _wait_until_up(http, deadline)
         is_sglang = engine == "sglang" or (engine == "auto" and _is_sglang(http, deadline))
@@ -63,13 +63,15 @@ def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
 
 
 def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
-    """Ask with each engine's key, because SGLang and any gateway answer 401 without theirs, whatever the route.
+    """Ask without a key, then with each engine's, because SGLang and any gateway answer 401 whatever the route.
+
+    A key goes to no server that tells what it is without one.
 
     Raises:
         ServerAuthError: no key opens a route that tells the engines apart.
     """
     keys = [APIKey(sglang_server.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
-    for key in keys:
+    for key in (NO_KEY, *keys):
         status = http.request("GET", _SGLANG_ROUTE, deadline, api_key=key).status_code
         if status != 401:
             return status == 200

@@ -48,16 +48,20 @@ class APIKey(httpx.Auth):
         return f"APIKey({self.variable}={'set' if self.is_set else 'unset'})"
 
 
+# Adds nothing to a request.
+NO_KEY = httpx.Auth()
+
+
 class HTTPClient:
     """Requests to one server. Thread-safe.
 
     Args:
         base_url: such as `http://127.0.0.1:8000`, without a trailing slash.
-        api_key: read from the environment at each request.
+        api_key: read from the environment at each request, or `NO_KEY`.
         is_local: whether the server is on this host; a proxy from the environment is then bypassed.
     """
 
-    def __init__(self, base_url: str, *, api_key: APIKey, is_local: bool, max_connections: int = 64) -> None:
+    def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool, max_connections: int = 64) -> None:
         self.base_url = base_url
         self.api_key = api_key
         self._client = httpx.Client(
@@ -75,7 +79,7 @@ class HTTPClient:
         *,
         body: Any = None,
         content: SizedIterable | None = None,
-        api_key: APIKey | None = None,
+        api_key: httpx.Auth | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
 

@@ -42,9 +42,8 @@ class ServerEngine(ABC):
     def __init__(self, base_url: str, *, is_local: bool) -> None:
         self.base_url = base_url
         self._is_local = is_local
-        self._http = HTTPClient(
-            base_url, api_key=APIKey(self.key_variable), is_local=is_local, max_connections=CONCURRENT_REQUESTS
-        )
+        self._api_key = APIKey(self.key_variable)
+        self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, max_connections=CONCURRENT_REQUESTS)
         self._capabilities: Capabilities | None = None
 
     @property

@@ -189,7 +189,7 @@ class SGLangServer(ServerEngine):
         key up to 0.5.21. A refusal is answered with the other one. Source: `auth_level` in
         srt/entrypoints/http_server.py, 0.5.11 to 0.5.23.
         """
-        keys = [self._admin_key, self._http.api_key] if self._admin_key.is_set else [self._http.api_key]
+        keys = [self._admin_key, self._api_key] if self._admin_key.is_set else [self._api_key]
         if content is not None and self._version < _ADMIN_TENSORS_FROM:
             keys.reverse()
         for key in keys:
@@ -201,6 +201,6 @@ class SGLangServer(ServerEngine):
     def _key_words(self, path: str) -> str:
         return (
             f"{self.base_url}{path} wants another key. In the trainer's environment, "
-            f"{self._http.api_key!r} and {self._admin_key!r}. Export {API_KEY_VARIABLE} with the server's "
+            f"{self._api_key!r} and {self._admin_key!r}. Export {API_KEY_VARIABLE} with the server's "
             f"--api-key, and {ADMIN_KEY_VARIABLE} with its --admin-api-key if it has one."
         )

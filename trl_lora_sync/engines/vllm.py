@@ -333,7 +333,7 @@ class VLLMEngine(ServerEngine):
         return self._request("POST", path, deadline, body=body)
 
     def _key_words(self, path: str) -> str:
-        state = "is set but was refused" if self._http.api_key.is_set else "is not set"
+        state = "is set but was refused" if self._api_key.is_set else "is not set"
         return (
             f"{self.base_url} wants an API key, and {API_KEY_VARIABLE} {state} in the trainer's environment. "
             f"Export {API_KEY_VARIABLE} with the key the server was started with."
