@@ -181,7 +181,10 @@ def json_object(response: httpx.Response, error: type[LoRASyncError]) -> dict[st
             f"JSON. Is it the inference server itself, and not a proxy? It said: {server_words(response)!r}"
         ) from cause
     if not isinstance(content, dict):
-        raise error(f"{response.request.url} answered a JSON {type(content).__name__} where an object was expected.")
+        raise error(
+            f"{response.request.url} answered a JSON {type(content).__name__} where an object was expected. Is it the "
+            "inference server itself? Point vllm_server_base_url past any proxy."
+        )
     return content
 
 

@@ -13,6 +13,7 @@ from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
+    GenerationError,
     LoRASyncError,
     ServerAuthError,
     ServerSetupError,
@@ -105,6 +106,26 @@ class ServerEngine(ABC):
                 f"out of order; look at its log. It said: {server_words(response)!r}"
             )
         return response
+
+    # Answers that cannot be used
+
+    def _wrong_count(self, found: int, wanted: int) -> GenerationError:
+        return GenerationError(
+            f"{self.base_url} sent {found} completions where {wanted} were asked for. Is it the inference server "
+            "itself? Point vllm_server_base_url past any proxy or load balancer."
+        )
+
+    def _untrainable(self, reason: Exception) -> GenerationError:
+        return GenerationError(
+            f"{self.base_url} sent completions that cannot be trained on: {reason or type(reason).__name__}. They were "
+            "not used. Look at the server's log, and at generation_kwargs; a proxy in between may have changed them."
+        )
+
+    def _unscored(self) -> GenerationError:
+        return GenerationError(
+            f"{self.base_url} scored a prompt without log-probabilities. They are needed to compare it with the "
+            "trainer. Is there a proxy in between that drops fields?"
+        )
 
     @abstractmethod
     def _key_words(self, path: str) -> str:

@@ -142,7 +142,7 @@ class SGLangEngine(SGLangServer):
         try:
             return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
         except (KeyError, IndexError, TypeError) as error:
-            raise GenerationError(f"{self.base_url} scored a prompt without log-probabilities.") from error
+            raise self._unscored() from error
 
     # Adapters
 
@@ -220,7 +220,8 @@ class SGLangEngine(SGLangServer):
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
-            f"the server's base model. It said: {words!r}"
+            f"the server's base model; check that the server serves the model that is being trained. "
+            f"It said: {words!r}"
         )
 
     def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
@@ -370,16 +371,11 @@ class SGLangEngine(SGLangServer):
         }
         answers = self._sample(body, lora_path, deadline)
         if len(answers) != len(rows):
-            raise GenerationError(
-                f"{self.base_url} sent {len(answers)} completions where {len(rows)} were asked for. Is it SGLang "
-                "itself, and not a proxy?"
-            )
+            raise self._wrong_count(len(answers), len(rows))
         try:
             return [read_completion(answer, prompt, sampling) for answer, prompt in zip(answers, prompts, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise GenerationError(
-                f"{self.base_url} sent completions that cannot be trained on: {error or type(error).__name__}."
-            ) from error
+            raise self._untrainable(error) from error
 
     def _post_generate(self, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
         if self._is_released:

@@ -104,7 +104,10 @@ class SGLangServer(ServerEngine):
         try:
             return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.base_url}/v1/loads does not tell how many requests run.") from error
+            raise ServerError(
+                f"{self.base_url}/v1/loads does not tell how many requests run, so nothing can be drained. Set "
+                'lora_sync_pause="abort", or "off", which is safe as well.'
+            ) from error
 
     def resume(self, deadline: Deadline) -> None:
         self._control("/continue_generation", {}, deadline)
@@ -175,7 +178,8 @@ class SGLangServer(ServerEngine):
         response = self._admin(path, deadline, body=body)
         if response.status_code != 200:
             raise ServerError(
-                f"{self.base_url}{path} failed (HTTP {response.status_code}). It said: {server_words(response)!r}"
+                f"{self.base_url}{path} failed (HTTP {response.status_code}). Look at its log, or switch "
+                f"lora_sync_pause and vllm_server_sleep off. It said: {server_words(response)!r}"
             )
 
     # Requests

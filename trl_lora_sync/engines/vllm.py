@@ -67,7 +67,10 @@ class VLLMEngine(ServerEngine):
         models = self._models(deadline)
         base = next((model for model in models if not model.get("parent")), None)
         if base is None:
-            raise ServerSetupError(f"{self.base_url} lists no base model under /v1/models. It said: {models!r}")
+            raise ServerSetupError(
+                f"{self.base_url} lists no base model under /v1/models. A vLLM server lists the model it was started "
+                f"with; point vllm_server_base_url at one. It said: {models!r}"
+            )
         return base
 
     def _check_lora_is_on(self, deadline: Deadline) -> None:
@@ -131,7 +134,7 @@ class VLLMEngine(ServerEngine):
             entries = content["choices"][0]["prompt_logprobs"][1:]
             return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, prompt_ids[1:], strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise GenerationError(f"{self.base_url} scored a prompt without log-probabilities.") from error
+            raise self._unscored() from error
 
     # Adapters
 
@@ -291,7 +294,8 @@ class VLLMEngine(ServerEngine):
             )
         if response.status_code != 200:
             raise GenerationError(
-                f"{self.base_url} could not sample from {model!r} (HTTP {response.status_code}). It said: {words!r}"
+                f"{self.base_url} could not sample from {model!r} (HTTP {response.status_code}). If it names a field, "
+                f"correct generation_kwargs; else look at its log. It said: {words!r}"
             )
         return response
 
@@ -318,13 +322,9 @@ class VLLMEngine(ServerEngine):
             choices = sorted(content["choices"], key=lambda choice: choice["index"])
             found = [read_completion(choice, groups[place // count], sampling) for place, choice in enumerate(choices)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise GenerationError(
-                f"{self.base_url} sent completions that cannot be trained on: {error or type(error).__name__}."
-            ) from error
+            raise self._untrainable(error) from error
         if len(found) != len(groups) * count:
-            raise GenerationError(
-                f"{self.base_url} sent {len(found)} completions where {len(groups) * count} were asked for."
-            )
+            raise self._wrong_count(len(found), len(groups) * count)
         return [found[start : start + count] for start in range(0, len(found), count)]
 
     # Requests
