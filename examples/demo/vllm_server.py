@@ -60,7 +60,7 @@ class VLLMServer:
         model: folder of the model.
         python: interpreter of the server's environment; default ``$TRL_LORA_SYNC_VLLM_PYTHON``, else ``.venv-vllm``.
         served_model_name: the base model's name in requests; default: ``model`` as given.
-        port: default: one that is free at the start.
+        port: default: one that is free, and on Linux stays so for this server while the object lives.
         api_key: handed over in the environment, so that it appears in no process list.
         runtime_updating: whether adapters can be loaded over HTTP.
         dev_mode: whether vLLM's unguarded development routes exist.
@@ -96,7 +96,10 @@ class VLLMServer:
         self.model = str(model)
         self.python = Path(python or os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON)
         self.served_model_name = served_model_name or self.model
-        self.port = port or _free_port()
+        self._port_holder = None if port else _bound_socket()
+        self.port = port or int(self._port_holder.getsockname()[1])
+        if self._port_holder and sys.platform != "linux":
+            self._port_holder.close()  # BSD sockets do not share an address
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log_path = Path(log_path) if log_path else _new_log_path()
         self.start_timeout_s = start_timeout_s
@@ -251,10 +254,16 @@ def _lora_args(enable_lora: bool, max_lora_rank: int, max_loras: int, max_cpu_lo
     ]
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def _bound_socket() -> socket.socket:
+    """Keep a free port free until the server takes it, many seconds after its start, and again if it is restarted.
+
+    Linux gives the port of a bound socket to nobody who asks for any port, but lets a server share it that sets
+    SO_REUSEADDR, as vLLM does (0.31.0), since this one never listens.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def _new_log_path() -> Path:

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +35,18 @@ from trl_lora_sync.errors import (
     GenerationError,
     LoRASyncError,
     ServerAuthError,
+    ServerError,
     ServerSetupError,
     ServerUnreachableError,
 )
 
 Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to a server that is down are given up soon, long before their deadline."""
+    monkeypatch.setattr("trl_lora_sync.engines.server.RETRY_S", 0.2)
 
 
 def gap(reported: list[float], expected: list[float]) -> float:
@@ -107,12 +114,13 @@ def test_connect_refuses_a_server_that_cannot_work_and_names_what_to_change(
         served.engine.connect(soon())
 
 
+@pytest.mark.usefixtures("impatient")
 def test_connect_to_nobody_is_unreachable(serve: Serve) -> None:
     served = serve(connect=False)
     assert served.fake is not None
     served.fake.stop()
     with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1"):
-        served.engine.connect(soon(1))
+        served.engine.connect(soon())
 
 
 def test_the_vocabulary_is_found_without_harming_the_server(served: Served) -> None:
@@ -166,7 +174,8 @@ def test_a_missing_admin_key_names_the_variable(few: Served, monkeypatch: pytest
 
 def test_served_logprobs_are_the_adapters_and_not_the_bases(served: Served) -> None:
     stored, adapter = served.load(1)
-    completion = served.sample(stored.name)[0]
+    # Many tokens, as single ones may be about as probable under both policies.
+    completion = served.sample(stored.name, max_tokens=16, extra={"ignore_eos": True})[0]
     assert_policy(served, completion, adapter)
     base = served.reference.logprobs(None, completion.prompt_ids, completion.token_ids)
     assert gap(sampled_logprobs(completion), base) > 3 * served.reference.tolerance
@@ -281,6 +290,7 @@ def test_a_load_whose_answer_is_lost_succeeds(few: Served) -> None:
     assert_policy(few, few.sample(stored.name)[0], adapter)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_adapter_that_kills_the_server_is_reported_at_its_warm_up(few: Served) -> None:
     assert few.fake is not None
     adapter = few.reference.adapter(1)
@@ -288,7 +298,7 @@ def test_an_adapter_that_kills_the_server_is_reported_at_its_warm_up(few: Served
     stored = few.write(replace(adapter, tensors=short))
     few.engine.load(stored, soon())
     with pytest.raises(AdapterRejectedError, match=stored.name):
-        few.engine.warm_up(stored, soon(0.5))
+        few.engine.warm_up(stored, soon())
     assert "does not match weight shape" in (few.fake.death or "")
 
 
@@ -360,7 +370,7 @@ def test_logprobs_are_scaled_by_the_temperature(served: Served) -> None:
     for temperature in (0.7, 1.0, 2.0):
         completion = served.sample(stored.name, temperature=temperature)[0]
         assert_policy(served, completion, adapter, temperature)
-    hot = served.sample(stored.name, temperature=2.0, max_tokens=16)[0]
+    hot = served.sample(stored.name, temperature=2.0, max_tokens=16, extra={"ignore_eos": True})[0]
     plain = served.reference.logprobs(adapter, hot.prompt_ids, hot.token_ids)
     assert gap(sampled_logprobs(hot), plain) > 2 * served.reference.tolerance
 
@@ -466,7 +476,7 @@ def test_a_prompt_that_is_too_long_does_not_block_the_adapters_unload(fake: Serv
     stored, _ = fake.load(1)
     with pytest.raises(GenerationError):
         fake.sample(stored.name, prompt=[1] * 600)
-    assert fake.engine.unload(stored.name, soon(1))
+    assert fake.engine.unload(stored.name, soon())
 
 
 def _not_finite(output: dict[str, Any]) -> None:
@@ -554,7 +564,7 @@ def test_retiring_keeps_the_number_of_adapters_flat(served: Served) -> None:
         served.sample(stored.name, count=3, max_tokens=1)
         kept.append(stored.name)
         if len(kept) > 2:
-            assert served.engine.unload(kept.pop(0), soon(2))
+            assert served.engine.unload(kept.pop(0), soon())
         assert len(served.engine.loaded(soon())) - before <= 2
     if served.fake:
         assert sorted(served.fake.host_adapters) == sorted(kept)
@@ -568,7 +578,7 @@ def test_a_retirement_is_not_held_up_by_groups_of_samples(fake: Served) -> None:
     stored, _ = fake.load(1)
     fake.sample(stored.name, count=8, max_tokens=1)
     assert fake.fake.in_flight[stored.name] == 0
-    assert fake.engine.unload(stored.name, soon(2))
+    assert fake.engine.unload(stored.name, soon())
 
 
 def test_an_unload_that_hangs_ends_with_its_deadline_and_holds_nobody_up(few: Served) -> None:
@@ -578,12 +588,11 @@ def test_an_unload_that_hangs_ends_with_its_deadline_and_holds_nobody_up(few: Se
     with ThreadPoolExecutor() as pool, few.fake.hold():
         held = pool.submit(few.sample, stored.name)
         few.fake.wait_until(lambda: few.fake.running == 1)  # type: ignore[union-attr]
-        unload = pool.submit(few.engine.unload, stored.name, soon(0.5))
-        few.fake.wait_until(lambda: bool(few.fake.bodies("/unload_lora_adapter")))  # type: ignore[union-attr]
         started = time.monotonic()
+        unload = _begun_unload(few, stored.name, pool)
         assert stored.name not in few.engine.loaded(soon())
-        assert unload.result(5) is False
-        assert time.monotonic() - started < 3
+        assert unload.result(30) is False
+        assert time.monotonic() - started < 10
         few.fake._holding = None
         assert held.result(10)
 
@@ -594,21 +603,21 @@ def test_sampling_goes_on_while_an_unload_hangs(few: Served) -> None:
     newer, adapter = few.load(2)
     _leak(few, stored.name)
     with ThreadPoolExecutor() as pool:
-        unload = pool.submit(few.engine.unload, stored.name, soon(0.5))
-        few.fake.wait_until(lambda: bool(few.fake.bodies("/unload_lora_adapter")))  # type: ignore[union-attr]
+        unload = _begun_unload(few, stored.name, pool)
         assert_policy(few, few.sample(newer.name)[0], adapter)
-        assert unload.result(5) is False
+        assert unload.result(30) is False
 
 
 def test_a_load_behind_an_unload_that_hangs_says_what_to_do(few: Served) -> None:
     stored, _ = few.load(1)
     _leak(few, stored.name)
-    assert few.engine.unload(stored.name, soon(0.2)) is False
+    with ThreadPoolExecutor() as pool:
+        assert _begun_unload(few, stored.name, pool).result(30) is False
     newer = few.write(few.reference.adapter(2))
     started = time.monotonic()
     with pytest.raises(LoRASyncError, match=r"(?i)restart"):
         few.engine.load(newer, soon(0.5))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     assert few.engine.unload(newer.name, soon(0.2)) is False
 
 
@@ -621,11 +630,18 @@ def test_a_slow_unload_that_ends_after_all_lets_later_versions_load(few: Served)
         with few.fake.hold():
             held = pool.submit(few.sample, stored.name)
             few.fake.wait_until(lambda: few.fake.running == 1)  # type: ignore[union-attr]
-            assert few.engine.unload(stored.name, soon(0.2)) is False
+            assert _begun_unload(few, stored.name, pool).result(30) is False
         held.result(10)
     few.fake.wait_until(lambda: stored.name not in few.fake.host_adapters)  # type: ignore[union-attr]
     newer, adapter = few.load(2)
     assert_policy(few, few.sample(newer.name)[0], adapter)
+
+
+def _begun_unload(served: Served, adapter_name: str, pool: ThreadPoolExecutor) -> "Future[bool]":
+    """An unload with a short deadline, which the server has taken up and which something else there holds up."""
+    unload = pool.submit(served.engine.unload, adapter_name, soon(1))
+    served.fake.wait_until(lambda: adapter_name not in served.fake._workers[0].registry)  # type: ignore[union-attr]
+    return unload
 
 
 def _leak(fake: Served, adapter_name: str) -> None:
@@ -641,7 +657,7 @@ def test_unloading_never_raises(few: Served) -> None:
     assert few.engine.unload("x", soon()) is False
     assert few.engine.unload("x", soon()) is False
     few.fake.stop()
-    assert few.engine.unload("x", soon(1)) is False
+    assert few.engine.unload("x", soon()) is False
 
 
 def test_an_unload_without_any_time_left_is_not_taken_for_a_hang(few: Served) -> None:
@@ -665,13 +681,14 @@ def test_a_restarted_server_has_lost_its_adapters(few: Served) -> None:
     assert_policy(few, few.sample(stored.name)[0], adapter)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_stopped_server_is_unreachable(few: Served) -> None:
     assert few.fake is not None
     stored, _ = few.load(1)
     few.fake.stop()
     group = [PromptGroup(prompt=PROMPT, count=1)]
     with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1"):
-        few.engine.generate(stored.name, group, sampling(), soon(0.5))
+        few.engine.generate(stored.name, group, sampling(), soon())
 
 
 # Pausing and memory
@@ -683,12 +700,14 @@ def test_while_paused_adapters_load_requests_wait_and_nothing_is_unloaded(few: S
     stored, _ = few.load(1)
     few.engine.pause(mode, soon())
     try:
-        assert few.engine.unload(stored.name, soon(0.5)) is False
+        assert few.engine.unload(stored.name, soon()) is False
         newer = few.write(few.reference.adapter(2))
         few.engine.load(newer, soon())
         with ThreadPoolExecutor() as pool:
+            before = len(few.fake.bodies("/generate"))
             waiting = pool.submit(few.sample, newer.name)
-            time.sleep(0.1)
+            few.fake.wait_until(lambda: len(few.fake.bodies("/generate")) > before)  # type: ignore[union-attr]
+            time.sleep(0.1)  # in which it would be answered
             assert not waiting.done()
             few.engine.resume(soon())
             assert waiting.result(10)
@@ -700,12 +719,16 @@ def test_while_paused_adapters_load_requests_wait_and_nothing_is_unloaded(few: S
 
 def test_draining_lets_running_requests_finish(few: Served) -> None:
     assert few.fake is not None
+
+    def looks() -> int:
+        return sum(request.path.startswith("/v1/loads") for request in few.fake.requests)  # type: ignore[union-attr]
+
     with ThreadPoolExecutor() as pool:
         with few.fake.hold():
             running = pool.submit(few.sample, few.base)
             few.fake.wait_until(lambda: few.fake.running == 1)  # type: ignore[union-attr]
             pausing = pool.submit(few.engine.pause, "drain", soon())
-            time.sleep(0.15)
+            few.fake.wait_until(lambda: looks() > 1)  # type: ignore[union-attr]
             assert not pausing.done()
         pausing.result(10)
         assert running.result(10)
@@ -746,17 +769,17 @@ def test_adapters_survive_a_release_of_the_kv_cache(serve: Serve, version: str) 
 def test_restoring_what_was_not_released_is_harmless(serve: Serve, version: str) -> None:
     """SGLang removes the tag from a set, and dies of the KeyError; a run that cleans up may well ask twice."""
     served = serve(version, enable_memory_saver=True)
-    served.engine.restore_kv_cache(soon(0.5))
+    served.engine.restore_kv_cache(soon())
     served.engine.release_kv_cache(soon())
     for _ in range(2):
-        served.engine.restore_kv_cache(soon(0.5))
+        served.engine.restore_kv_cache(soon())
     assert served.sample(served.base)
 
 
 def test_releasing_twice_is_harmless(serve: Serve) -> None:
     served = serve(enable_memory_saver=True)
     for _ in range(2):
-        served.engine.release_kv_cache(soon(0.5))
+        served.engine.release_kv_cache(soon())
     served.engine.restore_kv_cache(soon())
     assert served.sample(served.base)
 
@@ -768,17 +791,20 @@ def test_a_server_that_cannot_free_its_kv_cache_says_how(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_memory_is_not_released_under_running_requests(serve: Serve, version: str) -> None:
+def test_memory_is_not_released_under_running_requests(
+    serve: Serve, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang asserts that it is idle, and dies if it is not."""
+    monkeypatch.setattr("trl_lora_sync.engines.sglang_server._IDLE_GRACE_S", 0.2)
     served = serve(version, enable_memory_saver=True)
     assert served.fake is not None
     with ThreadPoolExecutor() as pool:
         with served.fake.hold():
             group = [PromptGroup(prompt=PROMPT, count=1)]
-            running = pool.submit(served.engine.generate, served.base, group, sampling(), soon(2))
+            running = pool.submit(served.engine.generate, served.base, group, sampling(), soon())
             served.fake.wait_until(lambda: served.fake.running == 1)  # type: ignore[union-attr]
-            with pytest.raises(LoRASyncError):
-                served.engine.release_kv_cache(soon(0.5))
+            with pytest.raises(ServerError, match="did not become idle"):
+                served.engine.release_kv_cache(soon())
             assert served.fake.death is None
         assert running.result(10)
 

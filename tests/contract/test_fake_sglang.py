@@ -1,7 +1,9 @@
 """Contract tier: the fake SGLang obeys the rules that the engine has to work around. Talks HTTP only."""
 
 import base64
+import http.client
 import io
+import json
 import pickle
 import socket
 from collections.abc import Callable
@@ -232,6 +234,7 @@ def test_n_above_one_leaves_a_negative_counter_up_to_0_5_21(start: Callable[...,
         return
     with pytest.raises(httpx.ReadTimeout):
         client.unload(name, 0.2)
+    client.fake.wait_until(lambda: not client.fake._workers[0].registry)
     with pytest.raises(httpx.ReadTimeout):  # the lock is held
         client.post("/load_lora_adapter", 0.2, lora_name="b", lora_path="/x/y")
     assert client.generate(None).status_code == 200
@@ -259,9 +262,12 @@ def test_a_client_that_leaves_keeps_the_reference_from_0_5_15_to_0_5_21(
 ) -> None:
     client = start(version)
     name = client.load().name
+    body = json.dumps({"input_ids": [1, 2, 3], "sampling_params": ONE, "lora_path": name})
+    leaving = http.client.HTTPConnection(client.fake.base_url.removeprefix("http://"))
     with client.fake.hold():
-        with pytest.raises(httpx.ReadTimeout):
-            client.generate(name, 0.1)
+        leaving.request("POST", "/generate", body)
+        client.fake.wait_until(lambda: client.fake.running == 1)
+        leaving.close()
         client.fake.wait_until(lambda: client.fake.running == 0)
     assert client.fake.in_flight[name] == (1 if "0.5.15" <= version < "0.5.22" else 0)
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from support.launch import two_processes
 from support.policies import NOISE_MAX, NOISE_MEAN, RATIO_SPREAD
-from support.servers import adapters_on, damage, free_port, proxy_to
+from support.servers import adapters_on, damage, nobody_listening, proxy_to
 from support.trainers import METRICS
 from vllm_server import VLLMServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# The first test of a launch waits for all of it, and the very first for the server as well.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 Seen = dict[str, Any]
 # What a hang would exceed; the launch itself takes 20 to 40 s.
 TIMEOUT_S = 240.0
@@ -92,7 +93,7 @@ def test_a_version_that_fails_on_process_0_raises_the_same_on_both(
     assert first == second
     assert first[0] == error
     assert re.search(words, first[1])
-    assert all(seen[step]["seconds"] < 20 for seen in working["seen"])
+    assert all(seen[step]["seconds"] < 60 for seen in working["seen"])
 
 
 @pytest.mark.parametrize("step", ["after_refusal", "after_not_finite"])
@@ -131,8 +132,8 @@ def test_an_exception_on_both_processes_leaves_nothing_behind(working: Seen) -> 
 def failing(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """One launch through starts that fail."""
     folder = tmp_path_factory.mktemp("failing")
-    url = f"http://127.0.0.1:{free_port()}"
-    return two_processes("failing", folder, url, base_model, timeout_s=TIMEOUT_S) | {"folder": folder}
+    with nobody_listening() as url:
+        return two_processes("failing", folder, url, base_model, timeout_s=TIMEOUT_S) | {"folder": folder}
 
 
 @pytest.mark.parametrize("step", ["unreachable", "unreachable_again"])
@@ -142,7 +143,7 @@ def test_a_start_that_fails_on_process_0_raises_on_both_in_time(step: str, faili
     assert first == second
     assert first[0] == "ServerUnreachableError"
     assert "Start it" in first[1]
-    assert all(seen[step]["seconds"] < 20 for seen in failing["seen"])
+    assert all(seen[step]["seconds"] < 60 for seen in failing["seen"])
     assert not (failing["folder"] / "sync").exists()
 
 

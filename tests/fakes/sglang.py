@@ -236,7 +236,7 @@ class FakeSGLang:
     def running(self) -> int:
         return len(self._running)
 
-    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_so():
             if time.monotonic() > deadline:

@@ -1,6 +1,7 @@
 """Live tier: servers that cannot be used, vanish, or answer for another policy; each a clear error in time."""
 
 import json
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ import pytest
 from make_model import make_model
 from support.models import lora, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
-from support.servers import Proxy, adapters_on, damage, free_port, silent_server
-from support.trainers import mean_byte, steps_of
+from support.servers import Proxy, adapters_on, damage, nobody_listening, silent_server
+from support.trainers import mean_byte, shorten, steps_of
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
@@ -27,12 +28,26 @@ from trl_lora_sync.errors import (
 )
 
 Make = Callable[..., GRPOTrainer]
+# Four servers start before the first test that needs one.
+pytestmark = pytest.mark.timeout(900)
 KEY = "sk-a-secret-that-must-not-show"
+
+
+# What a run waits for if the setting in question does nothing: longer than a busy machine takes for all else.
+PATIENT = {"vllm_server_timeout": 120.0, "lora_sync_timeout": 120.0, "lora_sync_generation_timeout": 120.0}
 
 
 def no_files(folder: Path) -> bool:
     """Whether the run took back every file; its folder may be left only if others use it."""
     return not (folder / "sync").exists()
+
+
+@pytest.fixture
+def end_of_test() -> Iterator[threading.Event]:
+    """Set at the end, for what is not to answer until then."""
+    event = threading.Event()
+    yield event
+    event.set()
 
 
 # Wrong from the start
@@ -41,13 +56,13 @@ def no_files(folder: Path) -> bool:
 def test_an_unreachable_server_is_reported_when_vllm_server_timeout_is_over(
     make_trainer: Make, base_model: Path, tmp_path: Path
 ) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    started = time.monotonic()
+    with nobody_listening() as url:
+        started = time.monotonic()
 
-    with pytest.raises(ServerUnreachableError, match=f"No server answers at {url}.*Start it"):
-        make_trainer(url, base_model, vllm_server_timeout=2.0)
+        with pytest.raises(ServerUnreachableError, match=f"No server answers at {url}.*Start it"):
+            make_trainer(url, base_model, **PATIENT | {"vllm_server_timeout": 2.0})
 
-    assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
     assert no_files(tmp_path)
 
 
@@ -58,9 +73,9 @@ def test_a_server_that_never_answers_is_reported_when_vllm_server_timeout_is_ove
         started = time.monotonic()
 
         with pytest.raises(DeadlineExceededError, match=f"Waiting for the server at {url} did not finish within 2 s"):
-            make_trainer(url, base_model, vllm_server_timeout=2.0)
+            make_trainer(url, base_model, **PATIENT | {"vllm_server_timeout": 2.0})
 
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
     assert no_files(tmp_path)
 
 
@@ -334,13 +349,14 @@ def base_of(proxy: Proxy) -> str:
 
 
 def test_a_server_that_stops_answering_during_a_sync_is_reported_when_lora_sync_timeout_is_over(
-    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path, end_of_test: threading.Event
 ) -> None:
-    trainer = make_trainer(proxy.base_url, base_model, lora_sync_timeout=2.0)
+    trainer = make_trainer(proxy.base_url, base_model, **PATIENT)
+    shorten(trainer, sync_timeout_s=2.0)
 
     def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/v1/load_lora_adapter":
-            time.sleep(6)
+            end_of_test.wait(120)
             raise ConnectionAbortedError
         return body
 
@@ -349,18 +365,18 @@ def test_a_server_that_stops_answering_during_a_sync_is_reported_when_lora_sync_
     with pytest.raises(DeadlineExceededError, match=r"lora_sync_timeout.* did not finish within 2 s"):
         trainer.train()
 
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert no_files(tmp_path)
 
 
 def test_a_server_that_stops_answering_during_generation_is_reported_in_time(
-    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path, end_of_test: threading.Event
 ) -> None:
-    trainer = make_trainer(proxy.base_url, base_model, lora_sync_generation_timeout=2.0)
+    trainer = make_trainer(proxy.base_url, base_model, **PATIENT | {"lora_sync_generation_timeout": 2.0})
 
     def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/v1/completions":
-            time.sleep(6)
+            end_of_test.wait(120)
             raise ConnectionAbortedError
         return body
 
@@ -369,7 +385,7 @@ def test_a_server_that_stops_answering_during_generation_is_reported_in_time(
     with pytest.raises(DeadlineExceededError, match=r"lora_sync_generation_timeout.* did not finish within 2 s"):
         trainer.train()
 
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert no_files(tmp_path)
     assert adapters_on(proxy.target) == {}
 
@@ -410,13 +426,14 @@ def test_a_server_killed_between_steps_ends_the_run_within_the_timeout(
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         disposable.kill()
         killed_at.append(time.monotonic())
+        shorten(trainer, sync_timeout_s=8.0)
         return mean_byte(completions)
 
-    trainer = make_trainer(disposable.base_url, base_model, reward_funcs=reward, lora_sync_timeout=3.0)
+    trainer = make_trainer(disposable.base_url, base_model, reward_funcs=reward, **PATIENT)
 
     with pytest.raises(ServerUnreachableError, match=disposable.base_url):
         trainer.train()
 
-    assert time.monotonic() - killed_at[0] < 15
+    assert time.monotonic() - killed_at[0] < 60
     assert trainer.state.global_step == 1
     assert no_files(tmp_path)

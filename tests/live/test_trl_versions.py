@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ TESTS = Path(__file__).parents[1]
 FOLDER_VARIABLE = "TRL_LORA_SYNC_TRL_VERSIONS_DIR"
 VERSIONS = ["1.11.0", "1.12.0", "1.13.0", "1.14.2", "1.15.0"]  # 1.16 is what all other tests run on
 RUN_TIMEOUT_S = 200.0
+# The last test waits for three runs in a row, and the first for the server as well.
+pytestmark = pytest.mark.timeout(900)
 
 
 def folder_of(version: str) -> Path:
@@ -31,8 +34,8 @@ def folder_of(version: str) -> Path:
 @pytest.fixture(scope="module")
 def results(
     server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, "Future[dict[str, Any]]"]:
-    """One short run per version, two at a time."""
+) -> Iterator[dict[str, "Future[dict[str, Any]]"]]:
+    """One short run per version, two at a time; each test waits for its own."""
 
     def short_run(version: str) -> dict[str, Any]:
         trl = folder_of(version)
@@ -50,7 +53,8 @@ def results(
         return result | {"folder": folder, "output": ended.output}
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return {version: pool.submit(short_run, version) for version in VERSIONS}
+        yield {version: pool.submit(short_run, version) for version in VERSIONS}
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.slow

@@ -22,10 +22,12 @@ def adapters_on(base_url: str, api_key: str | None = None) -> dict[str, str]:
     return {model["id"]: model["root"] for model in models if model["parent"]}
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextlib.contextmanager
+def nobody_listening() -> Iterator[str]:
+    """The URL of a port on which nobody listens, and nobody else can while the block lasts."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{holder.getsockname()[1]}"
 
 
 @contextlib.contextmanager
@@ -88,8 +90,7 @@ def version_of(adapter_name: str) -> int | None:
 def proxy_to(base_url: str) -> Iterator[Proxy]:
     """Run a `Proxy` in front of a server while the block lasts."""
     proxy = Proxy(base_url)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), _handler(proxy))
     proxy.base_url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
@@ -99,6 +100,11 @@ def proxy_to(base_url: str) -> Iterator[Proxy]:
         server.shutdown()
         server.server_close()
         thread.join(timeout=10)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # an engine opens 64 connections at once
 
 
 def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:

@@ -1,5 +1,6 @@
 """Real GRPO trainers on a tiny model, and what their log says."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def grpo_trainer(
         peft_config=lora() if peft_config == "plain" else peft_config,
         **(trainer_kwargs or {}),
     )
+
+
+def shorten(trainer: GRPOTrainer, **timeouts: float) -> None:
+    """Change `SyncSettings` of a trainer that is there, so that they do not bound the checks at its start as well."""
+    sync = trainer.vllm_generation._sync
+    sync.settings = replace(sync.settings, **timeouts)
+
+
+def wait_for_unloads(trainer: GRPOTrainer) -> None:
+    """Until the server has been asked to forget the versions that are retired; this happens beside the training."""
+    trainer.vllm_generation._sync._unloader.submit(lambda: None).result(60)
 
 
 def steps_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ def run_python() -> Callable[[str], str]:
 
     def run(source: str, *arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -72,6 +72,7 @@ class Request(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # an engine opens 64 connections at once
 
     def __init__(self, answer: Answer, host: str = "127.0.0.1") -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -99,8 +100,9 @@ def serving(answer: Answer, host: str = "127.0.0.1") -> Iterator[Server]:
         thread.join(10)
 
 
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def nobody_listening() -> Iterator[str]:
+    """The URL of a port on which nobody listens, and nobody else can while the block lasts."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{holder.getsockname()[1]}"

@@ -1,5 +1,6 @@
 """The vLLM engine's reading of answers, against a server that answers as the test says. Real vLLM is in tests/live."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -116,10 +117,13 @@ def test_connection_that_breaks_once_is_tried_again(engine_at: Any) -> None:
     assert len(server.requests) == 2
 
 
-def test_server_that_stays_out_of_order_is_an_error_within_the_deadline(engine_at: Any) -> None:
+def test_server_that_stays_out_of_order_is_an_error_within_the_deadline(
+    engine_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl_lora_sync.engines.server.RETRY_S", 0.3)
     engine, _ = engine_at(lambda request: request.send(503, {"error": {"message": "engine is dead"}}))
     with pytest.raises(ServerUnreachableError, match=r"HTTP 503.*engine is dead"):
-        sample(engine, 1, seconds=0.5)
+        sample(engine, 1, seconds=20)
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
@@ -204,8 +208,11 @@ def test_unload_reports_and_never_raises(status: int, forgotten: bool, engine_at
 
 
 def test_unload_on_a_server_that_hangs_ends_at_its_deadline(engine_at: Any) -> None:
-    engine, _ = engine_at(lambda request: request.wait(30))
-    assert engine.unload("run-v1", Deadline.after(0.2, "Unloading")) is False
+    engine, server = engine_at(lambda request: request.wait(30))
+    started = time.monotonic()
+    assert engine.unload("run-v1", Deadline.after(1, "Unloading")) is False
+    assert time.monotonic() - started < 10
+    assert len(server.requests) == 1
 
 
 # Batches

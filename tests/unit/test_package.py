@@ -33,7 +33,7 @@ def run(*command: object, env: dict[str, str] | None = None, cwd: Path | None = 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
     [built] = folder.glob("*.whl")
     return built
 

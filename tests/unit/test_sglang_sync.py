@@ -1,9 +1,10 @@
 """Unit tier: whole syncs against a fake SGLang, from the first connection to the last unload."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,11 @@ class Run:
         return [value[0] for value in found.logprobs] == pytest.approx(expected, abs=1e-4)
 
     def wait_for_unloads(self) -> None:
-        self.sync._unloader.submit(lambda: None).result(10)
+        self.sync._unloader.submit(lambda: None).result(30)
+
+    def wait_until_unloading(self, adapter_name: str) -> None:
+        """Until the server has taken the unload up, which something there may then hold up."""
+        self.fake.wait_until(lambda: adapter_name not in self.fake._workers[0].registry)
 
     def paths(self) -> list[str]:
         """Control requests and samples since the last `clear`."""
@@ -270,9 +275,10 @@ def test_nothing_is_unloaded_while_paused(run: StartRun, pause: str) -> None:
 def test_a_pause_waits_for_the_unload_that_runs(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paused under it, the unload would wait for requests that do not go on, and the load for the unload."""
     training = run(pause="drain", keep=1)
-    training.fake.delay_s["/unload_lora_adapter"] = 0.3
     first = training.publish()
+    leak(training.fake, first, 1)
     training.publish()
+    training.wait_until_unloading(first)
     assert first in training.fake.host_adapters
     pause, seen = training.sync.engine.pause, []
 
@@ -281,7 +287,10 @@ def test_a_pause_waits_for_the_unload_that_runs(run: StartRun, monkeypatch: pyte
         pause(*args)
 
     monkeypatch.setattr(training.sync.engine, "pause", watched)
+    end_of_unload = threading.Timer(0.3, leak, (training.fake, first, -1))
+    end_of_unload.start()
     training.publish()
+    end_of_unload.join()
     assert seen
     assert first not in seen
 
@@ -356,6 +365,7 @@ def test_a_server_without_the_memory_saver_is_refused_at_the_start(run: StartRun
 
 
 def leak(fake: FakeSGLang, adapter_name: str, count: int) -> None:
+    """Change the number of requests that the server believes to be running; an unload waits until it is 0."""
     (worker,) = fake._workers
     with fake._cond:
         worker.counters[worker.ref_cache[adapter_name].lora_id] += count
@@ -363,47 +373,66 @@ def leak(fake: FakeSGLang, adapter_name: str, count: int) -> None:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl_lora_sync.sync, "_UNLOAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("trl_lora_sync.engines.sglang._RECOVERY_PROBE_S", 0.1)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """Unloads are soon given up in its block, which is for those that hang; others may be slow on a busy machine."""
+
+    @contextmanager
+    def block() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(trl_lora_sync.sync, "_UNLOAD_TIMEOUT_S", 1.0)
+            patch.setattr("trl_lora_sync.engines.sglang._RECOVERY_PROBE_S", 0.1)
+            yield
+
+    return block
 
 
-@pytest.mark.usefixtures("hasty")
+def publish_in_vain(training: Run, match: str) -> None:
+    """Publish with little time."""
+    settings = training.sync.settings
+    training.sync.settings = replace(settings, sync_timeout_s=1.0)
+    with pytest.raises(LoRASyncError, match=match):
+        training.publish()
+    training.sync.settings = settings
+
+
 @pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
 def test_a_stuck_unload_is_reported_and_holds_nobody_up(
-    run: StartRun, caplog: pytest.LogCaptureFixture, version: str
+    run: StartRun, caplog: pytest.LogCaptureFixture, version: str, hasty: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    training = run(server={"version": version}, sync_timeout_s=1.0)
+    def reports() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+
+    training = run(server={"version": version})
     first = training.publish()
     training.publish()
     leak(training.fake, first, -1)
-    started = time.monotonic()
-    third = training.publish()  # retires the first
-    assert training.is_served(third, training.read[-1])
-    assert time.monotonic() - started < 1
-    training.wait_for_unloads()
-    (report,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert first in report.getMessage()
-    assert "restart" in report.getMessage()
-    started = time.monotonic()
-    with pytest.raises(LoRASyncError, match=r"(?s)unload.*restart"):
-        training.publish()
-    assert time.monotonic() - started < 3
-    assert training.is_served(third, training.read[-2])
+    with hasty():
+        third = training.publish()  # retires the first
+        assert reports() == [], "the unload was waited for until it was given up"
+        assert training.is_served(third, training.read[-1])
+        training.wait_for_unloads()
+        (report,) = reports()
+        assert first in report
+        assert "restart" in report
+        started = time.monotonic()
+        publish_in_vain(training, match=r"(?s)unload.*restart")
+        assert time.monotonic() - started < 10
+        assert training.is_served(third, training.read[-2])
 
 
-@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
-def test_an_unload_that_ends_after_all_lets_the_run_go_on_and_catch_up(run: StartRun, version: str) -> None:
-    training = run(server={"version": version}, sync_timeout_s=1.0)
+def test_an_unload_that_ends_after_all_lets_the_run_go_on_and_catch_up(
+    run: StartRun, version: str, hasty: Callable[[], AbstractContextManager[None]]
+) -> None:
+    training = run(server={"version": version})
     first = training.publish()
     training.publish()
     leak(training.fake, first, 1)
-    training.publish()
-    training.wait_for_unloads()
-    with pytest.raises(LoRASyncError):
+    with hasty():
         training.publish()
+        training.wait_until_unloading(first)
+        training.wait_for_unloads()
+        publish_in_vain(training, match="restart")
     leak(training.fake, first, -1)
     for _ in range(2):
         name = training.publish()
@@ -412,26 +441,32 @@ def test_an_unload_that_ends_after_all_lets_the_run_go_on_and_catch_up(run: Star
     assert len(training.fake.host_adapters) == 2
 
 
-@pytest.mark.usefixtures("hasty")
-def test_the_end_of_a_run_does_not_wait_for_a_stuck_unload(run: StartRun) -> None:
+def test_the_end_of_a_run_does_not_wait_for_a_stuck_unload(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unload itself is given up after 30 s."""
     training = run()
-    leak(training.fake, training.publish(), -1)
+    name = training.publish()
+    leak(training.fake, name, -1)
+    monkeypatch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.3)
     started = time.monotonic()
     training.sync.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
+    training.wait_until_unloading(name)
+    assert name in training.fake.host_adapters
 
 
 def test_a_server_is_not_put_to_sleep_under_an_unload(
     run: StartRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = run(**ASLEEP, keep=1)
-    monkeypatch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.1)
-    training.fake.delay_s["/unload_lora_adapter"] = 0.5
-    training.publish()
+    first = training.publish()
+    leak(training.fake, first, 1)
     name = training.publish()
-    training.sync.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.1)
+        training.sync.sleep()
     assert "keeps its KV cache" in caplog.text
     assert "/release_memory_occupation" not in training.paths()
+    leak(training.fake, first, -1)
     training.wait_for_unloads()
     training.sync.sleep()
     assert training.fake.scheduler.offloaded == {"kv_cache"}

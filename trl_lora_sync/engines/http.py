@@ -6,6 +6,7 @@ Knows nothing of any engine's routes.
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
@@ -145,10 +146,19 @@ def retrying(
 ) -> tenacity.Retrying:
     """Repeat while `may_repeat` allows the error and the deadline the time; then raise the last error as it is."""
     left = max(0.0, deadline.remaining_s())
+
+    def pause(state: tenacity.RetryCallState) -> None:
+        time.sleep(state.upcoming_sleep)
+        # On a busy machine a pause outlasts the deadline; another attempt could then only say that the time is up.
+        if deadline.is_over() and state.outcome is not None:
+            state.outcome.result()
+
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(may_repeat),
         wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),
+        before_sleep=pause,
+        sleep=lambda _: None,
         reraise=True,
     )
 
