@@ -14,12 +14,13 @@ from contract.reference import FakeReference, adapter_for
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 
-import trl_lora_sync.sync
+import trl_lora_sync.fleet_server
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.engines.base import Capabilities, PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASyncError, ServerSetupError
-from trl_lora_sync.sync import AdapterSync, SyncSettings
-from trl_lora_sync.transports import DiskTransport, TensorTransport
+from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.transports import DiskTransport, TensorTransport, is_sent_tensors, transport_for
 from trl_lora_sync.verify import TrainedBase
 
 
@@ -51,13 +52,13 @@ class Run:
 
     def is_served(self, adapter_name: str, adapter: CanonicalAdapter) -> bool:
         group = PromptGroup(prompt=PROMPT, count=1)
-        ((found,),) = self.sync.engine.generate(adapter_name, [group], sampling(), soon())
+        ((found,),) = self.sync.fleet.generate(adapter_name, [group], sampling(), soon())
         assert found.logprobs is not None
         expected = self.fake.expected_logprobs(adapter, PROMPT, found.token_ids)
         return [value[0] for value in found.logprobs] == pytest.approx(expected, abs=1e-4)
 
     def wait_for_unloads(self) -> None:
-        self.sync._unloader.submit(lambda: None).result(10)
+        self.sync.fleet.wait_for_unloads(soon())
 
     def paths(self) -> list[str]:
         """Control requests and samples since the last `clear`."""
@@ -82,9 +83,8 @@ def run(tmp_path: Path) -> Iterator[StartRun]:
         def begin(*, server: dict[str, Any] | None = None, start: bool = True, **settings: Any) -> Run:
             fake = stack.enter_context(FakeSGLang(**{"shapes": SMALL, **(server or {})}))
             plain: dict[str, Any] = {
-                "base_url": fake.base_url,
+                "servers": (ServerAddress(base_url=fake.base_url, is_local=True),),
                 "engine": "auto",
-                "is_local": True,
                 "transport": "auto",
                 "root": tmp_path / "sync",
                 "server_root": None,
@@ -130,11 +130,16 @@ def test_a_run_keeps_the_server_flat_and_leaves_nothing(
     assert training.fake.death is None
 
 
-def test_tensors_of_published_versions_are_let_go(run: StartRun) -> None:
-    training = run(transport="tensors")
+@pytest.mark.parametrize("transport", ["disk", "tensors"])
+def test_tensors_of_the_active_version_alone_are_kept_and_only_where_they_are_sent(
+    run: StartRun, transport: str
+) -> None:
+    training = run(transport=transport)
     for _ in range(3):
         training.publish()
     assert all(stored.content is None for stored in training.sync._registered)
+    assert training.sync.active is not None
+    assert training.sync.active.content is (training.read[-1] if transport == "tensors" else None)
 
 
 def test_each_load_is_followed_by_one_token_of_that_adapter(run: StartRun) -> None:
@@ -172,10 +177,11 @@ def test_a_refused_version_leaves_the_previous_one_active(run: StartRun) -> None
 def test_the_transport_fits_what_server_and_trainer_share(
     run: StartRun, transport: str, is_local: bool, server_root: str | None, expected: type
 ) -> None:
-    training = run(start=False, transport=transport, is_local=is_local)
-    training.start()
-    training.sync.settings = replace(training.sync.settings, server_root=server_root)
-    assert type(training.sync._choose_transport()) is expected
+    training = run(transport=transport)
+    served = training.sync.fleet.capabilities
+    address = ServerAddress(base_url=training.fake.base_url, is_local=is_local)
+    settings = replace(training.sync.settings, server_root=server_root)
+    assert type(transport_for(settings, [is_sent_tensors(settings, address, served)])) is expected
 
 
 # The base model
@@ -246,10 +252,16 @@ def test_generation_continues_after_a_load_that_failed(run: StartRun, pause: str
 def test_generation_continues_after_a_pause_whose_answer_is_lost(run: StartRun, pause: str) -> None:
     training = run(pause=pause)
     first = training.publish()
+    training.fake.requests.clear()
     training.fake.drop["/pause_generation"] = 1
-    with pytest.raises(LoRASyncError):
-        training.publish()
+    second = training.publish()
+    around = [path for path in training.paths() if path != "/generate"]
+    assert around == [
+        "/pause_generation", "/continue_generation",
+        "/pause_generation", "/load_lora_adapter", "/continue_generation",
+    ]  # fmt: skip
     assert training.is_served(first, training.read[-2])
+    assert training.is_served(second, training.read[-1])
 
 
 @pytest.mark.parametrize("pause", ["drain", "abort"])
@@ -274,13 +286,14 @@ def test_a_pause_waits_for_the_unload_that_runs(run: StartRun, monkeypatch: pyte
     first = training.publish()
     training.publish()
     assert first in training.fake.host_adapters
-    pause, seen = training.sync.engine.pause, []
+    engine, seen = training.sync.fleet.servers[0].engine, []
+    pause = engine.pause
 
     def watched(*args: Any) -> None:
         seen.extend(training.fake.host_adapters)
         pause(*args)
 
-    monkeypatch.setattr(training.sync.engine, "pause", watched)
+    monkeypatch.setattr(engine, "pause", watched)
     training.publish()
     assert seen
     assert first not in seen
@@ -364,8 +377,9 @@ def leak(fake: FakeSGLang, adapter_name: str, count: int) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl_lora_sync.sync, "_UNLOAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(trl_lora_sync.fleet_server, "_UNLOAD_TIMEOUT_S", 0.3)
+    for module in ("sync", "fleet", "fleet_server"):
+        monkeypatch.setattr(f"trl_lora_sync.{module}.CLOSE_TIMEOUT_S", 0.3)
     monkeypatch.setattr("trl_lora_sync.engines.sglang._RECOVERY_PROBE_S", 0.1)
 
 
@@ -425,7 +439,7 @@ def test_a_server_is_not_put_to_sleep_under_an_unload(
     run: StartRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = run(**ASLEEP, keep=1)
-    monkeypatch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(trl_lora_sync.fleet_server, "CLOSE_TIMEOUT_S", 0.1)
     training.fake.delay_s["/unload_lora_adapter"] = 0.5
     training.publish()
     name = training.publish()
