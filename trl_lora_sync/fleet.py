@@ -267,15 +267,15 @@ class Fleet:
 
     def _try_again(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, halt: threading.Event) -> None:
         """Take a dropped server back if it is up; what goes wrong is no reason to fail the sync of the others."""
-        look = Deadline.after(_LOOK_TIMEOUT_S, f"Looking for {server.base_url}")
+        reason = _reason_to_be_down(server)
+        if reason is not None:
+            logger.info("%s stays dropped: %s", server.base_url, reason)
+            return
         try:
-            gone = threading.Event()
-            gone.set()
-            wait_until_up(server.base_url, is_local=server.address.is_local, deadline=look, halt=gone)
             half = Deadline.after(deadline.remaining_s() / 2, f"Taking {server.base_url} back")
             self._bring(server, stored, half, halt)
         except LoRASyncError as error:
-            logger.info("%s stays dropped: %s", server.base_url, error)
+            logger.warning("%s is up again but stays dropped: %s", server.base_url, error)
         else:
             server.is_dropped = False
             logger.warning("%s is back.", server.base_url)

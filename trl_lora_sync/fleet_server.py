@@ -114,7 +114,7 @@ class FleetServer:
 
     def form_of(self, stored: StoredAdapter) -> StoredAdapter:
         """The version in the way this server gets it."""
-        if self.sends_tensors:
+        if self.sends_tensors or stored.server_path is None:
             return replace(stored, path=None, server_path=None)
         return replace(stored, content=None)
 
