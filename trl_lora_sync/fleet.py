@@ -220,16 +220,17 @@ class Fleet:
         if server.trouble is None:
             return  # another thread took it back meanwhile
         wait_until_up(server.base_url, is_local=server.address.is_local, deadline=deadline, halt=halt)
-        loaded = server.engine.loaded(deadline)
-        has_forgotten = self.active is None or self.active.name not in loaded
-        if has_forgotten or isinstance(server.trouble, AdapterLostError):
+        active, loaded = self.active, server.engine.loaded(deadline)
+        if active is None or active.name not in loaded or isinstance(server.trouble, AdapterLostError):
             server.connect(deadline)
             if self._preflight is not None:
                 self._preflight.check(server, deadline)
-            if self.active is not None:
-                server.load(self.active, deadline)
-                server.warm_up(self.active, deadline)
-                logger.warning("%s had lost %s; it was given it again.", server.base_url, self.active.name)
+            if active is not None:
+                server.load(active, deadline)
+                server.warm_up(active, deadline)
+                logger.warning("%s had lost %s; it was given it again.", server.base_url, active.name)
+                if self.active is not active:  # the run has ended meanwhile
+                    server.unload_later(active.name)
         server.unload_unconfirmed(loaded)
         server.trouble = None
 
