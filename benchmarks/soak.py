@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM
 from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.config import default_sync_dir, is_local_url
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
-from trl_lora_sync.sync import AdapterSync, SyncSettings
+from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase, base_logprobs
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=16, logprobs=0)
@@ -51,9 +52,9 @@ def main() -> None:
                 print(number, {name: round(rounds[-1][name], 4) for name in (*MEASURED, "gap", "change")}, flush=True)
     finally:
         sync.close()
-    left = [name for name in sync.engine.loaded(deadline()) if name.startswith(sync.transport.run_id)]
+    left = [name for name in sync.fleet.loaded(deadline()) if name.startswith(sync.transport.run_id)]
     result = {
-        **surroundings(sync.engine.capabilities.engine, sync.engine.capabilities.version),
+        **surroundings(sync.fleet.capabilities.engine, sync.fleet.capabilities.version),
         "syncs": len(rounds),
         "lora_rank": args.rank,
         "transport": type(sync.transport).__name__,
@@ -97,9 +98,8 @@ def make_policy(args: argparse.Namespace) -> PeftModel:
 def settings_for(args: argparse.Namespace) -> SyncSettings:
     is_local = is_local_url(args.url)
     return SyncSettings(
-        base_url=args.url,
+        servers=(ServerAddress(base_url=args.url, is_local=is_local),),
         engine="auto",
-        is_local=is_local,
         transport=args.transport,
         root=default_sync_dir(is_local, "soak"),
         server_root=None,
@@ -123,9 +123,9 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
     perturb(model)
     report = sync.publish(reader(model))
     wanted = reference(model, prompt)
-    served = sync.engine.score(report.adapter_name, prompt, deadline())
+    served = sync.fleet.servers[0].engine.score(report.adapter_name, prompt, deadline())
     groups = [PromptGroup(prompt=torch.randint(0, 200, (16,)).tolist(), count=2) for _ in range(8)]
-    sync.engine.generate(report.adapter_name, groups, SAMPLING, deadline())
+    sync.fleet.generate(report.adapter_name, groups, SAMPLING, deadline())
     sync.sleep()
     gap, change = distance(served, wanted), distance(served, before)
     if not gap < change / 2:
@@ -137,7 +137,7 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
         "payload_bytes": report.payload_bytes,
         "gap": gap,
         "change": change,
-        "adapters_on_server": len(sync.engine.loaded(deadline())) if not args.sleep else 0,
+        "adapters_on_server": len(sync.fleet.loaded(deadline())) if not args.sleep else 0,
         "server_rss_mb": rss_mb(args.server_pid),
         "trainer_rss_mb": rss_mb(os.getpid()),
         "trainer_threads": psutil.Process().num_threads(),

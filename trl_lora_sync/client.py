@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -15,14 +14,12 @@ from trl_lora_sync.engines.vllm_images import data_url
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.sync import AdapterSync
 
-_CONCURRENT_CONVERSATIONS = 64
-
 
 class RolloutClient:
     """Samples from the active adapter version with the call signatures of `trl.generation.vllm_client.VLLMClient`.
 
     Args:
-        sync: knows the engine and the active version.
+        sync: knows the servers and the active version.
         deadline: makes the deadline of one call.
     """
 
@@ -32,7 +29,8 @@ class RolloutClient:
 
     @property
     def base_url(self) -> str:
-        return self._sync.settings.base_url
+        """The server's URL, or those of all servers, joined by commas."""
+        return self._sync.fleet.base_url
 
     @property
     def model(self) -> str:
@@ -50,7 +48,7 @@ class RolloutClient:
 
     def get_server_info(self) -> dict[str, Any]:
         """What `GRPOTrainer` asks for: how the server computes log-probabilities."""
-        mode = self._sync.engine.capabilities.logprobs_mode
+        mode = self._sync.fleet.capabilities.logprobs_mode
         return {"model_config": {"logprobs_mode": "processed_logprobs" if mode == "unknown" else mode}}
 
     def reset_prefix_cache(self) -> None:
@@ -94,7 +92,7 @@ class RolloutClient:
         groups = [
             PromptGroup(prompt=prompt, count=n, images=image) for prompt, image in zip(prompts, pictures, strict=True)
         ]
-        answers = self._sync.engine.generate(self.model, groups, sampling, self._deadline())
+        answers = self._sync.fleet.generate(self.model, groups, sampling, self._deadline())
         return _answer(answers, logprobs)
 
     def chat(
@@ -142,16 +140,8 @@ class RolloutClient:
             body["chat_template"] = chat_template
         if chat_template_kwargs:
             body["chat_template_kwargs"] = chat_template_kwargs
-        deadline = self._deadline()
-        with ThreadPoolExecutor(max_workers=min(_CONCURRENT_CONVERSATIONS, max(1, len(messages)))) as pool:
-            answers = list(
-                pool.map(
-                    lambda conversation: self._sync.engine.chat(
-                        {**body, "messages": openai_messages(conversation)}, n, sampling, deadline
-                    ),
-                    messages,
-                )
-            )
+        bodies = [{**body, "messages": openai_messages(conversation)} for conversation in messages]
+        answers = self._sync.fleet.chat(bodies, n, sampling, self._deadline())
         return _answer(answers, logprobs)
 
 

@@ -13,7 +13,7 @@ import trl
 from trl_lora_sync.errors import UnsupportedSettingError
 
 if TYPE_CHECKING:
-    from trl_lora_sync.sync import SyncSettings
+    from trl_lora_sync.settings import SyncSettings
 
 _SHARED_MEMORY = Path("/dev/shm")
 # What a collective needs beyond the time that process 0 may take.
@@ -45,14 +45,14 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             `"abort"` ends them. Versioned names make it needless for correctness.
         lora_sync_dir (`str`, *optional*):
             Folder in which the trainer writes adapter versions, for the server to read. Defaults to a folder in
-            `/dev/shm` when the server is on this host, else to `lora_sync` under `output_dir`.
+            `/dev/shm` when every server is on this host, else to `lora_sync` under `output_dir`.
         lora_sync_server_dir (`str`, *optional*):
             The same folder as the server sees it, if it is mounted elsewhere there.
         lora_sync_keep (`int`, *optional*, defaults to `2`):
             How many versions stay registered on the server. Files are deleted one version later.
         lora_sync_timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds that one sync may take before it fails on every process. Only a file system that hangs can hold it
-            up longer.
+            Seconds that one sync may take before it fails on every process, and that a server may be away. Only a file
+            system that hangs can hold it up longer.
         lora_sync_generation_timeout (`float`, *optional*, defaults to `1200.0`):
             Seconds that the completions of one generation call may take before it fails on every process. Must stay
             below `ddp_timeout`, because the other processes wait.
@@ -61,6 +61,12 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             `"float32"`. With a trainer that keeps its base in float32 and a server that runs in bfloat16,
             `"bfloat16"` halves the bytes.
 
+        lora_sync_on_server_loss (`str`, *optional*, defaults to `"error"`):
+            What to do about a server that stays away for `lora_sync_timeout` seconds: `"error"` ends the run, `"drop"`
+            goes on without it as long as one is left, and takes it back at a later sync. A server that comes back
+            earlier is given the active version again in either case.
+
+    `vllm_server_base_url` takes one URL, or several with commas in between; all of them then sample for the run.
     API keys are read from the environment, never from a field: `VLLM_API_KEY`, or `SGLANG_API_KEY` and
     `SGLANG_ADMIN_API_KEY`.
     """
@@ -102,7 +108,7 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
         default=None,
         metadata={
             "help": "Folder in which the trainer writes adapter versions for the server to read. Defaults to a folder "
-            "in /dev/shm when the server is on this host, else to 'lora_sync' under output_dir."
+            "in /dev/shm when every server is on this host, else to 'lora_sync' under output_dir."
         },
     )
     lora_sync_server_dir: str | None = field(
@@ -128,6 +134,13 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
         default="auto",
         metadata={"help": "Dtype the adapter is written in; 'auto' takes that of the trainer's base weights."},
     )
+    lora_sync_on_server_loss: Literal["error", "drop"] = field(
+        default="error",
+        metadata={
+            "help": "What to do about a server that stays away for lora_sync_timeout seconds: 'error' ends the run, "
+            "'drop' goes on without it as long as one is left, and takes it back at a later sync."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,6 +160,7 @@ def check_sync_fields(args: Any) -> None:
     check_choice("lora_sync_transport", args.lora_sync_transport, ("auto", "disk", "tensors"))
     check_choice("lora_sync_pause", args.lora_sync_pause, ("off", "drain", "abort"))
     check_choice("lora_sync_dtype", args.lora_sync_dtype, ("auto", "bfloat16", "float16", "float32"))
+    check_choice("lora_sync_on_server_loss", args.lora_sync_on_server_loss, ("error", "drop"))
     if not args.use_vllm:
         raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
     if args.vllm_mode != "server":
@@ -163,7 +177,7 @@ def check_sync_fields(args: Any) -> None:
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
     _check_generation_kwargs(args.generation_kwargs or {})
-    server_url(args)
+    server_urls(args)
 
 
 def _check_timeout(name: str, seconds: float, args: Any) -> None:
@@ -194,27 +208,33 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise UnsupportedSettingError(f"{name}={value!r} is not known. Choose one of {', '.join(map(repr, choices))}.")
 
 
-def server_url(args: Any) -> str:
-    """The server's base URL from TRL's fields, without a trailing slash.
+def server_urls(args: Any) -> tuple[str, ...]:
+    """The servers' base URLs from TRL's fields, without trailing slashes.
 
     Raises:
-        UnsupportedSettingError: it is no HTTP URL, names several servers, or carries a key.
+        UnsupportedSettingError: one is no HTTP URL, is named twice, or carries a key.
     """
-    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    if {"@", "?", "#"} & set(url):  # first of all, so that no other message shows a key
+    text = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    if {"@", "?", "#"} & set(text):  # first of all, so that no other message shows a key
         raise UnsupportedSettingError(
             "vllm_server_base_url carries a user, password, query or fragment. URLs end up in logs and checkpoints. "
             "Give the plain URL, and the key in the environment variable VLLM_API_KEY or SGLANG_API_KEY."
         )
-    if "," in url:
-        raise _contradiction(
-            f"vllm_server_base_url={url!r}", "several servers are not supported yet", "Name one server"
-        )
-    if not _is_http_url(url):
+    urls = [url.strip() for url in text.split(",")]
+    for url in urls:
+        if not _is_http_url(url):
+            raise UnsupportedSettingError(
+                f"vllm_server_base_url={text!r}: {url!r} is not a URL. Expected something like http://localhost:8000, "
+                "or several of these with commas in between."
+            )
+    plain = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+    twice = sorted({url for url in plain if plain.count(url) > 1})
+    if twice:
         raise UnsupportedSettingError(
-            f"vllm_server_base_url={url!r} is not a URL. Expected something like http://localhost:8000."
+            f"vllm_server_base_url={text!r} names {', '.join(twice)} more than once. Every server is named once, "
+            "however many GPUs it has. Remove the repetition."
         )
-    return url.rstrip("/").removesuffix("/v1")
+    return plain
 
 
 def _is_http_url(url: str) -> bool:
@@ -255,14 +275,14 @@ def sync_settings(args: GRPOConfig) -> "SyncSettings":
     """The trainer's arguments as the one object that is passed down."""
     import torch
 
-    from trl_lora_sync.sync import SyncSettings
+    from trl_lora_sync.settings import ServerAddress, SyncSettings
 
-    url = server_url(args)
-    is_local = is_local_url(url)
+    servers = tuple(ServerAddress(base_url=url, is_local=is_local_url(url)) for url in server_urls(args))
+    # In this host's memory only if every server can see it.
+    is_local = all(server.is_local for server in servers)
     return SyncSettings(
-        base_url=url,
+        servers=servers,
         engine=args.vllm_server_engine,
-        is_local=is_local,
         transport=args.lora_sync_transport,
         root=Path(args.lora_sync_dir) if args.lora_sync_dir else default_sync_dir(is_local, args.output_dir),
         server_root=args.lora_sync_server_dir,
@@ -273,6 +293,7 @@ def sync_settings(args: GRPOConfig) -> "SyncSettings":
         sync_timeout_s=args.lora_sync_timeout,
         startup_timeout_s=args.vllm_server_timeout,
         generation_timeout_s=args.lora_sync_generation_timeout,
+        on_server_loss=args.lora_sync_on_server_loss,
     )
 
 

@@ -20,12 +20,13 @@ from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import check_launcher, run_on_main
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.metrics import SyncReport
-from trl_lora_sync.sync import AdapterSync, SyncSettings
+from trl_lora_sync.settings import SyncSettings
+from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase, base_logprobs
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
-    """Generates on a server that is kept on the newest adapter version.
+    """Generates on servers that are kept on the newest adapter version.
 
     Args:
         settings: what to sync with.
@@ -134,7 +135,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         assert self._active_name is not None
         groups = group_rows([row for rows, _ in shares for row in rows], [i for _, images in shares for i in images])
         with profiler or nullcontext():
-            answers = self._sync.engine.generate(
+            answers = self._sync.fleet.generate(
                 self._active_name, groups, self._sampling(), self._generation_deadline()
             )
         return [completion for answer in answers for completion in answer]

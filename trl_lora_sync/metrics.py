@@ -40,6 +40,8 @@ class SyncReport:
         write_s: writing it for the servers.
         load_s: having the servers load it.
         total_s: all of it, with everything in between.
+        servers: how many servers have it.
+        server_load_s: for each server of several that has it, its place in the setting and its seconds of `load_s`.
     """
 
     adapter_name: str
@@ -49,6 +51,8 @@ class SyncReport:
     write_s: float
     load_s: float
     total_s: float
+    servers: int = 1
+    server_load_s: dict[int, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """What the trainer logs."""
@@ -59,4 +63,6 @@ class SyncReport:
             f"{PREFIX}write_s": self.write_s,
             f"{PREFIX}load_s": self.load_s,
             f"{PREFIX}bytes": self.payload_bytes,
+            f"{PREFIX}servers": self.servers,
+            **{f"{PREFIX}load_s/{place}": seconds for place, seconds in self.server_load_s.items()},
         }

@@ -4,13 +4,15 @@ A server reports no shapes. vLLM pads an adapter that is too small for it with z
 misfit. So names, dtype, vocabulary and the log-probabilities of a prompt are compared before a trial load.
 """
 
+import itertools
 import logging
-from collections.abc import Callable
+from concurrent.futures import wait
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, widened
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, ServerSetupError
+from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S, FleetServer
 from trl_lora_sync.transports import Transport
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
 
@@ -23,104 +25,102 @@ _TRIAL_SAMPLING = Sampling(
 
 
 class Preflight:
-    """The checks of one connected server.
+    """The checks that a server passes before it samples for a run: each at the start, and one that restarted.
 
     Args:
-        engine: the server.
-        transport: how adapters reach it.
-        deadline: for all checks together.
-        withdraw: unloads an adapter and deletes its files; never fails.
+        base: the trainer's base model; its probe is computed here, once, as a restart may come at any time.
+        adapter: one as the trainer makes them, of which only the shapes are kept.
+        transport: how adapters reach the servers.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        transport: Transport,
-        *,
-        deadline: Deadline,
-        withdraw: Callable[[StoredAdapter], None],
-    ) -> None:
-        self._engine = engine
+    def __init__(self, base: TrainedBase, adapter: CanonicalAdapter, transport: Transport) -> None:
+        self._base = base.remembered()
+        self._wider = widened(adapter)
         self._transport = transport
-        self._deadline = deadline
-        self._withdraw = withdraw
+        self._probes = itertools.count(1)
 
-    def run(self, adapter: CanonicalAdapter, base: TrainedBase) -> None:
-        """Check the served base against the trainer's, then load and sample from the adapter and withdraw it.
+    def check(self, server: FleetServer, deadline: Deadline) -> None:
+        """Check dtype and base model against the trainer's.
 
         Raises:
             ServerSetupError: the server serves another model or computes in another dtype; what to change.
-            AdapterRejectedError: it does not take an adapter of these shapes.
         """
-        self._check_dtype(adapter)
-        self._check_base(adapter, base)
-        self._try_out(adapter)
+        self._check_dtype(server)
+        self._check_base(server, deadline)
 
-    def _check_base(self, adapter: CanonicalAdapter, base: TrainedBase) -> None:
-        served = self._engine.capabilities
+    def _check_base(self, server: FleetServer, deadline: Deadline) -> None:
+        base, engine = self._base, server.engine
+        served = engine.capabilities
         same_name = not base.name or is_same_model(base.name, (served.base_model, served.base_root))
         if not same_name:
             logger.warning(
                 "The trainer's base model is %r, but %s serves %r (%s). If these are not the same weights, every "
                 "completion comes from another policy than the one being trained.",
                 base.name,
-                self._engine.base_url,
+                server.base_url,
                 served.base_model,
                 served.base_root,
             )
-        if base.vocab_size and not self._engine.knows_token(base.vocab_size - 1, self._deadline):
-            raise self._other_base(base.name, f"its vocabulary has fewer than the trainer's {base.vocab_size} tokens")
-        gap = base_gap(base, self._engine.score(served.base_model, list(PROBE_PROMPT), self._deadline))
+        if base.vocab_size and not engine.knows_token(base.vocab_size - 1, deadline):
+            evidence = f"its vocabulary has fewer than the trainer's {base.vocab_size} tokens"
+            raise self._other_base(server, base.name, evidence)
+        gap = base_gap(base, engine.score(served.base_model, list(PROBE_PROMPT), deadline))
         if gap.is_suspicious and not served.survives_misfit:
-            raise self._other_base(base.name, f"it computes other log-probabilities ({gap})")
+            raise self._other_base(server, base.name, f"it computes other log-probabilities ({gap})")
         if gap.is_suspicious:
             logger.warning(
                 "The base model at %s computes other log-probabilities than the trainer's: %s. Completions come from "
                 "another policy than the one being trained.",
-                self._engine.base_url,
+                server.base_url,
                 gap,
             )
-            self._check_width(adapter)
+            self._check_width(server, deadline)
 
-    def _check_dtype(self, adapter: CanonicalAdapter) -> None:
+    def _check_dtype(self, server: FleetServer) -> None:
         """Refuse an adapter that the server would cast to a dtype which holds other numbers; float32 loses nothing."""
-        served, written = self._engine.capabilities.dtype, str(adapter.dtype).removeprefix("torch.")
+        served, written = server.engine.capabilities.dtype, str(self._wider.dtype).removeprefix("torch.")
         if served is not None and served != written and written != "float32":
             raise ServerSetupError(
-                f"{self._engine.base_url} was started with --dtype {served}, and the adapter is written in {written}, "
+                f"{server.base_url} was started with --dtype {served}, and the adapter is written in {written}, "
                 f"the dtype of the trainer's base model. Both must compute in the same one. Restart the server with "
                 f'--dtype {written}, or load the trainer\'s model in {served} and set lora_sync_dtype="{served}".'
             )
 
-    def _check_width(self, adapter: CanonicalAdapter) -> None:
+    def _check_width(self, server: FleetServer, deadline: Deadline) -> None:
         """Offer an adapter that is one wider than the trainer's; a server with the same base must refuse it."""
-        probe = self._transport.write("width", widened(adapter))
+        probe = self._transport.write(f"width{next(self._probes)}", self._wider)
         try:
-            self._engine.load(probe, self._deadline)
+            server.engine.load(server.form_of(probe), deadline)
         except AdapterRejectedError:
             return
         finally:
-            self._withdraw(probe)
-        raise self._other_base(adapter.base_model, "its layers are wider than the trainer's")
+            wait([server.unload_later(probe.name)], timeout=CLOSE_TIMEOUT_S)
+            self._transport.delete(probe)
+        raise self._other_base(server, self._wider.base_model, "its layers are wider than the trainer's")
 
-    def _try_out(self, adapter: CanonicalAdapter) -> None:
-        trial = self._transport.write(0, adapter)
+    def try_out(self, server: FleetServer, trial: StoredAdapter, deadline: Deadline) -> None:
+        """Load an adapter of the trainer's shapes and sample a token from it; to be withdrawn by the caller.
+
+        Raises:
+            ServerSetupError: the server serves another model.
+            AdapterRejectedError: it does not take such an adapter.
+        """
+        adapter = server.form_of(trial)
         try:
-            self._engine.load(trial, self._deadline)
-            self._engine.warm_up(trial, self._deadline)
-            self._engine.generate(trial.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, self._deadline)
+            server.engine.load(adapter, deadline)
+            server.engine.warm_up(adapter, deadline)
+            server.engine.generate(adapter.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, deadline)
         except AdapterNotVisibleError:
             raise
         except AdapterRejectedError as error:
             evidence = "it refused an adapter of the trainer's shapes"
-            raise self._other_base(adapter.base_model, evidence, str(error)) from error
-        finally:
-            self._withdraw(trial)
+            raise self._other_base(server, self._wider.base_model, evidence, str(error)) from error
 
-    def _other_base(self, name: str | None, evidence: str, words: str = "") -> ServerSetupError:
-        served = self._engine.capabilities
+    @staticmethod
+    def _other_base(server: FleetServer, name: str | None, evidence: str, words: str = "") -> ServerSetupError:
+        served = server.engine.capabilities
         return ServerSetupError(
-            f"{self._engine.base_url} serves {served.base_model!r} ({served.base_root}), which is not the base model "
+            f"{server.base_url} serves {served.base_model!r} ({served.base_root}), which is not the base model "
             f"of the trainer, {name!r}: {evidence}. The adapter would be applied to the wrong weights. "
             "Restart the server with the model that is being trained, or point vllm_server_base_url at the right "
             f"server. {words}".rstrip()

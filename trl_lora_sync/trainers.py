@@ -63,7 +63,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     def _record_sync(self, report: "SyncReport") -> None:
         from trl_lora_sync.metrics import PREFIX
 
-        _trl.record_metrics(self, report.metrics(), latest=frozenset({f"{PREFIX}version"}))
+        _trl.record_metrics(self, report.metrics(), latest=frozenset({f"{PREFIX}version", f"{PREFIX}servers"}))
 
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]

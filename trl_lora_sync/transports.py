@@ -1,10 +1,14 @@
 """The ways an adapter version reaches a server: as files in a shared folder, or as tensors in the request itself."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, new_run_id, sweep_leftovers
+from trl_lora_sync.engines.base import Capabilities
+from trl_lora_sync.errors import ServerSetupError
+from trl_lora_sync.settings import ServerAddress, SyncSettings
 
 
 class Transport(Protocol):
@@ -48,6 +52,17 @@ class DiskTransport(AdapterStore):
         return sweep_leftovers(self.root, forget)
 
 
+class DiskAndTensorTransport(DiskTransport):
+    """Versions as directories for the servers that share a folder, and in memory for those that take tensors."""
+
+    @property
+    def where(self) -> str:
+        return f"{super().where}, and in the load request itself"
+
+    def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
+        return replace(super().write(version, adapter), content=adapter)
+
+
 class TensorTransport:
     """Versions that exist only in the load request; needs no shared file system and nothing to clean up."""
 
@@ -77,3 +92,32 @@ class TensorTransport:
 
     def close(self) -> None:
         pass
+
+
+def transport_for(settings: SyncSettings, sends_tensors: list[bool]) -> Transport:
+    """The transport that suits every server.
+
+    Args:
+        sends_tensors: for each server, whether it gets tensors; see `is_sent_tensors`.
+    """
+    if all(sends_tensors):
+        return TensorTransport()
+    kind = DiskAndTensorTransport if any(sends_tensors) else DiskTransport
+    return kind(settings.root, server_root=settings.server_root)
+
+
+def is_sent_tensors(settings: SyncSettings, address: ServerAddress, served: Capabilities) -> bool:
+    """Whether adapters go to this server inside the request, and not through a folder.
+
+    Raises:
+        ServerSetupError: they should, and it does not take them.
+    """
+    if settings.transport == "tensors" and not served.takes_tensors:
+        raise ServerSetupError(
+            f"{address.base_url} runs {served.engine}, which takes adapters from disk only. Set "
+            'lora_sync_transport="auto", and lora_sync_dir to a folder that the server can read.'
+        )
+    shares_folder = address.is_local or settings.server_root is not None
+    return settings.transport == "tensors" or (
+        settings.transport == "auto" and served.takes_tensors and not shares_folder
+    )

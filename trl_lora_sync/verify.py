@@ -4,7 +4,7 @@ Compares numbers only; who computes them is somebody else's business.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,11 @@ class TrainedBase:
     name: str | None
     vocab_size: int | None
     logprobs: Callable[[Sequence[int]], tuple[list[float], float]]
+
+    def remembered(self) -> "TrainedBase":
+        """The same with its answer for `PROBE_PROMPT` computed, so that asking again runs no model."""
+        answer = self.logprobs(PROBE_PROMPT)
+        return replace(self, logprobs=lambda prompt_ids: answer)
 
 
 @dataclass(frozen=True, kw_only=True)

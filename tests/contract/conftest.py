@@ -15,6 +15,7 @@ import pytest
 import torch
 from fakes.sglang import VERSIONS, FakeSGLang
 
+from contract.fleets import FleetAsEngine
 from contract.reference import FakeReference, PeftReference
 from contract.served import SMALL, Served, engine_at, soon
 from trl_lora_sync.adapter.store import AdapterStore
@@ -80,14 +81,21 @@ def few(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
 @pytest.fixture(
     params=[
         *(pytest.param(version, id=f"fake-{version}") for version in VERSIONS),
+        "fleet",
         pytest.param("sglang", marks=pytest.mark.sglang),
         pytest.param("vllm", marks=pytest.mark.vllm),
     ]
 )
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served], store: AdapterStore) -> Iterator[Served]:
-    """Every server there is. Real ones are shared, so no adapter may be left on them."""
+    """Every server there is, and two as one. Real ones are shared, so no adapter may be left on them."""
     if request.param in VERSIONS:
         yield serve(request.param)
+        return
+    if request.param == "fleet":
+        fakes = [serve(connect=False).fake for _ in range(2)]
+        assert fakes[0]
+        assert fakes[1]
+        yield Served(FleetAsEngine([fakes[0], fakes[1]], store.root, soon()), FakeReference(fakes[0]), store)  # type: ignore[arg-type]
         return
     base_url, model = request.getfixturevalue(f"{request.param}_at")
     engine = engine_at(base_url, request.param)

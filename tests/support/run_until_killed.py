@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
-from trl_lora_sync.sync import AdapterSync, SyncSettings
+from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase
 
 HIDDEN = 128
@@ -22,9 +23,8 @@ def adapter() -> CanonicalAdapter:
 def main(url: str, folder: str) -> None:
     sync = AdapterSync(
         SyncSettings(
-            base_url=url,
+            servers=(ServerAddress(base_url=url, is_local=True),),
             engine="vllm",
-            is_local=True,
             transport="disk",
             root=Path(folder),
             server_root=None,

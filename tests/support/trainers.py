@@ -8,9 +8,10 @@ from datasets import Dataset
 
 from support.models import lora
 from trl_lora_sync import GRPOConfig, GRPOTrainer
+from trl_lora_sync.engines.base import Deadline
 
 PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an old clock", "rain"]
-METRICS = {f"lora_sync/{name}" for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes")}
+METRICS = {f"lora_sync/{name}" for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes", "servers")}
 
 
 def mean_byte(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -91,7 +92,7 @@ def shorten(trainer: GRPOTrainer, **timeouts: float) -> None:
 
 def wait_for_unloads(trainer: GRPOTrainer) -> None:
     """Until the server has been asked to forget the versions that are retired; this happens beside the training."""
-    trainer.vllm_generation._sync._unloader.submit(lambda: None).result(60)
+    trainer.vllm_generation._sync.fleet.wait_for_unloads(Deadline.after(60, "the test"))
 
 
 def steps_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from trl_lora_sync import GRPOConfig
-from trl_lora_sync.config import check_sync_fields, default_sync_dir, is_local_url, server_url, sync_settings
+from trl_lora_sync.config import check_sync_fields, default_sync_dir, is_local_url, server_urls, sync_settings
 from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 
@@ -50,6 +49,7 @@ def test_added_fields_have_these_names_types_and_defaults() -> None:
         "lora_sync_timeout": (float, 120.0),
         "lora_sync_generation_timeout": (float, 1200.0),
         "lora_sync_dtype": (Literal["auto", "bfloat16", "float16", "float32"], "auto"),
+        "lora_sync_on_server_loss": (Literal["error", "drop"], "error"),
     }
 
 
@@ -100,10 +100,6 @@ REFUSED = [
     ({"lora_sync_keep": 0}, "lora_sync_keep=0.*at least the active version.*1 or more"),
     ({"lora_sync_keep": -1}, "lora_sync_keep=-1"),
     ({"generation_kwargs": {"n": 2, "seed": 1, "model": "base"}}, "generation_kwargs with 'model', 'n'.*Remove them"),
-    (
-        {"vllm_server_base_url": "http://a:8000,http://b:8000"},
-        "several servers are not supported yet.*Name one server",
-    ),
 ]
 
 
@@ -127,6 +123,7 @@ def test_contradiction_is_refused_with_the_value_the_fix_and_the_way_out(
         ("vllm_server_sleep", "'off', 'kv_cache'"),
         ("lora_sync_transport", "'auto', 'disk', 'tensors'"),
         ("lora_sync_pause", "'off', 'drain', 'abort'"),
+        ("lora_sync_on_server_loss", "'error', 'drop'"),
         ("lora_sync_dtype", "'auto', 'bfloat16', 'float16', 'float32'"),
     ],
 )
@@ -210,10 +207,11 @@ def test_url_that_carries_a_secret_is_refused_without_showing_it(url: str, make:
 @pytest.mark.parametrize(
     "url",
     ["localhost:8000", "host", "ftp://host:21", "http://", "http://:8000", "http://host:port", "http://host:99999",
-     "http://[::1", "http://host:0", "unix:///tmp/socket"],
+     "http://[::1", "http://host:0", "unix:///tmp/socket", "http://a:1,", "http://a:1,,http://b:2", "http://a:1,b:2",
+     "http://a:1;http://b:2,"],
 )  # fmt: skip
 def test_text_that_is_no_http_url_is_refused_with_an_example(url: str, make: Callable[..., GRPOConfig]) -> None:
-    with pytest.raises(UnsupportedSettingError, match=re.escape(f"{url!r} is not a URL")) as caught:
+    with pytest.raises(UnsupportedSettingError, match=r"vllm_server_base_url=.*: '.*' is not a URL") as caught:
         make(vllm_server_base_url=url)
     assert "http://localhost:8000" in str(caught.value)
 
@@ -226,15 +224,22 @@ def test_text_that_is_no_http_url_is_refused_with_an_example(url: str, make: Cal
         ({"vllm_server_base_url": "http://host:8000/v1/"}, "http://host:8000"),
         ({"vllm_server_base_url": "https://host/team/v1"}, "https://host/team"),
         ({"vllm_server_base_url": "http://[::1]:8000"}, "http://[::1]:8000"),
+        ({"vllm_server_base_url": "http://a:1/v1, http://b:2/,https://c"}, "http://a:1 http://b:2 https://c"),
         ({"vllm_server_host": "10.0.0.7", "vllm_server_port": 8123}, "http://10.0.0.7:8123"),
         ({}, "http://0.0.0.0:8000"),
     ],
     ids=str,
 )
-def test_server_url_is_read_from_trls_fields(
+def test_server_urls_are_read_from_trls_fields(
     fields: dict[str, Any], expected: str, make: Callable[..., GRPOConfig]
 ) -> None:
-    assert server_url(make(**fields)) == expected
+    assert server_urls(make(**fields)) == tuple(expected.split())
+
+
+@pytest.mark.parametrize("urls", ["http://a:1,http://b:2,http://a:1", "http://a:1/,http://b:2,http://a:1/v1"])
+def test_server_that_is_named_twice_is_refused(urls: str, make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match="names http://a:1 more than once"):
+        make(vllm_server_base_url=urls)
 
 
 def test_key_from_the_environment_is_in_no_form_of_the_config(
@@ -265,7 +270,7 @@ ARGUMENTS = [
     "--vllm_sync_strategy", "lora_adapter", "--vllm_server_engine", "vllm", "--lora_sync_keep", "3",
     "--vllm_server_sleep", "kv_cache", "--lora_sync_transport", "disk", "--lora_sync_pause", "drain",
     "--lora_sync_timeout", "30", "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
-    "--lora_sync_generation_timeout", "600", "--lora_sync_dtype", "bfloat16",
+    "--lora_sync_on_server_loss", "drop", "--lora_sync_generation_timeout", "600", "--lora_sync_dtype", "bfloat16",
     "--use_vllm", "--vllm_mode", "server", "--use_cpu", "--bf16", "False",
 ]  # fmt: skip
 
@@ -290,6 +295,7 @@ PARSED = {
     "lora_sync_timeout": 30.0,
     "lora_sync_generation_timeout": 600.0,
     "lora_sync_dtype": "bfloat16",
+    "lora_sync_on_server_loss": "drop",
 }
 
 
@@ -341,6 +347,18 @@ def test_versions_go_under_output_dir_for_a_server_elsewhere(tmp_path: Path) -> 
     assert default_sync_dir(False, tmp_path) == tmp_path / "lora_sync"
 
 
+@pytest.mark.parametrize(
+    ("urls", "is_shared_memory"),
+    [("http://127.0.0.1:1,http://localhost:2", True), ("http://127.0.0.1:1,http://192.0.2.1:2", False)],
+)
+def test_versions_go_to_shared_memory_only_if_every_server_is_on_this_host(
+    urls: str, is_shared_memory: bool, make: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl_lora_sync.config._SHARED_MEMORY", tmp_path)
+    settings = sync_settings(make(vllm_server_base_url=urls))
+    assert (settings.root.parent == tmp_path) is is_shared_memory
+
+
 def test_versions_go_under_output_dir_on_a_host_without_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,9 +369,8 @@ def test_versions_go_under_output_dir_on_a_host_without_shared_memory(
 def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
     settings = sync_settings(make(**PARSED, vllm_server_base_url="http://192.0.2.1:9/v1", vllm_server_timeout=7.0))
     assert dataclasses.asdict(settings) == {
-        "base_url": "http://192.0.2.1:9",
+        "servers": ({"base_url": "http://192.0.2.1:9", "is_local": False},),
         "engine": "vllm",
-        "is_local": False,
         "transport": "disk",
         "pause": "drain",
         "frees_kv_cache": True,
@@ -364,6 +381,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "sync_timeout_s": 30.0,
         "startup_timeout_s": 7.0,
         "generation_timeout_s": 600.0,
+        "on_server_loss": "drop",
     }
 
 

@@ -142,7 +142,7 @@ def test_refused_key_is_an_error_that_says_whether_one_was_set(
 def test_adapter_the_server_forgot_is_an_error_that_suspects_a_restart(engine_at: Any) -> None:
     words = {"error": {"message": "The model `run-v1` does not exist.", "code": 404}}
     engine, server = engine_at(lambda request: request.send(404, words))
-    with pytest.raises(AdapterLostError, match=r"no longer knows 'run-v1'.*probably restarted.*does not exist"):
+    with pytest.raises(AdapterLostError, match=r"no longer knows 'run-v1'.*was restarted.*does not exist"):
         sample(engine, 1)
     assert len(server.requests) == 1
 

@@ -22,6 +22,16 @@ def test_report_logs_these_names() -> None:
         "lora_sync/write_s": 0.2,
         "lora_sync/load_s": 0.3,
         "lora_sync/bytes": 4096,
+        "lora_sync/servers": 1,
+    }
+
+
+def test_report_of_several_servers_logs_the_seconds_of_each_under_its_place() -> None:
+    metrics = dataclasses.replace(REPORT, servers=2, server_load_s={0: 0.1, 2: 0.3}).metrics()
+    assert metrics["lora_sync/servers"] == 2
+    assert {name: value for name, value in metrics.items() if name.startswith("lora_sync/load_s/")} == {
+        "lora_sync/load_s/0": 0.1,
+        "lora_sync/load_s/2": 0.3,
     }
 
 

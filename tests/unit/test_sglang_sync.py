@@ -15,12 +15,13 @@ from contract.reference import FakeReference, adapter_for
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 
-import trl_lora_sync.sync
+import trl_lora_sync.fleet_server
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.engines.base import Capabilities, PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASyncError, ServerSetupError
-from trl_lora_sync.sync import AdapterSync, SyncSettings
-from trl_lora_sync.transports import DiskTransport, TensorTransport
+from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.transports import DiskTransport, TensorTransport, is_sent_tensors, transport_for
 from trl_lora_sync.verify import TrainedBase
 
 
@@ -52,13 +53,13 @@ class Run:
 
     def is_served(self, adapter_name: str, adapter: CanonicalAdapter) -> bool:
         group = PromptGroup(prompt=PROMPT, count=1)
-        ((found,),) = self.sync.engine.generate(adapter_name, [group], sampling(), soon())
+        ((found,),) = self.sync.fleet.generate(adapter_name, [group], sampling(), soon())
         assert found.logprobs is not None
         expected = self.fake.expected_logprobs(adapter, PROMPT, found.token_ids)
         return [value[0] for value in found.logprobs] == pytest.approx(expected, abs=1e-4)
 
     def wait_for_unloads(self) -> None:
-        self.sync._unloader.submit(lambda: None).result(30)
+        self.sync.fleet.wait_for_unloads(soon(30))
 
     def wait_until_unloading(self, adapter_name: str) -> None:
         """Until the server has taken the unload up, which something there may then hold up."""
@@ -87,9 +88,8 @@ def run(tmp_path: Path) -> Iterator[StartRun]:
         def begin(*, server: dict[str, Any] | None = None, start: bool = True, **settings: Any) -> Run:
             fake = stack.enter_context(FakeSGLang(**{"shapes": SMALL, **(server or {})}))
             plain: dict[str, Any] = {
-                "base_url": fake.base_url,
+                "servers": (ServerAddress(base_url=fake.base_url, is_local=True),),
                 "engine": "auto",
-                "is_local": True,
                 "transport": "auto",
                 "root": tmp_path / "sync",
                 "server_root": None,
@@ -135,11 +135,16 @@ def test_a_run_keeps_the_server_flat_and_leaves_nothing(
     assert training.fake.death is None
 
 
-def test_tensors_of_published_versions_are_let_go(run: StartRun) -> None:
-    training = run(transport="tensors")
+@pytest.mark.parametrize("transport", ["disk", "tensors"])
+def test_tensors_of_the_active_version_alone_are_kept_and_only_where_they_are_sent(
+    run: StartRun, transport: str
+) -> None:
+    training = run(transport=transport)
     for _ in range(3):
         training.publish()
     assert all(stored.content is None for stored in training.sync._registered)
+    assert training.sync.active is not None
+    assert training.sync.active.content is (training.read[-1] if transport == "tensors" else None)
 
 
 def test_each_load_is_followed_by_one_token_of_that_adapter(run: StartRun) -> None:
@@ -177,10 +182,11 @@ def test_a_refused_version_leaves_the_previous_one_active(run: StartRun) -> None
 def test_the_transport_fits_what_server_and_trainer_share(
     run: StartRun, transport: str, is_local: bool, server_root: str | None, expected: type
 ) -> None:
-    training = run(start=False, transport=transport, is_local=is_local)
-    training.start()
-    training.sync.settings = replace(training.sync.settings, server_root=server_root)
-    assert type(training.sync._choose_transport()) is expected
+    training = run(transport=transport)
+    served = training.sync.fleet.capabilities
+    address = ServerAddress(base_url=training.fake.base_url, is_local=is_local)
+    settings = replace(training.sync.settings, server_root=server_root)
+    assert type(transport_for(settings, [is_sent_tensors(settings, address, served)])) is expected
 
 
 # The base model
@@ -251,10 +257,16 @@ def test_generation_continues_after_a_load_that_failed(run: StartRun, pause: str
 def test_generation_continues_after_a_pause_whose_answer_is_lost(run: StartRun, pause: str) -> None:
     training = run(pause=pause)
     first = training.publish()
+    training.fake.requests.clear()
     training.fake.drop["/pause_generation"] = 1
-    with pytest.raises(LoRASyncError):
-        training.publish()
+    second = training.publish()
+    around = [path for path in training.paths() if path != "/generate"]
+    assert around == [
+        "/pause_generation", "/continue_generation",
+        "/pause_generation", "/load_lora_adapter", "/continue_generation",
+    ]  # fmt: skip
     assert training.is_served(first, training.read[-2])
+    assert training.is_served(second, training.read[-1])
 
 
 @pytest.mark.parametrize("pause", ["drain", "abort"])
@@ -280,13 +292,14 @@ def test_a_pause_waits_for_the_unload_that_runs(run: StartRun, monkeypatch: pyte
     training.publish()
     training.wait_until_unloading(first)
     assert first in training.fake.host_adapters
-    pause, seen = training.sync.engine.pause, []
+    engine, seen = training.sync.fleet.servers[0].engine, []
+    pause = engine.pause
 
     def watched(*args: Any) -> None:
         seen.extend(training.fake.host_adapters)
         pause(*args)
 
-    monkeypatch.setattr(training.sync.engine, "pause", watched)
+    monkeypatch.setattr(engine, "pause", watched)
     end_of_unload = threading.Timer(0.3, leak, (training.fake, first, -1))
     end_of_unload.start()
     training.publish()
@@ -379,7 +392,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManage
     @contextmanager
     def block() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(trl_lora_sync.sync, "_UNLOAD_TIMEOUT_S", 1.0)
+            patch.setattr(trl_lora_sync.fleet_server, "_UNLOAD_TIMEOUT_S", 1.0)
             patch.setattr("trl_lora_sync.engines.sglang._RECOVERY_PROBE_S", 0.1)
             yield
 
@@ -446,7 +459,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_stuck_unload(run: StartRun, monkey
     training = run()
     name = training.publish()
     leak(training.fake, name, -1)
-    monkeypatch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("trl_lora_sync.sync.CLOSE_TIMEOUT_S", 0.3)
     started = time.monotonic()
     training.sync.close()
     assert time.monotonic() - started < 10
@@ -462,7 +475,7 @@ def test_a_server_is_not_put_to_sleep_under_an_unload(
     leak(training.fake, first, 1)
     name = training.publish()
     with monkeypatch.context() as patch:
-        patch.setattr(trl_lora_sync.sync, "_CLOSE_TIMEOUT_S", 0.1)
+        patch.setattr(trl_lora_sync.fleet_server, "CLOSE_TIMEOUT_S", 0.1)
         training.sync.sleep()
     assert "keeps its KV cache" in caplog.text
     assert "/release_memory_occupation" not in training.paths()

@@ -135,6 +135,10 @@ class Completion:
     logprob_token_ids: list[list[int]] | None
 
 
+# How many requests one generation call has under way on a server.
+CONCURRENT_REQUESTS = 64
+
+
 class Engine(Protocol):
     """One server. Every method returns or raises by its deadline; all errors are `LoRASyncError`s."""
 
@@ -181,9 +185,17 @@ class Engine(Protocol):
         """The adapters the server would serve: name to path."""
 
     def generate(
-        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+        self,
+        model: str,
+        groups: Sequence[PromptGroup],
+        sampling: Sampling,
+        deadline: Deadline,
+        at_once: int = CONCURRENT_REQUESTS,
     ) -> list[list[Completion]]:
         """Sample `group.count` completions for each group from `model`, an adapter name or the base.
+
+        Args:
+            at_once: how many requests the groups are put into at most; more groups share one.
 
         Raises:
             AdapterLostError: the server does not know `model`.

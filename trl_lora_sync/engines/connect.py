@@ -1,6 +1,7 @@
 """Find out which engine answers at a URL, and connect to it."""
 
 import logging
+import threading
 
 from trl_lora_sync.engines import sglang_server, vllm
 from trl_lora_sync.engines.base import Deadline, Engine
@@ -29,7 +30,7 @@ def connect_engine(base_url: str, *, engine: str, is_local: bool, deadline: Dead
     """
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
     try:
-        _wait_until_up(http, deadline)
+        _wait_until_up(http, deadline, threading.Event())
         is_sglang = engine == "sglang" or (engine == "auto" and _is_sglang(http, deadline))
     finally:
         http.close()
@@ -43,11 +44,29 @@ def connect_engine(base_url: str, *, engine: str, is_local: bool, deadline: Dead
     return connected
 
 
-def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
+def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, halt: threading.Event) -> None:
+    """Wait until a server answers at `base_url`.
+
+    Args:
+        halt: once set, no further attempt is made.
+
+    Raises:
+        ServerUnreachableError: nobody answered before the deadline, or before `halt`.
+    """
+    http = HTTPClient(base_url, api_key=APIKey(vllm.API_KEY_VARIABLE), is_local=is_local)
+    try:
+        _wait_until_up(http, deadline, halt)
+    finally:
+        http.close()
+
+
+def _wait_until_up(http: HTTPClient, deadline: Deadline, halt: threading.Event) -> None:
     warned = False
 
     def may_repeat(error: BaseException) -> bool:
         nonlocal warned
+        if halt.is_set():
+            return False
         if is_unreachable(error) and not warned:
             logger.warning("%s Waiting up to %.0f s for it.", error, deadline.budget_s)
             warned = True

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.base import CONCURRENT_REQUESTS, Capabilities, Deadline
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
@@ -20,9 +20,8 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
 )
 
-CONCURRENT_REQUESTS = 64
-# A server that restarts or a network that hiccups; longer outages are reported.
-RETRY_S = 15.0
+# A network that hiccups. Longer outages are the fleet's to wait for, which looks whether the server was started anew.
+RETRY_S = 3.0
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
 # File systems shared over a network may show a new directory late (up to 30 s on FUSE mounts).
 _VISIBILITY_GRACE_S = 35.0
@@ -67,9 +66,12 @@ class ServerEngine(ABC):
         """Load, again after a broken connection, and for a while if the server does not see the files yet."""
         grace_s = self.local_visibility_grace_s if self._is_local else _VISIBILITY_GRACE_S
         grace = Deadline.after(grace_s, "waiting for the directory to appear")
+        hiccup = Deadline.after(RETRY_S, "waiting for the network")
 
         def may_repeat(error: BaseException) -> bool:
-            return is_unreachable(error) or (isinstance(error, AdapterNotVisibleError) and not grace.is_over())
+            return (is_unreachable(error) and not hiccup.is_over()) or (
+                isinstance(error, AdapterNotVisibleError) and not grace.is_over()
+            )
 
         for attempt in retrying(deadline, may_repeat):
             with attempt:

@@ -21,9 +21,16 @@ from packaging.version import Version
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import (
+    CONCURRENT_REQUESTS,
+    Capabilities,
+    Completion,
+    Deadline,
+    PromptGroup,
+    Sampling,
+)
 from trl_lora_sync.engines.http import json_object, server_words
-from trl_lora_sync.engines.server import CONCURRENT_REQUESTS, logprobs_mode
+from trl_lora_sync.engines.server import logprobs_mode
 from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import LoadBody, TensorPayload
 from trl_lora_sync.engines.sglang_server import SGLangServer
@@ -285,7 +292,12 @@ class SGLangEngine(SGLangServer):
     # Generation
 
     def generate(
-        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+        self,
+        model: str,
+        groups: Sequence[PromptGroup],
+        sampling: Sampling,
+        deadline: Deadline,
+        at_once: int = CONCURRENT_REQUESTS,
     ) -> list[list[Completion]]:
         """See `Engine`.
 
@@ -295,9 +307,9 @@ class SGLangEngine(SGLangServer):
         rows = self._rows(groups, sampling)
         if model != self.capabilities.base_model:
             self._check_sampling(rows, deadline)
-        size = max(1, math.ceil(len(rows) / CONCURRENT_REQUESTS))
+        size = max(1, math.ceil(len(rows) / at_once))
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        with ThreadPoolExecutor(max_workers=max(1, min(CONCURRENT_REQUESTS, len(batches)))) as pool:
+        with ThreadPoolExecutor(max_workers=max(1, min(at_once, len(batches)))) as pool:
             answers = pool.map(lambda batch: self._generate_batch(model, batch, sampling, deadline), batches)
             completions = [completion for answer in answers for completion in answer]
         iterator = iter(completions)
@@ -391,8 +403,8 @@ class SGLangEngine(SGLangServer):
             words = server_words(response)
             if "never been loaded" in words or "implicitly load" in words:
                 raise AdapterLostError(
-                    f"{self.base_url} no longer knows {lora_path!r}, although it had accepted it. It was probably "
-                    "restarted. Restart the run from its last checkpoint once the server is up again. "
+                    f"{self.base_url} no longer knows {lora_path!r}, although it had accepted it. It was "
+                    "restarted, or another client unloads adapters there. "
                     f"It said: {words!r}"
                 )
             raise GenerationError(

@@ -17,9 +17,16 @@ import httpx
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines import vllm_images
-from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import (
+    CONCURRENT_REQUESTS,
+    Capabilities,
+    Completion,
+    Deadline,
+    PromptGroup,
+    Sampling,
+)
 from trl_lora_sync.engines.http import json_object, server_words
-from trl_lora_sync.engines.server import CONCURRENT_REQUESTS, ServerEngine, logprobs_mode
+from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
 from trl_lora_sync.errors import (
     AdapterLostError,
@@ -247,13 +254,18 @@ class VLLMEngine(ServerEngine):
     # Generation
 
     def generate(
-        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+        self,
+        model: str,
+        groups: Sequence[PromptGroup],
+        sampling: Sampling,
+        deadline: Deadline,
+        at_once: int = CONCURRENT_REQUESTS,
     ) -> list[list[Completion]]:
         if any(group.images for group in groups):
             batches = [[index] for index in range(len(groups))]
         else:
-            batches = _batches(groups)
-        with ThreadPoolExecutor(max_workers=min(CONCURRENT_REQUESTS, max(1, len(batches)))) as pool:
+            batches = _batches(groups, at_once)
+        with ThreadPoolExecutor(max_workers=min(at_once, max(1, len(batches)))) as pool:
             answers = list(
                 pool.map(
                     lambda batch: self._generate_batch(model, [groups[i] for i in batch], sampling, deadline), batches
@@ -289,8 +301,8 @@ class VLLMEngine(ServerEngine):
         words = server_words(response)
         if response.status_code == 404 and "does not exist" in words:
             raise AdapterLostError(
-                f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was probably restarted. "
-                f"Restart the run from its last checkpoint once the server is up again. It said: {words!r}"
+                f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was restarted, or "
+                f"another client unloads adapters there. It said: {words!r}"
             )
         if response.status_code != 200:
             raise GenerationError(
@@ -340,12 +352,12 @@ class VLLMEngine(ServerEngine):
         )
 
 
-def _batches(groups: Sequence[PromptGroup]) -> list[list[int]]:
+def _batches(groups: Sequence[PromptGroup], at_once: int = CONCURRENT_REQUESTS) -> list[list[int]]:
     """Indices of groups to send together: equal counts, and few enough requests to be in flight all at once."""
     by_kind: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
         by_kind[group.count, isinstance(group.prompt, str)].append(index)
-    size = math.ceil(len(groups) / CONCURRENT_REQUESTS)
+    size = math.ceil(len(groups) / at_once)
     return [indices[i : i + size] for indices in by_kind.values() for i in range(0, len(indices), size)]
 
 

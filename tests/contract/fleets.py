@@ -1,0 +1,69 @@
+"""Two fake servers as one engine, for the part of the engine contract that a fleet keeps as well."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fakes.sglang import FakeSGLang
+
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.fleet import Fleet
+from trl_lora_sync.settings import ServerAddress, SyncSettings
+
+
+class FleetAsEngine:
+    """A fleet with the method names of `Engine`; loading includes the first use."""
+
+    def __init__(self, fakes: Sequence[FakeSGLang], root: Path, deadline: Deadline) -> None:
+        self.fleet = Fleet(
+            SyncSettings(
+                servers=tuple(ServerAddress(base_url=fake.base_url, is_local=True) for fake in fakes),
+                engine="auto",
+                transport="disk",
+                root=root,
+                server_root=None,
+                keep=2,
+                pause="off",
+                frees_kv_cache=False,
+                dtype=None,
+                sync_timeout_s=20.0,
+                startup_timeout_s=20.0,
+                generation_timeout_s=20.0,
+            )
+        )
+        self.base_url = self.fleet.base_url
+        self.fleet.connect(lambda server: deadline)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.fleet.capabilities
+
+    def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+        return all(server.engine.knows_token(token_id, deadline) for server in self.fleet.servers)
+
+    def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
+        first, second = (server.engine.score(model, prompt_ids, deadline) for server in self.fleet.servers)
+        assert first == second
+        return first
+
+    def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        self.fleet.load(adapter, deadline)
+
+    def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        pass
+
+    def unload(self, adapter_name: str, deadline: Deadline) -> bool:
+        has_forgotten = [server.engine.unload(adapter_name, deadline) for server in self.fleet.servers]
+        return all(has_forgotten)
+
+    def loaded(self, deadline: Deadline) -> dict[str, str]:
+        return self.fleet.loaded(deadline)
+
+    def generate(
+        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+    ) -> list[list[Completion]]:
+        return self.fleet.generate(model, groups, sampling, deadline)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a fleet has no {name}, or the test does not apply to it")

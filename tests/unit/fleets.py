@@ -1,0 +1,102 @@
+"""A training run in small on several fake servers, from the first connection to the last unload."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from contract.reference import FakeReference, adapter_for
+from contract.served import SMALL, sampling, soon
+from fakes.sglang import FakeSGLang
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.engines.base import Capabilities, Completion, PromptGroup
+from trl_lora_sync.metrics import SyncReport
+from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.verify import TrainedBase
+
+GROUPS = [PromptGroup(prompt=[10 + row, 20, 30 + row], count=2) for row in range(12)]
+
+
+@dataclass
+class FleetRun:
+    """A sync, the fakes that it talks to, and an adapter that changes with every step."""
+
+    sync: AdapterSync
+    fakes: list[FakeSGLang]
+    step: int = 0
+    read: list[CanonicalAdapter] = field(default_factory=list)
+    scored: int = 0
+
+    def start(self) -> str:
+        return self.sync.start(self._read, self.base())
+
+    def publish(self) -> SyncReport:
+        self.step += 1
+        return self.sync.publish(self._read)
+
+    def generate(self, groups: Sequence[PromptGroup] = GROUPS) -> list[list[Completion]]:
+        assert self.sync.active is not None
+        return self.sync.fleet.generate(self.sync.active.name, groups, sampling(), soon())
+
+    def is_policy_of(self, answers: list[list[Completion]], adapter: CanonicalAdapter | None = None) -> bool:
+        """Whether the completions are for `GROUPS` in this order, all sampled from `adapter` or the last one read."""
+        assert [[completion.prompt_ids for completion in answer] for answer in answers] == [
+            [group.prompt] * group.count for group in GROUPS
+        ]
+        return all(
+            max(
+                abs(given[0] - expected)  # type: ignore[operator]
+                for given, expected in zip(
+                    found.logprobs or [],
+                    self.fakes[0].expected_logprobs(adapter or self.read[-1], found.prompt_ids, found.token_ids),
+                    strict=True,
+                )
+            )
+            < 1e-4
+            for answer in answers
+            for found in answer
+        )
+
+    def base(self) -> TrainedBase:
+        reference = FakeReference(self.fakes[0])
+
+        def logprobs(prompt_ids: Sequence[int]) -> tuple[list[float], float]:
+            self.scored += 1
+            return reference.logprobs(None, prompt_ids[:1], prompt_ids[1:]), 1.5
+
+        return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, logprobs=logprobs)
+
+    def _read(self, served: Capabilities) -> CanonicalAdapter:
+        self.read.append(adapter_for(SMALL, self.step, rank=8))
+        return self.read[-1]
+
+    def adapters(self) -> list[list[str]]:
+        """The versions on each fake, as numbers."""
+        return [[name.rpartition("-")[2] for name in fake.host_adapters] for fake in self.fakes]
+
+
+def settings_for(
+    fakes: list[FakeSGLang], root: Path, *, are_local: Sequence[bool] = (), **changes: Any
+) -> SyncSettings:
+    """Short timeouts on plain settings, with fields changed."""
+    local = are_local or [True] * len(fakes)
+    plain: dict[str, Any] = {
+        "servers": tuple(
+            ServerAddress(base_url=fake.base_url, is_local=is_local)
+            for fake, is_local in zip(fakes, local, strict=True)
+        ),
+        "engine": "auto",
+        "transport": "auto",
+        "root": root,
+        "server_root": None,
+        "keep": 2,
+        "pause": "off",
+        "frees_kv_cache": False,
+        "dtype": None,
+        "sync_timeout_s": 20.0,
+        "startup_timeout_s": 20.0,
+        "generation_timeout_s": 20.0,
+    }
+    return SyncSettings(**{**plain, **changes})

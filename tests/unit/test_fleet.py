@@ -1,0 +1,501 @@
+"""Unit tier: several fake servers as one, what happens to one of them, and that the others never notice."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract.served import PROMPT, SMALL, sampling, soon
+from fakes.sglang import FakeSGLang
+
+import trl_lora_sync.fleet
+from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup
+from trl_lora_sync.errors import (
+    AdapterLostError,
+    AdapterRejectedError,
+    ServerSetupError,
+    ServerUnreachableError,
+)
+from trl_lora_sync.fleet_server import FleetServer
+from trl_lora_sync.settings import ServerAddress
+from trl_lora_sync.sync import AdapterSync
+from unit.fleets import GROUPS, FleetRun, settings_for
+
+WAIT_S = 30.0
+REFUSAL = (400, {"success": False, "error_message": "out of memory", "loaded_adapters": None})
+StartRun = Callable[..., FleetRun]
+
+
+@pytest.fixture(autouse=True)
+def _brief_hiccups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_lora_sync.engines.server.RETRY_S", 0.2)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[StartRun]:
+    """Starts fakes and a run on them; `servers` gives the arguments of each, all others are sync settings."""
+    with ExitStack() as stack:
+
+        def begin(*, servers: Any = 2, start: bool = True, **settings: Any) -> FleetRun:
+            arguments = [{}] * servers if isinstance(servers, int) else servers
+            fakes = [stack.enter_context(FakeSGLang(**{"shapes": SMALL, **args})) for args in arguments]
+            begun = FleetRun(AdapterSync(settings_for(fakes, tmp_path / "sync", **settings)), fakes)
+            stack.callback(begun.sync.close)
+            if start:
+                begun.start()
+                for fake in fakes:
+                    fake.requests.clear()
+            return begun
+
+        yield begin
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are looked at once, and the time to wait for them is then said to be over."""
+    wait = trl_lora_sync.fleet.wait_until_up
+
+    def look(base_url: str, *, deadline: Deadline, halt: threading.Event, **kwargs: Any) -> None:
+        once = threading.Event()
+        once.set()
+        try:
+            wait(base_url, deadline=deadline, halt=once, **kwargs)
+        except ServerUnreachableError as error:
+            if halt.is_set():
+                raise
+            raise deadline.error() from error
+
+    monkeypatch.setattr(trl_lora_sync.fleet, "wait_until_up", look)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+# A whole run
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensors"])
+def test_every_version_is_on_every_server_and_nothing_is_left(run: StartRun, tmp_path: Path, transport: str) -> None:
+    training = run(servers=3, transport=transport)
+    for number in range(1, 5):
+        report = training.publish()
+        assert report.servers == 3
+        assert report.server_load_s.keys() == {0, 1, 2}
+        assert all(f"v{number}" in versions for versions in training.adapters())
+        assert training.is_policy_of(training.generate())
+    training.sync.fleet.wait_for_unloads(soon())
+    assert training.adapters() == [["v3", "v4"]] * 3
+    training.sync.close()
+    assert training.adapters() == [[]] * 3
+    assert not (tmp_path / "sync").exists()
+
+
+def test_the_line_at_the_start_names_all_servers(run: StartRun) -> None:
+    training = run(start=False)
+    line = training.start()
+    assert all(f"sglang 0.5.23 at {fake.base_url}" in line for fake in training.fakes)
+
+
+def test_the_trainers_base_model_is_asked_once_for_all_servers(run: StartRun) -> None:
+    training = run(servers=3)
+    training.publish()
+    training.fakes[1].restart()
+    training.generate()
+    assert training.scored == 1
+
+
+def test_a_group_is_sampled_by_one_server(run: StartRun) -> None:
+    training = run()
+    training.publish()
+    for fake in training.fakes:
+        fake.requests.clear()
+    training.generate()
+    prompts = [
+        [tuple(ids) for body in fake.bodies("/generate") for ids in body["input_ids"]] for fake in training.fakes
+    ]
+    assert sorted(prompts[0] + prompts[1]) == sorted(tuple(group.prompt) for group in GROUPS for _ in range(2))
+    assert prompts[0]
+    assert prompts[1]
+    assert not set(prompts[0]) & set(prompts[1])
+
+
+def test_a_server_that_is_wrong_from_the_start_is_named(run: StartRun) -> None:
+    training = run(start=False, servers=[{}, {"enable_lora": False}])
+    with pytest.raises(ServerSetupError, match=f"{training.fakes[1].base_url} was started without LoRA"):
+        training.start()
+
+
+def test_a_server_with_another_base_model_is_named_before_anything_is_loaded(run: StartRun) -> None:
+    training = run(start=False, servers=[{}, {"seed": 1}])
+    with pytest.raises(ServerSetupError, match=f"{training.fakes[1].base_url} serves .* other log-probabilities"):
+        training.start()
+    assert not any(fake.bodies("/load_lora_adapter") for fake in training.fakes)
+
+
+def test_a_server_of_another_dtype_is_named(run: StartRun) -> None:
+    training = run(start=False, servers=[{}, {"dtype": "half"}])
+    adapter = training._read(None)  # type: ignore[arg-type]
+    half = replace(
+        adapter, dtype=torch.bfloat16, tensors={name: value.bfloat16() for name, value in adapter.tensors.items()}
+    )
+    with pytest.raises(ServerSetupError, match=f"{training.fakes[1].base_url} was started with --dtype float16"):
+        training.sync.start(lambda served: half, training.base())
+
+
+def test_a_server_here_reads_the_folder_and_one_elsewhere_gets_tensors(run: StartRun) -> None:
+    training = run(are_local=[True, False])
+    training.publish()
+    here, elsewhere = training.fakes
+    assert [len(here.bodies(path)) for path in ("/load_lora_adapter", "/load_lora_adapter_from_tensors")] == [1, 0]
+    assert [len(elsewhere.bodies(path)) for path in ("/load_lora_adapter", "/load_lora_adapter_from_tensors")] == [0, 1]
+    assert training.is_policy_of(training.generate())
+
+
+# All or nothing
+
+
+def test_loads_run_at_the_same_time(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = run(servers=3)
+    together = threading.Barrier(3)
+    for server in training.sync.fleet.servers:
+        meet(server.engine, together, monkeypatch)
+    training.publish()
+    assert not together.broken
+
+
+def meet(engine: Engine, barrier: threading.Barrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = engine.load
+
+    def meeting(*args: Any) -> None:
+        barrier.wait(WAIT_S)  # passes only while all loads are under way
+        load(*args)
+
+    monkeypatch.setattr(engine, "load", meeting)
+
+
+@pytest.mark.parametrize("on_server_loss", ["error", "drop"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_version_that_one_server_refuses_is_on_none(
+    run: StartRun, tmp_path: Path, place: int, on_server_loss: str
+) -> None:
+    training = run(on_server_loss=on_server_loss)
+    first = training.publish()
+    files = sorted(path.name for path in tmp_path.glob("sync/*/*-v*"))
+    training.fakes[place].canned["/load_lora_adapter"] = [REFUSAL]
+    with pytest.raises(AdapterRejectedError, match=f"{training.fakes[place].base_url} refused.*out of memory"):
+        training.publish()
+    assert training.adapters() == [["v1"], ["v1"]]
+    assert sorted(path.name for path in tmp_path.glob("sync/*/*-v*")) == files
+    assert training.sync.active is not None
+    assert training.sync.active.name == first.adapter_name
+    assert training.is_policy_of(training.generate(), training.read[-2])
+    training.publish()
+    assert training.adapters() == [["v1", "v3"]] * 2
+
+
+def test_a_refusal_ends_the_wait_for_a_server_that_is_away(run: StartRun) -> None:
+    training = run(sync_timeout_s=60.0)
+    training.publish()
+    training.fakes[1].stop()
+    training.fakes[0].canned["/load_lora_adapter"] = [REFUSAL]
+    with pytest.raises(AdapterRejectedError):
+        training.publish()
+
+
+# Restarts
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensors"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_that_restarted_is_given_the_active_version_again(
+    run: StartRun, servers: int, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = run(servers=servers, transport=transport)
+    training.publish()
+    training.fakes[-1].restart()
+    assert training.is_policy_of(training.generate())
+    # With others there, its prompts may be done before it is back.
+    training.publish()
+    assert all("v2" in versions for versions in training.adapters())
+    assert training.is_policy_of(training.generate())
+    assert any(f"{training.fakes[-1].base_url} had lost" in warning for warning in warnings_of(caplog))
+
+
+def test_the_base_of_a_restarted_server_is_looked_at_before_it_gets_an_adapter(run: StartRun) -> None:
+    training = run(servers=1)
+    training.publish()
+    training.fakes[0].restart()
+    training.fakes[0].requests.clear()
+    training.generate()
+    scored = [
+        place
+        for place, request in enumerate(training.fakes[0].requests)
+        if request.path == "/generate" and request.body.get("logprob_start_len") == 0
+    ]
+    loaded = [place for place, request in enumerate(training.fakes[0].requests) if request.path == "/load_lora_adapter"]
+    assert len(scored) == len(loaded) == 1
+    assert scored < loaded
+
+
+@pytest.mark.parametrize("on_server_loss", ["error", "drop"])
+def test_a_server_that_came_back_with_another_base_is_never_sampled_from(run: StartRun, on_server_loss: str) -> None:
+    training = run(servers=1, on_server_loss=on_server_loss)
+    training.publish()
+    training.fakes[0].args = replace(training.fakes[0].args, seed=1)
+    training.fakes[0].restart()
+    with pytest.raises(ServerSetupError, match="which is not the base model of the trainer"):
+        training.generate()
+    with pytest.raises(ServerSetupError, match="which is not the base model of the trainer"):
+        training.publish()
+
+
+def test_a_restart_between_two_syncs_is_noticed_by_the_sync(run: StartRun) -> None:
+    """Loading alone would succeed, on a base model that nobody has looked at."""
+    training = run()
+    training.publish()
+    training.fakes[1].args = replace(training.fakes[1].args, seed=1)
+    training.fakes[1].restart()
+    with pytest.raises(ServerSetupError, match=f"{training.fakes[1].base_url} serves .* not the base model"):
+        training.publish()
+    assert training.sync.active is not None
+    assert training.sync.active.version == 1
+    assert training.adapters()[0] == ["v1"]
+
+
+def test_a_single_server_is_waited_for(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = run(servers=1)
+    training.publish()
+    training.fakes[0].stop()
+    on_first_wait(monkeypatch, training.fakes[0].restart)
+    assert training.is_policy_of(training.generate())
+    training.fakes[0].stop()
+    on_first_wait(monkeypatch, training.fakes[0].restart)
+    assert training.publish().servers == 1
+    assert training.adapters() == [["v1", "v2"]]
+
+
+def on_first_wait(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Do something when the run begins to wait for a server."""
+    wait, acted = trl_lora_sync.fleet.wait_until_up, threading.Event()
+
+    def waiting(*args: Any, **kwargs: Any) -> None:
+        if not acted.is_set():
+            acted.set()
+            act()
+        wait(*args, **kwargs)
+
+    monkeypatch.setattr(trl_lora_sync.fleet, "wait_until_up", waiting)
+
+
+def test_a_hiccup_is_no_restart(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = run(servers=1)
+    training.publish()
+    training.fakes[0].requests.clear()
+    training.fakes[0].canned["/generate"] = [(503, "busy")] * 200
+    on_first_wait(monkeypatch, training.fakes[0].canned.clear)
+    assert training.is_policy_of(training.generate())
+    assert not training.fakes[0].bodies("/load_lora_adapter")
+
+
+def test_an_adapter_that_somebody_unloaded_is_loaded_again(run: StartRun) -> None:
+    training = run(servers=1)
+    report = training.publish()
+    training.sync.fleet.servers[0].engine.unload(report.adapter_name, soon())
+    assert training.is_policy_of(training.generate())
+
+
+def test_a_name_that_was_never_active_is_not_waited_for(run: StartRun) -> None:
+    training = run()
+    training.publish()
+    with pytest.raises(AdapterLostError):
+        training.sync.fleet.generate("never-loaded", GROUPS, sampling(), soon())
+
+
+def test_an_adapter_that_is_lost_again_and_again_is_an_error(tmp_path: Path) -> None:
+    """Behind one URL of a proxy that spreads requests, each load reaches one server and most samples another."""
+    with FakeSGLang(shapes=SMALL) as fake:
+        server = FleetServer(ServerAddress(base_url=fake.base_url, is_local=True), settings_for([fake], tmp_path))
+        server.connect(soon())
+        for _ in range(3):
+            server.note_loss(AdapterLostError("no longer known"), server.engine)
+            server.trouble = None
+        with pytest.raises(ServerSetupError, match=r"Give each server its own URL.*no longer known"):
+            server.note_loss(AdapterLostError("no longer known"), server.engine)
+
+
+def test_an_error_of_a_process_that_was_replaced_says_nothing_of_the_new_one(tmp_path: Path) -> None:
+    with FakeSGLang(shapes=SMALL) as fake:
+        server = FleetServer(ServerAddress(base_url=fake.base_url, is_local=True), settings_for([fake], tmp_path))
+        server.connect(soon())
+        before = server.engine
+        server.connect(soon())
+        server.note_loss(ServerUnreachableError("gone"), before)
+        assert server.trouble is None
+
+
+def test_a_version_that_was_withdrawn_while_a_server_was_away_is_forgotten_when_it_is_back(run: StartRun) -> None:
+    training = run()
+    training.publish()
+    second = training.fakes[1]
+    second.canned["/unload_lora_adapter"] = [(503, "busy")] * 2
+    training.fakes[0].canned["/load_lora_adapter"] = [REFUSAL]
+    with pytest.raises(AdapterRejectedError):
+        training.publish()
+    second.canned.clear()
+    training.publish()
+    training.publish()
+    training.sync.fleet.wait_for_unloads(soon())
+    assert training.adapters() == [["v3", "v4"]] * 2
+
+
+# Servers that stay away
+
+
+def test_prompts_of_a_server_that_dies_are_sampled_by_the_others(run: StartRun) -> None:
+    training = run(servers=3)
+    training.publish()
+    training.fakes[1].stop()
+    assert training.is_policy_of(training.generate())
+    training.fakes[1].restart()
+    training.publish()
+    assert all("v2" in versions for versions in training.adapters())
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_server_that_stays_away_is_an_error_and_nobody_has_the_new_version(run: StartRun) -> None:
+    training = run()
+    training.publish()
+    training.fakes[1].stop()
+    with pytest.raises(ServerUnreachableError, match=training.fakes[1].base_url):
+        training.publish()
+    assert training.adapters()[0] == ["v1"]
+    assert training.sync.active is not None
+    assert training.sync.active.version == 1
+    training.fakes[1].restart()
+    assert training.publish().servers == 2
+    assert training.is_policy_of(training.generate())
+
+
+@pytest.mark.parametrize("is_generating", [True, False])
+def test_a_single_server_that_stays_away_is_an_error_in_time(run: StartRun, is_generating: bool) -> None:
+    training = run(servers=1)
+    training.publish()
+    training.sync.settings = training.sync.fleet._settings = replace(training.sync.settings, sync_timeout_s=1.0)
+    training.fakes[0].stop()
+    with pytest.raises(ServerUnreachableError, match=f"No server answers at {training.fakes[0].base_url}"):
+        training.generate() if is_generating else training.publish()
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_dropped_server_is_reported_and_taken_back_by_a_later_sync(
+    run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = run(on_server_loss="drop")
+    training.publish()
+    training.fakes[1].stop()
+    report = training.publish()
+    assert report.servers == 1
+    assert report.metrics()["lora_sync/servers"] == 1
+    (warning,) = [text for text in warnings_of(caplog) if text.startswith("Going on without")]
+    assert training.fakes[1].base_url in warning
+    assert "with 1 of 2 servers" in warning
+    assert training.publish().servers == 1
+    assert training.is_policy_of(training.generate())
+
+    training.fakes[1].restart()
+    assert training.publish().servers == 2
+    assert f"{training.fakes[1].base_url} is back." in warnings_of(caplog)
+    assert training.is_policy_of(training.generate())
+    training.sync.fleet.wait_for_unloads(soon())
+    training.publish()
+    assert "v5" in training.adapters()[1]
+    training.sync.close()
+    assert training.adapters() == [[], []]
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_dropped_server_with_another_base_stays_dropped_and_fails_nothing(run: StartRun) -> None:
+    training = run(on_server_loss="drop")
+    training.publish()
+    training.fakes[1].stop()
+    training.publish()
+    training.fakes[1].args = replace(training.fakes[1].args, seed=1)
+    training.fakes[1].restart()
+    assert training.publish().servers == 1
+    assert training.is_policy_of(training.generate())
+    assert training.adapters()[1] == []
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_the_last_server_is_never_dropped(run: StartRun) -> None:
+    training = run(on_server_loss="drop")
+    training.publish()
+    for fake in training.fakes:
+        fake.stop()
+    with pytest.raises(ServerUnreachableError, match=training.fakes[0].base_url):
+        training.publish()
+    assert len(training.sync.fleet.in_service) == 2
+    for fake in training.fakes:
+        fake.restart()
+    assert training.publish().servers == 2
+
+
+# Memory between steps
+
+
+ASLEEP: dict[str, Any] = {"frees_kv_cache": True, "servers": [{"enable_memory_saver": True}] * 2}
+
+
+def test_all_servers_sleep_and_wake(run: StartRun) -> None:
+    training = run(**ASLEEP)
+    training.publish()
+    training.sync.sleep()
+    assert [fake.scheduler.offloaded for fake in training.fakes] == [{"kv_cache"}] * 2
+    assert training.sync.wake()
+    assert [fake.scheduler.offloaded for fake in training.fakes] == [set()] * 2
+    assert training.is_policy_of(training.generate())
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_server_that_went_away_asleep_makes_the_next_generation_publish_anew(
+    run: StartRun, is_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = run(**ASLEEP)
+    training.publish()
+    training.sync.sleep()
+    training.fakes[1].stop()
+    if is_up:
+        training.fakes[1].restart()
+    else:
+        on_first_wait(monkeypatch, training.fakes[1].restart)
+    assert training.sync.wake() is False
+    training.publish()
+    assert training.sync.wake()
+    assert training.is_policy_of(training.generate())
+    assert all(fake.death is None for fake in training.fakes)
+
+
+# Pausing
+
+
+def test_each_server_is_paused_for_its_own_load(run: StartRun) -> None:
+    training = run(pause="drain")
+    training.publish()
+    for fake in training.fakes:
+        paths = [request.path for request in fake.requests if request.method == "POST"]
+        assert paths[:3] == ["/pause_generation", "/load_lora_adapter", "/continue_generation"]
+
+
+def test_prompts_of_one_token_each_come_back_in_order(run: StartRun) -> None:
+    training = run(servers=3)
+    training.publish()
+    groups = [PromptGroup(prompt=[*PROMPT, row], count=1 + row % 3) for row in range(40)]
+    answers = training.generate(groups)
+    assert [len(answer) for answer in answers] == [group.count for group in groups]
+    assert [answer[0].prompt_ids for answer in answers] == [group.prompt for group in groups]

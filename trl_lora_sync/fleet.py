@@ -1,0 +1,406 @@
+"""Several servers as one: load on all or none, share prompts out, notice a server that restarted and take it back.
+
+Knows what a version and an engine are, and nothing of models, files or TRL. A server is lost if it cannot be reached
+or has forgotten the active version. It is waited for, checked as at the start, and given the active version again
+before it gets any prompt; what it was sampling meanwhile is sampled again by whoever is there.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.connect import wait_until_up
+from trl_lora_sync.errors import (
+    AdapterLostError,
+    DeadlineExceededError,
+    GenerationError,
+    LoRASyncError,
+    ServerUnreachableError,
+)
+from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S, FleetServer
+from trl_lora_sync.preflight import Preflight
+from trl_lora_sync.settings import SyncSettings
+from trl_lora_sync.sharing import Worker, share_out
+from trl_lora_sync.transports import Transport
+from trl_lora_sync.verify import TrainedBase
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long a sync looks whether a dropped server is up again; a server that died refuses at once.
+_LOOK_TIMEOUT_S = 2.0
+
+
+class Fleet:
+    """All servers of a run.
+
+    Attributes:
+        servers: all of them, dropped ones included, in the order of the setting.
+        active: the version that every server in service has, with its tensors if any server is sent those.
+    """
+
+    def __init__(self, settings: SyncSettings) -> None:
+        self.servers = [FleetServer(address, settings) for address in settings.servers]
+        self.active: StoredAdapter | None = None
+        self._settings = settings
+        self._preflight: Preflight | None = None
+        self._drop_lock = threading.Lock()
+
+    @property
+    def base_url(self) -> str:
+        return ",".join(server.base_url for server in self.servers)
+
+    @property
+    def in_service(self) -> list[FleetServer]:
+        return [server for server in self.servers if not server.is_dropped]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What holds for every server. Names and versions are those of the first one."""
+        served = [server.engine.capabilities for server in self.servers]
+        lengths = [one.max_model_len for one in served if one.max_model_len is not None]
+        modes = {one.logprobs_mode for one in served}
+        doubtful = [mode for mode in ("raw_logprobs", "unknown") if mode in modes]
+        return replace(
+            served[0],
+            max_model_len=min(lengths, default=None),
+            logprobs_mode=doubtful[0] if doubtful else served[0].logprobs_mode,
+            # Zeros for a sibling change nothing on an engine that does not need them.
+            needs_fused_siblings=any(one.needs_fused_siblings for one in served),
+            survives_misfit=all(one.survives_misfit for one in served),
+            takes_tensors=all(one.takes_tensors for one in served),
+        )
+
+    # At the start
+
+    def connect(self, deadline: Callable[[FleetServer], Deadline]) -> None:
+        """Wait for all servers and connect to them.
+
+        Raises:
+            LoRASyncError: a server did not come up or cannot be used; a run starts with all of its servers.
+        """
+        _each(self.servers, lambda server: server.connect(deadline(server)))
+
+    def check(self, adapter: CanonicalAdapter, base: TrainedBase, transport: Transport, deadline: Deadline) -> None:
+        """Prove on every server that it has the trainer's base model and can load and sample from such an adapter.
+
+        Raises:
+            LoRASyncError: a server cannot be used as it is, and what to change.
+        """
+        preflight = self._preflight = Preflight(base, adapter, transport)
+        _each(self.servers, lambda server: preflight.check(server, deadline))
+        trial = transport.write(0, adapter)
+        try:
+            _each(self.servers, lambda server: preflight.try_out(server, trial, deadline))
+        finally:
+            wait(self.unload_later(trial.name), timeout=CLOSE_TIMEOUT_S)
+            transport.delete(trial)
+
+    # Versions
+
+    def load(self, stored: StoredAdapter, deadline: Deadline) -> dict[int, float]:
+        """Load a version on every server in service, all at the same time.
+
+        After an error the version may be on some of them and is to be unloaded; none samples from it, as `active` is
+        the one before.
+
+        Returns:
+            The seconds that each server took, by its place in `servers`; without those that had to be dropped.
+
+        Raises:
+            LoRASyncError: the first error of any server that may not be dropped.
+        """
+        halt = threading.Event()
+        failures: list[tuple[FleetServer, LoRASyncError]] = []
+        seconds: dict[int, float] = {}
+        place_of = {server: place for place, server in enumerate(self.servers)}
+
+        def bring(server: FleetServer) -> None:
+            started = time.perf_counter()
+            try:
+                if server.is_dropped:
+                    self._try_again(server, stored, deadline, halt)
+                else:
+                    self._bring(server, stored, deadline, halt)
+            except LoRASyncError as error:
+                failures.append((server, error))
+                if not self._may_drop(error):
+                    halt.set()
+                return
+            if not server.is_dropped:
+                seconds[place_of[server]] = time.perf_counter() - started
+
+        _each(self.servers, bring)
+        for _, error in failures:
+            if not self._may_drop(error) or not seconds:
+                raise error
+        for server, error in failures:
+            self._drop(server, error)
+        return dict(sorted(seconds.items()))
+
+    def activate(self, stored: StoredAdapter) -> None:
+        """From here on a server that restarts is given this version."""
+        sends_tensors = any(server.sends_tensors for server in self.servers)
+        self.active = stored if sends_tensors else replace(stored, content=None)
+
+    def unload_later(self, adapter_name: str) -> "list[Future[None]]":
+        """Forget a name on every server, beside the training."""
+        return [server.unload_later(adapter_name) for server in self.servers]
+
+    def unload(self, adapter_name: str) -> None:
+        """Forget a name on every server, now."""
+        for server in self.servers:
+            server.unload(adapter_name, CLOSE_TIMEOUT_S)
+
+    def loaded(self, deadline: Deadline) -> dict[str, str]:
+        """The adapters that every server in service would serve."""
+        first, *others = _each(self.in_service, lambda server: server.engine.loaded(deadline))
+        return {name: path for name, path in first.items() if all(name in other for other in others)}
+
+    def wait_for_unloads(self, deadline: Deadline) -> None:
+        for server in self.in_service:
+            server.wait_for_unloads(deadline)
+
+    def _bring(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, halt: threading.Event) -> None:
+        """Load a version on one server, waiting for it and taking it back if it is lost."""
+        while True:
+            self._recover(server, deadline, halt)
+            engine = server.engine
+            try:
+                server.load(stored, deadline)
+                # Between loading and the first use, which an engine with another base model may not survive.
+                self._check_memory(server, deadline)
+                server.warm_up(stored, deadline)
+            except LoRASyncError as error:
+                if not _is_loss(error) or halt.is_set() or deadline.is_over():
+                    raise
+                server.note_loss(error, engine)
+            else:
+                server.note_success()
+                return
+
+    def _check_memory(self, server: FleetServer, deadline: Deadline) -> None:
+        """Notice a server that was started anew since the last sync, whose base model nobody has looked at."""
+        if self.active is not None and self.active.name not in server.engine.loaded(deadline):
+            raise AdapterLostError(f"{server.base_url} no longer knows {self.active.name!r}; it was restarted.")
+
+    # Lost and found
+
+    def _recover(self, server: FleetServer, deadline: Deadline, halt: threading.Event) -> None:
+        """Return when the server is fine; at once if it is.
+
+        Raises:
+            LoRASyncError: it is not before the deadline, or before `halt`; or another server came up in its place.
+        """
+        while (trouble := server.trouble) is not None:
+            engine = server.engine
+            try:
+                with server.exclusively(deadline):
+                    self._readmit(server, deadline, halt)
+            except DeadlineExceededError as error:
+                if isinstance(trouble, ServerUnreachableError):
+                    raise trouble from error  # names the server
+                raise
+            except LoRASyncError as error:
+                if not _is_loss(error) or halt.is_set() or deadline.is_over():
+                    raise
+                server.note_loss(error, engine)
+
+    def _readmit(self, server: FleetServer, deadline: Deadline, halt: threading.Event) -> None:
+        """Wait until the server is up; if it forgot the active version, check it anew and load that."""
+        if server.trouble is None:
+            return  # another thread took it back meanwhile
+        wait_until_up(server.base_url, is_local=server.address.is_local, deadline=deadline, halt=halt)
+        active, loaded = self.active, server.engine.loaded(deadline)
+        if active is None or active.name not in loaded or isinstance(server.trouble, AdapterLostError):
+            server.connect(deadline)
+            if self._preflight is not None:
+                self._preflight.check(server, deadline)
+            if active is not None:
+                server.load(active, deadline)
+                server.warm_up(active, deadline)
+                logger.warning("%s had lost %s; it was given it again.", server.base_url, active.name)
+                if self.active is not active:  # the run has ended meanwhile
+                    server.unload_later(active.name)
+        server.unload_unconfirmed(loaded)
+        server.trouble = None
+
+    def _take_back(self, server: FleetServer, deadline: Deadline, halt: threading.Event) -> bool:
+        """During a generation: wait for a lost server as long as a sync may take. False if it is dropped."""
+        patience = Deadline.after(self._settings.sync_timeout_s, f"Waiting for {server.base_url} (lora_sync_timeout)")
+        try:
+            self._recover(server, min(patience, deadline, key=lambda one: one.ends_at), halt)
+        except LoRASyncError as error:
+            if halt.is_set():
+                return False  # the others have done it all; the next sync or generation goes on with it
+            if not self._may_drop(error):
+                raise
+            self._drop(server, error)
+            return False
+        return True
+
+    def _may_drop(self, error: LoRASyncError) -> bool:
+        return self._settings.on_server_loss == "drop" and (_is_loss(error) or isinstance(error, DeadlineExceededError))
+
+    def _drop(self, server: FleetServer, error: LoRASyncError) -> None:
+        """Go on without a server, unless it is the last one."""
+        with self._drop_lock:
+            if self.in_service == [server]:
+                raise error
+            server.is_dropped = True
+        server.trouble = error
+        logger.warning(
+            "Going on without %s, with %d of %d servers; each sync looks whether it is back. %s",
+            server.base_url,
+            len(self.in_service),
+            len(self.servers),
+            error,
+        )
+
+    def _try_again(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, halt: threading.Event) -> None:
+        """Take a dropped server back if it is up; what goes wrong is no reason to fail the sync of the others."""
+        reason = _reason_to_be_down(server)
+        if reason is not None:
+            logger.info("%s stays dropped: %s", server.base_url, reason)
+            return
+        try:
+            half = Deadline.after(deadline.remaining_s() / 2, f"Taking {server.base_url} back")
+            self._bring(server, stored, half, halt)
+        except LoRASyncError as error:
+            logger.warning("%s is up again but stays dropped: %s", server.base_url, error)
+        else:
+            server.is_dropped = False
+            logger.warning("%s is back.", server.base_url)
+
+    # Sampling
+
+    def generate(
+        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+    ) -> list[list[Completion]]:
+        """See `Engine`. Groups stay whole, and come back in their order whoever sampled them."""
+        base_model = self.capabilities.base_model
+
+        def sample(server: FleetServer, places: list[int], at_once: int) -> list[list[Completion]]:
+            name = server.engine.capabilities.base_model if model == base_model else model
+            return server.engine.generate(name, [groups[place] for place in places], sampling, deadline, at_once)
+
+        return self._share_out([group.count for group in groups], model, sample, deadline)
+
+    def chat(
+        self, bodies: Sequence[dict[str, Any]], count: int, sampling: Sampling, deadline: Deadline
+    ) -> list[list[Completion]]:
+        """Sample `count` completions for each OpenAI chat request, which name the same model; see `Engine`."""
+
+        def converse(server: FleetServer, places: list[int], at_once: int) -> list[list[Completion]]:
+            with ThreadPoolExecutor(max_workers=min(at_once, len(places))) as pool:
+                return list(
+                    pool.map(lambda place: server.engine.chat(bodies[place], count, sampling, deadline), places)
+                )
+
+        model = bodies[0]["model"] if bodies else ""
+        return self._share_out([count] * len(bodies), model, converse, deadline)
+
+    def _share_out(
+        self,
+        samples: Sequence[int],
+        model: str,
+        sample: Callable[[FleetServer, list[int], int], list[list[Completion]]],
+        deadline: Deadline,
+    ) -> list[list[Completion]]:
+        is_active = self.active is not None and self.active.name == model
+
+        def do(server: FleetServer, places: list[int], at_once: int) -> list[list[Completion]]:
+            engine = server.engine
+            try:
+                answers = sample(server, places, at_once)
+            except LoRASyncError as error:
+                lost = self._as_loss(server, error, deadline)
+                if lost is None or not is_active:
+                    raise
+                server.note_loss(lost, engine)
+                raise lost from error
+            server.note_success()
+            return answers
+
+        workers = {
+            server: Worker(
+                do=partial(do, server),
+                # Sampling again is harmless as long as it is from the same version, which every server has.
+                is_loss=lambda error: is_active and _is_loss(error) and not deadline.is_over(),
+                recover=partial(self._take_back, server, deadline),
+                speed=server.speed,
+                is_away=is_active and server.trouble is not None,
+            )
+            for server in self.in_service
+        }
+        answers = share_out(samples, list(workers.values()))
+        for server, worker in workers.items():
+            server.speed = worker.speed
+        return answers
+
+    def _as_loss(self, server: FleetServer, error: LoRASyncError, deadline: Deadline) -> LoRASyncError | None:
+        """The error if it means that the server is lost; a server that dies may send one answer that says less."""
+        if _is_loss(error):
+            return error
+        if isinstance(error, GenerationError) and not deadline.is_over():
+            return _reason_to_be_down(server)
+        return None
+
+    # Memory between steps
+
+    def release_kv_cache(self, deadline: Deadline) -> None:
+        """See `Engine`."""
+        _each(self.in_service, lambda server: server.release_kv_cache(deadline))
+
+    def wake(self, deadline: Deadline) -> bool:
+        """Take the KV caches back. Returns whether loaded adapters are intact on all servers."""
+
+        def wake(server: FleetServer) -> bool:
+            engine = server.engine
+            try:
+                return server.wake(deadline)
+            except LoRASyncError as error:
+                if not _is_loss(error):
+                    raise
+                server.note_loss(error, engine)
+                return False
+
+        return all(_each([server for server in self.in_service if server.is_asleep], wake))
+
+
+def _is_loss(error: BaseException) -> bool:
+    return isinstance(error, ServerUnreachableError | AdapterLostError)
+
+
+def _reason_to_be_down(server: FleetServer) -> ServerUnreachableError | None:
+    gone = threading.Event()
+    gone.set()
+    look = Deadline.after(_LOOK_TIMEOUT_S, f"Looking for {server.base_url}")
+    try:
+        wait_until_up(server.base_url, is_local=server.address.is_local, deadline=look, halt=gone)
+    except ServerUnreachableError as error:
+        return error
+    except LoRASyncError:  # it is busy, so it is there
+        return None
+    return None
+
+
+def _each(servers: Sequence[FleetServer], act: Callable[[FleetServer], T]) -> list[T]:
+    """Do the same on all servers at the same time; wait for all, then raise the first error."""
+    if len(servers) < 2:
+        return [act(server) for server in servers]
+    with ThreadPoolExecutor(len(servers), thread_name_prefix="lora-sync-fleet") as pool:
+        try:
+            futures = [pool.submit(act, server) for server in servers]
+        except RuntimeError:  # the interpreter is ending and starts no more threads
+            return [act(server) for server in servers]
+    return [future.result() for future in futures]

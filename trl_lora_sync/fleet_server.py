@@ -1,0 +1,201 @@
+"""One server of a fleet: loading, unloading, pausing and its memory, and what is known of it between requests."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import Deadline, Engine
+from trl_lora_sync.engines.connect import connect_engine
+from trl_lora_sync.errors import AdapterLostError, LoRASyncError, ServerSetupError
+from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.transports import is_sent_tensors
+
+logger = logging.getLogger(__name__)
+
+# An unload runs beside the training; one that takes longer is stuck.
+_UNLOAD_TIMEOUT_S = 30.0
+# How long the end of a run, and the release of the KV cache, wait for unloads.
+CLOSE_TIMEOUT_S = 5.0
+# A version that is lost again as often as this after it was loaded is no accident.
+_MAX_LOSSES = 3
+
+
+class FleetServer:
+    """One server.
+
+    Attributes:
+        trouble: the error by which it was noticed to be away or to have lost its adapters; None if it is fine.
+        is_dropped: whether the run goes on without it.
+        speed: samples per second in earlier generations.
+    """
+
+    def __init__(self, address: ServerAddress, settings: SyncSettings) -> None:
+        self.address = address
+        self.trouble: LoRASyncError | None = None
+        self.is_dropped = False
+        self.speed: float | None = None
+        self.sends_tensors = False
+        self._settings = settings
+        self._engine: Engine | None = None
+        self._losses = 0
+        self._unconfirmed: set[str] = set()
+        self._is_asleep = False
+        self._lock = threading.Lock()
+        self._unloader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-sync-unload")
+
+    @property
+    def base_url(self) -> str:
+        return self.address.base_url
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise LoRASyncError(f"{self.base_url} is not connected; start() comes first.")
+        return self._engine
+
+    def connect(self, deadline: Deadline) -> None:
+        """Wait until it is up and connect, also to a process that has replaced the one before.
+
+        Raises:
+            LoRASyncError: see `connect_engine`; or another engine runs there than before.
+        """
+        engine = connect_engine(
+            self.base_url, engine=self._settings.engine, is_local=self.address.is_local, deadline=deadline
+        )
+        served = engine.capabilities
+        if self._engine is not None and served.engine != self.engine.capabilities.engine:
+            raise ServerSetupError(
+                f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
+                "now. Adapters are written for the engines of the start. Start the same server again."
+            )
+        self.sends_tensors = is_sent_tensors(self._settings, self.address, served)
+        # The one before is not closed: a thread may still wait for its answer.
+        self._engine = engine
+        self._is_asleep = False
+
+    # Away and back
+
+    def note_loss(self, error: LoRASyncError, engine: Engine) -> None:
+        """Remember an error that says the server is away, unless it is one of a process that has been replaced.
+
+        Raises:
+            ServerSetupError: the adapter was lost again and again although it was loaded each time.
+        """
+        if engine is not self._engine or self.trouble is not None:
+            return
+        self.trouble = error
+        if isinstance(error, AdapterLostError):
+            self._losses += 1
+            if self._losses > _MAX_LOSSES:
+                raise ServerSetupError(
+                    f"{self.base_url} loses every version that it is given. One server was expected there; does a "
+                    f"proxy spread requests over several, or another client unload adapters? Give each server its own "
+                    f"URL, separated by commas. {error}"
+                ) from error
+
+    def note_success(self) -> None:
+        self._losses = 0
+
+    @contextmanager
+    def exclusively(self, deadline: Deadline) -> Iterator[None]:
+        """One thread at a time takes the server back."""
+        if not self._lock.acquire(timeout=deadline.remaining_s()):
+            raise deadline.error(f"another attempt to reach {self.base_url} still runs")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    # Adapters
+
+    def form_of(self, stored: StoredAdapter) -> StoredAdapter:
+        """The version in the way this server gets it."""
+        if self.sends_tensors or stored.server_path is None:
+            return replace(stored, path=None, server_path=None)
+        return replace(stored, content=None)
+
+    def load(self, stored: StoredAdapter, deadline: Deadline) -> None:
+        """Load a version, awake and inside a pause if there is to be one; errors as for `Engine.load`."""
+        self.wake(deadline)
+        with self._paused(deadline):
+            self.engine.load(self.form_of(stored), deadline)
+
+    def warm_up(self, stored: StoredAdapter, deadline: Deadline) -> None:
+        self.engine.warm_up(self.form_of(stored), deadline)
+
+    @contextmanager
+    def _paused(self, deadline: Deadline) -> Iterator[None]:
+        """Stop other clients' generation during the block, if asked to; always resumed.
+
+        Unloads end first: one that waits for a request which does not go on would keep the load waiting as well.
+        """
+        if self._settings.pause == "off":
+            yield
+            return
+        self.wait_for_unloads(deadline)
+        try:
+            self.engine.pause(self._settings.pause, deadline)
+            yield
+        finally:
+            self.engine.resume(Deadline.after(_UNLOAD_TIMEOUT_S, "Resuming generation"))
+
+    def unload_later(self, adapter_name: str) -> "Future[None]":
+        """Beside the training, one at a time: an unload may wait on the server, and may never hold up a step."""
+        try:
+            return self._unloader.submit(self.unload, adapter_name, _UNLOAD_TIMEOUT_S)
+        except RuntimeError:  # the interpreter is ending and starts no more work beside this
+            self.unload(adapter_name, CLOSE_TIMEOUT_S)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    def unload(self, adapter_name: str, timeout_s: float) -> None:
+        if self._engine is None:
+            return
+        if self.is_dropped:
+            self._unconfirmed.add(adapter_name)
+            return
+        deadline = Deadline.after(timeout_s, f"Unloading {adapter_name}")
+        if self.engine.unload(adapter_name, deadline):
+            self._unconfirmed.discard(adapter_name)
+        else:
+            self._unconfirmed.add(adapter_name)
+            logger.info("%s did not confirm that it forgot %s; training is not affected.", self.base_url, adapter_name)
+
+    def unload_unconfirmed(self, loaded: dict[str, str]) -> None:
+        """Forget what it could not be told to forget while it was away."""
+        for name in self._unconfirmed & loaded.keys():
+            self.unload_later(name)
+        self._unconfirmed &= loaded.keys()
+
+    def wait_for_unloads(self, deadline: Deadline) -> None:
+        try:
+            self._unloader.submit(lambda: None).result(timeout=deadline.remaining_s())
+        except TimeoutError as error:
+            raise deadline.error(f"{self.base_url} is still unloading earlier versions") from error
+
+    # Memory between steps
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._is_asleep
+
+    def release_kv_cache(self, deadline: Deadline) -> None:
+        """See `Engine`; unloads end first, for none may meet the server asleep."""
+        if self._is_asleep:
+            return
+        self.wait_for_unloads(Deadline.after(CLOSE_TIMEOUT_S, "Waiting for unloads"))
+        self._is_asleep = True  # before the request, whose answer may be late; waking for nothing is harmless
+        self.engine.release_kv_cache(deadline)
+
+    def wake(self, deadline: Deadline) -> bool:
+        """Take the KV cache back. Returns whether loaded adapters are intact."""
+        intact = True
+        if self._is_asleep:
+            intact = self.engine.restore_kv_cache(deadline)
+            self._is_asleep = False
+        return intact

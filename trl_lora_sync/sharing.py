@@ -1,0 +1,161 @@
+"""Share work out over servers by what each has completed, and give what one could not do to the others.
+
+Knows neither prompts nor HTTP: work is a number of samples at a place, and comes back as whatever the worker made.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from trl_lora_sync.engines.base import CONCURRENT_REQUESTS
+
+T = TypeVar("T")
+
+# A server decodes so many samples at once about as fast as one, so shares up to this are handed out whole. Of a larger
+# share, half is under way at a time and the rest goes to whoever is done first.
+FULL_BATCH = 64
+# In how many parts a worker holds what is under way, so that it gets more as soon as some of it is done.
+_PARTS = 8
+
+
+@dataclass(eq=False, kw_only=True)
+class Worker(Generic[T]):
+    """Somebody who can do any part of the work.
+
+    Attributes:
+        do: does the work at some places, with at most so many requests at once.
+        is_loss: whether an error of `do` means that the worker is away and others may do the same work.
+        recover: waits until the worker is back, or the event is set. False if it is gone for good; its error otherwise.
+        speed: samples per second in earlier calls, if known; measured anew by `share_out`.
+        is_away: whether it has to recover first.
+    """
+
+    do: Callable[[list[int], int], list[T]]
+    is_loss: Callable[[BaseException], bool]
+    recover: Callable[[threading.Event], bool]
+    speed: float | None = None
+    is_away: bool = False
+    under_way: int = 0
+    completed: int = 0
+    last_completed_at: float = 0.0
+
+
+def share_out(samples: Sequence[int], workers: Sequence[Worker[T]]) -> list[T]:
+    """Have the work at every place done once; the results are in the order of the places.
+
+    A worker starts with a share of the size that its speed suggests. Work of a worker that is lost goes to the others,
+    and back to it once it has recovered. Nothing is done twice to have it sooner: keeping whichever answer is first
+    would prefer short completions.
+
+    Args:
+        samples: how many samples the work at each place is.
+
+    Raises:
+        BaseException: what a worker raised that is no loss, or the last loss once no worker is left.
+    """
+    return _SharedWork(samples, workers).run()
+
+
+class _SharedWork(Generic[T]):
+    def __init__(self, samples: Sequence[int], workers: Sequence[Worker[T]]) -> None:
+        self._samples = samples
+        self._workers = list(workers)
+        self._waiting = deque(range(len(samples)))
+        self._results: dict[int, T] = {}
+        self._parts: dict[Future[Any], tuple[Worker[T], list[int]]] = {}
+        self._recoveries: dict[Future[Any], Worker[T]] = {}
+        self._last_loss: BaseException | None = None
+        self._halt = threading.Event()
+        self._doing = ThreadPoolExecutor(max(1, len(workers)) * (_PARTS + 1), thread_name_prefix="lora-sync-sample")
+        # Apart from the others, because nobody waits for a recovery that has become needless.
+        self._recovering = ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="lora-sync-recover")
+
+    def run(self) -> list[T]:
+        started = time.monotonic()
+        try:
+            for worker in self._workers:
+                if worker.is_away:
+                    self._start_recovery(worker)
+            while len(self._results) < len(self._samples):
+                self._hand_out()
+                if not self._parts and not self._recoveries:
+                    assert self._last_loss is not None
+                    raise self._last_loss
+                done, _ = wait([*self._parts, *self._recoveries], return_when=FIRST_COMPLETED)
+                for future in done:
+                    self._collect(future)
+        finally:
+            self._halt.set()
+            self._recovering.shutdown(wait=False)
+            self._doing.shutdown(cancel_futures=True)
+        self._measure(started)
+        return [self._results[place] for place in range(len(self._samples))]
+
+    def _hand_out(self) -> None:
+        able = [worker for worker in self._workers if not worker.is_away]
+        limits = shares(sum(self._samples), [worker.speed for worker in able])
+        while self._waiting:
+            taking = [(worker, limit) for worker, limit in zip(able, limits, strict=True) if worker.under_way < limit]
+            if not taking:
+                return
+            for worker, limit in taking:
+                self._hand_part_to(worker, limit, is_alone=len(able) == 1)
+
+    def _hand_part_to(self, worker: Worker[T], limit: float, *, is_alone: bool) -> None:
+        size = limit if is_alone else limit / _PARTS
+        places: list[int] = []
+        while self._waiting and (not places or sum(self._samples[place] for place in places) < size):
+            places.append(self._waiting.popleft())
+        if places:
+            worker.under_way += sum(self._samples[place] for place in places)
+            at_once = CONCURRENT_REQUESTS if is_alone else CONCURRENT_REQUESTS // _PARTS
+            self._parts[self._doing.submit(worker.do, places, at_once)] = (worker, places)
+
+    def _collect(self, future: "Future[Any]") -> None:
+        if future in self._recoveries:
+            worker = self._recoveries.pop(future)
+            if future.result():
+                worker.is_away = False
+            else:
+                self._workers.remove(worker)
+            return
+        worker, places = self._parts.pop(future)
+        samples = sum(self._samples[place] for place in places)
+        worker.under_way -= samples
+        error = future.exception()
+        if error is None:
+            self._results.update(zip(places, future.result(), strict=True))
+            worker.completed += samples
+            worker.last_completed_at = time.monotonic()
+        elif worker.is_loss(error):
+            self._last_loss = error
+            self._waiting.extendleft(reversed(places))
+            if not worker.is_away and worker in self._workers:
+                self._start_recovery(worker)
+        else:
+            raise error
+
+    def _start_recovery(self, worker: Worker[T]) -> None:
+        worker.is_away = True
+        self._recoveries[self._recovering.submit(worker.recover, self._halt)] = worker
+
+    def _measure(self, started: float) -> None:
+        for worker in self._workers:
+            if worker.completed:
+                speed = worker.completed / max(worker.last_completed_at - started, 1e-6)
+                worker.speed = speed if worker.speed is None else (worker.speed + speed) / 2
+
+
+def shares(samples: int, speeds: Sequence[float | None]) -> list[float]:
+    """How many samples each worker may have under way; a worker of unknown speed counts as an average one."""
+    known = [speed for speed in speeds if speed is not None]
+    average = sum(known) / len(known) if known else 1.0
+    weights = [average if speed is None else speed for speed in speeds]
+    even = [samples * weight / sum(weights) for weight in weights]
+    if len(even) == 1:
+        return even
+    return [share if share <= FULL_BATCH else max(FULL_BATCH, share / 2) for share in even]
