@@ -27,6 +27,8 @@ from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase
 
+# Several servers start and restart here, which takes minutes where the cores are busy.
+pytestmark = pytest.mark.timeout(900)
 Make = Callable[..., GRPOTrainer]
 PROMPTS = [token_ids(seed) for seed in range(8)]
 # A restart takes 20 s on an idle machine.
@@ -278,12 +280,12 @@ def replicated(base_model: Path) -> Iterator[VLLMServer]:
         base_model,
         extra_args=["--data-parallel-size", "2", "--api-server-count", "1"],
         extra_env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # replicas are processes of their own
+        start_timeout_s=600.0,
     ) as running:
         yield running
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_replica_of_a_data_parallel_server_samples_from_the_newest_version(
     replicated: VLLMServer, make_trainer: Make, base_model: Path
 ) -> None:
