@@ -132,10 +132,14 @@ class AdapterSync:
             self.wake()
         return self._summary(adapter)
 
-    def publish(self, read: ReadAdapter) -> SyncReport:
+    def publish(self, read: ReadAdapter, timer: PhaseTimer | None = None) -> SyncReport:
         """Make the adapter that `read` returns the active version.
 
         On any failure the previous version stays active with its files intact, and nothing of the new one is left.
+
+        Args:
+            read: reads the model's adapter as it is now.
+            timer: has been running since the sync began, if it began before this call.
 
         Raises:
             AdapterExportError: it could not be written.
@@ -143,7 +147,7 @@ class AdapterSync:
             DeadlineExceededError: the sync outlived `sync_timeout_s`.
         """
         deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
-        timer = PhaseTimer()
+        timer = timer or PhaseTimer()
         with timer.phase("gather"):
             adapter = read(self.engine.capabilities)
         version = self._next_version

@@ -59,13 +59,19 @@ def base_gap(base: TrainedBase, served: Sequence[float]) -> BaseGap:
 
 
 @torch.no_grad()
-def base_logprobs(model: Any, prompt_ids: Sequence[int]) -> tuple[list[float], float]:
-    """`TrainedBase.logprobs` of a PEFT model; the model is left as it was."""
+def base_logprobs(
+    model: Any, prompt_ids: Sequence[int], *, device: torch.device | None = None
+) -> tuple[list[float], float]:
+    """`TrainedBase.logprobs` of a PEFT model; the model is left as it was.
+
+    Args:
+        device: where a sharded model computes; `None` for where it is.
+    """
     was_training = model.training
     model.eval()
     try:
         with model.disable_adapter():
-            ids = torch.tensor([list(prompt_ids)], device=model.device)
+            ids = torch.tensor([list(prompt_ids)], device=device or model.device)
             logits = model(input_ids=ids).logits[0, :-1].float()
     finally:
         model.train(was_training)
