@@ -69,6 +69,7 @@ def base_logprobs(
     """
     was_training = model.training
     model.eval()
+    _keep_quantised_layers_as_they_are(model)
     try:
         with model.disable_adapter():
             ids = torch.tensor([list(prompt_ids)], device=device or model.device)
@@ -78,3 +79,14 @@ def base_logprobs(
     logprobs = logits.log_softmax(-1)
     picked = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
     return picked.tolist(), float(logprobs.std(-1).mean())
+
+
+def _keep_quantised_layers_as_they_are(model: Any) -> None:
+    """Leave 4-bit layers in training mode, in which they compute the same.
+
+    In evaluation mode on a CPU, bitsandbytes 0.50 packs the weight anew in place (nn/modules.py `Linear4bit.forward`),
+    and FSDP would find another dtype on this process than on the others.
+    """
+    for layer in model.modules():
+        if hasattr(getattr(layer, "weight", None), "quant_state"):
+            layer.training = True
