@@ -36,6 +36,10 @@ FSDP: dict[str, dict[str, Any]] = {
 }
 
 
+# A 4-bit base in the trainer, while the server has the same base unquantised.
+QLORA = "-qlora"
+
+
 class FSDPTrainer(GRPOTrainer):
     """A trainer that runs real FSDP on the CPU.
 
@@ -81,7 +85,8 @@ def whole(model: nn.Module, root: nn.Module) -> Iterator[None]:
     """All parameters gathered by the launcher's own means, to compare with."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    parameters = list(model.parameters())
+    is_quantised = any(hasattr(value, "quant_state") for value in model.parameters())
+    parameters = [value for name, value in model.named_parameters() if "lora_" in name or not is_quantised]
     if FullyShardedDataParallel.fsdp_modules(root):
         with FullyShardedDataParallel.summon_full_params(root, writeback=False):
             yield
@@ -102,10 +107,13 @@ def whole(model: nn.Module, root: nn.Module) -> Iterator[None]:
 def copy_policy(trainer: GRPOTrainer, copy: nn.Module) -> None:
     """**Collective.** Make `copy` the policy in one piece, as a single process would hold it."""
     model, values = trainer.vllm_generation.model, {}
+    is_quantised = any(hasattr(value, "quant_state") for value in model.parameters())
+    wanted = {} if is_quantised else dict(copy.named_parameters())  # else the base stays what the server has
     with whole(model, trainer.model_wrapped):
         for name, value in model.named_parameters():
             name = name.replace("_fsdp_wrapped_module.", "")
-            values[name] = value.detach().clone()
+            if "lora_" in name or name in wanted:
+                values[name] = value.detach().clone()
     missing = copy.load_state_dict(values, strict=False)
     assert not missing.unexpected_keys, missing
     assert all("lora_" not in name for name in missing.missing_keys), missing
@@ -113,6 +121,9 @@ def copy_policy(trainer: GRPOTrainer, copy: nn.Module) -> None:
 
 def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
     trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 120}
+    is_qlora, way = way.endswith(QLORA), way.removesuffix(QLORA)
+    if is_qlora:
+        config |= four_bit(is_fsdp=way in FSDP)
     if way in FSDP:
         trainer_class = FSDPTrainer
         FSDPTrainer.plugin = FullyShardedDataParallelPlugin(**FSDP[way])
@@ -121,6 +132,23 @@ def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
         config |= {"use_cpu": False, "ddp_backend": "gloo"}
         without_compiled_parts()
     return grpo_trainer(url, model, folder, trainer_class=trainer_class, **config)
+
+
+def four_bit(is_fsdp: bool) -> dict[str, Any]:
+    """A 4-bit base; FSDP shards floating-point storage only."""
+    from transformers import BitsAndBytesConfig
+
+    storage = torch.bfloat16 if is_fsdp else torch.uint8
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=storage,
+    )
+    return {
+        "trainer_kwargs": {"quantization_config": config},
+        "model_init_kwargs": {"dtype": "bfloat16", "device_map": None},
+    }
 
 
 def without_compiled_parts() -> None:
@@ -152,7 +180,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         outcome["distance"] = distance(copy, rows).mean().item()
         outcome["moved"] = distance(untrained, rows).mean().item()
         if process == 0:
-            alone = export_adapter(copy, folder / "alone", dtype=torch.float32).path
+            alone = export_adapter(copy, folder / "alone", dtype=generation._dtype).path
             stored = generation._sync.active.path
             names = sorted(file.name for file in alone.iterdir())
             outcome["files"] = names
