@@ -85,7 +85,7 @@ def whole(model: nn.Module, root: nn.Module) -> Iterator[None]:
     """All parameters gathered by the launcher's own means, to compare with."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    is_quantised = any(hasattr(value, "quant_state") for value in model.parameters())
+    is_quantised = getattr(model, "is_loaded_in_4bit", False)
     parameters = [value for name, value in model.named_parameters() if "lora_" in name or not is_quantised]
     if FullyShardedDataParallel.fsdp_modules(root):
         with FullyShardedDataParallel.summon_full_params(root, writeback=False):
@@ -107,7 +107,7 @@ def whole(model: nn.Module, root: nn.Module) -> Iterator[None]:
 def copy_policy(trainer: GRPOTrainer, copy: nn.Module) -> None:
     """**Collective.** Make `copy` the policy in one piece, as a single process would hold it."""
     model, values = trainer.vllm_generation.model, {}
-    is_quantised = any(hasattr(value, "quant_state") for value in model.parameters())
+    is_quantised = getattr(model, "is_loaded_in_4bit", False)
     wanted = {} if is_quantised else dict(copy.named_parameters())  # else the base stays what the server has
     with whole(model, trainer.model_wrapped):
         for name, value in model.named_parameters():
