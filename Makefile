@@ -8,8 +8,11 @@ SERVER := .venv-vllm
 SOURCES := trl_lora_sync tests examples benchmarks tools
 # Older TRL versions that the tests run as well; 1.16 is the one in $(TRAINER).
 TRL_VERSIONS := 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0
+# What the tests of the ways of training need besides: two extras of the package, and what DeepSpeed imports. einops to
+# py-cpuinfo are DeepSpeed's own requirements that $(TRAINER) lacks.
+LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpuinfo
 
-.PHONY: help demo test lint bench venv venv-vllm trl-versions clean
+.PHONY: help demo test lint bench venv venv-vllm trl-versions launchers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,12 +23,13 @@ help:
 	@echo "make venv       the trainer's environment, $(TRAINER)"
 	@echo "make venv-vllm  the vLLM server's environment, $(SERVER)"
 	@echo "make trl-versions  older TRL versions for the tests"
+	@echo "make launchers  DeepSpeed and bitsandbytes for the tests"
 	@echo "make clean      remove all of the above and what they wrote"
 
 demo: venv venv-vllm
 	@$(TRAINER)/bin/python examples/demo/run.py $(ARGS)
 
-test: venv venv-vllm trl-versions
+test: venv venv-vllm trl-versions launchers
 	@$(TRAINER)/bin/python -m pytest $(ARGS)
 
 lint: venv
@@ -48,6 +52,16 @@ trl-versions: $(TRL_VERSIONS:%=.trl-versions/%/.installed)
 	@$(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-deps --target .trl-versions/$* trl==$*
 	@touch $@
 
+launchers: .launchers/.installed
+
+# In a folder of their own, so that every other test shows that the package works without them. DeepSpeed would compile
+# nothing then either, but looks for CUDA unless it is told so.
+.launchers/.installed: Makefile | $(TRAINER)/.installed
+	@echo "  DeepSpeed and bitsandbytes for the tests"
+	@rm -rf .launchers
+	@DS_BUILD_OPS=0 $(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-deps --target .launchers $(LAUNCHERS)
+	@touch $@
+
 # Two stamps, so that a second run installs nothing and a change of what is installed is not missed.
 $(TRAINER)/.installed: pyproject.toml tools/install_env.py
 	@$(PYTHON) tools/install_env.py trainer $(TRAINER)
@@ -58,5 +72,5 @@ $(SERVER)/.installed: tools/install_env.py
 	@touch $@
 
 clean:
-	rm -rf $(TRAINER) $(SERVER) .trl-versions demo-output dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(TRAINER) $(SERVER) .trl-versions .launchers demo-output dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

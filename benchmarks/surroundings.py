@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "peft", "trl", "trl-lora-sync", "safetensors")
+_PACKAGES = ("torch", "transformers", "peft", "trl", "trl-lora-sync", "safetensors", "bitsandbytes")
 
 
 def surroundings(engine: str, engine_version: str) -> dict[str, Any]:

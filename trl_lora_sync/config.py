@@ -60,7 +60,6 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             Dtype the adapter is written in: `"auto"` for the trainer's base weights', or `"bfloat16"`, `"float16"`,
             `"float32"`. With a trainer that keeps its base in float32 and a server that runs in bfloat16,
             `"bfloat16"` halves the bytes.
-
         lora_sync_on_server_loss (`str`, *optional*, defaults to `"error"`):
             What to do about a server that stays away for `lora_sync_timeout` seconds: `"error"` ends the run, `"drop"`
             goes on without it as long as one is left, and takes it back at a later sync. A server that comes back
@@ -176,6 +175,7 @@ def check_sync_fields(args: Any) -> None:
         )
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
+    _check_start(args)
     _check_generation_kwargs(args.generation_kwargs or {})
     server_urls(args)
 
@@ -187,6 +187,19 @@ def _check_timeout(name: str, seconds: float, args: Any) -> None:
         raise UnsupportedSettingError(
             f"{name}={seconds:g} is too long for ddp_timeout={args.ddp_timeout}: the other processes wait inside a "
             f"collective, which needs {_COLLECTIVE_MARGIN_S:g} s more. Lower {name} or raise ddp_timeout."
+        )
+
+
+def _check_start(args: Any) -> None:
+    """The start is one wait for the other processes: for the server, then for the base check and the trial load."""
+    rounds = 2 if args.vllm_server_sleep == "off" else 4  # the KV cache is released and restored once as well
+    seconds = args.vllm_server_timeout + rounds * args.lora_sync_timeout
+    if args.world_size > 1 and seconds > args.ddp_timeout - _COLLECTIVE_MARGIN_S:
+        raise UnsupportedSettingError(
+            f"vllm_server_timeout={args.vllm_server_timeout:g} and {rounds} times lora_sync_timeout="
+            f"{args.lora_sync_timeout:g} are too long for ddp_timeout={args.ddp_timeout}: the start may take their "
+            f"sum, while the other processes wait inside a collective, which needs {_COLLECTIVE_MARGIN_S:g} s more. "
+            "Lower one of the two or raise ddp_timeout."
         )
 
 

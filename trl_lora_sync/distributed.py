@@ -1,19 +1,26 @@
-"""One decision for all training processes: process 0 acts, everybody gets its result or its exception.
+"""One decision for all training processes, and one place for what they hold in pieces.
 
-Knows accelerate's process group and nothing of adapters or servers.
+Process 0 acts and everybody gets its result or its exception; each process acts and everybody gets the exception of
+any of them; the shards of tensors are put together on process 0. Knows accelerate's process group and nothing of
+adapters or servers.
 """
 
-import os
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from torch import Tensor, nn
 
 from trl_lora_sync.errors import RemoteProcessError, UnsupportedSettingError
+from trl_lora_sync.shards import Shard, shards_of
 
 T = TypeVar("T")
+# A multiple of every element size, so that each tensor in a byte buffer starts where its dtype may.
+_ALIGNMENT = 16
 
 
 def run_on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
@@ -38,37 +45,126 @@ def run_on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def check_launch_arguments(args: Any) -> None:
-    """Refuse sharded training as far as the trainer's arguments and environment tell, before a model is loaded.
+def run_on_all(accelerator: Accelerator, act: Callable[[], T]) -> T:
+    """**Collective.** Run `act` on every process and return its result there, or raise on all what failed on any.
+
+    Each process hears of the others only after its own `act`, so a collective inside `act` must not be the part that
+    fails on some of them.
+
+    Args:
+        act: its result stays on its process. If several fail, the exception of the lowest process is raised.
+    """
+    result, error = _attempt(act)
+    errors = [error]
+    if accelerator.num_processes > 1:
+        errors = gather_object([_sendable((None, error), accelerator.process_index)[1]])
+    failed = next((number for number, failure in enumerate(errors) if failure is not None), None)
+    if failed is None:
+        return result  # type: ignore[return-value]
+    if failed == accelerator.process_index and error is not None:  # with its cause and traceback, which do not travel
+        raise error
+    raise errors[failed]  # type: ignore[misc]
+
+
+def gather_weights(accelerator: Accelerator, linears: Sequence[nn.Module], root: nn.Module) -> dict[nn.Module, Tensor]:
+    """**Collective.** The whole weights of `linears` on process 0; no other parameter of `root` is gathered.
+
+    Nothing but the weights asked for moves or takes memory: each process copies its own elements of them into one
+    buffer of their size, and the buffers are reduced to process 0. A process that fails does so before that, so nobody
+    waits for it.
+
+    Returns:
+        On process 0, the weights that are sharded; without sharding, and on the other processes, nothing.
 
     Raises:
-        UnsupportedSettingError: under DeepSpeed ZeRO-3 or FSDP.
+        UnsupportedSettingError: on every process, if the weights are sharded in an unknown way.
+        RemoteProcessError: on every process, if their shards do not fit together.
     """
-    deepspeed = getattr(args, "deepspeed_plugin", None)
-    if deepspeed is not None and deepspeed.zero_stage == 3:
-        raise _sharded("DeepSpeed ZeRO-3", "Use ZeRO-2 or DDP")
-    if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes"):
-        raise _sharded("FSDP", "Use DDP")
+    shards = run_on_all(accelerator, lambda: shards_of(linears, root))
+    sharded = {linear: shard for linear, shard in zip(linears, shards, strict=True) if shard is not None}
+    layouts = [[(shard.layout, shard.region) for shard in sharded.values()]]
+    if accelerator.num_processes > 1:
+        layouts = gather_object(layouts)
+    check_layouts(layouts)
+    if not sharded:
+        return {}
+    buffer, wholes = run_on_all(accelerator, lambda: _fill_buffer(list(sharded.values()), accelerator.device))
+    if accelerator.num_processes > 1:
+        # Of bytes, so that no bit changes: zero gives way to every byte, and a byte to its equal on a replica.
+        torch.distributed.reduce(buffer, dst=0, op=torch.distributed.ReduceOp.MAX)
+    return dict(zip(sharded, wholes, strict=True)) if accelerator.is_main_process else {}
+
+
+def check_layouts(layouts: Sequence[Sequence[tuple[Any, tuple[tuple[int, int], ...]]]]) -> None:
+    """Check that the shards of all processes make up whole tensors.
+
+    Args:
+        layouts: per process, the layout and the region of each of its shards.
+
+    Raises:
+        RemoteProcessError: elements are missing, overlap, or belong to other tensors.
+    """
+    if len({len(layout) for layout in layouts}) != 1:
+        raise RemoteProcessError(_MISFIT.format(f"they hold {[len(layout) for layout in layouts]} sharded matrices"))
+    for number, parts in enumerate(zip(*layouts, strict=True)):
+        kinds = {layout for layout, _ in parts}
+        held = sum(_volume(region) for region in {region for _, region in parts})  # a replica counts once
+        if len(kinds) != 1 or held != _volume((0, size) for size in parts[0][0][0]):
+            raise RemoteProcessError(_MISFIT.format(f"of matrix {number} they hold {parts}"))
+
+
+_MISFIT = (
+    "The shards of the adapter on the training processes do not make up whole matrices: {}. Every process must train "
+    "the same adapter. Please report this with the accelerate config of the run."
+)
+
+
+def _volume(region: Any) -> int:
+    return math.prod(stop - start for start, stop in region)
+
+
+def _fill_buffer(shards: list[Shard], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Bytes with this process's elements of all tensors and zeros elsewhere, and the tensors as views of them."""
+    sizes = [math.prod(shard.shape) * shard.values.element_size() for shard in shards]
+    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    buffer = torch.zeros(sum(padded), dtype=torch.uint8, device=device)
+    wholes, start = [], 0
+    for shard, size, room in zip(shards, sizes, padded, strict=True):
+        whole = buffer[start : start + size].view(shard.values.dtype).view(shard.shape)
+        shard.write_to(whole)
+        wholes.append(whole)
+        start += room
+    return buffer, wholes
+
+
+def outermost(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """The wrapper that accelerate has put around `model`, or `model` itself before `prepare`.
+
+    Source: accelerate/accelerator.py, 1.15: `_models` holds what `prepare` returned.
+    """
+    wrappers = [wrapper for wrapper in accelerator._models if any(module is model for module in wrapper.modules())]
+    return wrappers[-1] if wrappers else model
 
 
 def check_launcher(accelerator: Accelerator) -> None:
-    """Refuse the ways of training whose parameters are sharded, by what accelerate really set up.
+    """Refuse the ways of training whose parameters cannot be read, by what accelerate really set up.
 
     Raises:
-        UnsupportedSettingError: under DeepSpeed ZeRO-3 or FSDP.
+        UnsupportedSettingError: under Megatron-LM or XLA, or with parameters on NVMe.
     """
     state = accelerator.state
+    if state.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA):
+        raise _unreadable(state.distributed_type.value, "it keeps the adapter in a form of its own")
     deepspeed = getattr(state, "deepspeed_plugin", None)
-    if deepspeed is not None and deepspeed.zero_stage == 3:
-        raise _sharded("DeepSpeed ZeRO-3", "Use ZeRO-2 or DDP")
-    if getattr(state, "fsdp_plugin", None) is not None:
-        raise _sharded("FSDP", "Use DDP")
+    zero = (deepspeed.deepspeed_config if deepspeed is not None else {}).get("zero_optimization", {})
+    if (zero.get("offload_param") or {}).get("device") == "nvme":
+        raise _unreadable("DeepSpeed with parameters offloaded to NVMe", "they are not in memory between steps")
 
 
-def _sharded(launcher: str, fix: str) -> UnsupportedSettingError:
+def _unreadable(launcher: str, why: str) -> UnsupportedSettingError:
     return UnsupportedSettingError(
-        f'vllm_sync_strategy="lora_adapter" does not support {launcher} yet: the adapter is sharded over the processes '
-        f'and is not gathered in this release. {fix}, or set vllm_sync_strategy="weights".'
+        f'vllm_sync_strategy="lora_adapter" does not support {launcher}: {why}. Use DDP, FSDP or DeepSpeed ZeRO with '
+        'parameters on the GPU or the CPU, or set vllm_sync_strategy="weights".'
     )
 
 
@@ -86,12 +182,14 @@ def _words_of(error: BaseException) -> str:
         return "an exception that cannot be shown"
 
 
-def _sendable(outcome: tuple[Any, BaseException | None]) -> tuple[Any, BaseException | None]:
+def _sendable(outcome: tuple[Any, BaseException | None], process_index: int = 0) -> tuple[Any, BaseException | None]:
     error = outcome[1]
     if error is None:
         return outcome
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return None, RemoteProcessError(f"Process 0 failed with {type(error).__name__}: {_words_of(error)}")
+        return None, RemoteProcessError(
+            f"Process {process_index} failed with {type(error).__name__}: {_words_of(error)}"
+        )
     return None, error

@@ -7,7 +7,6 @@ prompts go in and completions come out in the order of the rows.
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -15,14 +14,15 @@ from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.export import base_dtype, read_adapter
+from trl_lora_sync.adapter.export import base_dtype, lora_linears, read_adapter
 from trl_lora_sync.client import RolloutClient
-from trl_lora_sync.distributed import check_launcher, run_on_main
+from trl_lora_sync.distributed import check_launcher, gather_weights, outermost, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.metrics import SyncReport
+from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.verify import TrainedBase, base_logprobs
+from trl_lora_sync.shards import is_sharded, whole_in_forward
+from trl_lora_sync.sync import AdapterSync, ReadAdapter
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_logprobs
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -52,14 +52,15 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             # Also runs when the interpreter exits; holds the sync, not this object.
             self._closer = weakref.finalize(self, self._sync.close)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline)
-        summary = run_on_main(self.accelerator, self._start)
+        read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
+        summary = run_on_main(self.accelerator, lambda: self._start(read, base))
         if self.accelerator.is_main_process:
             print(summary, flush=True)
 
-    def _start(self) -> str:
+    def _start(self, read: ReadAdapter, base: TrainedBase) -> str:
         assert self._sync is not None
         try:
-            return self._sync.start(self._read_adapter, _trained_base(self.model))
+            return self._sync.start(read, base)
         except BaseException:
             self._sync.close()
             raise
@@ -70,16 +71,43 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         Raises:
             LoRASyncError: on every process alike.
         """
-        report = run_on_main(self.accelerator, self._publish)
+        timer = PhaseTimer()
+        read = self._gather_adapter(timer)
+        report = run_on_main(self.accelerator, lambda: self._publish(read, timer))
         self._active_name = report.adapter_name
         self._on_sync(report)
 
-    def _publish(self) -> SyncReport:
+    def _publish(self, read: ReadAdapter, timer: PhaseTimer) -> SyncReport:
         assert self._sync is not None
-        return self._sync.publish(self._read_adapter)
+        return self._sync.publish(read, timer)
 
-    def _read_adapter(self, served: Capabilities) -> CanonicalAdapter:
-        return read_adapter(self.model, dtype=self._dtype, fused_siblings=served.needs_fused_siblings)
+    def _gather_adapter(self, timer: PhaseTimer) -> ReadAdapter:
+        """**Collective.** Gather what is sharded of the adapter, and return what reads all of it on process 0."""
+        with timer.phase("gather"):
+            linears = run_on_all(self.accelerator, lambda: lora_linears(self.model))
+            gathered = gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
+
+        def read(served: Capabilities) -> CanonicalAdapter:
+            siblings = served.needs_fused_siblings
+            return read_adapter(self.model, dtype=self._dtype, fused_siblings=siblings, gathered=gathered)
+
+        return read
+
+    def _trained_base(self) -> TrainedBase:
+        """**Collective** if the model is sharded, as its forward pass is then."""
+        model = self.model
+        is_collective = run_on_all(self.accelerator, lambda: is_sharded(model))
+        computed = self._base_logprobs_on_all() if is_collective else None
+        return TrainedBase(
+            name=model.active_peft_config.base_model_name_or_path,
+            vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
+            logprobs=lambda prompt_ids: computed or base_logprobs(model, prompt_ids),
+        )
+
+    def _base_logprobs_on_all(self) -> tuple[list[float], float]:
+        device = self.accelerator.device
+        with whole_in_forward(self.model, device):
+            return run_on_all(self.accelerator, lambda: base_logprobs(self.model, PROBE_PROMPT, device=device))
 
     def generate(
         self,
@@ -174,11 +202,3 @@ def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:
     return [
         PromptGroup(prompt=prompt, images=pictures, count=sum(1 for _ in same)) for (prompt, pictures), same in runs
     ]
-
-
-def _trained_base(model: Any) -> TrainedBase:
-    return TrainedBase(
-        name=model.active_peft_config.base_model_name_or_path,
-        vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
-        logprobs=partial(base_logprobs, model),
-    )

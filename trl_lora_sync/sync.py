@@ -76,10 +76,14 @@ class AdapterSync:
             self.wake()
         return self._summary(adapter)
 
-    def publish(self, read: ReadAdapter) -> SyncReport:
+    def publish(self, read: ReadAdapter, timer: PhaseTimer | None = None) -> SyncReport:
         """Make the adapter that `read` returns the active version, on every server or on none.
 
         On any failure the previous version stays active with its files intact, and nothing of the new one is left.
+
+        Args:
+            read: reads the model's adapter as it is now.
+            timer: has been running since the sync began, if it began before this call.
 
         Raises:
             AdapterExportError: it could not be written.
@@ -88,7 +92,7 @@ class AdapterSync:
             ServerUnreachableError: a server did not come back in that time.
         """
         deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
-        timer = PhaseTimer()
+        timer = timer or PhaseTimer()
         with timer.phase("gather"):
             adapter = read(self.fleet.capabilities)
         version = self._next_version

@@ -32,10 +32,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             return
         from trl_lora_sync.adapter.support import check_model
         from trl_lora_sync.config import check_sync_fields, sync_settings
-        from trl_lora_sync.distributed import check_launch_arguments
         from trl_lora_sync.generation import LoRASyncGeneration
 
-        check_launch_arguments(config)
         check_sync_fields(config)  # fields may have been set after the config was made
         check_model(given["model"], given.get("peft_config"))
         factory = partial(LoRASyncGeneration, settings=sync_settings(config), on_sync=self._record_sync)

@@ -64,16 +64,34 @@ def base_gap(base: TrainedBase, served: Sequence[float]) -> BaseGap:
 
 
 @torch.no_grad()
-def base_logprobs(model: Any, prompt_ids: Sequence[int]) -> tuple[list[float], float]:
-    """`TrainedBase.logprobs` of a PEFT model; the model is left as it was."""
+def base_logprobs(
+    model: Any, prompt_ids: Sequence[int], *, device: torch.device | None = None
+) -> tuple[list[float], float]:
+    """`TrainedBase.logprobs` of a PEFT model; the model is left as it was.
+
+    Args:
+        device: where a sharded model computes; `None` for where it is.
+    """
     was_training = model.training
     model.eval()
+    _keep_quantised_layers_as_they_are(model)
     try:
         with model.disable_adapter():
-            ids = torch.tensor([list(prompt_ids)], device=model.device)
+            ids = torch.tensor([list(prompt_ids)], device=device or model.device)
             logits = model(input_ids=ids).logits[0, :-1].float()
     finally:
         model.train(was_training)
     logprobs = logits.log_softmax(-1)
     picked = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
     return picked.tolist(), float(logprobs.std(-1).mean())
+
+
+def _keep_quantised_layers_as_they_are(model: Any) -> None:
+    """Leave 4-bit layers in training mode, in which they compute the same.
+
+    In evaluation mode on a CPU, bitsandbytes 0.50 packs the weight anew in place (nn/modules.py `Linear4bit.forward`),
+    and FSDP would find another dtype on this process than on the others.
+    """
+    for layer in model.modules():
+        if hasattr(getattr(layer, "weight", None), "quant_state"):
+            layer.training = True

@@ -145,9 +145,3 @@ def test_a_start_that_fails_on_process_0_raises_on_both_in_time(step: str, faili
     assert "Start it" in first[1]
     assert all(seen[step]["seconds"] < 60 for seen in failing["seen"])
     assert not (failing["folder"] / "sync").exists()
-
-
-def test_fsdp_is_refused_on_both_processes(failing: Seen) -> None:
-    for error, message in both_errors(failing, "fsdp"):
-        assert error == "UnsupportedSettingError"
-        assert re.search(r'does not support FSDP yet.*Use DDP, or set vllm_sync_strategy="weights"', message)

@@ -1,32 +1,54 @@
-"""`accelerate launch` with two gloo processes on the CPU."""
+"""`accelerate launch` with gloo processes on the CPU."""
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from support.processes import run
 
 TESTS = Path(__file__).parents[1]
+# DeepSpeed and bitsandbytes, for the processes that need them; `make launchers` fills it.
+LAUNCHERS = TESTS.parent / ".launchers"
+# With `--cpu`, accelerate 1.15 starts one process, or needs MPI. This way is torchrun's, and the environment keeps the
+# processes on the CPU, with gloo.
+CPU_ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
 def two_processes(scenario: str, folder: Path, url: str, model: Path, *, timeout_s: float) -> dict[str, Any]:
-    """Run a scenario of `two_processes.py`.
+    """Run a scenario of `two_processes.py`; returns and raises what `launch` does."""
+    script = TESTS / "support" / "two_processes.py"
+    arguments = [scenario, str(folder), url, str(model)]
+    return launch(script, arguments, folder, ["--multi_gpu"], env=CPU_ENV, timeout_s=timeout_s)
+
+
+def launch(
+    script: Path,
+    arguments: Sequence[str],
+    folder: Path,
+    way: Sequence[str],
+    *,
+    processes: int = 2,
+    env: dict[str, str] | None = None,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Run a script that writes `process-<index>.json` to `folder` in several processes.
+
+    Args:
+        way: arguments of `accelerate launch` that choose the way of training.
 
     Returns:
-        `"seen"`: what each of the two processes wrote; `"output"`: what both printed.
+        `"seen"`: what each process wrote; `"output"`: what all printed.
 
     Raises:
         TimeoutError: a process hangs.
     """
-    script = TESTS / "support" / "two_processes.py"
-    # With `--cpu`, accelerate 1.15 starts one process, or needs MPI. This way is torchrun's, and the environment keeps
-    # the processes on the CPU, with gloo.
-    launch = "launch --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *launch.split(), "--multi_gpu"]
-    env = {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    arguments = [scenario, str(folder), url, str(model)]
-    ended = run([*command, str(script), *arguments], folder / "log", timeout_s, env)
+    common = f"--num_processes {processes} --num_machines 1 --mixed_precision no --dynamo_backend no"
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *common.split()]
+    command += ["--main_process_port", "0", *way, str(script), *arguments]
+    path = f"{TESTS}:{TESTS.parent}:{LAUNCHERS}"
+    ended = run(command, folder / "log", timeout_s, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})})
     assert ended.code == 0, ended.output
-    seen = [json.loads((folder / f"process-{index}.json").read_text()) for index in (0, 1)]
+    seen = [json.loads((folder / f"process-{index}.json").read_text()) for index in range(processes)]
     return {"seen": seen, "output": ended.output}

@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate import PartialState
 
-from support.models import peft_model, randomize_adapter
+from support.models import randomize_adapter
 from support.policies import distance, sample, token_ids
-from support.trainers import grpo_config, grpo_trainer, steps_of
+from support.trainers import grpo_trainer, steps_of
 from trl_lora_sync import GRPOTrainer
-from trl_lora_sync.config import sync_settings
-from trl_lora_sync.generation import LoRASyncGeneration
 
 Outcome = dict[str, Any]
 
@@ -110,24 +107,7 @@ def failing(folder: Path, closed_url: str, model: str) -> dict[str, Outcome]:
     def unreachable() -> None:
         grpo_trainer(closed_url, Path(model), folder, vllm_server_timeout=2.0, ddp_timeout=120)
 
-    def sharded() -> None:
-        settings = sync_settings(grpo_config(closed_url, folder))  # first, as it resets accelerate's state
-        accelerator = Accelerator(cpu=True)
-        # On a CPU accelerate ignores FSDP and goes on with DDP, so its state is given the plugin that a GPU run has.
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        try:
-            LoRASyncGeneration(
-                model=peft_model(Path(model)),
-                accelerator=accelerator,
-                processing_class=None,
-                mode="server",
-                settings=settings,
-                on_sync=print,
-            )
-        finally:
-            accelerator.state.fsdp_plugin = None
-
-    return {"unreachable": attempt(unreachable), "unreachable_again": attempt(unreachable), "fsdp": attempt(sharded)}
+    return {"unreachable": attempt(unreachable), "unreachable_again": attempt(unreachable)}
 
 
 def main(scenario: str, folder: str, url: str, model: str) -> None:

@@ -159,10 +159,24 @@ def test_timeout_beyond_what_the_other_processes_wait_is_refused(
 ) -> None:
     monkeypatch.setattr(GRPOConfig, "world_size", 2)
     fields = {"ddp_timeout": 100}
-    fields |= dict.fromkeys(["lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"], 40.0)
-    make(**fields | {name: 40.0})
+    fields |= dict.fromkeys(["lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"], 10.0)
+    make(**fields | {"lora_sync_generation_timeout": 40.0})
     with pytest.raises(UnsupportedSettingError, match=f"{name}=41 is too long for ddp_timeout=100") as caught:
         make(**fields | {name: 41.0})
+    assert "raise ddp_timeout" in str(caught.value)
+
+
+@pytest.mark.parametrize(("sleep", "longest"), [("off", 20.0), ("kv_cache", 20.0)])
+def test_start_beyond_what_the_other_processes_wait_is_refused(
+    sleep: str, longest: float, make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may come up at the last moment, and each check after it take its own time."""
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    fields = {"ddp_timeout": 100, "lora_sync_timeout": 10.0 if sleep == "off" else 5.0}
+    fields |= {"lora_sync_generation_timeout": 40.0, "vllm_server_sleep": sleep}
+    make(**fields, vllm_server_timeout=longest)
+    with pytest.raises(UnsupportedSettingError, match="are too long for ddp_timeout=100: the start") as caught:
+        make(**fields, vllm_server_timeout=longest + 1)
     assert "raise ddp_timeout" in str(caught.value)
 
 

@@ -2,11 +2,13 @@
 
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
-from trl_lora_sync.distributed import _sendable, check_launch_arguments, check_launcher, run_on_main
+from trl_lora_sync.distributed import _sendable, check_launcher, check_layouts, run_on_all, run_on_main
 from trl_lora_sync.errors import AdapterRejectedError, RemoteProcessError, UnsupportedSettingError
 
 
@@ -83,48 +85,79 @@ def test_exception_that_does_not_pickle_is_sent_by_its_name_and_words(error: Exc
     assert str(sent) == f"Process 0 failed with {name}"
 
 
+def test_own_result_and_own_exception_come_back_from_a_run_on_all(accelerator: Accelerator) -> None:
+    error = ValueError("words")
+
+    def fail() -> None:
+        raise error
+
+    assert run_on_all(accelerator, lambda: 3) == 3
+    with pytest.raises(ValueError, match="words") as caught:
+        run_on_all(accelerator, fail)
+    assert caught.value is error
+
+
+A_MATRIX = ((4, 2), "torch.float32", True)
+
+
+@pytest.mark.parametrize(
+    "regions",
+    [[(0, 8), (8, 8)], [(0, 3), (3, 8)], [(0, 4), (4, 8), (0, 4), (4, 8)]],
+    ids=["one holds all", "uneven", "replicas"],
+)
+def test_shards_that_make_up_a_matrix_are_accepted(regions: list[tuple[int, int]]) -> None:
+    check_layouts([[(A_MATRIX, (region,))] for region in regions])
+
+
+def test_blocks_of_a_matrix_are_accepted() -> None:
+    layout = ((4, 2), "torch.float32", False)
+    check_layouts([[(layout, ((0, 3), (0, 2)))], [(layout, ((3, 4), (0, 2)))]])
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [[(A_MATRIX, ((0, 4),))], [(A_MATRIX, ((4, 7),))]],
+        [[(A_MATRIX, ((0, 5),))], [(A_MATRIX, ((4, 8),))]],
+        [[(A_MATRIX, ((0, 4),))], [(((4, 2), "torch.bfloat16", True), ((4, 8),))]],
+        [[(A_MATRIX, ((0, 8),))], []],
+    ],
+    ids=["an element is missing", "an element twice", "another dtype", "another number of matrices"],
+)
+def test_shards_that_do_not_fit_together_are_refused(layouts: list[list[tuple[Any, Any]]]) -> None:
+    with pytest.raises(RemoteProcessError, match="do not make up whole matrices"):
+        check_layouts(layouts)
+
+
+def launcher(kind: DistributedType = DistributedType.DEEPSPEED, **zero: object) -> SimpleNamespace:
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": zero})
+    return SimpleNamespace(state=SimpleNamespace(distributed_type=kind, deepspeed_plugin=plugin))
+
+
 def test_plain_data_parallelism_is_accepted(accelerator: Accelerator) -> None:
     check_launcher(accelerator)
 
 
+@pytest.mark.parametrize("offload", [None, {"device": "none"}, {"device": "cpu"}])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_of_zero_is_accepted(stage: int, offload: object) -> None:
+    check_launcher(launcher(stage=stage, offload_param=offload))
+
+
+def test_fsdp_is_accepted() -> None:
+    check_launcher(launcher(DistributedType.FSDP))
+
+
 @pytest.mark.parametrize(
-    ("plugins", "words"),
+    ("accelerator", "words"),
     [
-        (
-            {"deepspeed_plugin": SimpleNamespace(zero_stage=3)},
-            "does not support DeepSpeed ZeRO-3 yet.*Use ZeRO-2 or DDP",
-        ),
-        ({"fsdp_plugin": SimpleNamespace()}, "does not support FSDP yet.*Use DDP"),
+        (launcher(DistributedType.MEGATRON_LM), "does not support MEGATRON_LM"),
+        (launcher(DistributedType.XLA), "does not support XLA"),
+        (launcher(offload_param={"device": "nvme"}), "parameters offloaded to NVMe"),
     ],
-    ids=["zero3", "fsdp"],
+    ids=["megatron", "xla", "nvme"],
 )
-def test_sharded_training_is_refused(plugins: dict[str, object], words: str) -> None:
+def test_what_cannot_be_read_is_refused(accelerator: SimpleNamespace, words: str) -> None:
     with pytest.raises(UnsupportedSettingError, match=words) as caught:
-        check_launcher(SimpleNamespace(state=SimpleNamespace(**plugins)))
+        check_launcher(accelerator)
     assert 'vllm_sync_strategy="weights"' in str(caught.value)
-
-
-def test_zero_stage_2_is_accepted() -> None:
-    check_launcher(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2))))
-
-
-@pytest.mark.parametrize("fsdp", [True, ["full_shard"]])
-def test_fsdp_in_the_arguments_is_refused_before_anything_is_loaded(fsdp: object) -> None:
-    with pytest.raises(UnsupportedSettingError, match="does not support FSDP yet"):
-        check_launch_arguments(SimpleNamespace(deepspeed_plugin=None, fsdp=fsdp))
-
-
-def test_fsdp_chosen_by_accelerate_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UnsupportedSettingError, match="Use DDP"):
-        check_launch_arguments(SimpleNamespace(deepspeed_plugin=None, fsdp=False))
-
-
-@pytest.mark.parametrize(("stage", "is_refused"), [(1, False), (2, False), (3, True)])
-def test_only_zero_3_is_refused_of_deepspeed(stage: int, is_refused: bool) -> None:
-    args = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage), fsdp=False)
-    if is_refused:
-        with pytest.raises(UnsupportedSettingError, match="DeepSpeed ZeRO-3"):
-            check_launch_arguments(args)
-    else:
-        check_launch_arguments(args)

@@ -1,13 +1,15 @@
 """Read the active LoRA adapter of a live PEFT model and write it in canonical form.
 
-Knows PEFT's layers, but no launcher: the tensors of the model must be whole, not sharded.
+Knows PEFT's layers, but no launcher: tensors of the model that are sharded must be given whole.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
 from trl_lora_sync.adapter.store import write_adapter
@@ -86,19 +88,22 @@ def export_adapter(
 
 
 def read_adapter(
-    model: "PeftModel", *, dtype: torch.dtype, adapter_name: str | None = None, fused_siblings: bool = False
+    model: "PeftModel",
+    *,
+    dtype: torch.dtype,
+    adapter_name: str | None = None,
+    fused_siblings: bool = False,
+    gathered: Mapping[nn.Module, Tensor] | None = None,
 ) -> CanonicalAdapter:
     """Copy an adapter out of the model in canonical form; arguments and errors as for `export_adapter`.
 
     Args:
         fused_siblings: whether to complete q/k/v and gate/up with zeros.
+        gathered: whole weights of those of the `lora_linears` whose own are sharded.
     """
-    if not hasattr(model, "peft_config"):
-        check_peft_config(None)
-    adapter_name = adapter_name or check_active_adapters(model.active_adapters)
-    config = _config_of(model, adapter_name)
-    check_peft_config(config)
-    modules = collect_modules(model, adapter_name)
+    adapter_name = _checked_name(model, adapter_name)
+    config = model.peft_config[adapter_name]
+    modules = collect_modules(model, adapter_name, gathered)
     if fused_siblings:
         modules = complete_siblings(modules, _linear_shapes(model))
     return canonicalize(
@@ -109,7 +114,7 @@ def read_adapter(
     )
 
 
-def base_dtype(model: torch.nn.Module) -> torch.dtype:
+def base_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the base model's floating-point weights, which is what a server computes in by default."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and "lora_" not in name:
@@ -117,28 +122,51 @@ def base_dtype(model: torch.nn.Module) -> torch.dtype:
     return torch.float32
 
 
-def collect_modules(model: torch.nn.Module, adapter_name: str) -> list[LoRAModule]:
+def lora_linears(model: "PeftModel") -> list[nn.Module]:
+    """The linear modules whose weights are the matrices of the active adapter, in model order.
+
+    Raises:
+        UnsupportedAdapterError: as for `read_adapter`.
+    """
+    adapter_name = _checked_name(model, None)
+    return [matrix for _, layer in _lora_layers(model, adapter_name) for matrix in _matrices(layer, adapter_name)]
+
+
+def collect_modules(
+    model: nn.Module, adapter_name: str, gathered: Mapping[nn.Module, Tensor] | None = None
+) -> list[LoRAModule]:
     """List the layers that carry `adapter_name`, in model order, with the scaling PEFT applies to each.
+
+    Args:
+        gathered: as for `read_adapter`.
 
     Raises:
         UnsupportedAdapterError: a layer computes something other than `scaling * lora_B @ lora_A`.
     """
+    layers = _lora_layers(model, adapter_name)
+    return [_read_layer(_served_path(path), layer, adapter_name, gathered or {}) for path, layer in layers]
+
+
+def _lora_layers(model: nn.Module, adapter_name: str) -> list[tuple[str, Any]]:
+    """The layers that carry the adapter, with their module paths."""
     from peft.tuners.lora import LoraLayer
 
-    modules = [
-        _read_layer(_served_path(path), layer, adapter_name)
+    layers = [
+        (path, layer)
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and _carries(layer, adapter_name)
     ]
-    if not modules:
+    if not layers:
         raise UnsupportedAdapterError(
             f"The adapter {adapter_name!r} has no LoRA layer in this model, so there is nothing to serve. "
             "Check target_modules of the LoraConfig."
         )
-    return modules
+    for path, layer in layers:
+        _check_layer(_served_path(path), layer, adapter_name)
+    return layers
 
 
-def _linear_shapes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """`(out_features, in_features)` of every linear layer of the base model, quantised ones included."""
     return {
         _served_path(path): (layer.out_features, layer.in_features)
@@ -147,11 +175,16 @@ def _linear_shapes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def _config_of(model: "PeftModel", adapter_name: str) -> Any:
+def _checked_name(model: "PeftModel", adapter_name: str | None) -> str:
+    """The adapter to read, by default the active one, whose configuration can be served."""
+    if not hasattr(model, "peft_config"):
+        check_peft_config(None)
+    adapter_name = adapter_name or check_active_adapters(model.active_adapters)
     if adapter_name not in model.peft_config:
         known = ", ".join(repr(name) for name in model.peft_config)
         raise UnsupportedAdapterError(f"The model has no adapter {adapter_name!r}. Choose one of {known}.")
-    return model.peft_config[adapter_name]
+    check_peft_config(model.peft_config[adapter_name])
+    return adapter_name
 
 
 def _carries(layer: Any, adapter_name: str) -> bool:
@@ -163,18 +196,31 @@ def _served_path(path: str) -> str:
     return ".".join(components).removeprefix(_PEFT_PREFIX)
 
 
-def _read_layer(path: str, layer: Any, adapter_name: str) -> LoRAModule:
+def _check_layer(path: str, layer: Any, adapter_name: str) -> None:
     if adapter_name in layer.lora_embedding_A or is_embedding_module(path):
         raise refuse_module(path)
-    lora_A, lora_B = layer.lora_A[adapter_name], layer.lora_B[adapter_name]
-    oddity = _oddity(layer, lora_A, lora_B, adapter_name)
+    oddity = _oddity(layer, *_matrices(layer, adapter_name), adapter_name)
     if oddity:
         raise UnsupportedAdapterError(
             f"The LoRA layer {path!r} ({type(layer).__name__}) {oddity}, so its product lora_B @ lora_A is not what "
             "the trainer computes and no server could serve it exactly. Use plain LoRA on linear layers, or set "
             'vllm_sync_strategy="weights".'
         )
-    return LoRAModule(name=path, lora_A=lora_A.weight, lora_B=lora_B.weight, scaling=float(layer.scaling[adapter_name]))
+
+
+def _matrices(layer: Any, adapter_name: str) -> tuple[Any, Any]:
+    return _unwrapped(layer.lora_A[adapter_name]), _unwrapped(layer.lora_B[adapter_name])
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The layer itself; FSDP1 wraps each LoRA matrix when it follows PEFT's wrap policy."""
+    wrapped = next((module._modules[name] for name in _WRAPPER_COMPONENTS if name in module._modules), None)
+    return module if wrapped is None else _unwrapped(wrapped)
+
+
+def _read_layer(path: str, layer: Any, adapter_name: str, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
+    lora_A, lora_B = (gathered.get(matrix, matrix.weight) for matrix in _matrices(layer, adapter_name))
+    return LoRAModule(name=path, lora_A=lora_A, lora_B=lora_B, scaling=float(layer.scaling[adapter_name]))
 
 
 def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str) -> str | None:
@@ -182,7 +228,7 @@ def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str) -> str | No
     if type(layer).__name__ in _OTHER_LAYERS:
         return "does not adapt one linear layer"
     for matrix in (lora_A, lora_B):
-        if not isinstance(matrix, torch.nn.Linear):
+        if not isinstance(matrix, nn.Linear):
             return f"adapts with {type(matrix).__name__} instead of Linear matrices"
         if matrix.bias is not None:
             return "has a bias on a LoRA matrix"

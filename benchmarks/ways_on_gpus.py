@@ -1,0 +1,135 @@
+"""Each way of training on two GPUs, offload included: what a sync moves, its memory peak, and the served policy.
+
+    python benchmarks/ways_on_gpus.py --model MODEL --url http://localhost:8000 [--ways fsdp2_offload] [--load-in-4bit]
+
+Launches `accelerate launch --config_file examples/accelerate/WAY.yaml` once per way, from the repository's root,
+against a server that is running already. Not run for this release. Reports per way the bytes that torch's collectives
+saw during one sync, how far the GPU's memory rose above what training holds, the time of a sync, and the logprob gap of
+each training step; or the end of the output, where a way fails. Needs DeepSpeed and bitsandbytes for their ways
+(`pip install '.[deepspeed,qlora]'`).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from surroundings import surroundings
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+WAYS = sorted(file.stem for file in (ROOT / "examples" / "accelerate").glob("*.yaml"))
+
+
+def launch(way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    command += ["--config_file", f"examples/accelerate/{way}.yaml", "--num_processes", str(args.processes)]
+    command += [
+        __file__,
+        "--model",
+        args.model,
+        "--url",
+        args.url,
+        "--steps",
+        str(args.steps),
+        "--rank",
+        str(args.rank),
+    ]
+    command += ["--load-in-4bit"] * args.load_in_4bit + ["--worker", str(folder)]
+    try:
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout_s)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no end within {args.timeout_s:g} s"}
+    if ended.returncode:
+        return {"failed": (ended.stdout + ended.stderr)[-3000:]}
+    processes = [json.loads(file.read_text()) for file in sorted(folder.glob("process-*.json"))]
+    return processes[0] | {"peak_bytes": [process["peak_bytes"] for process in processes]}
+
+
+def work(args: argparse.Namespace) -> None:
+    """What each training process does."""
+    from peft import LoraConfig
+    from support.trainers import grpo_trainer, steps_of
+    from support.ways import Traffic
+    from transformers import BitsAndBytesConfig
+
+    folder = Path(args.worker)
+    options: dict[str, Any] = {}
+    if args.load_in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_quant_storage=torch.bfloat16,
+        )
+    trainer = grpo_trainer(
+        args.url,
+        args.model,
+        folder,
+        peft_config=LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+        trainer_kwargs=options,
+        model_init_kwargs={"dtype": "bfloat16"},
+        max_steps=args.steps,
+        max_completion_length=64,
+        use_cpu=False,
+        bf16=True,
+        learning_rate=1e-4,
+        vllm_server_timeout=60.0,
+    )
+    trainer.train()
+    generation = trainer.vllm_generation
+    with Traffic() as traffic:
+        generation.sync_weights()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held, started = torch.cuda.memory_allocated(), time.perf_counter()
+    generation.sync_weights()
+    torch.cuda.synchronize()
+    seen = {
+        "sync_s": time.perf_counter() - started,
+        "peak_bytes": torch.cuda.max_memory_allocated() - held,
+        "adapter_bytes": steps_of(trainer)[-1]["lora_sync/bytes"],
+        "collective_bytes": {name: sum(sizes) for name, sizes in traffic.bytes.items()},
+        "logp_difference": [step["sampling/sampling_logp_difference/mean"] for step in steps_of(trainer)],
+        "importance_ratio": [step["sampling/importance_sampling_ratio/mean"] for step in steps_of(trainer)],
+    }
+    generation.close()
+    (folder / f"process-{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--load-in-4bit", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--timeout-s", type=float, default=500.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    import httpx
+
+    version = httpx.get(f"{args.url}/version", timeout=30, trust_env=False).json()["version"]
+    ways = {}
+    for way in args.ways:
+        with tempfile.TemporaryDirectory() as folder:
+            ways[way] = launch(way, args, Path(folder))
+        print(way, json.dumps(ways[way]), flush=True)
+    result = surroundings("vllm", version) | {"ways": ways}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

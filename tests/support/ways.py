@@ -1,0 +1,229 @@
+"""One way of training, end to end: accelerate launch ... ways.py WAY FOLDER URL MODEL
+
+Trains a few steps against the real server, then looks at what a sync gathers, at the adapter it publishes and at
+failures of one process. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trl_lora_sync.distributed
+from support.models import base_weights, peft_model, randomize_adapter, same_tensors
+from support.policies import distance, sample, token_ids
+from support.trainers import grpo_trainer, steps_of
+from support.two_processes import Outcome, attempt
+from trl_lora_sync import GRPOTrainer, export_adapter
+from trl_lora_sync.shards import is_sharded
+
+# FSDP1 as accelerate wraps by default, as it wraps LoRA layers by PEFT's policy, and two more layouts of a shard.
+FSDP1 = {"fsdp_version": 1, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+FSDP2 = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+FSDP: dict[str, dict[str, Any]] = {
+    "fsdp1": FSDP1 | {"use_orig_params": False},
+    "fsdp1-orig": FSDP1 | {"use_orig_params": True},
+    "fsdp1-grad-op": FSDP1 | {"use_orig_params": True, "reshard_after_forward": "SHARD_GRAD_OP"},
+    "fsdp2": FSDP2 | {"reshard_after_forward": True},
+}
+
+
+# A 4-bit base in the trainer, while the server has the same base unquantised.
+QLORA = "-qlora"
+
+
+class FSDPTrainer(GRPOTrainer):
+    """A trainer that runs real FSDP on the CPU.
+
+    accelerate takes FSDP for GPUs only and goes on with DDP without one (state.py, 1.15); torch's FSDP runs on gloo. So
+    accelerate's state is told what it would find with GPUs; everything else is accelerate's and torch's own.
+    """
+
+    plugin: FullyShardedDataParallelPlugin
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, self.plugin
+        PartialState().distributed_type = DistributedType.FSDP
+        state.device = PartialState().device = torch.device("cpu")  # FSDP1 takes "cpu:0" for another device
+        self.is_fsdp_enabled = True
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes of every tensor that a collective of torch sees, by the name of the collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors((args, kwargs))]
+            self.bytes.setdefault(func.__name__.partition(".")[0], []).append(sum(sizes))
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple | dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(value)
+
+
+@contextmanager
+def whole(model: nn.Module, root: nn.Module) -> Iterator[None]:
+    """All parameters gathered by the launcher's own means, to compare with."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    is_quantised = getattr(model, "is_loaded_in_4bit", False)
+    parameters = [value for name, value in model.named_parameters() if "lora_" in name or not is_quantised]
+    if FullyShardedDataParallel.fsdp_modules(root):
+        with FullyShardedDataParallel.summon_full_params(root, writeback=False):
+            yield
+    elif hasattr(parameters[0], "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters):
+            yield
+    else:
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.unshard()
+        yield
+        for unit in units:
+            unit.reshard()
+
+
+def copy_policy(trainer: GRPOTrainer, copy: nn.Module) -> None:
+    """**Collective.** Make `copy` the policy in one piece, as a single process would hold it."""
+    model, values = trainer.vllm_generation.model, {}
+    is_quantised = getattr(model, "is_loaded_in_4bit", False)
+    wanted = {} if is_quantised else dict(copy.named_parameters())  # else the base stays what the server has
+    with whole(model, trainer.model_wrapped):
+        for name, value in model.named_parameters():
+            name = name.replace("_fsdp_wrapped_module.", "")
+            if "lora_" in name or name in wanted:
+                values[name] = value.detach().clone()
+    missing = copy.load_state_dict(values, strict=False)
+    assert not missing.unexpected_keys, missing
+    assert all("lora_" not in name for name in missing.missing_keys), missing
+
+
+def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
+    trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 120}
+    is_qlora, way = way.endswith(QLORA), way.removesuffix(QLORA)
+    if is_qlora:
+        config |= four_bit(is_fsdp=way in FSDP)
+    if way in FSDP:
+        trainer_class = FSDPTrainer
+        FSDPTrainer.plugin = FullyShardedDataParallelPlugin(**FSDP[way])
+    elif way.startswith("zero"):
+        # accelerate drops DeepSpeed when it is told to use the CPU; it takes the CPU when there is nothing else.
+        config |= {"use_cpu": False, "ddp_backend": "gloo"}
+        without_compiled_parts()
+    return grpo_trainer(url, model, folder, trainer_class=trainer_class, **config)
+
+
+def four_bit(is_fsdp: bool) -> dict[str, Any]:
+    """A 4-bit base; FSDP shards floating-point storage only."""
+    from transformers import BitsAndBytesConfig
+
+    storage = torch.bfloat16 if is_fsdp else torch.uint8
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=storage,
+    )
+    return {
+        "trainer_kwargs": {"quantization_config": config},
+        "model_init_kwargs": {"dtype": "bfloat16", "device_map": None},
+    }
+
+
+def without_compiled_parts() -> None:
+    """Keep DeepSpeed from compiling its collectives for shared memory, for which a machine may have no compiler."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
+    # Before the trainer, because Transformers shards every model that is loaded under ZeRO-3.
+    untrained, copy = peft_model(base), peft_model(base)
+    trainer = make_trainer(way, folder, url, base)
+    generation, process = trainer.vllm_generation, trainer.accelerator.process_index
+    seen = {"at_start": attempt(lambda: {"is_sharded": is_sharded(generation.model)})}
+    randomize_adapter(generation.model, seed=1)  # before it is sharded
+    seen["train"] = attempt(lambda: trainer.train() and steps_of(trainer))
+
+    def traffic() -> Outcome:
+        with Traffic() as counted:
+            generation.sync_weights()
+        return {"is_sharded": is_sharded(generation.model), "bytes": counted.bytes}
+
+    def published() -> Outcome:
+        """Compare the files with those that a single process writes for the same weights."""
+        copy_policy(trainer, copy)
+        rows = sample(generation, [token_ids(process)])
+        outcome = {"base_is_intact": same_tensors(base_weights(copy), base_weights(untrained))}
+        outcome["distance"] = distance(copy, rows).mean().item()
+        outcome["moved"] = distance(untrained, rows).mean().item()
+        if process == 0:
+            alone = export_adapter(copy, folder / "alone", dtype=generation._dtype).path
+            stored = generation._sync.active.path
+            names = sorted(file.name for file in alone.iterdir())
+            outcome["files"] = names
+            outcome["same"] = {name: (alone / name).read_bytes() == (stored / name).read_bytes() for name in names}
+            outcome["adapter_bytes"] = generation._sync.active.payload_bytes
+        return outcome
+
+    def refused() -> None:
+        if process == 0:
+            (folder / "damage-the-next-version").touch()
+        generation.sync_weights()
+
+    def failing_gather() -> None:
+        original = trl_lora_sync.distributed.shards_of
+        if process == trainer.accelerator.num_processes - 1:
+            trl_lora_sync.distributed.shards_of = broken
+        try:
+            generation.sync_weights()
+        finally:
+            trl_lora_sync.distributed.shards_of = original
+
+    def sampled() -> float:
+        return float(distance(copy, sample(generation, [token_ids(process)])).mean())
+
+    seen["traffic"] = attempt(traffic)
+    seen["published"] = attempt(published)
+    seen["refused"] = attempt(refused)
+    seen["after_refusal"] = attempt(sampled)
+    seen["failing_gather"] = attempt(failing_gather)
+    seen["after_failing_gather"] = attempt(lambda: (generation.sync_weights(), sampled())[1])
+    generation.close()
+    return seen
+
+
+def broken(*_: Any) -> None:
+    raise MemoryError("no room for the shards")
+
+
+def main(way: str, folder: str, url: str, model: str) -> None:
+    torch.set_num_threads(1)
+    seen = run_way(way, Path(folder), url, Path(model))
+    (Path(folder) / f"process-{PartialState().process_index}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,183 @@
+"""Which elements of a tensor this process holds when DeepSpeed ZeRO-3, FSDP1 or FSDP2 shards it.
+
+Looks at this process's memory only: nothing is sent, gathered or changed. Putting shards together is the business of
+`distributed`. A tensor that is not sharded has no `Shard`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from trl_lora_sync.errors import UnsupportedSettingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """This process's part of one tensor.
+
+    Attributes:
+        values: the elements held here; may be none, and may alias training storage.
+        shape: of the whole tensor.
+        region: where they lie, as `(start, stop)` per dimension of the whole tensor.
+        is_flat: whether `region` counts elements of the flattened tensor instead.
+    """
+
+    values: Tensor
+    shape: torch.Size
+    region: tuple[tuple[int, int], ...]
+    is_flat: bool
+
+    def write_to(self, whole: Tensor) -> None:
+        """Copy the elements held here to their place in `whole`, which has `shape` and is contiguous."""
+        if self.values.numel():
+            target = whole.view(-1) if self.is_flat else whole
+            place = target[tuple(slice(start, stop) for start, stop in self.region)]
+            place.copy_(self.values.detach().reshape(place.shape))
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], str, bool]:
+        """What must be the same on every process."""
+        return tuple(self.shape), str(self.values.dtype), self.is_flat
+
+
+def shards_of(linears: Sequence[nn.Module], root: nn.Module) -> list[Shard | None]:
+    """This process's shard of the `weight` of each module, or None where the weight is whole.
+
+    Args:
+        linears: unwrapped modules inside `root`.
+        root: the outermost wrapper of the model, because an FSDP1 unit may hold weights of modules far below it.
+
+    Raises:
+        UnsupportedSettingError: a weight is laid out in a way that is not known here.
+    """
+    flat = _fsdp1_places(root)
+    return [_shard_of(linear, flat) for linear in linears]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a forward pass of the model needs every process."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return bool(FullyShardedDataParallel.fsdp_modules(model)) or any(
+        hasattr(parameter, "ds_tensor") or isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+@contextmanager
+def whole_in_forward(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """**Collective.** Let a model that ZeRO-3 has sharded compute before DeepSpeed's engine wraps it.
+
+    Each module gathers its own parameters for its own forward, so one module's are whole at a time. Buffers that are
+    still on another device, where the engine would find them, are on `device` meanwhile. Other models need nothing:
+    FSDP brings its own hooks.
+    """
+    hooks, buffers = [], []
+    try:
+        for module in model.modules():
+            parameters = [value for value in module.parameters(recurse=False) if hasattr(value, "ds_tensor")]
+            if parameters:
+                hooks += _gather_around_forward(module, parameters)
+        for module in model.modules() if hooks else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    buffers.append((module, name, buffer))
+                    module._buffers[name] = buffer.to(device)
+        yield
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+        for hook in hooks:
+            hook.remove()
+
+
+def _gather_around_forward(module: nn.Module, parameters: list[nn.Parameter]) -> list[Any]:
+    import deepspeed
+
+    gathered: list[Any] = []
+
+    def before(*_: Any) -> None:
+        gathered.append(deepspeed.zero.GatheredParameters(parameters))
+        gathered[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        gathered.pop().__exit__(None, None, None)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+
+
+def _shard_of(linear: nn.Module, flat: dict[tuple[int, str], tuple[Any, int]]) -> Shard | None:
+    # First, because without `use_orig_params` the attribute is a view that is valid during a forward pass only.
+    if (id(linear), "weight") in flat:
+        return _fsdp1_shard(*flat[id(linear), "weight"])
+    weight = linear.weight
+    if hasattr(weight, "ds_tensor"):
+        return _zero3_shard(weight)
+    if isinstance(weight, DTensor):
+        return _dtensor_shard(weight)
+    return None
+
+
+def _fsdp1_places(root: nn.Module) -> dict[tuple[int, str], tuple[Any, int]]:
+    """Module and parameter name to the flat parameter that holds it, and the number it has there."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    places = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        if unit._handle is not None:
+            flat = unit._handle.flat_param
+            for number, info in enumerate(flat._param_infos):
+                places[id(info.module), info.param_name] = (flat, number)
+    return places
+
+
+def _fsdp1_shard(flat: Any, number: int) -> Shard:
+    """The slice of a parameter in this process's share of a flat parameter, which base weights share with it.
+
+    Source: torch/distributed/fsdp/_flat_param.py, 2.4 to 2.13. `_local_shard` holds what the optimizer updates, also
+    while the parameters are gathered for a forward pass.
+    """
+    info, shape = flat._shard_param_infos[number], flat._shapes[number]
+    local = getattr(flat, "_local_shard", flat.data)  # it appears at the first forward pass
+    if not info.in_shard:
+        return Shard(values=local[:0], shape=shape, region=((0, 0),), is_flat=True)
+    values = local[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+    region = ((info.intra_param_start_idx, info.intra_param_end_idx + 1),)
+    return Shard(values=values, shape=shape, region=region, is_flat=True)
+
+
+def _zero3_shard(weight: Any) -> Shard:
+    """A process's partition of a ZeRO-3 parameter: equal parts of the flattened tensor, the last one padded.
+
+    Source: deepspeed/runtime/zero/partition_parameters.py, 0.19: the optimizer updates `ds_tensor`, also of parameters
+    that are kept whole between steps, and `all_gather` joins the partitions in order of the group's ranks.
+    """
+    part = weight.ds_tensor
+    if part.status.name != "AVAILABLE" or part.dtype != weight.dtype:
+        raise UnsupportedSettingError(
+            f'vllm_sync_strategy="lora_adapter" cannot read a ZeRO-3 parameter that is {part.status.name} as '
+            f"{part.dtype}: it is swapped to NVMe or quantised. Offload parameters to the CPU instead, or set "
+            'vllm_sync_strategy="weights".'
+        )
+    start = torch.distributed.get_rank(weight.ds_process_group) * part.ds_numel
+    stop = max(start, min(start + part.ds_numel, weight.ds_numel))
+    return Shard(values=part.view(-1)[: stop - start], shape=weight.ds_shape, region=((start, stop),), is_flat=True)
+
+
+def _dtensor_shard(weight: DTensor) -> Shard:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    # Exact types: a strided shard, of FSDP2 over tensor parallelism, derives from Shard and lies elsewhere.
+    if not all(type(placement) in (ShardPlacement, Replicate) for placement in weight.placements):
+        raise UnsupportedSettingError(
+            f'vllm_sync_strategy="lora_adapter" cannot put together a LoRA matrix with placements {weight.placements}. '
+            'Train without tensor parallelism, or set vllm_sync_strategy="weights".'
+        )
+    sizes, starts = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    region = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return Shard(values=weight.to_local(), shape=weight.shape, region=region, is_flat=False)
