@@ -94,7 +94,7 @@ class Preflight:
 
     def _check_width(self, adapter: CanonicalAdapter) -> None:
         """Offer an adapter that is one wider than the trainer's; a server with the same base must refuse it."""
-        probe = self._transport.write("width", widened(adapter))
+        probe = self._transport.write("width", widened(adapter), self._deadline)
         try:
             self._engine.load(probe, self._deadline)
         except AdapterRejectedError:
@@ -104,7 +104,7 @@ class Preflight:
         raise self._other_base(adapter.base_model, "its layers are wider than the trainer's")
 
     def _try_out(self, adapter: CanonicalAdapter) -> None:
-        trial = self._transport.write(0, adapter)
+        trial = self._transport.write(0, adapter, self._deadline)
         try:
             self._engine.load(trial, self._deadline)
             self._engine.warm_up(trial, self._deadline)

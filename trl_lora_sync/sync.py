@@ -79,6 +79,7 @@ class AdapterSync:
         self._next_version = 1
         self._registered: deque[StoredAdapter] = deque()
         self._retired: list[StoredAdapter] = []
+        self._unconfirmed: list[str] = []
         self._unloader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-sync-unload")
         self._is_asleep = False
 
@@ -119,8 +120,9 @@ class AdapterSync:
         )
         adapter = read(self.engine.capabilities)
         self._transport = self._choose_transport()
-        self.transport.open()
-        for run in self.transport.sweep(lambda name: self._unload(name, _CLOSE_TIMEOUT_S)):
+        deadline = self._control_deadline("Preparing the adapter folder")
+        self.transport.open(deadline)
+        for run in self.transport.sweep(lambda name: self._unload(name, _CLOSE_TIMEOUT_S), deadline):
             logger.info("Removed what the run %s had left behind.", run)
         Preflight(
             self.engine,
@@ -150,8 +152,8 @@ class AdapterSync:
         version = self._next_version
         self._next_version += 1  # a name is never used again, not even after a failure
         with timer.phase("write"):
-            self.transport.open()
-            stored = self.transport.write(version, adapter)
+            self.transport.open(deadline)
+            stored = self.transport.write(version, adapter, deadline)
         with timer.phase("load"):
             self._load_or_withdraw(stored, deadline)
         # The server has the tensors now; host memory holds those of one version at a time.
@@ -170,7 +172,9 @@ class AdapterSync:
     def close(self) -> None:
         """Unload and delete every version; never fails, and may be called again. A later `publish` starts anew."""
         self._wake_quietly()
-        wait([self._unload_later(stored) for stored in self._registered], timeout=_CLOSE_TIMEOUT_S)
+        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        names = [*unconfirmed, *(stored.name for stored in self._registered)]
+        wait([self._unload_later(name) for name in names], timeout=_CLOSE_TIMEOUT_S)
         self._registered.clear()
         self._retired.clear()
         if self._transport is not None:
@@ -238,7 +242,7 @@ class AdapterSync:
 
     def _withdraw(self, stored: StoredAdapter) -> None:
         # Unloaded even after a refusal: the request may have been carried out although its answer was lost.
-        wait([self._unload_later(stored)], timeout=_CLOSE_TIMEOUT_S)
+        wait([self._unload_later(stored.name)], timeout=_CLOSE_TIMEOUT_S)
         self.transport.delete(stored)
 
     def _retire_old_versions(self) -> None:
@@ -251,15 +255,15 @@ class AdapterSync:
         self._retired.clear()
         while len(self._registered) > self.settings.keep:
             oldest = self._registered.popleft()
-            self._unload_later(oldest)
+            self._unload_later(oldest.name)
             self._retired.append(oldest)
 
-    def _unload_later(self, stored: StoredAdapter) -> "Future[None]":
+    def _unload_later(self, adapter_name: str) -> "Future[None]":
         """Beside the training, one at a time: an unload may wait on the server, and may never hold up a step."""
         try:
-            return self._unloader.submit(self._unload, stored.name, _UNLOAD_TIMEOUT_S)
+            return self._unloader.submit(self._unload, adapter_name, _UNLOAD_TIMEOUT_S)
         except RuntimeError:  # the interpreter is ending and starts no more work beside this
-            self._unload(stored.name, _CLOSE_TIMEOUT_S)
+            self._unload(adapter_name, _CLOSE_TIMEOUT_S)
             done: Future[None] = Future()
             done.set_result(None)
             return done
@@ -275,6 +279,7 @@ class AdapterSync:
             return
         deadline = Deadline.after(timeout_s, f"Unloading {adapter_name}")
         if not self._engine.unload(adapter_name, deadline):
+            self._unconfirmed.append(adapter_name)  # tried once more at the end of the run
             logger.info("The server did not confirm that it forgot %s; training is not affected.", adapter_name)
 
     # Setting up
