@@ -63,6 +63,7 @@ class FaultProxy:
     Attributes:
         on_request: called with (path, body) before anything else happens to a request; may kill the server.
         on_answer: called with (path, body) when the server has answered, before anything is sent back.
+        while_asking: called with (path, body) when the server has got the request, before its answer is waited for.
         rewrite: changes the body that the server gets.
         rewrite_answer: changes what the server has answered, before any fault.
         fired: the faults that have happened, with the routes they hit.
@@ -73,6 +74,7 @@ class FaultProxy:
     base_url: str = ""
     on_request: Callable[[str, dict[str, Any]], None] = lambda path, body: None
     on_answer: Callable[[str, dict[str, Any]], None] = lambda path, body: None
+    while_asking: Callable[[str, dict[str, Any]], None] = lambda path, body: None
     rewrite: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda path, body: body
     rewrite_answer: Callable[[str, bytes], bytes] = lambda path, answer: answer
     fired: list[tuple[Fault, str]] = field(default_factory=list)
@@ -142,6 +144,7 @@ class FaultProxy:
         connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=120)
         try:
             connection.request(method, path, body=body, headers=headers)
+            self.while_asking(urlsplit(path).path, json.loads(body or b"{}"))
             response = connection.getresponse()
             answer = response.status, response.read()
         except (OSError, http.client.HTTPException):
