@@ -180,18 +180,23 @@ class HTTPClient:
                     content=b"".join(_until(deadline, response.iter_raw())),
                     request=response.request,
                 )
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise _tls_error(self.base_url, error) or ServerUnreachableError(
+        except httpx.RequestError as error:
+            error.request = httpx.Request(method, f"{self.base_url}{path}")  # without the key in its head
+            raise self._our_error(error, method, path, deadline) from error
+
+    def _our_error(self, error: httpx.RequestError, method: str, path: str, deadline: Deadline) -> LoRASyncError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
                 "A running server was expected there. Start it, or correct vllm_server_base_url."
-            ) from error
-        except httpx.TimeoutException as error:
-            raise deadline.error(f"waiting for {method} {self.base_url}{path}") from error
-        except httpx.RequestError as error:  # broken off, or a body that does not decode
-            raise ServerUnreachableError(
-                f"The connection to {self.base_url} broke during {method} {path} ({_reason(error)}). "
-                "The server may have been stopped or have crashed; look at its log."
-            ) from error
+            )
+        if isinstance(error, httpx.TimeoutException):
+            return deadline.error(f"waiting for {method} {self.base_url}{path}")
+        # broken off, or a body that does not decode
+        return ServerUnreachableError(
+            f"The connection to {self.base_url} broke during {method} {path} ({_reason(error)}). "
+            "The server may have been stopped or have crashed; look at its log."
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -338,11 +343,11 @@ def json_object(response: httpx.Response, error: type[LoRASyncError]) -> dict[st
     """
     try:
         content = response.json()
-    except ValueError as cause:
+    except ValueError:
         raise error(
             f"{response.request.method} {response.request.url} answered HTTP {response.status_code} without valid "
             f"JSON. Is it the inference server itself, and not a proxy? It said: {server_words(response)!r}"
-        ) from cause
+        ) from None  # which holds the whole body, with whatever it repeats
     if not isinstance(content, dict):
         raise error(
             f"{response.request.url} answered a JSON {type(content).__name__} where an object was expected. Is it the "
