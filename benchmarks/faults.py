@@ -13,6 +13,8 @@ With `--kills`, the server's process itself is killed and restarted at each poin
 """
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import os
@@ -71,7 +73,8 @@ def run_schedules(args: argparse.Namespace, server: VLLMServer, base: Path, fold
     accepted, gaps, margins, broken, left = 0, [], [], [], []
     for seed in range(args.first, args.first + args.schedules):
         schedule = schedule_of(seed)
-        outcome = arena.run(schedule, folder / f"schedule-{seed}")
+        with contextlib.redirect_stdout(io.StringIO()):  # every trainer that starts says where
+            outcome = arena.run(schedule, folder / f"schedule-{seed}")
         raised += outcome.raised
         fired += outcome.fired
         accepted += outcome.accepted

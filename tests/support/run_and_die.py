@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from support.trainers import grpo_trainer, vowels
+from support.trainers import grpo_trainer, mean_byte
 
 
 def main(base_url: str, model: str, folder: str, step: str) -> None:
@@ -17,7 +17,7 @@ def main(base_url: str, model: str, folder: str, step: str) -> None:
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         if trainer.state.global_step == int(step):
             os.kill(os.getpid(), signal.SIGKILL)
-        return vowels(completions)
+        return mean_byte(completions)
 
     trainer = grpo_trainer(
         base_url,
