@@ -2,17 +2,24 @@
 
     python benchmarks/soak.py --model MODEL --url http://localhost:30000 --syncs 200 --server-pid PID
 
-Every round changes the adapter a little, publishes it through the same path as the trainer, samples a few completions
-and checks that the server computes the log-probabilities of the version just published, not of the one before. The
-slope of each quantity over the rounds (least squares, the first tenth left out as warm-up) is what to look at.
+    python benchmarks/soak.py --cpu-server --syncs 2000
+
+The second form makes a tiny model and starts a vLLM server for it on this CPU. Every round changes the adapter a
+little, publishes it through the same path as the trainer, samples a few completions and checks that the server computes
+the log-probabilities of the version just published, not of the one before. The slope of each quantity over the rounds
+(least squares, the first tenth left out as warm-up) is what to look at.
 """
 
 import argparse
+import contextlib
 import json
-import os
+import shutil
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +36,41 @@ from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase, base_logprobs
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
+
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=16, logprobs=0)
 MEASURED = (
-    "total_s", "write_s", "load_s", "server_rss_mb", "trainer_rss_mb", "gpu_used_mb", "trainer_threads",
-    "trainer_open_files", "adapters_on_server", "files",
+    "total_s", "write_s", "load_s", "server_rss_mb", "server_threads", "server_open_files", "trainer_rss_mb",
+    "trainer_threads", "trainer_open_files", "gpu_used_mb", "adapters_on_server", "files", "disk_mb",
 )  # fmt: skip
 
 
 def main() -> None:
     args = parse_args()
+    with server_for(args):
+        soak(args)
+
+
+@contextlib.contextmanager
+def server_for(args: argparse.Namespace) -> Iterator[None]:
+    """The server that was named, or one of our own on this CPU."""
+    if not args.cpu_server:
+        if not args.model or not args.url:
+            raise SystemExit("Give --model and --url of a running server, or --cpu-server.")
+        yield
+        return
+    from make_model import make_model
+    from vllm_server import VLLMServer
+
+    with tempfile.TemporaryDirectory() as folder:
+        args.model = make_model(Path(folder) / "tiny-qwen3")
+        args.rank = min(args.rank, 16)
+        with VLLMServer(args.model, served_model_name="tiny-qwen3") as server:
+            args.url, args.server_pid = server.base_url, server.pid
+            yield
+
+
+def soak(args: argparse.Namespace) -> None:
     model = make_policy(args)
     sync = AdapterSync(settings_for(args))
     base = TrainedBase(
@@ -56,6 +89,7 @@ def main() -> None:
     result = {
         **surroundings(sync.fleet.capabilities.engine, sync.fleet.capabilities.version),
         "syncs": len(rounds),
+        "warm_up_left_out_of_slopes": len(rounds) // 10,
         "lora_rank": args.rank,
         "transport": type(sync.transport).__name__,
         "payload_bytes": rounds[-1]["payload_bytes"],
@@ -63,7 +97,7 @@ def main() -> None:
         "max": {name: max(row[name] for row in rounds) for name in (*MEASURED, "gap")},
         "slope_per_100_syncs": {name: 100 * slope([row[name] for row in rounds]) for name in MEASURED},
         "adapters_left_on_server": left,
-        "rounds": rounds,
+        "rounds": rounds[:: max(1, len(rounds) // 200)],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -76,8 +110,9 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the served base model")
-    parser.add_argument("--url", required=True)
+    parser.add_argument("--model", type=Path, help="folder of the served base model")
+    parser.add_argument("--url")
+    parser.add_argument("--cpu-server", action="store_true", help="serve a tiny model with vLLM on this CPU")
     parser.add_argument("--server-pid", type=int, help="process whose memory, with its children's, is the server's")
     parser.add_argument("--syncs", type=int, default=200)
     parser.add_argument("--rank", type=int, default=32)
@@ -138,10 +173,13 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
         "gap": gap,
         "change": change,
         "adapters_on_server": len(sync.fleet.loaded(deadline())) if not args.sleep else 0,
-        "server_rss_mb": rss_mb(args.server_pid),
-        "trainer_rss_mb": rss_mb(os.getpid()),
+        "server_rss_mb": total(args.server_pid, rss_mb),
+        "trainer_rss_mb": rss_mb(psutil.Process()),
         "trainer_threads": psutil.Process().num_threads(),
         "trainer_open_files": psutil.Process().num_fds(),
+        "server_threads": total(args.server_pid, psutil.Process.num_threads),
+        "server_open_files": total(args.server_pid, psutil.Process.num_fds),
+        "disk_mb": disk_mb(sync),
         "gpu_used_mb": gpu_used_mb(),
         "files": count_files(sync),
     }
@@ -170,11 +208,21 @@ def deadline() -> Deadline:
     return Deadline.after(120.0, "A request of the soak")
 
 
-def rss_mb(pid: int | None) -> float:
+def total(pid: int | None, measure: Callable[[psutil.Process], float]) -> float:
+    """Sum over a process and its children; 0 where no process was named."""
     if pid is None:
         return 0.0
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    return sum(process.memory_info().rss for process in processes) / 1e6
+    return sum(measure(process) for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)])
+
+
+def rss_mb(process: psutil.Process) -> float:
+    return process.memory_info().rss / 1e6
+
+
+def disk_mb(sync: AdapterSync) -> float:
+    """What is in use on the file system of the adapter folder, by anybody."""
+    root = getattr(sync.transport, "root", None)
+    return shutil.disk_usage(root).used / 1e6 if root is not None else 0.0
 
 
 def gpu_used_mb() -> float:

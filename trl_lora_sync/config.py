@@ -51,8 +51,8 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
         lora_sync_keep (`int`, *optional*, defaults to `2`):
             How many versions stay registered on the server. Files are deleted one version later.
         lora_sync_timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds that one sync may take before it fails on every process, and that a server may be away. Only a file
-            system that hangs can hold it up longer.
+            Seconds that one sync may take before it fails on every process, and that a server may be away. No file
+            system that hangs is waited for any longer.
         lora_sync_generation_timeout (`float`, *optional*, defaults to `1200.0`):
             Seconds that the completions of one generation call may take before it fails on every process. Must stay
             below `ddp_timeout`, because the other processes wait.

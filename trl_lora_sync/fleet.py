@@ -98,7 +98,7 @@ class Fleet:
         """
         preflight = self._preflight = Preflight(base, adapter, transport)
         _each(self.servers, lambda server: preflight.check(server, deadline))
-        trial = transport.write(0, adapter)
+        trial = transport.write(0, adapter, deadline)
         try:
             _each(self.servers, lambda server: preflight.try_out(server, trial, deadline))
         finally:
@@ -155,6 +155,10 @@ class Fleet:
     def unload_later(self, adapter_name: str) -> "list[Future[None]]":
         """Forget a name on every server, beside the training."""
         return [server.unload_later(adapter_name) for server in self.servers]
+
+    def unload_unconfirmed_later(self) -> "list[Future[None]]":
+        """Forget, beside the training, what servers in service did not confirm to have forgotten."""
+        return [unload for server in self.in_service for unload in server.unload_unconfirmed_later()]
 
     def unload(self, adapter_name: str) -> None:
         """Forget a name on every server, now."""

@@ -168,9 +168,11 @@ class FleetServer:
 
     def unload_unconfirmed(self, loaded: dict[str, str]) -> None:
         """Forget what it could not be told to forget while it was away."""
-        for name in self._unconfirmed & loaded.keys():
-            self.unload_later(name)
         self._unconfirmed &= loaded.keys()
+        self.unload_unconfirmed_later()
+
+    def unload_unconfirmed_later(self) -> "list[Future[None]]":
+        return [self.unload_later(name) for name in sorted(self._unconfirmed)]
 
     def wait_for_unloads(self, deadline: Deadline) -> None:
         try:

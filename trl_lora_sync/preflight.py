@@ -88,7 +88,7 @@ class Preflight:
 
     def _check_width(self, server: FleetServer, deadline: Deadline) -> None:
         """Offer an adapter that is one wider than the trainer's; a server with the same base must refuse it."""
-        probe = self._transport.write(f"width{next(self._probes)}", self._wider)
+        probe = self._transport.write(f"width{next(self._probes)}", self._wider, deadline)
         try:
             server.engine.load(server.form_of(probe), deadline)
         except AdapterRejectedError:

@@ -67,8 +67,9 @@ class AdapterSync:
         )
         adapter = read(fleet.capabilities)
         self._transport = transport_for(settings, [server.sends_tensors for server in fleet.servers])
-        self.transport.open()
-        for run in self.transport.sweep(fleet.unload):
+        deadline = self._control_deadline("Preparing the adapter folder")
+        self.transport.open(deadline)
+        for run in self.transport.sweep(fleet.unload, deadline):
             logger.info("Removed what the run %s had left behind.", run)
         fleet.check(adapter, base, self.transport, self._control_deadline("Checking the server with a trial adapter"))
         if settings.frees_kv_cache:
@@ -98,8 +99,8 @@ class AdapterSync:
         version = self._next_version
         self._next_version += 1  # a name is never used again, not even after a failure
         with timer.phase("write"):
-            self.transport.open()
-            stored = self.transport.write(version, adapter)
+            self.transport.open(deadline)
+            stored = self.transport.write(version, adapter, deadline)
         with timer.phase("load"):
             server_load_s = self._load_or_withdraw(stored, deadline)
         self.fleet.activate(stored)
@@ -121,7 +122,8 @@ class AdapterSync:
     def close(self) -> None:
         """Unload and delete every version; never fails, and may be called again. A later `publish` starts anew."""
         self._wake_quietly()
-        unloads = [unload for stored in self._registered for unload in self.fleet.unload_later(stored.name)]
+        unloads = self.fleet.unload_unconfirmed_later()
+        unloads += [unload for stored in self._registered for unload in self.fleet.unload_later(stored.name)]
         wait(unloads, timeout=CLOSE_TIMEOUT_S)
         self.fleet.active = None
         self._registered.clear()

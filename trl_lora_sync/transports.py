@@ -1,14 +1,24 @@
 """The ways an adapter version reaches a server: as files in a shared folder, or as tensors in the request itself."""
 
+import contextlib
+import queue
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, new_run_id, sweep_leftovers
-from trl_lora_sync.engines.base import Capabilities
+from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
+
+# Clean-up is worth waiting for, but not for long.
+_CLEAN_UP_S = 5.0
+
+T = TypeVar("T")
 
 
 class Transport(Protocol):
@@ -20,36 +30,140 @@ class Transport(Protocol):
     def where(self) -> str:
         """Where versions are kept, in words."""
 
-    def open(self) -> None:
+    def open(self, deadline: Deadline | None = None) -> None:
         """Get ready; does nothing if it is ready already.
+
+        Args:
+            deadline: how long to wait; None for as long as it takes.
 
         Raises:
             AdapterExportError: versions could not be kept there.
+            DeadlineExceededError: the file system hangs.
         """
 
-    def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
-        """Keep a version under a name of its own; errors as for `open`."""
+    def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
+        """Keep a version under a name of its own; arguments and errors as for `open`."""
 
     def delete(self, stored: StoredAdapter) -> None:
         """Let go of a version; never fails."""
 
-    def sweep(self, forget: Callable[[str], None]) -> list[str]:
+    def sweep(self, forget: Callable[[str], None], deadline: Deadline | None = None) -> list[str]:
         """Remove what dead runs left behind, see `sweep_leftovers`."""
 
     def close(self) -> None:
         """Let go of everything; never fails, and may be called again."""
 
 
-class DiskTransport(AdapterStore):
-    """Versions as directories that the servers read."""
+class DiskTransport:
+    """Versions as directories that the servers read.
+
+    A call to a shared file system that hangs cannot be ended by anybody. So all of them are made by one thread, in
+    order, and only the waiting for it ends at the deadline. What it finishes too late is deleted again.
+    """
+
+    def __init__(self, root: Path, *, server_root: str | None = None) -> None:
+        self._store = AdapterStore(root, server_root=server_root)
+        self._files = _Worker("lora-sync-files")
+        self.run_id = self._store.run_id
+
+    @property
+    def root(self) -> Path:
+        return self._store.root
+
+    @property
+    def directory(self) -> Path:
+        return self._store.directory
 
     @property
     def where(self) -> str:
-        seen = "" if self.is_seen_alike else f" (the server sees {self.server_root})"
+        seen = "" if self._store.is_seen_alike else f" (the server sees {self._store.server_root})"
         return f"{self.directory}{seen}"
 
-    def sweep(self, forget: Callable[[str], None]) -> list[str]:
-        return sweep_leftovers(self.root, forget)
+    def open(self, deadline: Deadline | None = None) -> None:
+        self._wait(self._files.submit(self._store.open), deadline)
+
+    def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
+        writing = self._files.submit(lambda: self._store.write(version, adapter))
+        try:
+            return self._wait(writing, deadline)
+        except BaseException:
+            if not writing.cancel():
+                writing.add_done_callback(self._delete_late)
+            raise
+
+    def _wait(self, task: "Future[T]", deadline: Deadline | None) -> T:
+        try:
+            return task.result(None if deadline is None else deadline.left_s())
+        except TimeoutError as error:
+            if task.done() or deadline is None:  # raised by the task itself
+                raise
+            raise deadline.error(
+                f"the file system of {self.directory} hangs. Set lora_sync_dir to another one, or look at its server"
+            ) from error
+
+    def _delete_late(self, writing: "Future[StoredAdapter]") -> None:
+        if not writing.cancelled() and writing.exception() is None:
+            self._store.delete(writing.result())
+
+    def delete(self, stored: StoredAdapter) -> None:
+        self._clean_up(lambda: self._store.delete(stored))
+
+    def sweep(self, forget: Callable[[str], None], deadline: Deadline | None = None) -> list[str]:
+        return self._wait(self._files.submit(lambda: sweep_leftovers(self.root, forget)), deadline)
+
+    def close(self) -> None:
+        self._clean_up(self._store.close)
+
+    def _clean_up(self, act: Callable[[], None]) -> None:
+        with contextlib.suppress(TimeoutError):  # done as soon as the file system answers again
+            self._files.submit(act).result(_CLEAN_UP_S)
+
+
+class _Worker:
+    """Carries out tasks one after the other in a thread that the interpreter does not wait for at its end."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, act: Callable[[], T]) -> "Future[T]":
+        task: Future[T] = Future()
+        self._tasks.put((task, act))
+        if self._thread is None or not self._thread.is_alive():  # not alive in a forked child
+            self._thread = threading.Thread(target=self._work, args=(self._tasks,), name=self._name, daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is ending and starts no more threads
+                self._thread = None
+                while not self._tasks.empty():
+                    _carry_out(*self._tasks.get())
+        return task
+
+    def __del__(self) -> None:
+        self._tasks.put((Future(), _stop))
+
+    @staticmethod
+    def _work(tasks: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]") -> None:
+        while True:
+            task, act = tasks.get()
+            if act is _stop:
+                return
+            _carry_out(task, act)
+            del task, act
+
+
+def _stop() -> None:
+    """Ends a worker's thread."""
+
+
+def _carry_out(task: "Future[Any]", act: Callable[[], Any]) -> None:
+    if not task.set_running_or_notify_cancel():
+        return
+    try:
+        task.set_result(act())
+    except BaseException as error:
+        task.set_exception(error)
 
 
 class DiskAndTensorTransport(DiskTransport):
@@ -59,8 +173,8 @@ class DiskAndTensorTransport(DiskTransport):
     def where(self) -> str:
         return f"{super().where}, and in the load request itself"
 
-    def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
-        return replace(super().write(version, adapter), content=adapter)
+    def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
+        return replace(super().write(version, adapter, deadline), content=adapter)
 
 
 class TensorTransport:
@@ -71,10 +185,10 @@ class TensorTransport:
     def __init__(self) -> None:
         self.run_id = new_run_id()
 
-    def open(self) -> None:
+    def open(self, deadline: Deadline | None = None) -> None:
         pass
 
-    def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
+    def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
         return StoredAdapter(
             name=f"{self.run_id}-v{version}",
             version=version if isinstance(version, int) else 0,
@@ -87,7 +201,7 @@ class TensorTransport:
     def delete(self, stored: StoredAdapter) -> None:
         pass
 
-    def sweep(self, forget: Callable[[str], None]) -> list[str]:
+    def sweep(self, forget: Callable[[str], None], deadline: Deadline | None = None) -> list[str]:
         return []
 
     def close(self) -> None:

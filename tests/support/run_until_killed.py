@@ -1,11 +1,16 @@
-"""Publish one version, say its name, and wait to be killed: python run_until_killed.py URL FOLDER"""
+"""Publish one version, say its name, and wait to be killed: python run_until_killed.py URL FOLDER [POINT]
+
+POINT is where in the sync it waits: `writing`, `written` or `loaded`; after the sync by default.
+"""
 
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
 
+from trl_lora_sync.adapter import store
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
@@ -20,7 +25,28 @@ def adapter() -> CanonicalAdapter:
     return canonicalize([module], dtype=torch.float32)
 
 
-def main(url: str, folder: str) -> None:
+def wait_at(point: str, sync: AdapterSync) -> None:
+    """Let the next sync wait for ever at a point, and say so there."""
+
+    def wait(*_: object) -> None:
+        print(point, flush=True)
+        threading.Event().wait()
+
+    if point == "writing":
+        store._fsync = wait
+        return
+    engine = sync.fleet.servers[0].engine
+    load = engine.load
+
+    def load_and_wait(*arguments: object) -> None:
+        if point == "loaded":
+            load(*arguments)
+        wait()
+
+    engine.load = load_and_wait
+
+
+def main(url: str, folder: str, point: str | None = None) -> None:
     sync = AdapterSync(
         SyncSettings(
             servers=(ServerAddress(base_url=url, is_local=True),),
@@ -39,6 +65,8 @@ def main(url: str, folder: str) -> None:
     )
     base = TrainedBase(name=None, vocab_size=None, logprobs=lambda ids: ([0.0] * (len(ids) - 1), 1e6))
     sync.start(lambda served: adapter(), base)
+    if point:
+        wait_at(point, sync)
     print(sync.publish(lambda served: adapter()).adapter_name, flush=True)
     signal.pause()
 

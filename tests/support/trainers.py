@@ -9,6 +9,7 @@ from datasets import Dataset
 from support.models import lora
 from trl_lora_sync import GRPOConfig, GRPOTrainer
 from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.sync import AdapterSync
 
 PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an old clock", "rain"]
 METRICS = {f"lora_sync/{name}" for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes", "servers")}
@@ -86,8 +87,14 @@ def grpo_trainer(
 
 def shorten(trainer: GRPOTrainer, **timeouts: float) -> None:
     """Change `SyncSettings` of a trainer that is there, so that they do not bound the checks at its start as well."""
-    sync = trainer.vllm_generation._sync
-    sync.settings = replace(sync.settings, **timeouts)
+    change_settings(trainer.vllm_generation._sync, **timeouts)
+
+
+def change_settings(sync: AdapterSync, **changes: Any) -> None:
+    """Change `SyncSettings` of a sync that has started."""
+    sync.settings = sync.fleet._settings = replace(sync.settings, **changes)
+    for server in sync.fleet.servers:
+        server._settings = sync.settings
 
 
 def wait_for_unloads(trainer: GRPOTrainer) -> None:

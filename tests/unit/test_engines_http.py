@@ -169,6 +169,105 @@ def test_an_upload_that_is_read_slowly_is_cut_off_at_the_deadline() -> None:
         reading.result(30)
 
 
+def test_answer_that_stops_in_the_middle_is_cut_off_at_the_deadline(ask: Ask) -> None:
+    """httpx times each read by itself, so an answer that stopped shortly before the deadline took twice as long."""
+
+    def stall(request: Request) -> None:
+        request.begin(10_000)
+        request.wait(2.5)
+        request.wfile.write(b"x")
+        request.wfile.flush()
+        request.wait(30)
+
+    started = time.monotonic()
+    with serving(stall) as server, pytest.raises(DeadlineExceededError, match=r"did not finish within 3 s"):
+        ask(server.url, 3.0)
+    assert 3 <= time.monotonic() - started < 5.4
+
+
+def test_answer_whose_head_trickles_in_is_cut_off_at_the_deadline(ask: Ask) -> None:
+    """The head is read in a loop of httpx that knew no deadline of the whole."""
+
+    def trickle(request: Request) -> None:
+        request.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        while request.wait(0.05):
+            request.wfile.write(b"x")
+            request.wfile.flush()
+
+    started = time.monotonic()
+    with serving(trickle) as server, pytest.raises(DeadlineExceededError, match=r"did not finish within 0.4 s"):
+        ask(server.url, 0.4)
+    assert 0.4 <= time.monotonic() - started < 20
+
+
+def test_server_sees_that_nobody_waits_any_more(ask: Ask) -> None:
+    """Otherwise it would go on sampling for a request whose answer nobody reads."""
+    left = threading.Event()
+
+    def stall(request: Request) -> None:
+        request.begin(10_000)
+        if not request.connection.recv(1):
+            left.set()
+
+    with serving(stall) as server:
+        with pytest.raises(DeadlineExceededError):
+            ask(server.url, 1.0)
+        assert left.wait(10)
+
+
+def test_watch_ends_a_request_that_would_wait_longer(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_lora_sync.engines.http._WATCH_EVERY_S", 0.05)
+    asked: list[float] = []
+
+    def watch() -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 3:
+            raise ServerUnreachableError("it is dead")
+
+    started = time.monotonic()
+    with serving(lambda request: request.wait(30)) as server, pytest.raises(ServerUnreachableError, match="it is dead"):
+        ask(server.url, 20.0, watch=watch)
+    assert time.monotonic() - started < 10
+
+
+# Connections
+
+
+def test_an_answer_too_many_never_becomes_that_of_every_later_request(ask: Ask) -> None:
+    """A peer that sent one answer twice made every later request on that connection get the answer before its own."""
+
+    def answer(request: Request) -> None:
+        for _ in range(2 if len(server.requests) == 1 else 1):
+            request.send(200, f"answer {len(server.requests)}")
+
+    with serving(answer) as server:
+        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        assert client.request("GET", "/1", soon()).text == "answer 1"
+        client.start_afresh()
+        assert client.request("GET", "/2", soon()).text == "answer 2"
+        assert client.request("GET", "/3", soon()).text == "answer 3"
+        client.close()
+
+
+def test_running_requests_keep_their_connections_when_others_start_afresh() -> None:
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def answer(request: Request) -> None:
+        arrived.set()
+        assert go_on.wait(10)
+        request.send(200, "whole")
+
+    with serving(answer) as server, ThreadPoolExecutor(1) as pool:
+        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        running = pool.submit(client.request, "GET", "/1", soon())
+        assert arrived.wait(10)
+        client.start_afresh()
+        go_on.set()
+        assert running.result(10).text == "whole"
+        assert client.request("GET", "/2", soon()).text == "whole"
+        client.close()
+
+
 def test_request_after_the_deadline_is_not_sent(ask: Ask) -> None:
     with serving(lambda request: request.send()) as server:
         with pytest.raises(DeadlineExceededError, match="within 0 s"):
@@ -399,6 +498,22 @@ def test_key_is_sent_but_never_shown(
         assert [request.headers["Authorization"] for request in server.requests] == [f"Bearer {SECRET}"]
     assert caplog.records, "nothing was logged, so nothing is shown by this"
     assert SECRET not in " ".join([*shown, caplog.text])
+
+
+def test_key_that_a_gateway_repeats_is_not_in_our_error(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors quote the server, and some gateways quote the request they refuse, with its head."""
+    monkeypatch.setenv(VARIABLE, SECRET)
+
+    def repeat(request: Request) -> None:
+        request.send(502, f"bad request: Authorization: {request.headers['Authorization']}")
+
+    with serving(repeat) as server:
+        response = ask(server.url)
+        assert SECRET in response.text, "the server did not repeat it, so this test proves nothing"
+        assert server_words(response) == "bad request: Authorization: Bearer [key]"
+        with pytest.raises(GenerationError) as caught:
+            json_object(response, GenerationError)
+        assert SECRET not in str(caught.value)
 
 
 def test_key_says_whether_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

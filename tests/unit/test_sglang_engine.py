@@ -281,7 +281,8 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(meta: dict[str, Any]) ->
     ],
 )
 def test_the_servers_own_words_are_found(content: dict[str, Any], words: str) -> None:
-    assert server_words(httpx.Response(400, json=content)) == words
+    request = httpx.Request("POST", "http://host/generate")
+    assert server_words(httpx.Response(400, json=content, request=request)) == words
 
 
 # Refused loads

@@ -31,13 +31,17 @@ class Deadline:
         Raises:
             DeadlineExceededError: none are.
         """
-        left = self.ends_at - time.monotonic()
+        left = self.left_s()
         if left <= 0:
             raise self.error()
         return left
 
+    def left_s(self) -> float:
+        """Seconds left, 0 if none are."""
+        return max(0.0, self.ends_at - time.monotonic())
+
     def is_over(self) -> bool:
-        return time.monotonic() >= self.ends_at
+        return self.left_s() <= 0
 
     def error(self, words: str = "") -> DeadlineExceededError:
         """The error to raise once the time is up."""

@@ -1,4 +1,4 @@
-"""One HTTP client for all engines: a timeout on every request, keys that are never shown, transport errors as ours.
+"""One HTTP client for all engines: a deadline for every request, keys that are never shown, transport errors as ours.
 
 Knows nothing of any engine's routes.
 """
@@ -6,7 +6,11 @@ Knows nothing of any engine's routes.
 import contextlib
 import json
 import os
+import socket
+import ssl
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
@@ -14,9 +18,11 @@ import httpx
 import tenacity
 
 from trl_lora_sync.engines.base import Deadline
-from trl_lora_sync.errors import LoRASyncError, ServerUnreachableError
+from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreachableError
 
 _CONNECT_TIMEOUT_S = 10.0
+# How often somebody who waits for an answer asks whether it can still come.
+_WATCH_EVERY_S = 5.0
 _MAX_WORDS = 2000
 _JSON = {"Content-Type": "application/json"}
 
@@ -65,12 +71,49 @@ class HTTPClient:
     def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool, max_connections: int = 64) -> None:
         self.base_url = base_url
         self.api_key = api_key
-        self._client = httpx.Client(
-            base_url=base_url,
-            auth=api_key,
-            mounts=dict.fromkeys(("http://", "https://")) if is_local else None,
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-        )
+        self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
+        self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+        self._client = self._new_client()
+        self._users: Counter[httpx.Client] = Counter()
+        self._lock = threading.Lock()
+
+    def _new_client(self) -> httpx.Client:
+        try:
+            return httpx.Client(base_url=self.base_url, auth=self.api_key, mounts=self._mounts, limits=self._limits)
+        except (OSError, ssl.SSLError) as error:
+            raise ServerSetupError(
+                f"The certificate authorities in SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error}). "
+                "Correct or unset these environment variables."
+            ) from error
+
+    def start_afresh(self) -> None:
+        """Use new connections from now on; running requests keep theirs.
+
+        For after an answer that cannot be the one to its request: a peer that sent one answer too many would answer
+        every later request on that connection with that of the one before.
+        """
+        new = self._new_client()
+        with self._lock:
+            old, self._client = self._client, new
+            is_idle = not self._users[old]
+        if is_idle:
+            old.close()
+
+    @contextlib.contextmanager
+    def _connections(self) -> Iterator[httpx.Client]:
+        with self._lock:
+            client = self._client
+            self._users[client] += 1
+        try:
+            yield client
+        finally:
+            with self._lock:
+                self._users[client] -= 1
+                was_last = client is not self._client and not self._users[client]
+                if was_last:
+                    del self._users[client]
+            if was_last:
+                client.close()
 
     def request(
         self,
@@ -81,6 +124,7 @@ class HTTPClient:
         body: Any = None,
         content: SizedIterable | None = None,
         api_key: httpx.Auth | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
 
@@ -88,57 +132,168 @@ class HTTPClient:
             body: sent as JSON.
             content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
             api_key: another key than the client's own.
+            watch: called every few seconds of waiting; what it raises ends the request.
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
+            ServerSetupError: the server's certificate is not trusted.
             DeadlineExceededError: no complete answer before the deadline.
         """
-        left = deadline.remaining_s()
-        timeout = httpx.Timeout(left, connect=min(left, _CONNECT_TIMEOUT_S))
+        exchange = _Exchange(
+            lambda running: self._send(running, method, path, deadline, body, content, api_key or self.api_key)
+        )
+        deadline.remaining_s()
         try:
-            with self._client.stream(
-                method,
-                path,
-                json=body,
-                content=_until(deadline, content) if content is not None else None,
-                headers=_JSON | {"Content-Length": str(len(content))} if content is not None else None,
-                auth=api_key or self.api_key,
-                timeout=timeout,
-            ) as response:
-                return _read(response, deadline)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ServerUnreachableError(
+            return exchange.result(deadline, watch)
+        except _StillWaitingError:
+            raise deadline.error(f"waiting for {method} {self.base_url}{path}") from None
+
+    def _send(
+        self,
+        exchange: "_Exchange",
+        method: str,
+        path: str,
+        deadline: Deadline,
+        body: Any,
+        content: SizedIterable | None,
+        api_key: httpx.Auth,
+    ) -> httpx.Response:
+        left = deadline.remaining_s()
+        try:
+            with (
+                self._connections() as client,
+                client.stream(
+                    method,
+                    path,
+                    json=body,
+                    content=_until(deadline, content) if content is not None else None,
+                    headers=_JSON | {"Content-Length": str(len(content))} if content is not None else None,
+                    auth=api_key,
+                    timeout=httpx.Timeout(left, connect=min(left, _CONNECT_TIMEOUT_S)),
+                    extensions={"trace": exchange.trace},
+                ) as response,
+            ):
+                exchange.use(response.extensions.get("network_stream"))
+                return httpx.Response(
+                    response.status_code,
+                    headers=response.headers,
+                    content=b"".join(_until(deadline, response.iter_raw())),
+                    request=response.request,
+                )
+        except httpx.RequestError as error:
+            error.request = httpx.Request(method, f"{self.base_url}{path}")  # without the key in its head
+            raise self._our_error(error, method, path, deadline) from error
+
+    def _our_error(self, error: httpx.RequestError, method: str, path: str, deadline: Deadline) -> LoRASyncError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
                 "A running server was expected there. Start it, or correct vllm_server_base_url."
-            ) from error
-        except httpx.TimeoutException as error:
-            raise deadline.error(f"waiting for {method} {self.base_url}{path}") from error
-        except httpx.RequestError as error:  # broken off, or a body that does not decode
-            raise ServerUnreachableError(
-                f"The connection to {self.base_url} broke during {method} {path} ({_reason(error)}). "
-                "The server may have been stopped or have crashed; look at its log."
-            ) from error
+            )
+        if isinstance(error, httpx.TimeoutException):
+            return deadline.error(f"waiting for {method} {self.base_url}{path}")
+        # broken off, or a body that does not decode
+        return ServerUnreachableError(
+            f"The connection to {self.base_url} broke during {method} {path} ({_reason(error)}). "
+            "The server may have been stopped or have crashed; look at its log."
+        )
 
     def close(self) -> None:
         self._client.close()
 
 
-def _until(deadline: Deadline, chunks: SizedIterable) -> Iterator[bytes]:
-    """The chunks, for as long as there is time; httpx times each write only."""
+class _StillWaitingError(Exception):
+    """The deadline is over, and the exchange is not."""
+
+
+class _Exchange:
+    """One request in a thread of its own, so that whoever waits for it can stop waiting at any time.
+
+    httpx times each read and each write, and name resolution not at all, so a peer that answers in drops, or stops in
+    the middle, would hold up its caller for longer than the deadline.
+    """
+
+    def __init__(self, send: Callable[["_Exchange"], httpx.Response]) -> None:
+        self._send = send
+        self._done = threading.Event()
+        self._response: httpx.Response | None = None
+        self._error: BaseException | None = None
+        self._socket: socket.socket | None = None
+
+    def result(self, deadline: Deadline, watch: Callable[[], None] | None) -> httpx.Response:
+        try:
+            threading.Thread(target=self._run, name="lora-sync-request", daemon=True).start()
+        except RuntimeError:  # the interpreter is ending and starts no more threads
+            self._run()
+        try:
+            self._wait(deadline, watch)
+        except BaseException:
+            self._break_off()
+            raise
+        if self._error is not None:
+            raise self._error
+        assert self._response is not None
+        return self._response
+
+    def _wait(self, deadline: Deadline, watch: Callable[[], None] | None) -> None:
+        while not deadline.is_over():
+            left = deadline.left_s()
+            if self._done.wait(left if watch is None else min(left, _WATCH_EVERY_S)):
+                return
+            if watch is not None and not deadline.is_over():
+                watch()
+        if not self._done.is_set():
+            raise _StillWaitingError
+
+    def _run(self) -> None:
+        try:
+            self._response = self._send(self)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def trace(self, event: str, info: Any) -> None:
+        """Told by httpcore of what it does; a connection that is opened is the one that will be used."""
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self.use(info.get("return_value"))
+
+    def use(self, stream: Any) -> None:
+        if stream is not None:
+            self._socket = stream.get_extra_info("socket")
+
+    def _break_off(self) -> None:
+        """Let the server see that nobody waits any more. A connection used before is known with its answer's head."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+
+def _until(deadline: Deadline, chunks: SizedIterable | Iterator[bytes]) -> Iterator[bytes]:
+    """The chunks, for as long as there is time."""
     for chunk in chunks:
         deadline.remaining_s()
         yield chunk
 
 
-def _read(response: httpx.Response, deadline: Deadline) -> httpx.Response:
-    """Read the body; httpx times each read only, so an answer that trickles in is cut off here."""
-    chunks = []
-    for chunk in response.iter_raw():
-        chunks.append(chunk)
-        deadline.remaining_s()
-    return httpx.Response(
-        response.status_code, headers=response.headers, content=b"".join(chunks), request=response.request
-    )
+def _tls_error(base_url: str, error: BaseException) -> ServerSetupError | None:
+    """What is wrong with the encryption, if that is the cause; waiting would not help."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return ServerSetupError(
+            f"The certificate of {base_url} is not trusted: {cause.verify_message}. Certificates are always verified, "
+            "against the authorities that certifi ships. If yours is signed by another one, export "
+            "SSL_CERT_FILE=/path/to/ca.pem (or SSL_CERT_DIR) for the trainer; if the name does not match, correct "
+            "vllm_server_base_url."
+        )
+    if isinstance(cause, ssl.SSLError):
+        return ServerSetupError(
+            f"{base_url} does not answer in TLS ({cause.reason or cause}). If it is a plain inference server, write "
+            "http:// in vllm_server_base_url."
+        )
+    return None
 
 
 def retrying(
@@ -169,10 +324,13 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def server_words(response: httpx.Response) -> str:
-    """What the server itself said, as one line."""
+    """What the server itself said, as one line; without the key it was sent, which some gateways repeat."""
     text = response.text
     with contextlib.suppress(ValueError):
         text = _message_in(json.loads(text)) or text
+    key = response.request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if key:
+        text = text.replace(key, "[key]")
     words = " ".join(text.split())
     return words if len(words) <= _MAX_WORDS else f"{words[:_MAX_WORDS]}..."
 
@@ -185,11 +343,11 @@ def json_object(response: httpx.Response, error: type[LoRASyncError]) -> dict[st
     """
     try:
         content = response.json()
-    except ValueError as cause:
+    except ValueError:
         raise error(
             f"{response.request.method} {response.request.url} answered HTTP {response.status_code} without valid "
             f"JSON. Is it the inference server itself, and not a proxy? It said: {server_words(response)!r}"
-        ) from cause
+        ) from None  # which holds the whole body, with whatever it repeats
     if not isinstance(content, dict):
         raise error(
             f"{response.request.url} answered a JSON {type(content).__name__} where an object was expected. Is it the "

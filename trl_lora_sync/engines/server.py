@@ -3,8 +3,12 @@
 Knows the routes that both have, and no way of sampling.
 """
 
+import logging
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import httpx
@@ -13,16 +17,23 @@ from trl_lora_sync.engines.base import CONCURRENT_REQUESTS, Capabilities, Deadli
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
+    AdapterRejectedError,
     GenerationError,
     LoRASyncError,
     ServerAuthError,
     ServerSetupError,
     ServerUnreachableError,
+    WrongPolicyError,
 )
+
+logger = logging.getLogger(__name__)
 
 # A network that hiccups. Longer outages are the fleet's to wait for, which looks whether the server was started anew.
 RETRY_S = 3.0
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
+# Without a sign of life for so long, a server will not answer its open requests either.
+_LIFELESS_AFTER_S = 30.0
+_HEALTH_TIMEOUT_S = 5.0
 # File systems shared over a network may show a new directory late (up to 30 s on FUSE mounts).
 _VISIBILITY_GRACE_S = 35.0
 
@@ -44,6 +55,7 @@ class ServerEngine(ABC):
         self._is_local = is_local
         self._api_key = APIKey(self.key_variable)
         self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, max_connections=CONCURRENT_REQUESTS)
+        self._health = _Health(base_url, is_local=is_local, key_variable=self.key_variable)
         self._capabilities: Capabilities | None = None
 
     @property
@@ -57,6 +69,18 @@ class ServerEngine(ABC):
 
     def close(self) -> None:
         self._http.close()
+        self._health.close()
+
+    @contextmanager
+    def _distrusting_connections(self) -> Iterator[None]:
+        """After an answer that does not fit its request, the next request starts on a new connection."""
+        try:
+            yield
+        except AdapterNotVisibleError:
+            raise
+        except (AdapterRejectedError, GenerationError, ServerSetupError, WrongPolicyError):
+            self._http.start_afresh()
+            raise
 
     def _models(self, deadline: Deadline) -> list[dict[str, Any]]:
         content = json_object(self._get("/v1/models", deadline), ServerSetupError)
@@ -93,11 +117,23 @@ class ServerEngine(ABC):
         """For reading and for sampling, which do no harm again: repeated while the server is down or busy."""
         for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S):
             with attempt:
-                response = self._request(method, path, deadline, body=body)
+                response = self._request(method, path, deadline, body=body, watch=self._watch())
         return response
 
-    def _request(self, method: str, path: str, deadline: Deadline, *, body: Any = None) -> httpx.Response:
-        return self._checked(self._http.request(method, path, deadline, body=body))
+    def _watch(self) -> Callable[[], None] | None:
+        """What to call now and then while an answer is waited for; raises for a dead server."""
+        return self._health.watch()
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        deadline: Deadline,
+        *,
+        body: Any = None,
+        watch: Callable[[], None] | None = None,
+    ) -> httpx.Response:
+        return self._checked(self._http.request(method, path, deadline, body=body, watch=watch))
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:
@@ -132,6 +168,59 @@ class ServerEngine(ABC):
     @abstractmethod
     def _key_words(self, path: str) -> str:
         """Which key the server refused at `path`, and what to export."""
+
+
+class _Health:
+    """Whether a server still lives, asked while its answers are waited for. Thread-safe.
+
+    vLLM (0.22 to 0.33) closes its port when it is told to stop, but keeps the connections of open requests, which it
+    never answers. A process that is stopped or swapped out looks the same. So without this, a dead server would be
+    noticed when the deadline of a generation is over.
+    """
+
+    def __init__(self, base_url: str, *, is_local: bool, key_variable: str) -> None:
+        self._is_local = is_local
+        self._key_variable = key_variable
+        self._http: HTTPClient | None = None  # not the engine's, whose connections may all be waiting
+        self._base_url = base_url
+        self._asking = threading.Lock()
+        self._alive_at = 0.0
+
+    def watch(self) -> Callable[[], None]:
+        """A function to call now and then while waiting; raises ServerUnreachableError for a dead server."""
+        waiting_since = time.monotonic()
+
+        def check() -> None:
+            self._ask()
+            silent_s = time.monotonic() - max(waiting_since, self._alive_at)
+            if silent_s > _LIFELESS_AFTER_S:
+                raise ServerUnreachableError(
+                    f"{self._base_url} has shown no sign of life for {silent_s:.0f} s (no answer from /health) while "
+                    "it was to answer a request. The server has been stopped, has crashed or hangs; look at its log. "
+                    "Restart it, and resume the run from its last checkpoint."
+                )
+
+        return check
+
+    def _ask(self) -> None:
+        """One of all that wait asks for the others as well."""
+        if not self._asking.acquire(blocking=False):
+            return
+        try:
+            if self._http is None:
+                key = APIKey(self._key_variable)
+                self._http = HTTPClient(self._base_url, api_key=key, is_local=self._is_local, max_connections=1)
+            deadline = Deadline.after(_HEALTH_TIMEOUT_S, "The health check")
+            if self._http.request("GET", "/health", deadline).status_code < 500:
+                self._alive_at = time.monotonic()
+        except LoRASyncError as error:
+            logger.debug("%s", error)
+        finally:
+            self._asking.release()
+
+    def close(self) -> None:
+        if self._http is not None:
+            self._http.close()
 
 
 def logprobs_mode(spread: Callable[[float], float | None]) -> str:

@@ -157,7 +157,8 @@ class SGLangEngine(SGLangServer):
         self._check_fits(adapter)
         if self._stuck_unload and not self._has_recovered(deadline):
             raise AdapterRejectedError(self._stuck_words())
-        self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+        with self._distrusting_connections():
+            self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
 
     def _check_fits(self, adapter: StoredAdapter) -> None:
         served = self.capabilities
@@ -309,7 +310,8 @@ class SGLangEngine(SGLangServer):
             self._check_sampling(rows, deadline)
         size = max(1, math.ceil(len(rows) / at_once))
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        with ThreadPoolExecutor(max_workers=max(1, min(at_once, len(batches)))) as pool:
+        workers = max(1, min(at_once, len(batches)))
+        with self._distrusting_connections(), ThreadPoolExecutor(max_workers=workers) as pool:
             answers = pool.map(lambda batch: self._generate_batch(model, batch, sampling, deadline), batches)
             completions = [completion for answer in answers for completion in answer]
         iterator = iter(completions)

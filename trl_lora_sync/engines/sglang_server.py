@@ -6,6 +6,7 @@ sampled with in between: SGLang asserts all three, and dies.
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -183,6 +184,10 @@ class SGLangServer(ServerEngine):
             )
 
     # Requests
+
+    def _watch(self) -> Callable[[], None] | None:
+        # SGLang's health check samples a token, which waits while it is paused and kills it without its KV cache.
+        return None if self._is_paused or self._is_released else super()._watch()
 
     def _admin(
         self, path: str, deadline: Deadline, *, body: Any = None, content: SizedIterable | None = None

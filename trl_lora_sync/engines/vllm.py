@@ -7,6 +7,7 @@ adapter and every engine step reads it from disk again, which makes decoding fou
 
 import logging
 import math
+import os
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from trl_lora_sync.engines.base import (
     PromptGroup,
     Sampling,
 )
-from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
 from trl_lora_sync.errors import (
@@ -42,6 +43,10 @@ from trl_lora_sync.errors import (
 logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
+# A name that stays behind costs little, so a dead server may not hold up the end of a run by more.
+_UNLOAD_RETRY_S = 2.0
+# What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
+_SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 # Source: vllm/config/lora.py `MaxLoRARanks`.
 ALLOWED_MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _UNDO_S = 10.0
@@ -146,7 +151,8 @@ class VLLMEngine(ServerEngine):
     # Adapters
 
     def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
-        self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+        with self._distrusting_connections():
+            self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
 
     def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         response = self._post(
@@ -168,9 +174,22 @@ class VLLMEngine(ServerEngine):
         if "No adapter found" in words:
             return AdapterNotVisibleError(
                 f"{self.base_url} does not find the adapter at {adapter.server_path}. The trainer wrote it to "
-                f"{adapter.path} (mode 0700, so the server must run as the same user). Let both see one folder: set "
-                "lora_sync_dir to a shared one, and lora_sync_server_dir to where the server has it mounted. "
+                f"{adapter.path}, readable by its own user (uid {os.getuid()}) only, so the server must run as that "
+                "user. Let both see one folder: set lora_sync_dir to a shared one, and lora_sync_server_dir to where "
+                "the server has it mounted. "
                 f"It said: {words!r}"
+            )
+        if any(sign in words for sign in _SEEN_IN_PART):
+            return AdapterNotVisibleError(
+                f"{self.base_url} refused to load the adapter {adapter.name!r} because it does not see all of "
+                f"{adapter.server_path}. The trainer had finished writing it to {adapter.path}; a network file system "
+                f"may show files late. If it goes on, look at that file system. It said: {words!r}"
+            )
+        if "Permission denied" in words:
+            return AdapterNotVisibleError(
+                f"{self.base_url} may not read {adapter.server_path}. The trainer wrote it to {adapter.path} with mode "
+                f"0600 in folders of mode 0700, for its own user (uid {os.getuid()}) only. Run the server as that user "
+                f"(in a container: --user {os.getuid()}). It said: {words!r}"
             )
         if "max_lora_rank" in words:
             return ServerSetupError(
@@ -190,7 +209,9 @@ class VLLMEngine(ServerEngine):
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         # Releases the name only; vLLM frees memory by displacement. It may answer 500 for an evicted adapter.
         try:
-            response = self._post("/v1/unload_lora_adapter", {"lora_name": adapter_name}, deadline)
+            for attempt in retrying(deadline, is_unreachable, at_most_s=_UNLOAD_RETRY_S):
+                with attempt:
+                    response = self._post("/v1/unload_lora_adapter", {"lora_name": adapter_name}, deadline)
         except LoRASyncError as error:
             logger.debug("Unloading %s failed: %s", adapter_name, error)
             return False
@@ -265,7 +286,8 @@ class VLLMEngine(ServerEngine):
             batches = [[index] for index in range(len(groups))]
         else:
             batches = _batches(groups, at_once)
-        with ThreadPoolExecutor(max_workers=min(at_once, max(1, len(batches)))) as pool:
+        workers = min(at_once, max(1, len(batches)))
+        with self._distrusting_connections(), ThreadPoolExecutor(max_workers=workers) as pool:
             answers = list(
                 pool.map(
                     lambda batch: self._generate_batch(model, [groups[i] for i in batch], sampling, deadline), batches
@@ -312,11 +334,12 @@ class VLLMEngine(ServerEngine):
         return response
 
     def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
-        content = json_object(self._sample("/v1/chat/completions", body, body["model"], deadline), GenerationError)
-        self._check_policy(content, body["model"])
-        # The prompt is rendered by the server and comes back once for all choices.
-        group = PromptGroup(prompt=content.get("prompt_token_ids") or "", count=count)
-        return self._completions(content, [group], sampling)[0]
+        with self._distrusting_connections():
+            content = json_object(self._sample("/v1/chat/completions", body, body["model"], deadline), GenerationError)
+            self._check_policy(content, body["model"])
+            # The prompt is rendered by the server and comes back once for all choices.
+            group = PromptGroup(prompt=content.get("prompt_token_ids") or "", count=count)
+            return self._completions(content, [group], sampling)[0]
 
     def _check_policy(self, content: dict[str, Any], model: str) -> None:
         # The token route of some versions does not name the model; it refuses unknown ones with 404 all the same.

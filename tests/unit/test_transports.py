@@ -1,0 +1,99 @@
+"""The disk transport on a file system that hangs."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.store import AdapterStore
+from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.errors import AdapterExportError, DeadlineExceededError
+from trl_lora_sync.transports import DiskTransport
+
+
+def adapter() -> CanonicalAdapter:
+    module = LoRAModule(name="model.layers.0.q_proj", lora_A=torch.ones(2, 8), lora_B=torch.ones(8, 2), scaling=1.0)
+    return canonicalize([module], dtype=torch.float32)
+
+
+def soon(seconds: float = 20.0) -> Deadline:
+    return Deadline.after(seconds, "The adapter sync (lora_sync_timeout)")
+
+
+class Hang:
+    """Makes `AdapterStore.write` hang until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.let_go = threading.Event(), threading.Event()
+        real = AdapterStore.write
+
+        def write(store: AdapterStore, *args: object) -> object:
+            self.reached.set()
+            assert self.let_go.wait(60)
+            return real(store, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(AdapterStore, "write", write)
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[DiskTransport]:
+    made = DiskTransport(tmp_path / "sync")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch, transport: DiskTransport) -> Iterator[Hang]:
+    hang = Hang(monkeypatch)
+    yield hang
+    hang.let_go.set()
+
+
+def test_a_file_system_that_hangs_ends_the_sync_at_its_deadline(transport: DiskTransport, hang: Hang) -> None:
+    """A write to a network file system whose server was gone held up the sync for as long as it was gone."""
+    started = time.monotonic()
+
+    with pytest.raises(DeadlineExceededError, match=r"lora_sync_timeout.*file system of .* hangs.*Set lora_sync_dir"):
+        transport.write(1, adapter(), soon(0.3))
+
+    assert 0.3 <= time.monotonic() - started < 10
+    assert hang.reached.is_set()
+
+
+def test_what_is_written_too_late_is_deleted_again(transport: DiskTransport, hang: Hang) -> None:
+    with pytest.raises(DeadlineExceededError):
+        transport.write(1, adapter(), soon(0.2))
+    with pytest.raises(DeadlineExceededError):  # waits behind the first and is never begun
+        transport.write(2, adapter(), soon(0.2))
+
+    hang.let_go.set()
+    third = transport.write(3, adapter(), soon())
+
+    assert third.path is not None
+    assert sorted(path.name for path in transport.directory.iterdir()) == [third.path.name, "owner.json"]
+
+
+def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(
+    transport: DiskTransport, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl_lora_sync.transports._CLEAN_UP_S", 0.1)
+    with pytest.raises(DeadlineExceededError):
+        transport.write(1, adapter(), soon(0.2))
+    started = time.monotonic()
+
+    transport.close()
+
+    assert time.monotonic() - started < 10
+    hang.let_go.set()
+    transport.open(soon())  # comes after the close, which has been made good
+    assert [path.name for path in transport.directory.iterdir()] == ["owner.json"]
+
+
+def test_errors_of_a_write_are_those_of_the_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(AdapterExportError, match="cannot be created"):
+        DiskTransport(tmp_path / "file" / "sync").open(soon())
