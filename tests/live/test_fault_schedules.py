@@ -27,11 +27,13 @@ def arena(server: VLLMServer, base_model: Path) -> Arena:
 def test_every_accepted_completion_was_sampled_by_the_version_believed_active_or_the_step_raised(
     seed: int, arena: Arena, clean_server: VLLMServer, tmp_path: Path
 ) -> None:
-    outcome = arena.run(schedule_of(seed), tmp_path)
+    schedule = schedule_of(seed)
+
+    outcome = arena.run(schedule, tmp_path)
 
     assert outcome.violations == []
     assert outcome.accepted > 0
-    assert outcome.left == []
+    assert outcome.left == [] or schedule.has_stale_answers
 
 
 def test_the_schedules_of_these_seeds_have_every_kind_of_fault() -> None:

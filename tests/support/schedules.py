@@ -94,7 +94,15 @@ class Schedule:
 
     @property
     def has_hang(self) -> bool:
-        return any(fault.kind in HANGS for step in self.steps for fault in step.faults)
+        return self._has(HANGS)
+
+    @property
+    def has_stale_answers(self) -> bool:
+        """Whether an answer may reach another request than its own, and so confirm an unload that never was."""
+        return self._has(DUPLICATES)
+
+    def _has(self, kinds: Sequence[str]) -> bool:
+        return any(fault.kind in kinds for step in self.steps for fault in step.faults)
 
 
 @dataclass
