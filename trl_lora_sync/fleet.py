@@ -20,6 +20,7 @@ from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, Promp
 from trl_lora_sync.engines.connect import wait_until_up
 from trl_lora_sync.errors import (
     AdapterLostError,
+    AdapterRejectedError,
     DeadlineExceededError,
     GenerationError,
     LoRASyncError,
@@ -140,6 +141,7 @@ class Fleet:
                 seconds[place_of[server]] = time.perf_counter() - started
 
         _each(self.servers, bring)
+        failures.sort(key=lambda failure: place_of[failure[0]])
         for _, error in failures:
             if not self._may_drop(error) or not seconds:
                 raise error
@@ -175,9 +177,13 @@ class Fleet:
             server.wait_for_unloads(deadline)
 
     def _bring(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, halt: threading.Event) -> None:
-        """Load a version on one server, waiting for it and taking it back if it is lost."""
+        """Load a version on one server, waiting for it and taking it back if it is lost.
+
+        A server that was taken back is given the active version too, in case this one fails elsewhere. If that cannot
+        be had any more, because its files are gone, the new version is brought all the same.
+        """
         while True:
-            self._recover(server, deadline, halt)
+            self._recover(server, deadline, halt, needs_active=False)
             engine = server.engine
             try:
                 server.load(stored, deadline)
@@ -194,12 +200,16 @@ class Fleet:
 
     def _check_memory(self, server: FleetServer, deadline: Deadline) -> None:
         """Notice a server that was started anew since the last sync, whose base model nobody has looked at."""
-        if self.active is not None and self.active.name not in server.engine.loaded(deadline):
+        if self.active is None or self.active.name == server.lacks:
+            return
+        if self.active.name not in server.engine.loaded(deadline):
             raise AdapterLostError(f"{server.base_url} no longer knows {self.active.name!r}; it was restarted.")
 
     # Lost and found
 
-    def _recover(self, server: FleetServer, deadline: Deadline, halt: threading.Event) -> None:
+    def _recover(
+        self, server: FleetServer, deadline: Deadline, halt: threading.Event, *, needs_active: bool = True
+    ) -> None:
         """Return when the server is fine; at once if it is.
 
         Raises:
@@ -209,7 +219,7 @@ class Fleet:
             engine = server.engine
             try:
                 with server.exclusively(deadline):
-                    self._readmit(server, deadline, halt)
+                    self._readmit(server, deadline, halt, needs_active)
             except DeadlineExceededError as error:
                 if isinstance(trouble, ServerUnreachableError):
                     raise trouble from error  # names the server
@@ -219,7 +229,7 @@ class Fleet:
                     raise
                 server.note_loss(error, engine)
 
-    def _readmit(self, server: FleetServer, deadline: Deadline, halt: threading.Event) -> None:
+    def _readmit(self, server: FleetServer, deadline: Deadline, halt: threading.Event, needs_active: bool) -> None:
         """Wait until the server is up; if it forgot the active version, check it anew and load that."""
         if server.trouble is None:
             return  # another thread took it back meanwhile
@@ -230,13 +240,24 @@ class Fleet:
             if self._preflight is not None:
                 self._preflight.check(server, deadline)
             if active is not None:
-                server.load(active, deadline)
-                server.warm_up(active, deadline)
-                logger.warning("%s had lost %s; it was given it again.", server.base_url, active.name)
-                if self.active is not active:  # the run has ended meanwhile
-                    server.unload_later(active.name)
+                self._give_again(server, active, deadline, needs_active)
         server.unload_unconfirmed(loaded)
         server.trouble = None
+
+    def _give_again(self, server: FleetServer, active: StoredAdapter, deadline: Deadline, is_needed: bool) -> None:
+        server.lacks = None
+        try:
+            server.load(active, deadline)
+            server.warm_up(active, deadline)
+        except AdapterRejectedError as error:
+            if is_needed:
+                raise
+            server.lacks = active.name
+            logger.warning("%s had lost %s and could not be given it again. %s", server.base_url, active.name, error)
+            return
+        logger.warning("%s had lost %s; it was given it again.", server.base_url, active.name)
+        if self.active is not active:  # the run has ended meanwhile
+            server.unload_later(active.name)
 
     def _take_back(self, server: FleetServer, deadline: Deadline, halt: threading.Event) -> bool:
         """During a generation: wait for a lost server as long as a sync may take. False if it is dropped."""

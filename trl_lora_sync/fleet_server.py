@@ -31,6 +31,7 @@ class FleetServer:
         trouble: the error by which it was noticed to be away or to have lost its adapters; None if it is fine.
         is_dropped: whether the run goes on without it.
         speed: samples per second in earlier generations.
+        lacks: name of the active version if it could not be given to it again; None otherwise.
     """
 
     def __init__(self, address: ServerAddress, settings: SyncSettings) -> None:
@@ -38,6 +39,7 @@ class FleetServer:
         self.trouble: LoRASyncError | None = None
         self.is_dropped = False
         self.speed: float | None = None
+        self.lacks: str | None = None
         self.sends_tensors = False
         self._settings = settings
         self._engine: Engine | None = None

@@ -1,6 +1,7 @@
 """Unit tier: several fake servers as one, what happens to one of them, and that the others never notice."""
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -266,6 +267,18 @@ def test_a_restart_between_two_syncs_is_noticed_by_the_sync(run: StartRun) -> No
     assert training.sync.active is not None
     assert training.sync.active.version == 1
     assert training.adapters()[0] == ["v1"]
+
+
+def test_a_new_version_reaches_a_restarted_server_although_the_files_of_the_one_before_are_gone(run: StartRun) -> None:
+    """The sync that should have mended it failed, because the old version could not be given again."""
+    training = run(servers=1)
+    training.publish()
+    training.fakes[0].restart()
+    shutil.rmtree(training.sync.active.path)
+    with pytest.raises(AdapterRejectedError):
+        training.generate()
+    training.publish()
+    assert training.is_policy_of(training.generate())
 
 
 def test_a_single_server_is_waited_for(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
