@@ -18,10 +18,10 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.errors import LoRASyncError, ServerSetupError
+from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.preflight import Preflight
-from trl_lora_sync.transports import DiskTransport, TensorTransport, Transport
+from trl_lora_sync.transports import Transport, choose_transport
 from trl_lora_sync.verify import TrainedBase
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class SyncSettings:
         base_url: the server, without a trailing slash.
         engine: `"vllm"`, `"sglang"` or `"auto"`.
         is_local: whether the server runs on this host.
-        transport: `"auto"`, `"disk"` or `"tensors"`.
+        transport: `"auto"`, `"disk"`, `"push"` or `"tensors"`.
         root: where the trainer writes versions.
         server_root: the same folder as the server sees it; `None` for the same path.
         keep: how many versions stay registered on the server.
@@ -280,18 +280,15 @@ class AdapterSync:
     # Setting up
 
     def _choose_transport(self) -> Transport:
-        settings, served = self.settings, self.engine.capabilities
-        if settings.transport == "tensors" and not served.takes_tensors:
-            raise ServerSetupError(
-                f"{settings.base_url} runs {served.engine}, which takes adapters from disk only. Set "
-                'lora_sync_transport="auto", and lora_sync_dir to a folder that the server can read.'
-            )
-        shares_folder = settings.is_local or settings.server_root is not None
-        if settings.transport == "tensors" or (
-            settings.transport == "auto" and served.takes_tensors and not shares_folder
-        ):
-            return TensorTransport()
-        return DiskTransport(settings.root, server_root=settings.server_root)
+        settings = self.settings
+        return choose_transport(
+            settings.transport,
+            self.engine.capabilities,
+            base_url=settings.base_url,
+            is_local=settings.is_local,
+            root=settings.root,
+            server_root=settings.server_root,
+        )
 
     def _summary(self, adapter: CanonicalAdapter) -> str:
         served = self.engine.capabilities

@@ -6,7 +6,7 @@ Knows nothing of any engine's routes.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
 import httpx
@@ -75,6 +75,7 @@ class HTTPClient:
         *,
         body: Any = None,
         content: SizedIterable | None = None,
+        headers: Mapping[str, str] | None = None,
         api_key: APIKey | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
@@ -82,6 +83,7 @@ class HTTPClient:
         Args:
             body: sent as JSON.
             content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
+            headers: of `content`, if it is something else than JSON.
             api_key: another key than the client's own.
 
         Raises:
@@ -96,7 +98,7 @@ class HTTPClient:
                 path,
                 json=body,
                 content=content,
-                headers=_JSON | {"Content-Length": str(len(content))} if content is not None else None,
+                headers={**(headers or _JSON), "Content-Length": str(len(content))} if content is not None else None,
                 auth=api_key or self.api_key,
                 timeout=timeout,
             ) as response:

@@ -10,7 +10,15 @@ from typing import Any, ClassVar
 import httpx
 
 from trl_lora_sync.engines.base import Capabilities, Deadline
-from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import (
+    APIKey,
+    HTTPClient,
+    SizedIterable,
+    is_unreachable,
+    json_object,
+    retrying,
+    server_words,
+)
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
     LoRASyncError,
@@ -94,8 +102,17 @@ class ServerEngine(ABC):
                 response = self._request(method, path, deadline, body=body)
         return response
 
-    def _request(self, method: str, path: str, deadline: Deadline, *, body: Any = None) -> httpx.Response:
-        return self._checked(self._http.request(method, path, deadline, body=body))
+    def _request(
+        self,
+        method: str,
+        path: str,
+        deadline: Deadline,
+        *,
+        body: Any = None,
+        content: SizedIterable | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response:
+        return self._checked(self._http.request(method, path, deadline, body=body, content=content, headers=headers))
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:

@@ -11,6 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, Promp
 from trl_lora_sync.engines.http import json_object, server_words
 from trl_lora_sync.engines.server import CONCURRENT_REQUESTS, ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
+from trl_lora_sync.engines.vllm_push import PushedAdapters
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
@@ -46,6 +48,10 @@ class VLLMEngine(ServerEngine):
     key_variable = API_KEY_VARIABLE
     local_visibility_grace_s = 1.0
 
+    def __init__(self, base_url: str, *, is_local: bool) -> None:
+        super().__init__(base_url, is_local=is_local)
+        self._pushed = PushedAdapters(base_url, self._request)
+
     # Connecting
 
     def connect(self, deadline: Deadline) -> Capabilities:
@@ -59,6 +65,7 @@ class VLLMEngine(ServerEngine):
             base_root=str(base.get("root") or base["id"]),
             max_model_len=base.get("max_model_len"),
             logprobs_mode=logprobs_mode(lambda temperature: self._spread(base["id"], temperature, deadline)),
+            takes_pushes=self._pushed.connect(deadline),
         )
         return self._capabilities
 
@@ -135,7 +142,15 @@ class VLLMEngine(ServerEngine):
     # Adapters
 
     def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        """See `Engine`. An adapter that is nowhere on disk is pushed first."""
+        if adapter.server_path is None:
+            adapter = replace(adapter, server_path=self.push(adapter, deadline))
         self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+        self._pushed.confirm(adapter.name)
+
+    def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
+        """Send an adapter to the server's host and return where the server keeps it, see `PushedAdapters`."""
+        return self._pushed.push(adapter, deadline)
 
     def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         response = self._post(
@@ -154,11 +169,18 @@ class VLLMEngine(ServerEngine):
             )
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
+        if "No adapter found" in words and adapter.path is None:
+            return ServerSetupError(
+                f"{self.base_url} does not find the adapter at {adapter.server_path!r}, where it said that it keeps "
+                "what was pushed. Each server needs a URL of its own, and all its workers must be on one host; for a "
+                f"server that spans several, use a shared folder (lora_sync_dir). It said: {words!r}"
+            )
         if "No adapter found" in words:
             return AdapterNotVisibleError(
                 f"{self.base_url} does not find the adapter at {adapter.server_path}. The trainer wrote it to "
                 f"{adapter.path} (mode 0700, so the server must run as the same user). Let both see one folder: set "
-                "lora_sync_dir to a shared one, and lora_sync_server_dir to where the server has it mounted. "
+                "lora_sync_dir to a shared one, and lora_sync_server_dir to where the server has it mounted; or share "
+                'none, and set lora_sync_transport="push". '
                 f"It said: {words!r}"
             )
         if "max_lora_rank" in words:
@@ -183,6 +205,8 @@ class VLLMEngine(ServerEngine):
         except LoRASyncError as error:
             logger.debug("Unloading %s failed: %s", adapter_name, error)
             return False
+        finally:
+            self._pushed.retire(adapter_name, deadline)
         return response.status_code in (200, 404)
 
     # Pausing and memory, on routes of the development mode
