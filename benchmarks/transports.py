@@ -31,7 +31,7 @@ from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.config import default_sync_dir, is_local_url
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.sglang import SGLangEngine
-from trl_lora_sync.transports import DiskTransport, TensorTransport
+from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
 Seconds = dict[str, float]
 
@@ -41,7 +41,7 @@ class Bench:
         self.engine = SGLangEngine(args.url, is_local=is_local_url(args.url))
         self.engine.connect(deadline())
         self.disk = DiskTransport(default_sync_dir(True, "transports"))
-        self.tensors = TensorTransport()
+        self.tensors = HTTPTransport()
         self.per_rank = Version(self.engine.capabilities.version) >= Version("0.5.17")
         self.url = args.url
         self._number = 0

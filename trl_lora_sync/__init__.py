@@ -3,7 +3,7 @@
     from trl_lora_sync import GRPOConfig, GRPOTrainer      # instead of: from trl import ...
     args = GRPOConfig(use_vllm=True, vllm_mode="server", vllm_sync_strategy="lora_adapter", ...)
 
-The names are imported on first use.
+The names are imported on first use, so that `engine_plugins` can be used where neither TRL nor torch is installed.
 """
 
 from importlib import import_module, metadata
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from trl_lora_sync.errors import LoRASyncError
     from trl_lora_sync.trainers import GRPOTrainer
 
-__version__ = metadata.version("trl-lora-sync")
+    __version__: str
+
 __all__ = ["ExportedAdapter", "GRPOConfig", "GRPOTrainer", "LoRASyncError", "export_adapter"]
 
 _HOMES = {
@@ -28,6 +29,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("trl-lora-sync")
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,8 +38,10 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             its gradients, for servers that share a GPU with the trainer. Never the base weights. SGLang needs
             `--enable-memory-saver`, vLLM `--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`.
         lora_sync_transport (`str`, *optional*, defaults to `"auto"`):
-            How an adapter reaches the server: `"disk"` as files in a folder that both see, `"tensors"` in the request
-            itself (SGLang only). `"auto"` takes tensors where the server takes them and shares no folder.
+            How an adapter reaches the server: `"disk"` as files in a folder that both see, `"push"` over HTTP into the
+            memory of the server's host (vLLM with our `--middleware`; SGLang takes tensors), `"tensors"` in the load
+            request itself (SGLang only). `"auto"` takes the disk on one host and where `lora_sync_server_dir` is set,
+            else whichever of the others the server offers.
         lora_sync_pause (`str`, *optional*, defaults to `"off"`):
             Whether to stop generation of other clients during a load: `"drain"` lets their requests finish first,
             `"abort"` ends them. Versioned names make it needless for correctness.
@@ -89,11 +91,12 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             "the base weights. Used with vllm_sync_strategy='lora_adapter'."
         },
     )
-    lora_sync_transport: Literal["auto", "disk", "tensors"] = field(
+    lora_sync_transport: Literal["auto", "disk", "push", "tensors"] = field(
         default="auto",
         metadata={
-            "help": "How an adapter reaches the server: 'disk' as files in a folder that both see, 'tensors' in the "
-            "request itself (SGLang only), 'auto' to take tensors where no folder is shared."
+            "help": "How an adapter reaches the server: 'disk' as files in a folder that both see, 'push' over HTTP "
+            "into the memory of the server's host, 'tensors' in the load request itself (SGLang only), 'auto' for the "
+            "disk on one host and where lora_sync_server_dir is set, else what the server offers."
         },
     )
     lora_sync_pause: Literal["off", "drain", "abort"] = field(
@@ -156,7 +159,7 @@ def check_sync_fields(args: Any) -> None:
     """
     check_choice("vllm_server_engine", args.vllm_server_engine, ("auto", "vllm", "sglang"))
     check_choice("vllm_server_sleep", args.vllm_server_sleep, ("off", "kv_cache"))
-    check_choice("lora_sync_transport", args.lora_sync_transport, ("auto", "disk", "tensors"))
+    check_choice("lora_sync_transport", args.lora_sync_transport, ("auto", "disk", "push", "tensors"))
     check_choice("lora_sync_pause", args.lora_sync_pause, ("off", "drain", "abort"))
     check_choice("lora_sync_dtype", args.lora_sync_dtype, ("auto", "bfloat16", "float16", "float32"))
     check_choice("lora_sync_on_server_loss", args.lora_sync_on_server_loss, ("error", "drop"))

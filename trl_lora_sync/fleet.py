@@ -79,6 +79,7 @@ class Fleet:
             needs_fused_siblings=any(one.needs_fused_siblings for one in served),
             survives_misfit=all(one.survives_misfit for one in served),
             takes_tensors=all(one.takes_tensors for one in served),
+            takes_pushes=all(one.takes_pushes for one in served),
         )
 
     # At the start
@@ -151,8 +152,8 @@ class Fleet:
 
     def activate(self, stored: StoredAdapter) -> None:
         """From here on a server that restarts is given this version."""
-        sends_tensors = any(server.sends_tensors for server in self.servers)
-        self.active = stored if sends_tensors else replace(stored, content=None)
+        sends_content = any(server.sends_content for server in self.servers)
+        self.active = stored if sends_content else replace(stored, content=None)
 
     def unload_later(self, adapter_name: str) -> "list[Future[None]]":
         """Forget a name on every server, beside the training."""

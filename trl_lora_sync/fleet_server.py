@@ -12,7 +12,7 @@ from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.errors import AdapterLostError, LoRASyncError, ServerSetupError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
-from trl_lora_sync.transports import is_sent_tensors
+from trl_lora_sync.transports import is_sent_content
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class FleetServer:
         self.is_dropped = False
         self.speed: float | None = None
         self.lacks: str | None = None
-        self.sends_tensors = False
+        self.sends_content = False
         self._settings = settings
         self._engine: Engine | None = None
         self._losses = 0
@@ -74,7 +74,7 @@ class FleetServer:
                 f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
                 "now. Adapters are written for the engines of the start. Start the same server again."
             )
-        self.sends_tensors = is_sent_tensors(self._settings, self.address, served)
+        self.sends_content = is_sent_content(self._settings, self.address, served)
         # The one before is not closed: a thread may still wait for its answer.
         self._engine = engine
         self._is_asleep = False
@@ -116,7 +116,7 @@ class FleetServer:
 
     def form_of(self, stored: StoredAdapter) -> StoredAdapter:
         """The version in the way this server gets it."""
-        if self.sends_tensors or stored.server_path is None:
+        if self.sends_content or stored.server_path is None:
             return replace(stored, path=None, server_path=None)
         return replace(stored, content=None)
 

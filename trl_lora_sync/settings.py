@@ -26,7 +26,7 @@ class SyncSettings:
     Attributes:
         servers: all servers that sample for the run, at least one.
         engine: `"vllm"`, `"sglang"` or `"auto"`.
-        transport: `"auto"`, `"disk"` or `"tensors"`.
+        transport: `"auto"`, `"disk"`, `"push"` or `"tensors"`.
         root: where the trainer writes versions.
         server_root: the same folder as the servers see it; `None` for the same path.
         keep: how many versions stay registered on the servers.

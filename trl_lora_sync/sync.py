@@ -66,7 +66,7 @@ class AdapterSync:
             lambda server: Deadline.after(settings.startup_timeout_s, f"Waiting for the server at {server.base_url}")
         )
         adapter = read(fleet.capabilities)
-        self._transport = transport_for(settings, [server.sends_tensors for server in fleet.servers])
+        self._transport = transport_for(settings, [server.sends_content for server in fleet.servers])
         deadline = self._control_deadline("Preparing the adapter folder")
         self.transport.open(deadline)
         for run in self.transport.sweep(fleet.unload, deadline):

@@ -1,4 +1,4 @@
-"""The ways an adapter version reaches a server: as files in a shared folder, or as tensors in the request itself."""
+"""The ways an adapter version reaches a server: as files in a shared folder, or over HTTP."""
 
 import contextlib
 import queue
@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, new_run_id, sweep_leftovers
+from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
@@ -166,21 +167,21 @@ def _carry_out(task: "Future[Any]", act: Callable[[], Any]) -> None:
         task.set_exception(error)
 
 
-class DiskAndTensorTransport(DiskTransport):
-    """Versions as directories for the servers that share a folder, and in memory for those that take tensors."""
+class DiskAndHTTPTransport(DiskTransport):
+    """Versions as directories for the servers that share a folder, and in memory for those that are sent them."""
 
     @property
     def where(self) -> str:
-        return f"{super().where}, and in the load request itself"
+        return f"{super().where}, and over HTTP"
 
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
         return replace(super().write(version, adapter, deadline), content=adapter)
 
 
-class TensorTransport:
-    """Versions that exist only in the load request; needs no shared file system and nothing to clean up."""
+class HTTPTransport:
+    """Versions that each server is sent when it loads them, inside the request or before it."""
 
-    where = "the load request itself (no files)"
+    where = "no shared folder (sent over HTTP)"
 
     def __init__(self) -> None:
         self.run_id = new_run_id()
@@ -208,30 +209,44 @@ class TensorTransport:
         pass
 
 
-def transport_for(settings: SyncSettings, sends_tensors: list[bool]) -> Transport:
+def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transport:
     """The transport that suits every server.
 
     Args:
-        sends_tensors: for each server, whether it gets tensors; see `is_sent_tensors`.
+        sends_content: for each server, whether it is sent adapters over HTTP; see `is_sent_content`.
     """
-    if all(sends_tensors):
-        return TensorTransport()
-    kind = DiskAndTensorTransport if any(sends_tensors) else DiskTransport
+    if all(sends_content):
+        return HTTPTransport()
+    kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     return kind(settings.root, server_root=settings.server_root)
 
 
-def is_sent_tensors(settings: SyncSettings, address: ServerAddress, served: Capabilities) -> bool:
-    """Whether adapters go to this server inside the request, and not through a folder.
+def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capabilities) -> bool:
+    """Whether adapters go to this server over HTTP, and not through a folder.
+
+    `"auto"` takes the fastest way that is sure to work.
 
     Raises:
-        ServerSetupError: they should, and it does not take them.
+        ServerSetupError: the server does not offer the chosen way, or `"auto"` finds none; what to change.
     """
-    if settings.transport == "tensors" and not served.takes_tensors:
-        raise ServerSetupError(
-            f"{address.base_url} runs {served.engine}, which takes adapters from disk only. Set "
-            'lora_sync_transport="auto", and lora_sync_dir to a folder that the server can read.'
-        )
+    choice = settings.transport
     shares_folder = address.is_local or settings.server_root is not None
-    return settings.transport == "tensors" or (
-        settings.transport == "auto" and served.takes_tensors and not shares_folder
+    if choice == "disk" or (choice == "auto" and shares_folder):
+        return False
+    if served.takes_tensors or (choice in ("auto", "push") and served.takes_pushes):
+        return True
+    if choice == "tensors":
+        raise ServerSetupError(
+            f"{address.base_url} runs {served.engine}, which takes no tensors in its load request. Set "
+            'lora_sync_transport="auto" to find a way that it offers.'
+        )
+    seen = (
+        f"{address.base_url} does not offer the push route"
+        if choice == "push"
+        else f"{address.base_url} is on another host, and no way is known by which an adapter reaches it"
+    )
+    raise ServerSetupError(
+        f"{seen}. Choose one: install this package next to the server with `pip install --no-deps trl-lora-sync` and "
+        f"restart it with --middleware {MIDDLEWARE}; or let both see one folder, and set lora_sync_dir to it and "
+        "lora_sync_server_dir to where the server has it mounted, the same path included."
     )

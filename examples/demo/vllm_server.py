@@ -60,12 +60,14 @@ class VLLMServer:
         model: folder of the model.
         python: interpreter of the server's environment; default ``$TRL_LORA_SYNC_VLLM_PYTHON``, else ``.venv-vllm``.
         served_model_name: the base model's name in requests; default: ``model`` as given.
+        host: address to listen on.
         port: default: one that is free, and on Linux stays so for this server while the object lives.
         api_key: handed over in the environment, so that it appears in no process list.
         runtime_updating: whether adapters can be loaded over HTTP.
         dev_mode: whether vLLM's unguarded development routes exist.
         threads: of the engine. A tiny model is no slower with one, and much faster where the cores are busy: two
             threads that wait for each other at every layer take three to ten times as long then.
+        wrapper: what the server's command is handed to, such as `nsenter` with its options; it must exec the rest.
         extra_args: appended to vLLM's own arguments, so they win over the ones chosen here.
         extra_env: added to the server's environment last.
         log_path: where the server's output goes; default: a new file in the system's temporary folder.
@@ -78,6 +80,7 @@ class VLLMServer:
         *,
         python: str | Path | None = None,
         served_model_name: str | None = None,
+        host: str = "127.0.0.1",
         port: int | None = None,
         enable_lora: bool = True,
         max_lora_rank: int = 16,
@@ -88,6 +91,7 @@ class VLLMServer:
         api_key: str | None = None,
         max_model_len: int = 512,
         threads: int = 1,
+        wrapper: Sequence[str] = (),
         extra_args: Sequence[str] = (),
         extra_env: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
@@ -100,14 +104,15 @@ class VLLMServer:
         self.port = port or int(self._port_holder.getsockname()[1])
         if self._port_holder and sys.platform != "linux":
             self._port_holder.close()  # BSD sockets do not share an address
-        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.base_url = f"http://{host}:{self.port}"
         self.log_path = Path(log_path) if log_path else _new_log_path()
         self.start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._wrapper = list(wrapper)
         self._args = [
             *("--model", self.model),
             *("--served-model-name", self.served_model_name),
-            *("--host", "127.0.0.1"),
+            *("--host", host),
             *("--port", str(self.port)),
             *("--max-model-len", str(max_model_len)),
             # Without these two, sampled log-probabilities are not what TRL compares with its own, or are refused.
@@ -152,7 +157,7 @@ class VLLMServer:
             )
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [self.python, "-c", _LAUNCHER, str(os.getpid()), *self._args],
+                [*self._wrapper, self.python, "-c", _LAUNCHER, str(os.getpid()), *self._args],
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

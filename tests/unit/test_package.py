@@ -48,6 +48,19 @@ def test_wheel_installs_and_imports_elsewhere(wheel: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_wheel_without_its_dependencies_serves_the_plugins(wheel: Path, tmp_path: Path) -> None:
+    """As next to vLLM; here even without that, as `-S` leaves nothing but the standard library."""
+    site = tmp_path / "site"
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
+    source = (
+        "import trl_lora_sync; from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE, PushMiddleware as p;"
+        "print(f'{p.__module__}.{p.__name__}' == MIDDLEWARE, trl_lora_sync.__version__)"
+    )
+    printed = run(sys.executable, "-S", "-c", source, env={"PYTHONPATH": str(site)}, cwd=tmp_path)
+    assert printed.split() == ["True", wheel.name.split("-")[1]]
+
+
+@pytest.mark.slow
 def test_wheel_holds_the_package_its_types_and_its_licence_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "trl_lora_sync/py.typed" in names

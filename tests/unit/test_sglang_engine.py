@@ -29,7 +29,7 @@ from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import TensorPayload
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, GenerationError, ServerAuthError
-from trl_lora_sync.transports import TensorTransport
+from trl_lora_sync.transports import HTTPTransport
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
 from unit.servers import serving
 
@@ -111,7 +111,7 @@ def test_tensors_are_sent_once_with_the_key_the_version_wants(
     monkeypatch.setenv("SGLANG_API_KEY", "api")
     monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "admin")
     fake, engine = serve(version, api_key="api", admin_api_key="admin")
-    stored = TensorTransport().write(1, adapter_for(SMALL, 1, rank=R))
+    stored = HTTPTransport().write(1, adapter_for(SMALL, 1, rank=R))
     engine.load(stored, soon())
     assert engine.unload(stored.name, soon())
     sent = [(request.path, request.token) for request in fake.requests if request.method == "POST"]
@@ -168,7 +168,7 @@ def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
     assert {module.name.rpartition(".")[2] for module in completed[len(modules) :]} == added
     assert len(completed) == SMALL.layers * len({*adapted, *added})
     fake, engine = serve(version)
-    stored = TensorTransport().write(1, canonicalize(completed, dtype=torch.float32))
+    stored = HTTPTransport().write(1, canonicalize(completed, dtype=torch.float32))
     engine.load(stored, soon())
     ((found,),) = engine.generate(stored.name, [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
     assert found.logprobs is not None
@@ -318,7 +318,7 @@ def test_the_same_words_about_tensors_are_a_refusal(serve: Serve) -> None:
     fake, engine = serve()
     fake.canned["/load_lora_adapter_from_tensors"] = [refusal("No such file")]
     with pytest.raises(AdapterRejectedError) as caught:
-        engine.load(TensorTransport().write(1, adapter_for(SMALL, 1, rank=R)), soon())
+        engine.load(HTTPTransport().write(1, adapter_for(SMALL, 1, rank=R)), soon())
     assert not isinstance(caught.value, AdapterNotVisibleError)
 
 
@@ -422,7 +422,7 @@ def test_no_key_goes_to_a_server_that_tells_its_engine_without_one(
 
 def test_what_could_not_be_unloaded_is_unloaded_later(serve: Serve) -> None:
     fake, engine = serve()
-    kept = [TensorTransport().write(1, _adapter(seed)) for seed in (1, 2)]
+    kept = [HTTPTransport().write(1, _adapter(seed)) for seed in (1, 2)]
     for stored in kept:
         engine.load(stored, soon())
     fake.canned["/unload_lora_adapter"] = [(500, "Internal Server Error")]

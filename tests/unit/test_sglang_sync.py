@@ -21,7 +21,7 @@ from trl_lora_sync.engines.base import Capabilities, PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASyncError, ServerSetupError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.transports import DiskTransport, TensorTransport, is_sent_tensors, transport_for
+from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from trl_lora_sync.verify import TrainedBase
 
 
@@ -173,10 +173,10 @@ def test_a_refused_version_leaves_the_previous_one_active(run: StartRun) -> None
     ("transport", "is_local", "server_root", "expected"),
     [
         ("auto", True, None, DiskTransport),
-        ("auto", False, None, TensorTransport),
+        ("auto", False, None, HTTPTransport),
         ("auto", False, "/mnt/sync", DiskTransport),
         ("disk", False, None, DiskTransport),
-        ("tensors", True, None, TensorTransport),
+        ("tensors", True, None, HTTPTransport),
     ],
 )
 def test_the_transport_fits_what_server_and_trainer_share(
@@ -186,7 +186,7 @@ def test_the_transport_fits_what_server_and_trainer_share(
     served = training.sync.fleet.capabilities
     address = ServerAddress(base_url=training.fake.base_url, is_local=is_local)
     settings = replace(training.sync.settings, server_root=server_root)
-    assert type(transport_for(settings, [is_sent_tensors(settings, address, served)])) is expected
+    assert type(transport_for(settings, [is_sent_content(settings, address, served)])) is expected
 
 
 # The base model

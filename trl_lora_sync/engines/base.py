@@ -66,7 +66,8 @@ class Capabilities:
         target_modules: the modules it can adapt; empty if the server does not tell.
         needs_fused_siblings: whether q/k/v and gate/up must come complete.
         survives_misfit: whether it refuses an adapter of other shapes instead of dying of it.
-        takes_tensors: whether an adapter can be sent without a shared file system.
+        takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
+        takes_pushes: whether an adapter can be sent to a route of its own first, without a shared file system.
     """
 
     engine: str
@@ -81,6 +82,7 @@ class Capabilities:
     needs_fused_siblings: bool = False
     survives_misfit: bool = True
     takes_tensors: bool = False
+    takes_pushes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

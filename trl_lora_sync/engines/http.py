@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
 import httpx
@@ -123,6 +123,7 @@ class HTTPClient:
         *,
         body: Any = None,
         content: SizedIterable | None = None,
+        headers: Mapping[str, str] | None = None,
         api_key: httpx.Auth | None = None,
         watch: Callable[[], None] | None = None,
     ) -> httpx.Response:
@@ -131,6 +132,7 @@ class HTTPClient:
         Args:
             body: sent as JSON.
             content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
+            headers: of `content`, if it is something else than JSON.
             api_key: another key than the client's own.
             watch: called every few seconds of waiting; what it raises ends the request.
 
@@ -140,7 +142,9 @@ class HTTPClient:
             DeadlineExceededError: no complete answer before the deadline.
         """
         exchange = _Exchange(
-            lambda running: self._send(running, method, path, deadline, body, content, api_key or self.api_key)
+            lambda running: self._send(
+                running, method, path, deadline, body, content, headers or _JSON, api_key or self.api_key
+            )
         )
         deadline.remaining_s()
         try:
@@ -156,6 +160,7 @@ class HTTPClient:
         deadline: Deadline,
         body: Any,
         content: SizedIterable | None,
+        headers: Mapping[str, str],
         api_key: httpx.Auth,
     ) -> httpx.Response:
         left = deadline.remaining_s()
@@ -167,7 +172,7 @@ class HTTPClient:
                     path,
                     json=body,
                     content=_until(deadline, content) if content is not None else None,
-                    headers=_JSON | {"Content-Length": str(len(content))} if content is not None else None,
+                    headers={**headers, "Content-Length": str(len(content))} if content is not None else None,
                     auth=api_key,
                     timeout=httpx.Timeout(left, connect=min(left, _CONNECT_TIMEOUT_S)),
                     extensions={"trace": exchange.trace},

@@ -14,7 +14,15 @@ from typing import Any, ClassVar
 import httpx
 
 from trl_lora_sync.engines.base import CONCURRENT_REQUESTS, Capabilities, Deadline
-from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import (
+    APIKey,
+    HTTPClient,
+    SizedIterable,
+    is_unreachable,
+    json_object,
+    retrying,
+    server_words,
+)
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
     AdapterRejectedError,
@@ -131,9 +139,13 @@ class ServerEngine(ABC):
         deadline: Deadline,
         *,
         body: Any = None,
+        content: SizedIterable | None = None,
+        headers: dict[str, str] | None = None,
         watch: Callable[[], None] | None = None,
     ) -> httpx.Response:
-        return self._checked(self._http.request(method, path, deadline, body=body, watch=watch))
+        return self._checked(
+            self._http.request(method, path, deadline, body=body, content=content, headers=headers, watch=watch)
+        )
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:

@@ -12,6 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -29,6 +30,7 @@ from trl_lora_sync.engines.base import (
 from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
+from trl_lora_sync.engines.vllm_push import PushedAdapters
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
@@ -59,6 +61,10 @@ class VLLMEngine(ServerEngine):
     key_variable = API_KEY_VARIABLE
     local_visibility_grace_s = 1.0
 
+    def __init__(self, base_url: str, *, is_local: bool) -> None:
+        super().__init__(base_url, is_local=is_local)
+        self._pushed = PushedAdapters(base_url, self._request)
+
     # Connecting
 
     def connect(self, deadline: Deadline) -> Capabilities:
@@ -72,6 +78,7 @@ class VLLMEngine(ServerEngine):
             base_root=str(base.get("root") or base["id"]),
             max_model_len=base.get("max_model_len"),
             logprobs_mode=logprobs_mode(lambda temperature: self._spread(base["id"], temperature, deadline)),
+            takes_pushes=self._pushed.connect(deadline),
         )
         return self._capabilities
 
@@ -151,8 +158,16 @@ class VLLMEngine(ServerEngine):
     # Adapters
 
     def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        """See `Engine`. An adapter that is nowhere on disk is pushed first."""
+        if adapter.server_path is None:
+            adapter = replace(adapter, server_path=self.push(adapter, deadline))
         with self._distrusting_connections():
             self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+        self._pushed.confirm(adapter.name)
+
+    def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
+        """Send an adapter to the server's host and return where the server keeps it, see `PushedAdapters`."""
+        return self._pushed.push(adapter, deadline)
 
     def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         response = self._post(
@@ -171,12 +186,18 @@ class VLLMEngine(ServerEngine):
             )
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
+        if "No adapter found" in words and adapter.path is None:
+            return ServerSetupError(
+                f"{self.base_url} does not find the adapter at {adapter.server_path!r}, where it said that it keeps "
+                "what was pushed. Each server needs a URL of its own, and all its workers must be on one host; for a "
+                f"server that spans several, use a shared folder (lora_sync_dir). It said: {words!r}"
+            )
         if "No adapter found" in words:
             return AdapterNotVisibleError(
                 f"{self.base_url} does not find the adapter at {adapter.server_path}. The trainer wrote it to "
                 f"{adapter.path}, readable by its own user (uid {os.getuid()}) only, so the server must run as that "
                 "user. Let both see one folder: set lora_sync_dir to a shared one, and lora_sync_server_dir to where "
-                "the server has it mounted. "
+                'the server has it mounted; or share none, and set lora_sync_transport="push". '
                 f"It said: {words!r}"
             )
         if any(sign in words for sign in _SEEN_IN_PART):
@@ -215,6 +236,8 @@ class VLLMEngine(ServerEngine):
         except LoRASyncError as error:
             logger.debug("Unloading %s failed: %s", adapter_name, error)
             return False
+        finally:
+            self._pushed.retire(adapter_name, deadline)
         return response.status_code in (200, 404)
 
     # Pausing and memory, on routes of the development mode

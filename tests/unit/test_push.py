@@ -1,0 +1,271 @@
+"""Unit tier: pushing from the trainer's side, and which way of delivery is chosen."""
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import safetensors.torch
+import torch
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.vllm_push import PushedAdapters, SafetensorsBody
+from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.settings import ServerAddress
+from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
+from unit.fleets import settings_for
+
+R, IN, OUT = 2, 8, 16
+URL = "http://gpu-1:8000"
+
+
+def soon(seconds: float = 20.0) -> Deadline:
+    return Deadline.after(seconds, "the test")
+
+
+def adapter(dtype: torch.dtype = torch.bfloat16) -> CanonicalAdapter:
+    modules = [
+        LoRAModule(name=f"model.layers.{i}.q_proj", lora_A=torch.randn(R, IN), lora_B=torch.randn(OUT, R), scaling=2.0)
+        for i in range(3)
+    ]
+    return canonicalize(modules, dtype=dtype)
+
+
+# The body
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_the_body_is_a_safetensors_file_with_the_configuration(dtype: torch.dtype, is_flat: bool) -> None:
+    sent = adapter(dtype)
+    if not is_flat:
+        object.__setattr__(sent, "tensors", {name: tensor.clone() for name, tensor in sent.tensors.items()})
+    body = SafetensorsBody(sent, soon())
+
+    content = b"".join(body)
+
+    assert content == b"".join(body), "a second attempt sends the same"
+    assert len(content) == len(body)
+    assert body.digest == f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
+    loaded = safetensors.torch.load(content)
+    assert loaded.keys() == sent.tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in sent.tensors.items())
+    length = int.from_bytes(content[:8], "little")
+    assert (8 + length) % 8 == 0
+    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+    assert json.loads(metadata["adapter_config"]) == sent.config()
+
+
+def test_tensors_that_are_parts_of_a_larger_storage_are_sent_as_they_are() -> None:
+    sent = adapter(torch.float32)
+    object.__setattr__(sent, "tensors", dict(list(sent.tensors.items())[2:4]))
+
+    loaded = safetensors.torch.load(b"".join(SafetensorsBody(sent, soon())))
+
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in sent.tensors.items())
+
+
+def test_sending_stops_at_the_deadline() -> None:
+    with pytest.raises(DeadlineExceededError):
+        list(SafetensorsBody(adapter(), Deadline(ends_at=0.0, budget_s=1.0, task="the sync")))
+
+
+# Pushing and deleting
+
+
+class Server:
+    """Answers as the route does, and remembers what it was asked.
+
+    Attributes:
+        answers: statuses and bodies of pushes, in order; then all succeed.
+    """
+
+    def __init__(self, *answers: tuple[int, Any], offer: tuple[int, Any] | None = None) -> None:
+        self.requests: list[str] = []
+        self.answers = list(answers)
+        self.offer = offer or (200, {"protocol": 1, "max_bytes": 10_000, "adapters": {}})
+
+    def __call__(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
+        request = f"{method} {path.removeprefix('/v1/lora_sync/adapters').removeprefix('/')}".strip()
+        self.requests.append(request)
+        if method == "PUT":
+            b"".join(content["content"])
+        default = self.offer if method == "GET" else (200, {"path": "/server/a"})
+        status, body = self.answers.pop(0) if self.answers and method != "GET" else default
+        if status == 0:
+            raise ServerUnreachableError("broken")
+        return httpx.Response(status, json=body, request=httpx.Request(method, f"{URL}{path}"))
+
+
+def stored(version: int = 1, content: CanonicalAdapter | None = None) -> StoredAdapter:
+    sent = content or adapter()
+    return StoredAdapter(
+        name=f"v{version}",
+        version=version,
+        rank=R,
+        target_modules=sent.target_modules,
+        payload_bytes=sent.payload_bytes,
+        content=sent,
+    )
+
+
+def connected(server: Server) -> PushedAdapters:
+    pushed = PushedAdapters(URL, server)
+    assert pushed.connect(soon())
+    server.requests.clear()
+    return pushed
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        (404, {"detail": "Not Found"}),
+        (403, {"error": {"message": "no key to see"}}),
+        (200, {"protocol": 2, "max_bytes": 10}),
+        (200, {"protocol": 1}),
+        (200, ["a", "proxy"]),
+    ],
+)
+def test_a_server_that_makes_no_offer_that_we_know_takes_no_pushes(offer: tuple[int, Any]) -> None:
+    server = Server(offer=offer)
+    pushed = PushedAdapters(URL, server)
+
+    assert not pushed.connect(soon())
+    with pytest.raises(
+        ServerSetupError, match=r"takes no adapters over HTTP.*--middleware trl_lora_sync\.engine_plugins"
+    ):
+        pushed.push(stored(), soon())
+    pushed.retire("v1", soon())
+    assert server.requests == ["GET"]
+
+
+def test_a_push_whose_answer_was_lost_is_repeated() -> None:
+    server = Server((0, None))
+    assert connected(server).push(stored(), soon()) == "/server/a"
+    assert server.requests == ["PUT v1", "PUT v1"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "words"),
+    [
+        (413, {"error": {"message": "more"}}, ServerSetupError, r"larger TRL_LORA_SYNC_PUSH_MAX_MB.*more"),
+        (413, "<html>of a proxy</html>", ServerSetupError, "of a proxy"),
+        (507, {"error": {"message": "full"}}, ServerSetupError, r"no room.*--shm-size.*full"),
+        (422, {"error": {"message": "other bytes"}}, ServerError, r"HTTP 422.*proxy.*other bytes"),
+        (200, {"path": ["/server/a"]}, ServerError, "named no path"),
+        (200, {}, ServerError, "named no path"),
+    ],
+)
+def test_a_refused_push_says_what_to_change(status: int, body: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        connected(Server((status, body))).push(stored(), soon())
+
+
+def test_an_adapter_above_the_server_s_limit_is_not_sent() -> None:
+    server = Server(offer=(200, {"protocol": 1, "max_bytes": 500}))
+    with pytest.raises(ServerSetupError, match=r"offers 0\.0 MB"):
+        connected(server).push(stored(), soon())
+    assert server.requests == []
+
+
+def test_files_go_one_unload_later_and_the_last_ones_with_the_last_version() -> None:
+    server = Server()
+    pushed = connected(server)
+    for version in range(1, 5):
+        pushed.push(stored(version), soon())
+        pushed.confirm(f"v{version}")
+        if version > 2:
+            pushed.retire(f"v{version - 2}", soon())
+    assert server.requests == ["PUT v1", "PUT v2", "PUT v3", "PUT v4", "DELETE v1"]
+    server.requests.clear()
+
+    pushed.retire("v3", soon())
+    pushed.retire("v4", soon())
+
+    assert server.requests == ["DELETE v2", "DELETE v3", "DELETE v4"]
+
+
+def test_what_was_never_loaded_and_what_a_dead_run_pushed_goes_at_once() -> None:
+    server = Server()
+    pushed = connected(server)
+    pushed.push(stored(1), soon())
+    pushed.confirm("v1")
+    pushed.push(stored(2), soon())
+    server.requests.clear()
+
+    pushed.retire("v2", soon())
+    pushed.retire("of-a-dead-run-v7", soon())
+
+    assert server.requests == ["DELETE v2", "DELETE of-a-dead-run-v7"]
+
+
+def test_a_server_that_is_gone_does_not_make_deleting_fail() -> None:
+    server = Server((200, {"path": "/server/a"}), (0, None))
+    pushed = connected(server)
+    pushed.push(stored(1), soon())
+    pushed.retire("v1", soon())
+    assert server.requests == ["PUT v1", "DELETE v1"]
+
+
+# The choice
+
+
+def choice(
+    choice: str, *, is_local: bool = False, server_root: str | None = None, pushes: bool = False, tensors: bool = False
+) -> Any:
+    served = Capabilities(
+        engine="sglang" if tensors else "vllm",
+        version="1",
+        base_model="m",
+        base_root="m",
+        max_model_len=None,
+        logprobs_mode="unknown",
+        takes_tensors=tensors,
+        takes_pushes=pushes,
+    )
+    settings = settings_for([], Path("nowhere"), transport=choice, server_root=server_root)
+    return type(
+        transport_for(settings, [is_sent_content(settings, ServerAddress(base_url=URL, is_local=is_local), served)])
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({"choice": "auto", "is_local": True, "pushes": True}, DiskTransport),
+        ({"choice": "auto", "is_local": True, "tensors": True}, DiskTransport),
+        ({"choice": "auto", "server_root": "/mnt", "pushes": True}, DiskTransport),
+        ({"choice": "auto", "server_root": "/mnt"}, DiskTransport),
+        ({"choice": "auto", "pushes": True}, HTTPTransport),
+        ({"choice": "auto", "tensors": True}, HTTPTransport),
+        ({"choice": "disk", "pushes": True}, DiskTransport),
+        ({"choice": "disk"}, DiskTransport),
+        ({"choice": "push", "is_local": True, "pushes": True}, HTTPTransport),
+        ({"choice": "push", "tensors": True}, HTTPTransport),
+        ({"choice": "tensors", "is_local": True, "tensors": True}, HTTPTransport),
+    ],
+)
+def test_the_way_of_delivery(settings: dict[str, Any], chosen: type) -> None:
+    assert choice(**settings) is chosen
+
+
+def test_without_any_way_the_choices_are_listed() -> None:
+    with pytest.raises(ServerSetupError) as caught:
+        choice("auto")
+    for part in ("another host", "pip install --no-deps", "--middleware", "lora_sync_dir", "lora_sync_server_dir"):
+        assert part in str(caught.value)
+
+
+def test_a_push_to_a_server_without_the_route_says_how_to_add_it() -> None:
+    with pytest.raises(ServerSetupError, match=r"does not offer the push route.*--middleware trl_lora_sync"):
+        choice("push", is_local=True)
+
+
+def test_tensors_for_a_server_that_takes_none_are_refused() -> None:
+    with pytest.raises(ServerSetupError, match=r'takes no tensors.*lora_sync_transport="auto"'):
+        choice("tensors", pushes=True)

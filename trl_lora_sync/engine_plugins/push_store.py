@@ -1,0 +1,295 @@
+"""The adapters that were pushed to one server process: taken in whole or not at all, gone when the process is.
+
+Layout: `<root>/trl-lora-sync-push-<pid>-<random>/<name>/{adapter_model.safetensors, adapter_config.json}`. The process
+holds a lock on its folder, which the kernel releases however the process ends; that is how the next server tells
+leftovers from the folder of one that runs. Nothing is fsynced, because nothing outlives the process. Knows nothing of
+HTTP beyond the status that goes with a refusal.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+FOLDER_PREFIX = "trl-lora-sync-push-"
+CONFIG_KEY = "adapter_config"
+"""In the metadata of the safetensors file: what becomes `adapter_config.json`."""
+
+# No separator, nothing hidden, nothing a shell or a log would stumble over.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+_PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
+# Of the file system, left for others: vLLM's own queues are in /dev/shm, and touching one there is no room for kills.
+_SHARE_LEFT_FREE = 0.05
+_MAX_HEADER_BYTES = 16 << 20
+
+
+class Refused(Exception):  # noqa: N818 - it is said to the client, and no error of the server
+    """A request that is not carried out.
+
+    Attributes:
+        status: the HTTP status that says so.
+        words: the reason, for the client.
+    """
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(status, words)
+        self.status = status
+        self.words = words
+
+
+class PushStore:
+    """The pushed adapters of this process. Thread-safe.
+
+    Args:
+        root: where the folder of this process goes, with the first adapter.
+        max_bytes: the largest adapter that is taken.
+    """
+
+    def __init__(self, root: Path, *, max_bytes: int) -> None:
+        self.root = root
+        self.max_bytes = max_bytes
+        self._folder: Path | None = None
+        self._descriptor: int | None = None
+        self._pid = os.getpid()
+        self._digests: dict[str, bytes] = {}
+        self._sizes: dict[str, int] = {}
+        self._arriving = 0  # bytes that were promised and are not in the file system yet
+        self._lock = threading.Lock()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each adapter that is there, by name."""
+        with self._lock:
+            return dict(self._sizes)
+
+    def path_of(self, name: str, digest: bytes) -> Path | None:
+        """The folder of an adapter that is there already, or None.
+
+        Raises:
+            Refused: the name is not allowed, or holds other bytes.
+        """
+        check_name(name)
+        with self._lock:
+            if name not in self._digests:
+                return None
+            if not hmac.compare_digest(self._digests[name], digest):
+                raise Refused(409, f"{name} is there already, with other bytes. A name is used once.")
+            return self._open_folder() / name
+
+    def begin(self, name: str, size: int) -> "Upload":
+        """Make room for an adapter of `size` bytes.
+
+        Raises:
+            Refused: the name is not allowed, the adapter is too large, or there is no room.
+        """
+        check_name(name)
+        if size > self.max_bytes:
+            raise Refused(413, f"{size} bytes are more than the {self.max_bytes} that this server takes.")
+        with self._lock:
+            try:
+                folder = self._open_folder()
+                self._check_room(folder, size)
+                return Upload(self, folder, name, size)
+            except OSError as error:
+                raise _refusal(error, self.root) from error
+
+    def delete(self, name: str) -> bool:
+        """Delete an adapter's files; returns whether there were any."""
+        check_name(name)
+        with self._lock:
+            if self._digests.pop(name, None) is None:
+                return False
+            del self._sizes[name]
+            shutil.rmtree(self._open_folder() / name, ignore_errors=True)
+            return True
+
+    def close(self) -> None:
+        """Delete everything; never fails, and may be called again."""
+        with self._lock:
+            if self._folder is None or self._descriptor is None or self._pid != os.getpid():
+                return  # a forked child must not delete its parent's files
+            # Deleted before the lock is released, so that no sweep meets it half-deleted.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._descriptor)
+            self._folder = self._descriptor = None
+            self._digests.clear()
+            self._sizes.clear()
+
+    def _open_folder(self) -> Path:
+        if self._folder is None:
+            name = f"{FOLDER_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+            # Locked under another name first, so that no sweep meets it without its lock.
+            starting = self.root / f".{name}"
+            starting.mkdir(mode=_PRIVATE_DIRECTORY)
+            self._descriptor = os.open(starting, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._folder = starting.rename(self.root / name)
+        return self._folder
+
+    def _check_room(self, folder: Path, size: int) -> None:
+        system = os.statvfs(folder)
+        free = system.f_frsize * (system.f_bavail - system.f_blocks * _SHARE_LEFT_FREE) - self._arriving
+        if size > free:
+            raise OSError(errno.ENOSPC, f"{size} bytes were announced, {max(0, int(free))} are free")
+
+    # Called by uploads
+
+    def reserve(self, size: int) -> None:
+        self._arriving += size
+
+    def release(self, size: int) -> None:
+        with self._lock:
+            self._arriving -= size
+
+    def admit(self, upload: "Upload", digest: bytes) -> Path:
+        with self._lock:
+            path = upload.folder.parent / upload.name
+            if self._folder != upload.folder.parent:
+                raise Refused(410, "The server is shutting down.")
+            upload.folder.rename(path)  # refuses a name that another upload took meanwhile
+            self._digests[upload.name] = digest
+            self._sizes[upload.name] = upload.size
+            return path
+
+
+class Upload:
+    """One adapter on its way in. `write` and `abort` may run in different threads.
+
+    Raises:
+        OSError: there is no room, or the folder is gone.
+    """
+
+    def __init__(self, store: PushStore, folder: Path, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self.folder = folder / f".{secrets.token_hex(8)}.partial"
+        self._store = store
+        self._hash = hashlib.sha256()
+        self._left = size
+        self._over = False
+        self._lock = threading.Lock()
+        self.folder.mkdir(mode=_PRIVATE_DIRECTORY)
+        try:
+            self._file = os.open(self._tensors, os.O_CREAT | os.O_EXCL | os.O_RDWR, _PRIVATE_FILE)
+        except OSError:
+            self.folder.rmdir()
+            raise
+        store.reserve(size)
+
+    @property
+    def _tensors(self) -> Path:
+        return self.folder / "adapter_model.safetensors"
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Append bytes.
+
+        Raises:
+            Refused: there are more than announced, or the file system is full.
+        """
+        with self._lock:
+            if self._over:
+                return
+            if len(data) > self._left:
+                raise Refused(400, f"More than the announced {self.size} bytes arrived.")
+            self._hash.update(data)
+            view = memoryview(data)
+            try:
+                while view:
+                    view = view[os.write(self._file, view) :]
+            except OSError as error:
+                raise _refusal(error, self._store.root) from error
+            self._left -= len(data)
+        self._store.release(len(data))
+
+    def finish(self, digest: bytes) -> Path:
+        """Check what arrived and give it its name.
+
+        Raises:
+            Refused: bytes are missing or other than those that the digest is of, or they are no adapter.
+        """
+        with self._lock:
+            if self._left:
+                raise Refused(400, f"The body ended {self._left} bytes before the announced {self.size}.")
+            if not hmac.compare_digest(self._hash.digest(), digest):
+                raise Refused(422, "The bytes that arrived are not those that the digest is of.")
+            config = _config_in(self._file, self.size)
+            try:
+                descriptor = os.open(self.folder / "adapter_config.json", os.O_CREAT | os.O_WRONLY, _PRIVATE_FILE)
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(config, file)
+                path = self._store.admit(self, digest)
+            except OSError as error:
+                raise _refusal(error, self._store.root) from error
+            self._over = True
+            os.close(self._file)
+            return path
+
+    def abort(self) -> None:
+        """Delete what has arrived; does nothing after `finish`."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            os.close(self._file)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._store.release(self._left)
+
+
+def check_name(name: str) -> None:
+    """Raises Refused for a name that could be more than the name of one folder."""
+    if not _NAME.fullmatch(name):
+        raise Refused(400, "An adapter's name is 1 to 128 of A-Z a-z 0-9 . _ - and begins with a letter or digit.")
+
+
+def sweep_dead_servers(root: Path) -> list[str]:
+    """Delete the folders of servers that were killed, never those of one that runs or of another user."""
+    swept = []
+    for folder in sorted(root.glob(f"{FOLDER_PREFIX}*")):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                owner = os.fstat(descriptor)
+                if owner.st_uid == os.getuid() and stat.S_IMODE(owner.st_mode) == _PRIVATE_DIRECTORY:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    swept.append(folder.name)
+            finally:
+                os.close(descriptor)
+    return swept
+
+
+def _config_in(file: int, size: int) -> dict[str, Any]:
+    """The adapter's configuration from the head of its safetensors file, whose layout is checked against its size."""
+    try:
+        (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(os.pread(file, length, 8))
+        config = json.loads(header.pop("__metadata__")[CONFIG_KEY])
+        end = max(tensor["data_offsets"][1] for tensor in header.values())
+        if 8 + length + end != size or not isinstance(config, dict):
+            raise ValueError(f"tensors that end at {end}")
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise Refused(
+            422,
+            f"The body is no safetensors file with {CONFIG_KEY!r} in its metadata ({type(error).__name__}: {error}).",
+        ) from error
+    return config
+
+
+def _refusal(error: OSError, root: Path) -> Refused:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Refused(507, f"There is no room in {root} ({error.strerror}).")
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        return Refused(409, "Another upload took the name meanwhile.")
+    return Refused(500, f"The adapter cannot be kept in {root} ({error.strerror}).")

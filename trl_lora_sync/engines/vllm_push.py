@@ -1,0 +1,232 @@
+"""The trainer's side of `engine_plugins.vllm_push`: adapters sent to the host of a vLLM server, and deleted there.
+
+What the server answers with is a path on its own host. It is sent back to that server and compared with what it lists,
+and never used as a path here.
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import logging
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import httpx
+import torch
+from torch import Tensor
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.push_store import CONFIG_KEY
+from trl_lora_sync.engine_plugins.vllm_push import (
+    DIRECTORY_VARIABLE,
+    MAX_MB_VARIABLE,
+    MIDDLEWARE,
+    PROTOCOL,
+    ROUTE,
+)
+from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.http import SizedIterable, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.server import RETRY_S
+from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError
+
+logger = logging.getLogger(__name__)
+
+# Larger pieces are copied more often on their way through httpx, smaller ones cost more calls.
+_CHUNK_BYTES = 256 << 10
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class Send(Protocol):
+    """One request, with the server's key; a refused key and an unreachable server come as errors."""
+
+    def __call__(
+        self,
+        method: str,
+        path: str,
+        deadline: Deadline,
+        *,
+        content: SizedIterable | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response: ...
+
+
+class PushedAdapters:
+    """What this process has pushed to one server and not deleted there yet. Thread-safe."""
+
+    def __init__(self, base_url: str, send: Send) -> None:
+        self._base_url = base_url
+        self._send = send
+        self._max_bytes: int | None = None
+        # Names by what has become of them, in order.
+        self._pushed: dict[str, None] = {}
+        self._loaded: dict[str, None] = {}
+        self._retired: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    def connect(self, deadline: Deadline) -> bool:
+        """Find out whether the server takes pushes."""
+        response = self._retried("GET", ROUTE, deadline)
+        if response.status_code == 403:
+            logger.warning("%s takes no adapters over HTTP: %s", self._base_url, server_words(response))
+        if response.status_code != 200:
+            return False
+        with contextlib.suppress(ServerError):
+            offer = json_object(response, ServerError)
+            if offer.get("protocol") == PROTOCOL and isinstance(offer.get("max_bytes"), int):
+                self._max_bytes = offer["max_bytes"]
+        return self._max_bytes is not None
+
+    def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
+        """Send an adapter's tensors; sending the same again succeeds.
+
+        Returns:
+            Where the server says it keeps them.
+
+        Raises:
+            ServerSetupError: the server takes no pushes, none of this size, or has no room.
+            ServerError: it refused for another reason.
+        """
+        if adapter.content is None or self._max_bytes is None:
+            raise ServerSetupError(
+                f"{self._base_url} takes no adapters over HTTP. Restart it with --middleware {MIDDLEWARE}, and this "
+                "package installed next to it."
+            )
+        body = SafetensorsBody(adapter.content, deadline)
+        if len(body) > self._max_bytes:
+            raise self._too_large(adapter, f"it offers {self._max_bytes / 1e6:.1f} MB")
+        with self._lock:
+            self._pushed[adapter.name] = None  # before the request, whose answer may be lost
+        headers = {"Content-Type": "application/octet-stream", "Content-Digest": body.digest}
+        response = self._retried("PUT", f"{ROUTE}/{adapter.name}", deadline, content=body, headers=headers)
+        if response.status_code != 200:
+            raise self._push_error(adapter, response)
+        path = json_object(response, ServerError).get("path")
+        if not isinstance(path, str) or not path:
+            raise ServerError(f"{self._base_url} took the adapter {adapter.name!r} but named no path for it.")
+        return path
+
+    def confirm(self, adapter_name: str) -> None:
+        """The server has loaded it, and may read its files again."""
+        with self._lock:
+            if adapter_name in self._pushed:
+                del self._pushed[adapter_name]
+                self._loaded[adapter_name] = None
+
+    def retire(self, adapter_name: str, deadline: Deadline) -> None:
+        """After an unload, delete what the server cannot read any more; never fails.
+
+        What was loaded goes one unload later, because vLLM reads an evicted adapter again for a request that still
+        runs, and dies if it is gone; or with the last one. What never was loaded, or was pushed by a dead run, goes
+        at once.
+        """
+        if self._max_bytes is None:
+            return
+        with self._lock:
+            if adapter_name in self._loaded:
+                over = list(self._retired)
+                del self._loaded[adapter_name]
+                self._retired = {adapter_name: None}
+            else:
+                self._pushed.pop(adapter_name, None)
+                over = [adapter_name]
+            if not self._loaded:
+                over += self._retired
+                self._retired = {}
+        for name in dict.fromkeys(over):
+            self._delete(name, deadline)
+
+    def _delete(self, adapter_name: str, deadline: Deadline) -> None:
+        try:
+            self._send("DELETE", f"{ROUTE}/{adapter_name}", deadline)
+        except LoRASyncError as error:
+            logger.info("The files of %s stay on the server until it ends: %s", adapter_name, error)
+
+    def _retried(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
+        """Repeated while the server is unreachable: it answers a push that it has carried out already as before."""
+        for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S):
+            with attempt:
+                response = self._send(method, path, deadline, **content)
+        return response
+
+    def _push_error(self, adapter: StoredAdapter, response: httpx.Response) -> ServerError:
+        words = server_words(response)
+        if response.status_code == 413:
+            return self._too_large(adapter, words)
+        if response.status_code == 507:
+            return ServerSetupError(
+                f"{self._base_url} has no room for the {adapter.payload_bytes / 1e6:.1f} MB of the adapter. Give its "
+                f"host or container a larger /dev/shm (docker run --shm-size), or set {DIRECTORY_VARIABLE} in its "
+                f"environment to a folder with more room. It said: {words!r}"
+            )
+        return ServerError(
+            f"{self._base_url} refused the push of the adapter {adapter.name!r} (HTTP {response.status_code}). "
+            f"Is there a proxy in between that changes or limits requests? It said: {words!r}"
+        )
+
+    def _too_large(self, adapter: StoredAdapter, words: str) -> ServerSetupError:
+        return ServerSetupError(
+            f"{self._base_url} takes no adapters of {adapter.payload_bytes / 1e6:.1f} MB. Restart it with a larger "
+            f'{MAX_MB_VARIABLE} in its environment, or set lora_sync_dtype="bfloat16" if it runs in that. '
+            f"It said: {words!r}"
+        )
+
+
+class SafetensorsBody:
+    """An adapter as the bytes of a safetensors file with its configuration in the metadata, never joined.
+
+    Args:
+        deadline: for sending it; httpx times each write only, so a link that trickles is cut off here.
+    """
+
+    def __init__(self, adapter: CanonicalAdapter, deadline: Deadline) -> None:
+        data = _flat_bytes(adapter.tensors)
+        self._pieces = [_header(adapter), _view(data)]
+        self._deadline = deadline
+        digest = hashlib.sha256()
+        for piece in self._pieces:
+            digest.update(piece)
+        self.digest = f"sha-256=:{base64.b64encode(digest.digest()).decode()}:"
+        """For `Content-Digest`, see RFC 9530."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces))
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._pieces:
+            for start in range(0, len(piece), _CHUNK_BYTES):
+                self._deadline.remaining_s()
+                yield bytes(piece[start : start + _CHUNK_BYTES])
+
+
+def _header(adapter: CanonicalAdapter) -> memoryview:
+    """The head of the file. Source: https://github.com/huggingface/safetensors#format"""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", CONFIG_KEY: json.dumps(adapter.config())}}
+    start = 0
+    for name, tensor in adapter.tensors.items():
+        end = start + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8
+    return memoryview(struct.pack("<Q", len(header)) + header)
+
+
+def _view(data: Tensor) -> memoryview:
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
+def _flat_bytes(tensors: dict[str, Tensor]) -> Tensor:
+    """All tensors one after the other; a canonical adapter is that already, and is not copied."""
+    storage = next(iter(tensors.values())).untyped_storage()
+    end = 0
+    for tensor in tensors.values():
+        is_next = tensor.data_ptr() == storage.data_ptr() + end and tensor.is_contiguous()
+        end += tensor.numel() * tensor.element_size()
+        if not is_next or end > storage.nbytes():
+            return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in tensors.values()])
+    return torch.empty(0, dtype=torch.uint8).set_(storage)[:end]
