@@ -81,6 +81,7 @@ class AdapterSync:
         self._retired: list[StoredAdapter] = []
         self._unloader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-sync-unload")
         self._is_asleep = False
+        self._retries_reported = 0
 
     @property
     def engine(self) -> Engine:
@@ -157,6 +158,7 @@ class AdapterSync:
         # The server has the tensors now; host memory holds those of one version at a time.
         self._registered.append(replace(stored, content=None))
         self._retire_old_versions()
+        retries, self._retries_reported = self.engine.retries - self._retries_reported, self.engine.retries
         return SyncReport(
             adapter_name=stored.name,
             version=stored.version,
@@ -165,6 +167,7 @@ class AdapterSync:
             write_s=timer.phases["write"],
             load_s=timer.phases["load"],
             total_s=timer.total_s(),
+            retries=retries,
         )
 
     def close(self) -> None:

@@ -10,10 +10,13 @@ from trl_lora_sync import _trl
 from trl_lora_sync.config import GRPOConfig
 
 if TYPE_CHECKING:
-    from trl_lora_sync.metrics import SyncReport
+    from trl_lora_sync.metrics import SyncReport, SyncTotals
+
+# Not looked up again: `trl-lora-sync grpo` puts the class below under TRL's name while TRL's script runs.
+_TRLTrainer = trl.GRPOTrainer
 
 
-class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
+class GRPOTrainer(_TRLTrainer):  # type: ignore[misc]
     """TRL's `GRPOTrainer`; with `vllm_sync_strategy="lora_adapter"` the server loads the adapter at each sync.
 
     Takes TRL's arguments, unchanged. With `"weights"`, or a plain `trl.GRPOConfig`, it *is* TRL's trainer.
@@ -23,8 +26,10 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             server could not serve exactly.
     """
 
+    _totals: "SyncTotals | None" = None  # of the training that runs
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        given = signature(_TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         config: Any = given.get("args")
         if getattr(config, "vllm_sync_strategy", "weights") != "lora_adapter":
             super().__init__(*args, **kwargs)
@@ -42,11 +47,13 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             super().__init__(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`; afterwards, or on an error, the adapter versions are unloaded and deleted."""
+        """TRL's `train`; afterwards, or on an error, the versions are unloaded and deleted, and the syncs summed up."""
+        self._totals = None
         try:
             return super().train(*args, **kwargs)
         finally:
             self._release_adapters()
+            self._sum_up()
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `compute_loss`, before which a server that sleeps between steps is sent to sleep."""
@@ -61,9 +68,15 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             generation.close()
             _trl.forget_last_sync(self)
 
-    def _record_sync(self, report: "SyncReport") -> None:
-        from trl_lora_sync.metrics import PREFIX
+    def _sum_up(self) -> None:
+        if self._totals is not None and self.accelerator.is_main_process:
+            print(self._totals.summary(), flush=True)
 
+    def _record_sync(self, report: "SyncReport") -> None:
+        from trl_lora_sync.metrics import PREFIX, SyncTotals
+
+        self._totals = self._totals or SyncTotals()
+        self._totals.add(report)
         _trl.record_metrics(self, report.metrics(), latest=frozenset({f"{PREFIX}version"}))
 
 

@@ -9,7 +9,7 @@ from support.models import lora
 from trl_lora_sync import GRPOConfig, GRPOTrainer
 
 PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an old clock", "rain"]
-METRICS = {f"lora_sync/{name}" for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes")}
+METRICS = {f"lora_sync/{name}" for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes", "retries")}
 
 
 def mean_byte(completions: list[Any], **kwargs: Any) -> list[float]:

@@ -144,6 +144,10 @@ class Engine(Protocol):
     def capabilities(self) -> Capabilities:
         """What `connect` found."""
 
+    @property
+    def retries(self) -> int:
+        """How many requests were sent again so far, because of a broken connection or files not yet visible."""
+
     def connect(self, deadline: Deadline) -> Capabilities:
         """Wait until the server is up, and check what can be checked without an adapter.
 

@@ -130,14 +130,23 @@ def _read(response: httpx.Response, deadline: Deadline) -> httpx.Response:
 
 
 def retrying(
-    deadline: Deadline, may_repeat: Callable[[BaseException], bool], *, at_most_s: float | None = None
+    deadline: Deadline,
+    may_repeat: Callable[[BaseException], bool],
+    *,
+    at_most_s: float | None = None,
+    on_repeat: Callable[[], None] | None = None,
 ) -> tenacity.Retrying:
-    """Repeat while `may_repeat` allows the error and the deadline the time; then raise the last error as it is."""
+    """Repeat while `may_repeat` allows the error and the deadline the time; then raise the last error as it is.
+
+    Args:
+        on_repeat: called before each repetition.
+    """
     left = max(0.0, deadline.remaining_s())
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(may_repeat),
         wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),
+        before_sleep=(lambda _: on_repeat()) if on_repeat else None,
         reraise=True,
     )
 
