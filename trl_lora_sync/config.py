@@ -1,21 +1,18 @@
 """TRL's configuration with the fields of adapter sync, all checked together before a model is loaded."""
 
 import math
-import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 import trl
 
 from trl_lora_sync.errors import UnsupportedSettingError
+from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url
 
 if TYPE_CHECKING:
     from trl_lora_sync.sync import SyncSettings
 
-_SHARED_MEMORY = Path("/dev/shm")
 # What a collective needs beyond the time that process 0 may take.
 _COLLECTIVE_MARGIN_S = 30.0
 
@@ -200,7 +197,7 @@ def server_url(args: Any) -> str:
         UnsupportedSettingError: it is no HTTP URL, names several servers, or carries a key.
     """
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    if {"@", "?", "#"} & set(url):  # first of all, so that no other message shows a key
+    if has_secrets(url):  # first of all, so that no other message shows a key
         raise UnsupportedSettingError(
             "vllm_server_base_url carries a user, password, query or fragment. URLs end up in logs and checkpoints. "
             "Give the plain URL, and the key in the environment variable VLLM_API_KEY or SGLANG_API_KEY."
@@ -209,45 +206,11 @@ def server_url(args: Any) -> str:
         raise _contradiction(
             f"vllm_server_base_url={url!r}", "several servers are not supported yet", "Name one server"
         )
-    if not _is_http_url(url):
+    if not is_http_url(url):
         raise UnsupportedSettingError(
             f"vllm_server_base_url={url!r} is not a URL. Expected something like http://localhost:8000."
         )
     return url.rstrip("/").removesuffix("/v1")
-
-
-def _is_http_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, half an IPv6 address
-        return False
-
-
-def is_local_url(url: str) -> bool:
-    """Whether the host in `url` is this one: one of its addresses can be bound here."""
-    host = urlsplit(url).hostname or ""
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # unknown, or no possible host name
-        return False
-    return any(_can_bind(family, address) for family, _, _, _, address in addresses)
-
-
-def _can_bind(family: int, address: Any) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0))
-    except OSError:
-        return False
-    return True
-
-
-def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
-    """Where versions are written if `lora_sync_dir` is not given."""
-    if is_local and _SHARED_MEMORY.is_dir():
-        return _SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
-    return Path(output_dir) / "lora_sync"
 
 
 def sync_settings(args: GRPOConfig) -> "SyncSettings":

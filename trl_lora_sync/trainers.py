@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from trl_lora_sync.metrics import SyncReport, SyncTotals
 
 # Not looked up again: `trl-lora-sync grpo` puts the class below under TRL's name while TRL's script runs.
-_TRLTrainer = trl.GRPOTrainer
+_trl_init = trl.GRPOTrainer.__init__
 
 
-class GRPOTrainer(_TRLTrainer):  # type: ignore[misc]
+class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     """TRL's `GRPOTrainer`; with `vllm_sync_strategy="lora_adapter"` the server loads the adapter at each sync.
 
     Takes TRL's arguments, unchanged. With `"weights"`, or a plain `trl.GRPOConfig`, it *is* TRL's trainer.
@@ -29,7 +29,7 @@ class GRPOTrainer(_TRLTrainer):  # type: ignore[misc]
     _totals: "SyncTotals | None" = None  # of the training that runs
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = signature(_TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
+        given = signature(_trl_init).bind(self, *args, **kwargs).arguments
         config: Any = given.get("args")
         if getattr(config, "vllm_sync_strategy", "weights") != "lora_adapter":
             super().__init__(*args, **kwargs)

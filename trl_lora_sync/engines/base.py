@@ -78,6 +78,13 @@ class Capabilities:
     survives_misfit: bool = True
     takes_tensors: bool = False
 
+    def serves_module(self, module: str) -> bool:
+        """Whether layers of this name, such as `q_proj`, can be adapted; true if the server does not tell."""
+        fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+        fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+        served = self.target_modules
+        return not served or "all" in served or module in served or fused.get(module) in served
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroup:

@@ -19,6 +19,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines import vllm_images
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.known import allowed_max_lora_rank
 from trl_lora_sync.engines.server import CONCURRENT_REQUESTS, ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
 from trl_lora_sync.errors import (
@@ -35,8 +36,6 @@ from trl_lora_sync.errors import (
 logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
-# Source: vllm/config/lora.py `MaxLoRARanks`.
-ALLOWED_MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class VLLMEngine(ServerEngine):
@@ -165,7 +164,7 @@ class VLLMEngine(ServerEngine):
             return ServerSetupError(
                 f"The vLLM server at {self.base_url} was started with a --max-lora-rank below the adapter's rank "
                 f"{adapter.rank}. The server must reserve at least the adapter's rank. Restart it with "
-                f"--max-lora-rank {_flag_rank(adapter.rank)}. It said: {words!r}"
+                f"--max-lora-rank {allowed_max_lora_rank(adapter.rank)}. It said: {words!r}"
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
@@ -320,7 +319,3 @@ def _batches(groups: Sequence[PromptGroup]) -> list[list[int]]:
         by_kind[group.count, isinstance(group.prompt, str)].append(index)
     size = math.ceil(len(groups) / CONCURRENT_REQUESTS)
     return [indices[i : i + size] for indices in by_kind.values() for i in range(0, len(indices), size)]
-
-
-def _flag_rank(rank: int) -> int:
-    return next((allowed for allowed in ALLOWED_MAX_LORA_RANKS if allowed >= rank), rank)
