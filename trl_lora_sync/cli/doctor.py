@@ -413,8 +413,8 @@ class _Examination:
             self._diagnosis.add(
                 "effect",
                 PROBLEM,
-                "the server answers as if there were no adapter: its log-probabilities are the base model's. Are the "
-                "names of its layers those of the base model that is served?",
+                "the server answers as if there were no adapter: its log-probabilities are the base model's. Either no "
+                "layer of the served model has the names in the adapter, or the adapter is too small to show.",
             )
         else:
             words = f"the adapter moves the server's log-probabilities by {change:.4f} on average"
