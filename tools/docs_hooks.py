@@ -22,7 +22,9 @@ _MARK = re.compile(r"<!-- made: ([a-z-]+) -->")
 
 # What the engines do with an adapter as PEFT saves it, where that is not the right thing. Read in their sources for
 # vLLM 0.22 to 0.33 and SGLang 0.5.11 to 0.5.23; the patterns were run on vLLM 0.31.
-_VLLM_OLD, _VLLM_NEW, _SGLANG = "vLLM 0.22-0.31", "vLLM 0.32-0.33", "SGLang 0.5.11-0.5.23"
+_ENGINES = ("vLLM 0.22 to 0.31", "vLLM 0.32 to 0.33", "SGLang 0.5.11 to 0.5.23")
+# Fields that take any value here because something else is looked at instead.
+_VALUES = {"peft_type": "`LORA`; other types are refused by their class"}
 _OTHER_POLICY, _SERVER_DIES, _REFUSED = "another policy, silently", "the server dies", "refused"
 AS_PEFT_SAVES_IT: dict[str, tuple[str, str, str]] = {
     "use_rslora": ("right", "right", _OTHER_POLICY),
@@ -58,21 +60,34 @@ def support_table() -> str:
     """Every field of `LoraConfig`, what this package does with it, and what each engine would do without."""
     served, refused = [], []
     for name, treatment in sorted(supported_features().items()):
+        by_themselves = AS_PEFT_SAVES_IT.get(name, ("right",) * len(_ENGINES))
         if treatment.startswith("refused: "):
-            refused.append((name, treatment.removeprefix("refused: ")))
+            alone = AS_PEFT_SAVES_IT.get(name, ("not checked",) * len(_ENGINES))
+            refused.append(f"| `{name}` | {treatment.removeprefix('refused: ')} | {' | '.join(alone)} |")
         else:
-            served.append((name, treatment))
-    engines = [f"{known.title} {known.oldest}-{known.newest}" for known in KNOWN_VERSIONS.values()]
-    head = f"| `LoraConfig` field | values | {' | '.join(engines)} |\n|---|---|{'---|' * len(engines)}"
-    lines = ["### Served exactly", "", head]
-    lines += [f"| `{name}` | {how} | {' | '.join(['exact'] * len(engines))} |" for name, how in served]
-    lines += ["", "### Refused", "", "On every engine and version, before the model is loaded.", ""]
-    lines += ["| `LoraConfig` field | why |", "|---|---|"]
-    lines += [f"| `{name}` | {why} |" for name, why in refused]
-    lines += ["", "### Without the export", "", "What a server makes of the same adapter as PEFT saves it.", ""]
-    lines += [f"| `LoraConfig` field | {_VLLM_OLD} | {_VLLM_NEW} | {_SGLANG} |", "|---|---|---|---|"]
-    lines += [f"| `{name}` | {' | '.join(row)} |" for name, row in AS_PEFT_SAVES_IT.items()]
-    return "\n".join(lines)
+            cells = ["exact" if alone == "right" else f"exact (alone: {alone})" for alone in by_themselves]
+            values = _VALUES.get(name, treatment)
+            served.append(f"| `{name}` | {values} | {' | '.join(cells)} |")
+    columns, rule = " | ".join(_ENGINES), "---|" * (2 + len(_ENGINES))
+    return "\n".join(
+        [
+            "### Served exactly",
+            "",
+            "*alone* says what the engine does with the same adapter as PEFT saves it, where that differs.",
+            "",
+            f"| `LoraConfig` field | values | {columns} |",
+            f"|{rule}",
+            *served,
+            "",
+            "### Refused",
+            "",
+            "Before the model is loaded, on every engine; the last columns say what the engines do by themselves.",
+            "",
+            f"| `LoraConfig` field | why | {columns} |",
+            f"|{rule}",
+            *refused,
+        ]
+    )
 
 
 def version_table() -> str:
