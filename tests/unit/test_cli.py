@@ -1,6 +1,10 @@
 """Unit tier: the command itself, its help, its exit status, and what it leaves unloaded."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +52,22 @@ def test_what_cannot_be_understood_ends_with_2(arguments: list[str]) -> None:
 def test_each_argument_of_a_command_has_help(name: str) -> None:
     for action in make_parser(name)._actions:
         assert action.help, f"{name}: {action.dest}"
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_colour_is_for_terminals_that_want_it(no_color: str, coloured: bool) -> None:
+    terminal, process_side = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color"}
+    env.pop("NO_COLOR", None)
+    if no_color:
+        env["NO_COLOR"] = no_color
+    source = "from trl_lora_sync.cli.console import out; out().print('text', style='red')"
+    subprocess.run([sys.executable, "-c", source], stdout=process_side, env=env, check=True, timeout=120)
+    os.close(process_side)
+    said = os.read(terminal, 1000)
+    os.close(terminal)
+    assert b"text" in said
+    assert (b"\x1b[31m" in said) == coloured
 
 
 def test_output_that_is_no_terminal_has_no_colour(

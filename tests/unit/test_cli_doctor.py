@@ -40,7 +40,7 @@ def adapter(tmp_path: Path) -> Path:
 
 def diagnose(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, Any]]]:
     """Exit status, and what was found at each server."""
-    code = main(["doctor", *map(str, arguments), "--json", "--timeout", "20"])
+    code = main(["doctor", *map(str, arguments), "--json", "--timeout", "60"])
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] == (code == 0)
     return code, found["servers"]
@@ -140,6 +140,15 @@ def test_feature_that_no_server_serves_is_a_problem(
     assert "DoRA" in words(server, "problem")["adapter features"]
 
 
+def test_adapter_that_no_server_serves_is_a_problem(
+    start: Start, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (adapter / "adapter_model.safetensors").write_bytes(b"broken")
+    code, [server] = diagnose(capsys, start().base_url, "--adapter", adapter)
+    assert code == 1
+    assert "There is no adapter in" in words(server, "problem")["adapter features"]
+
+
 def test_servers_with_different_base_models_are_told_apart(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     same = [start(seed=0).base_url, start(seed=0).base_url]
     code, servers = diagnose(capsys, *same)
@@ -168,9 +177,10 @@ def test_adapters_of_others_are_mentioned(
 
 
 def test_nobody_at_the_url_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["doctor", f"http://127.0.0.1:{free_port()}", "--timeout", "0.3"])
-    assert code == 1
-    assert "No server answers at" in capsys.readouterr().out
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["doctor", url, "--timeout", "0.5"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"{url}: no server that could be told\n  problem server: ")
 
 
 def test_server_of_something_else_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +199,7 @@ def test_server_of_something_else_is_a_problem(capsys: pytest.CaptureFixture[str
         (["localhost:8000"], "is not a URL"),
         (["http://user:password@localhost:8000"], "Give the key in the environment"),
         (["http://localhost:8000", "--peft-config", "/nonexistent"], "cannot be read"),
-        (["http://localhost:8000", "--adapter", "/nonexistent"], "There is no adapter in"),
+        (["http://localhost:8000", "--adapter", "/nonexistent"], "cannot be read"),
         (["http://localhost:8000", "--model", "/nonexistent"], "is no folder"),
     ],
 )

@@ -68,7 +68,8 @@ class Case:
     Attributes:
         config: a saved `adapter_config.json`, if one was given.
         adapter: folder of a saved adapter, if one was given.
-        saved: the same, read.
+        saved: the same, read; None as well if it could not be served.
+        unusable: why it could not.
         base: folder of the base model on this host, if there is one to compare with.
         folder: where to write what a server shall read, if it was given.
         server_folder: the same folder as the servers see it, if that differs.
@@ -78,6 +79,7 @@ class Case:
     config: dict[str, Any] | None
     adapter: Path | None
     saved: "SavedAdapter | None"
+    unusable: str | None
     base: Path | None
     folder: Path | None
     server_folder: str | None
@@ -140,18 +142,23 @@ def case_of(args: argparse.Namespace) -> Case:
     """What was asked for, with the files read.
 
     Raises:
-        UsageError, UnsupportedAdapterError: they cannot be used.
+        UsageError: they cannot be read.
     """
     from trl_lora_sync.cli.serve import read_peft_config
+    from trl_lora_sync.errors import UnsupportedAdapterError
 
-    saved = config = None
+    saved = config = unusable = None
     if args.peft_config:
         config = read_peft_config(args.peft_config)
     if args.adapter:
-        from trl_lora_sync.adapter.saved import read_saved_adapter
+        config = config or read_peft_config(args.adapter)
+        with working(f"reading {args.adapter}"):
+            from trl_lora_sync.adapter.saved import read_saved_adapter
 
-        saved = read_saved_adapter(args.adapter)
-        config = config or dict(saved.config)
+            try:
+                saved = read_saved_adapter(args.adapter)
+            except UnsupportedAdapterError as error:
+                unusable = str(error)
     base = args.model
     if base is not None and not base.is_dir():
         raise UsageError(f"--model {base} is no folder. Give the base model's, or leave it out.")
@@ -162,6 +169,7 @@ def case_of(args: argparse.Namespace) -> Case:
         config=config,
         adapter=args.adapter,
         saved=saved,
+        unusable=unusable,
         base=base,
         folder=args.dir,
         server_folder=args.server_dir,
@@ -192,7 +200,9 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
     from trl_lora_sync.errors import LoRASyncError
 
     diagnosis = Diagnosis(url)
-    if case.config is not None:
+    if case.unusable is not None:
+        diagnosis.add("adapter features", PROBLEM, case.unusable)
+    elif case.config is not None:
         with _reported(diagnosis, "adapter features"):
             check_saved_config(case.config)
             diagnosis.add("adapter features", OK, "plain LoRA, which both engines serve exactly")

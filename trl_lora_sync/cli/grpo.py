@@ -6,16 +6,18 @@ Settings may come from a YAML file with --config. Launched through accelerate th
 from collections.abc import Sequence
 from importlib import resources
 
+from trl_lora_sync.cli.console import UsageError, working
+
 PARSES_ITSELF = True
 
 
 def run(arguments: list[str]) -> int:
     """Launch the script with `arguments`; `-h` shows them all."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+    with working("loading TRL and accelerate"):
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    from trl_lora_sync.cli.console import UsageError
-    from trl_lora_sync.scripts.grpo import make_parser
+        from trl_lora_sync.scripts.grpo import make_parser
 
     # What is left over is for accelerate: from the file, and, as a part of `arguments` in their order, what was typed.
     *_, from_file, typed = make_parser("trl-lora-sync grpo").parse_args_and_config(
