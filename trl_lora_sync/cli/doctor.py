@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -498,6 +499,7 @@ def _empty_adapter(rank: int) -> "CanonicalAdapter":
     return CanonicalAdapter(tensors={}, rank=rank, dtype=torch.float32, target_modules=("q_proj",))
 
 
+@cache  # the same for all servers
 def _peft_scores(base: Path, adapter: Path) -> tuple[list[float], list[float], float]:
     """PEFT's log-probabilities of the probe prompt, without and with the adapter, and their spread; on the CPU."""
     import torch
