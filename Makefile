@@ -12,13 +12,14 @@ TRL_VERSIONS := 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0
 # py-cpuinfo are DeepSpeed's own requirements that $(TRAINER) lacks.
 LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpuinfo
 
-.PHONY: help demo test lint bench venv venv-vllm trl-versions launchers clean
+.PHONY: help demo test lint docs bench venv venv-vllm trl-versions launchers clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       train a tiny model against a real vLLM server, on this machine's CPU"
 	@echo "make test       all tests, with a real vLLM server"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       the documentation, in site/, with its links checked"
 	@echo "make bench      what one sync costs"
 	@echo "make venv       the trainer's environment, $(TRAINER)"
 	@echo "make venv-vllm  the vLLM server's environment, $(SERVER)"
@@ -36,6 +37,9 @@ lint: venv
 	$(TRAINER)/bin/ruff check $(SOURCES)
 	$(TRAINER)/bin/ruff format --check $(SOURCES)
 	$(TRAINER)/bin/mypy
+
+docs: venv
+	@NO_MKDOCS_2_WARNING=1 $(TRAINER)/bin/python -m mkdocs build --strict --quiet
 
 bench: venv venv-vllm
 	@$(TRAINER)/bin/python benchmarks/sync_cost.py $(ARGS)
@@ -72,5 +76,5 @@ $(SERVER)/.installed: tools/install_env.py
 	@touch $@
 
 clean:
-	rm -rf $(TRAINER) $(SERVER) .trl-versions .launchers demo-output dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(TRAINER) $(SERVER) .trl-versions .launchers demo-output site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,11 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from surroundings import surroundings
-
-from trl_lora_sync.config import is_local_url
+from trl_lora_sync.cli.surroundings import surroundings
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.connect import connect_engine
+from trl_lora_sync.places import is_local_url
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "grpo.py"
 KEPT = {

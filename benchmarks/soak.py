@@ -26,12 +26,12 @@ from typing import Any
 import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from surroundings import surroundings
 from transformers import AutoModelForCausalLM
 
 from trl_lora_sync.adapter.export import read_adapter
-from trl_lora_sync.config import default_sync_dir, is_local_url
+from trl_lora_sync.cli.surroundings import surroundings
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
+from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase, base_logprobs

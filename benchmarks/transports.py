@@ -24,13 +24,13 @@ import httpx
 import torch
 from packaging.version import Version
 from soak import make_policy, perturb
-from surroundings import surroundings
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import read_adapter
-from trl_lora_sync.config import default_sync_dir, is_local_url
+from trl_lora_sync.cli.surroundings import surroundings
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.sglang import SGLangEngine
+from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
 Seconds = dict[str, float]

@@ -41,7 +41,7 @@ def is_usable(python: Path) -> bool:
 
 def install_trainer(python: Path) -> None:
     install_torch(python)
-    pip_install(python, "the package with its development and demo tools", ["--editable", f"{ROOT}[dev,demo]"])
+    pip_install(python, "the package with its development tools", ["--editable", f"{ROOT}[dev,demo,docs]"])
     run(python, "check: the trainer imports, without vLLM", ["-P", "-c", TRAINER_CHECK])
 
 

@@ -7,12 +7,16 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 - `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
 - what `VLLMGeneration.__init__` stores under the names of `_INIT_PARAMETERS`, and that it calls `_init_vllm()` last.
 - `GRPOTrainer.vllm_generation`, `._metrics`, `._last_loaded_step`, which exist on instances only.
+- `trl.scripts.grpo`: `make_parser(prog=...)` and `main(*parsed)` take `GRPOConfig` and `GRPOTrainer` from `trl` when
+  they are called; there is no argument to pass other classes.
 """
 
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import trl
@@ -44,6 +48,23 @@ def generation_class(factory: Callable[..., VLLMGeneration]) -> Iterator[None]:
             yield
         finally:
             setattr(grpo_trainer, _GENERATION_ATTRIBUTE, original)
+
+
+@contextmanager
+def grpo_script(config: type, trainer: type) -> Iterator[ModuleType]:
+    """TRL's `trl grpo` script, which finds `config` and `trainer` under TRL's names while the block lasts."""
+    script = import_module("trl.scripts.grpo")
+    for name in ("make_parser", "main"):
+        if not callable(getattr(script, name, None)):
+            raise _unsupported(f"trl.scripts.grpo has no {name}")
+    with _rebinding:
+        originals = {"GRPOConfig": trl.GRPOConfig, "GRPOTrainer": trl.GRPOTrainer}
+        trl.GRPOConfig, trl.GRPOTrainer = config, trainer
+        try:
+            yield script
+        finally:
+            for name, original in originals.items():
+                setattr(trl, name, original)
 
 
 def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozenset[str]) -> None:

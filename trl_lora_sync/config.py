@@ -1,21 +1,18 @@
 """TRL's configuration with the fields of adapter sync, all checked together before a model is loaded."""
 
 import math
-import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 import trl
 
 from trl_lora_sync.errors import UnsupportedSettingError
+from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url
 
 if TYPE_CHECKING:
     from trl_lora_sync.settings import SyncSettings
 
-_SHARED_MEMORY = Path("/dev/shm")
 # What a collective needs beyond the time that process 0 may take.
 _COLLECTIVE_MARGIN_S = 60.0
 
@@ -231,14 +228,14 @@ def server_urls(args: Any) -> tuple[str, ...]:
         UnsupportedSettingError: one is no HTTP URL, is named twice, or carries a key.
     """
     text = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    if {"@", "?", "#"} & set(text):  # first of all, so that no other message shows a key
+    if has_secrets(text):  # first of all, so that no other message shows a key
         raise UnsupportedSettingError(
             "vllm_server_base_url carries a user, password, query or fragment. URLs end up in logs and checkpoints. "
             "Give the plain URL, and the key in the environment variable VLLM_API_KEY or SGLANG_API_KEY."
         )
     urls = [url.strip() for url in text.split(",")]
     for url in urls:
-        if not _is_http_url(url):
+        if not is_http_url(url):
             raise UnsupportedSettingError(
                 f"vllm_server_base_url={text!r}: {url!r} is not a URL. Expected something like http://localhost:8000, "
                 "or several of these with commas in between."
@@ -251,40 +248,6 @@ def server_urls(args: Any) -> tuple[str, ...]:
             "however many GPUs it has. Remove the repetition."
         )
     return plain
-
-
-def _is_http_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, half an IPv6 address
-        return False
-
-
-def is_local_url(url: str) -> bool:
-    """Whether the host in `url` is this one: one of its addresses can be bound here."""
-    host = urlsplit(url).hostname or ""
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # unknown, or no possible host name
-        return False
-    return any(_can_bind(family, address) for family, _, _, _, address in addresses)
-
-
-def _can_bind(family: int, address: Any) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0))
-    except OSError:
-        return False
-    return True
-
-
-def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
-    """Where versions are written if `lora_sync_dir` is not given."""
-    if is_local and _SHARED_MEMORY.is_dir():
-        return _SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
-    return Path(output_dir) / "lora_sync"
 
 
 def sync_settings(args: GRPOConfig) -> "SyncSettings":

@@ -82,6 +82,11 @@ class Fleet:
             takes_pushes=all(one.takes_pushes for one in served),
         )
 
+    @property
+    def retries(self) -> int:
+        """How many requests were sent again so far, to all servers."""
+        return sum(server.retries for server in self.servers)
+
     # At the start
 
     def connect(self, deadline: Callable[[FleetServer], Deadline]) -> None:

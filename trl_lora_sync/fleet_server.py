@@ -44,6 +44,7 @@ class FleetServer:
         self._settings = settings
         self._engine: Engine | None = None
         self._losses = 0
+        self._retries_before = 0
         self._unconfirmed: set[str] = set()
         self._is_asleep = False
         self._lock = threading.Lock()
@@ -58,6 +59,11 @@ class FleetServer:
         if self._engine is None:
             raise LoRASyncError(f"{self.base_url} is not connected; start() comes first.")
         return self._engine
+
+    @property
+    def retries(self) -> int:
+        """How many requests were sent again so far."""
+        return self._retries_before + (self._engine.retries if self._engine is not None else 0)
 
     def connect(self, deadline: Deadline) -> None:
         """Wait until it is up and connect, also to a process that has replaced the one before.
@@ -75,6 +81,8 @@ class FleetServer:
                 "now. Adapters are written for the engines of the start. Start the same server again."
             )
         self.sends_content = is_sent_content(self._settings, self.address, served)
+        if self._engine is not None:
+            self._retries_before += self._engine.retries
         # The one before is not closed: a thread may still wait for its answer.
         self._engine = engine
         self._is_asleep = False

@@ -1,11 +1,14 @@
 """Metric names and timers, in one place."""
 
+import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 PREFIX = "lora_sync/"
+VERIFY_GAP = f"{PREFIX}verify_gap"
 
 
 @dataclass
@@ -42,6 +45,7 @@ class SyncReport:
         total_s: all of it, with everything in between.
         servers: how many servers have it.
         server_load_s: for each server of several that has it, its place in the setting and its seconds of `load_s`.
+        retries: requests that were sent again since the sync before, those of generation included.
     """
 
     adapter_name: str
@@ -53,6 +57,7 @@ class SyncReport:
     total_s: float
     servers: int = 1
     server_load_s: dict[int, float] = field(default_factory=dict)
+    retries: int = 0
 
     def metrics(self) -> dict[str, float]:
         """What the trainer logs."""
@@ -65,4 +70,44 @@ class SyncReport:
             f"{PREFIX}bytes": self.payload_bytes,
             f"{PREFIX}servers": self.servers,
             **{f"{PREFIX}load_s/{place}": seconds for place, seconds in self.server_load_s.items()},
+            f"{PREFIX}retries": self.retries,
         }
+
+
+@dataclass
+class SyncTotals:
+    """What all syncs of one training came to, for the line at its end."""
+
+    seconds: list[float] = field(default_factory=list)
+    payload_bytes: int = 0
+    retries: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+    def add(self, report: SyncReport) -> None:
+        """Count one accepted sync."""
+        self.seconds.append(report.total_s)
+        self.payload_bytes += report.payload_bytes
+        self.retries += report.retries
+        gap = report.metrics().get(VERIFY_GAP)  # absent where nothing was verified
+        if gap is not None:
+            self.gaps.append(gap)
+
+    def summary(self) -> str:
+        """One line: syncs, seconds, bytes, verify gap if there is one, retries; empty without a sync."""
+        if not self.seconds:
+            return ""
+        count = len(self.seconds)
+        parts = [
+            f"{count} sync{'s' if count > 1 else ''}",
+            f"median {statistics.median(self.seconds):.3f} s, p99 {percentile(self.seconds, 99):.3f} s",
+            f"{self.payload_bytes / 1e6:.1f} MB sent",
+        ]
+        if self.gaps:
+            parts.append(f"verify gap {statistics.fmean(self.gaps):.4f} (at most {max(self.gaps):.4f})")
+        parts.append(f"{self.retries} request{'' if self.retries == 1 else 's'} sent again")
+        return f"LoRA adapter sync, in all: {'; '.join(parts)}."
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of `values` that at least `percent` of them do not exceed (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

@@ -36,6 +36,7 @@ class AdapterSync:
         self._next_version = 1
         self._registered: deque[StoredAdapter] = deque()
         self._retired: list[StoredAdapter] = []
+        self._retries_reported = 0
 
     @property
     def transport(self) -> Transport:
@@ -107,6 +108,7 @@ class AdapterSync:
         # A server that restarts needs the tensors of the active version only.
         self._registered.append(replace(stored, content=None))
         self._retire_old_versions()
+        retries, self._retries_reported = self.fleet.retries - self._retries_reported, self.fleet.retries
         return SyncReport(
             adapter_name=stored.name,
             version=stored.version,
@@ -117,6 +119,7 @@ class AdapterSync:
             total_s=timer.total_s(),
             servers=len(server_load_s),
             server_load_s=server_load_s if len(self.fleet.servers) > 1 else {},
+            retries=retries,
         )
 
     def close(self) -> None:

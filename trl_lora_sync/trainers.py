@@ -10,7 +10,10 @@ from trl_lora_sync import _trl
 from trl_lora_sync.config import GRPOConfig
 
 if TYPE_CHECKING:
-    from trl_lora_sync.metrics import SyncReport
+    from trl_lora_sync.metrics import SyncReport, SyncTotals
+
+# Not looked up again: `trl-lora-sync grpo` puts the class below under TRL's name while TRL's script runs.
+_trl_init = trl.GRPOTrainer.__init__
 
 
 class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
@@ -23,8 +26,10 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             server could not serve exactly.
     """
 
+    _totals: "SyncTotals | None" = None  # of the training that runs
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        given = signature(_trl_init).bind(self, *args, **kwargs).arguments
         config: Any = given.get("args")
         self._syncs_adapters = getattr(config, "vllm_sync_strategy", "weights") == "lora_adapter"
         if not self._syncs_adapters:
@@ -41,11 +46,13 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             super().__init__(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`; afterwards, or on an error, the adapter versions are unloaded and deleted."""
+        """TRL's `train`; afterwards, or on an error, the versions are unloaded and deleted, and the syncs summed up."""
+        self._totals = None
         try:
             return super().train(*args, **kwargs)
         finally:
             self._release_adapters()
+            self._sum_up()
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `compute_loss`, before which a server that sleeps between steps is sent to sleep."""
@@ -58,9 +65,15 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             self.vllm_generation.close()
             _trl.forget_last_sync(self)
 
-    def _record_sync(self, report: "SyncReport") -> None:
-        from trl_lora_sync.metrics import PREFIX
+    def _sum_up(self) -> None:
+        if self._totals is not None and self.accelerator.is_main_process:
+            print(self._totals.summary(), flush=True)
 
+    def _record_sync(self, report: "SyncReport") -> None:
+        from trl_lora_sync.metrics import PREFIX, SyncTotals
+
+        self._totals = self._totals or SyncTotals()
+        self._totals.add(report)
         _trl.record_metrics(self, report.metrics(), latest=frozenset({f"{PREFIX}version", f"{PREFIX}servers"}))
 
 

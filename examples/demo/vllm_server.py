@@ -100,7 +100,7 @@ class VLLMServer:
         self.model = str(model)
         self.python = Path(python or os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON)
         self.served_model_name = served_model_name or self.model
-        self._port_holder = None if port else _bound_socket()
+        self._port_holder = None if port else hold_free_port()
         self.port = port or int(self._port_holder.getsockname()[1])
         if self._port_holder and sys.platform != "linux":
             self._port_holder.close()  # BSD sockets do not share an address
@@ -259,7 +259,7 @@ def _lora_args(enable_lora: bool, max_lora_rank: int, max_loras: int, max_cpu_lo
     ]
 
 
-def _bound_socket() -> socket.socket:
+def hold_free_port() -> socket.socket:
     """Keep a free port free until the server takes it, many seconds after its start, and again if it is restarted.
 
     Linux gives the port of a bound socket to nobody who asks for any port, but lets a server share it that sets

@@ -54,6 +54,8 @@ def test_a_run_trains_the_policy_it_samples_from_and_leaves_nothing_behind(
 
     trainer.train()
 
+    printed = capsys.readouterr().out
+    assert printed.count("LoRA adapter sync, in all: 6 syncs; median ") == 1
     steps = steps_of(trainer)
     assert len(steps) == 6
     assert [step["lora_sync/version"] for step in steps] == [1, 2, 3, 4, 5, 6]

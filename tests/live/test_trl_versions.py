@@ -73,6 +73,7 @@ def test_the_same_run_works_on_every_supported_trl(
         assert step.keys() >= METRICS
         assert step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=RATIO_SPREAD)
         assert step["sampling/sampling_logp_difference/mean"] < 0.02
+    assert result["script"] == ["trl_lora_sync.config", 7, ["--num_processes", "2"]]
     assert result["moved"], "training did not change the adapter"
     assert math.isfinite(result["evaluated"]["eval_reward"])
     assert result["output"].count("LoRA adapter sync: vllm") == 1

@@ -9,6 +9,7 @@ import trl
 import trl.trainer.utils
 
 from support.trainers import grpo_trainer, prompts
+from trl_lora_sync.scripts.grpo import make_parser
 
 
 class PlainLogProbs:
@@ -33,7 +34,10 @@ def main(base_url: str, model: str, folder: str) -> None:
     )
     trainer.train()
     evaluated = trainer.evaluate()
+    flags = ["--output_dir", folder, "--use_cpu", "True", "--bf16", "False", "--lora_sync_keep", "7"]
+    _, config, *_, left = make_parser().parse_args_and_config([*flags, "--num_processes", "2"], True)
     result = {
+        "script": [type(config).__module__, config.lora_sync_keep, left],
         "trl": trl.__version__,
         "trl_path": trl.__file__,
         "vllm": sys.modules.get("vllm") is not None,

@@ -17,7 +17,7 @@ from vllm_server import VLLMServer
 
 from support.models import base_weights, randomize_adapter, same_tensors
 from support.policies import distance, is_policy_of, sample, token_ids
-from support.servers import adapters_on, free_port
+from support.servers import adapters_on
 from support.trainers import grpo_trainer, steps_of
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 
@@ -37,7 +37,6 @@ def main() -> None:
         server = VLLMServer(
             private / "model",
             host=THERE_ADDRESS,
-            port=free_port(),
             wrapper=there.wrapper,
             extra_args=["--middleware", MIDDLEWARE, "--api-key", KEY],
             extra_env={"PYTHONPATH": str(TESTS.parent)},

@@ -12,7 +12,10 @@ from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.sync import AdapterSync
 
 PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an old clock", "rain"]
-METRICS = {f"lora_sync/{name}" for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes", "servers")}
+METRICS = {
+    f"lora_sync/{name}"
+    for name in ("version", "total_s", "gather_s", "write_s", "load_s", "bytes", "servers", "retries")
+}
 
 
 def mean_byte(completions: list[Any], **kwargs: Any) -> list[float]:

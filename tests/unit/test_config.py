@@ -15,9 +15,10 @@ import yaml
 from transformers import HfArgumentParser
 
 from trl_lora_sync import GRPOConfig
-from trl_lora_sync.config import check_sync_fields, default_sync_dir, is_local_url, server_urls, sync_settings
+from trl_lora_sync.config import check_sync_fields, server_urls, sync_settings
 from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
+from trl_lora_sync.places import default_sync_dir, is_local_url
 
 ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
 SYNC: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_sync_strategy": "lora_adapter"}
@@ -376,7 +377,7 @@ def test_versions_go_to_shared_memory_only_if_every_server_is_on_this_host(
 def test_versions_go_under_output_dir_on_a_host_without_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trl_lora_sync.config._SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr("trl_lora_sync.places._SHARED_MEMORY", tmp_path / "missing")
     assert default_sync_dir(True, tmp_path) == tmp_path / "lora_sync"
 
 

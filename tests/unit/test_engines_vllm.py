@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.vllm import ALLOWED_MAX_LORA_RANKS, VLLMEngine, _batches, _flag_rank
+from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
+from trl_lora_sync.engines.vllm import VLLMEngine, _batches
 from trl_lora_sync.errors import (
     AdapterLostError,
     GenerationError,
@@ -244,5 +245,5 @@ def test_few_groups_are_sent_one_by_one_and_many_together() -> None:
 
 @pytest.mark.parametrize(("rank", "flag"), [(1, 1), (2, 8), (8, 8), (17, 32), (512, 512), (600, 600)])
 def test_suggested_max_lora_rank_is_one_that_vllm_accepts(rank: int, flag: int) -> None:
-    assert _flag_rank(rank) == flag
+    assert allowed_max_lora_rank(rank) == flag
     assert flag in ALLOWED_MAX_LORA_RANKS or rank > max(ALLOWED_MAX_LORA_RANKS)

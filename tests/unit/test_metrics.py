@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.metrics import PhaseTimer, SyncReport, SyncTotals, percentile
 
 REPORT = SyncReport(
     adapter_name="run-v3", version=3, payload_bytes=4096, gather_s=0.1, write_s=0.2, load_s=0.3, total_s=0.7
@@ -23,6 +23,7 @@ def test_report_logs_these_names() -> None:
         "lora_sync/load_s": 0.3,
         "lora_sync/bytes": 4096,
         "lora_sync/servers": 1,
+        "lora_sync/retries": 0,
     }
 
 
@@ -67,3 +68,26 @@ def test_phase_that_fails_is_measured_too() -> None:
         time.sleep(0.02)
         raise KeyError
     assert timer.phases["load"] >= 0.02
+
+
+def test_totals_say_syncs_seconds_bytes_and_retries_in_one_line() -> None:
+    totals = SyncTotals()
+    for version, seconds in enumerate((0.5, 0.1, 0.3), start=1):
+        totals.add(dataclasses.replace(REPORT, version=version, total_s=seconds, payload_bytes=1_000_000, retries=1))
+    assert totals.summary() == (
+        "LoRA adapter sync, in all: 3 syncs; median 0.300 s, p99 0.500 s; 3.0 MB sent; 3 requests sent again."
+    )
+
+
+def test_totals_name_the_verify_gap_where_versions_were_verified() -> None:
+    totals = SyncTotals(seconds=[0.1], gaps=[0.01, 0.03])
+    assert "verify gap 0.0200 (at most 0.0300)" in totals.summary()
+
+
+def test_totals_of_no_sync_say_nothing() -> None:
+    assert SyncTotals().summary() == ""
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1), (2, 2), (99, 99), (100, 99), (1000, 990)])
+def test_percentile_is_the_smallest_value_that_enough_do_not_exceed(count: int, expected: int) -> None:
+    assert percentile(range(count, 0, -1), 99) == expected

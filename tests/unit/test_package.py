@@ -45,6 +45,8 @@ def test_wheel_installs_and_imports_elsewhere(wheel: Path, tmp_path: Path) -> No
     where, version = run(sys.executable, "-c", IMPORT, env={"PYTHONPATH": str(site)}, cwd=tmp_path).split()
     assert Path(where) == site / "trl_lora_sync"
     assert version == wheel.name.split("-")[1]
+    said = run(sys.executable, "-m", "trl_lora_sync.cli.main", "--version", env={"PYTHONPATH": str(site)}, cwd=tmp_path)
+    assert said.split() == ["trl-lora-sync", version]
 
 
 @pytest.mark.slow
@@ -66,3 +68,11 @@ def test_wheel_holds_the_package_its_types_and_its_licence_and_nothing_else(whee
     assert "trl_lora_sync/py.typed" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"trl_lora_sync"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_wheel_brings_the_command_and_the_script_that_it_launches(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    [entry_points] = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+    assert "trl-lora-sync = trl_lora_sync.cli.main:main" in archive.read(entry_points).decode()
+    assert "trl_lora_sync/scripts/grpo.py" in archive.namelist()

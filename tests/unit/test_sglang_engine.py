@@ -414,7 +414,7 @@ def test_no_key_goes_to_a_server_that_tells_its_engine_without_one(
         monkeypatch.setenv(name, "of another server")
     with serving(lambda request: request.send(200 if request.path in {*routes, "/health"} else 404)) as server:
         http = HTTPClient(server.url, api_key=NO_KEY, is_local=True)
-        connect._wait_until_up(http, soon())
+        connect.wait_until_up(server.url, is_local=True, deadline=soon(), halt=threading.Event())
         assert connect._is_sglang(http, soon()) is (routes is SGLANG)
         http.close()
         assert [request.headers.get("Authorization") for request in server.requests] == [None, None]

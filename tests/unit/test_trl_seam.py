@@ -233,6 +233,7 @@ def test_weights_trains_bit_for_bit_as_trl_does_and_loads_nothing_more(
         "trl_lora_sync._trl",
         "trl_lora_sync.config",
         "trl_lora_sync.errors",
+        "trl_lora_sync.places",
         "trl_lora_sync.trainers",
     ]
     assert result["unpatched"]

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trl_lora_sync.adapter.support import FUSED_LAYERS
 from trl_lora_sync.errors import AdapterNotFiniteError
 
 _KEY_PREFIX = "base_model.model."
-FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Layers that read the hidden state, and layers whose output is added to it.
 _READ_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 _WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})

@@ -245,6 +245,33 @@ def sweep_leftovers(root: Path, forget: Callable[[str], None]) -> list[str]:
     return swept
 
 
+def run_states(root: Path) -> dict[str, str]:
+    """The runs with a folder under `root`: `"live"`, `"dead"`, or `"elsewhere"` if that cannot be seen from here."""
+    states = {}
+    for directory in sorted(root.glob(f"{RUN_PREFIX}*")):
+        lock = _lock_if_dead(directory)
+        if lock is not None:
+            os.close(lock)
+            states[directory.name] = "dead"
+        else:
+            states[directory.name] = "live" if _is_locked(directory) else "elsewhere"
+    return states
+
+
+def _is_locked(directory: Path) -> bool:
+    try:
+        lock = os.open(directory / _OWNER_FILE, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _lock_if_dead(directory: Path) -> int | None:
     """Take the lock of a dead run, so that no second sweep starts; None for a live or foreign one."""
     try:

@@ -8,7 +8,7 @@ This module reads configurations only; `adapter.export` looks at the live model.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trl_lora_sync.errors import UnsupportedAdapterError
@@ -17,6 +17,8 @@ _WHY_NO_EMBEDDINGS = (
     "the embedding and the output head are served by few architectures, and tied weights differ between the "
     "trainer and the server"
 )
+# Layers that SGLang serves as one, so that an adapter must have all of a group or none.
+FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _EMBEDDING_MODULES = frozenset({"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out"})
 _WEIGHTS_WAY_OUT = 'or set vllm_sync_strategy="weights", which merges the adapter and sends every weight'
 
@@ -151,6 +153,31 @@ def check_peft_config(config: Any) -> None:
         )
     for field in dataclasses.fields(config):
         _check_field(field, getattr(config, field.name))
+
+
+def check_saved_config(saved: Mapping[str, Any]) -> None:
+    """Refuse what a saved `adapter_config.json` says no server could serve exactly; needs no PEFT.
+
+    Fields that this version does not know are left to `check_peft_config`, which knows their defaults.
+
+    Raises:
+        UnsupportedAdapterError: as for `check_peft_config`.
+    """
+    if saved.get("peft_type") != "LORA":
+        raise _refuse(
+            f"PEFT type {saved.get('peft_type')}", "vLLM and SGLang load plain LoRA adapters only", "Use LORA"
+        )
+    for name, check in _CHECKED.items():
+        if name in saved:
+            check(saved[name])
+    for name, why in _REFUSED_WHEN_SET.items():
+        if saved.get(name):
+            raise _refuse(f"LoraConfig({name}={saved[name]!r})", why, "Leave it unset")
+
+
+def saved_rank(saved: Mapping[str, Any]) -> int:
+    """The largest rank of a saved `adapter_config.json`, which is the one that its canonical form has."""
+    return max([int(saved["r"]), *map(int, (saved.get("rank_pattern") or {}).values())])
 
 
 def _check_field(field: "dataclasses.Field[Any]", value: Any) -> None:

@@ -84,6 +84,13 @@ class Capabilities:
     takes_tensors: bool = False
     takes_pushes: bool = False
 
+    def serves_module(self, module: str) -> bool:
+        """Whether layers of this name, such as `q_proj`, can be adapted; true if the server does not tell."""
+        fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+        fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+        served = self.target_modules
+        return not served or "all" in served or module in served or fused.get(module) in served
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroup:
@@ -153,6 +160,10 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What `connect` found."""
+
+    @property
+    def retries(self) -> int:
+        """How many requests were sent again so far, because of a broken connection or files not yet visible."""
 
     def connect(self, deadline: Deadline) -> Capabilities:
         """Wait until the server is up, and check what can be checked without an adapter.

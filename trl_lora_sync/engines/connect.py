@@ -53,7 +53,7 @@ def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, halt: th
     Raises:
         ServerUnreachableError: nobody answered before the deadline, or before `halt`.
     """
-    http = HTTPClient(base_url, api_key=APIKey(vllm.API_KEY_VARIABLE), is_local=is_local)
+    http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
     try:
         _wait_until_up(http, deadline, halt)
     finally:

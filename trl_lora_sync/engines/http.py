@@ -302,9 +302,17 @@ def _tls_error(base_url: str, error: BaseException) -> ServerSetupError | None:
 
 
 def retrying(
-    deadline: Deadline, may_repeat: Callable[[BaseException], bool], *, at_most_s: float | None = None
+    deadline: Deadline,
+    may_repeat: Callable[[BaseException], bool],
+    *,
+    at_most_s: float | None = None,
+    on_repeat: Callable[[], None] | None = None,
 ) -> tenacity.Retrying:
-    """Repeat while `may_repeat` allows the error and the deadline the time; then raise the last error as it is."""
+    """Repeat while `may_repeat` allows the error and the deadline the time; then raise the last error as it is.
+
+    Args:
+        on_repeat: called before each repetition.
+    """
     left = max(0.0, deadline.remaining_s())
 
     def pause(state: tenacity.RetryCallState) -> None:
@@ -312,6 +320,8 @@ def retrying(
         # On a busy machine a pause outlasts the deadline; another attempt could then only say that the time is up.
         if deadline.is_over() and state.outcome is not None:
             state.outcome.result()
+        if on_repeat is not None:
+            on_repeat()
 
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(may_repeat),

@@ -65,12 +65,22 @@ class ServerEngine(ABC):
         self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, max_connections=CONCURRENT_REQUESTS)
         self._health = _Health(base_url, is_local=is_local, key_variable=self.key_variable)
         self._capabilities: Capabilities | None = None
+        self._retries = 0
+        self._counting = threading.Lock()
 
     @property
     def capabilities(self) -> Capabilities:
         if self._capabilities is None:
             raise LoRASyncError(f"connect() has not been called for {self.base_url}.")
         return self._capabilities
+
+    @property
+    def retries(self) -> int:
+        return self._retries
+
+    def _count_retry(self) -> None:
+        with self._counting:
+            self._retries += 1
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
         return {model["id"]: str(model.get("root")) for model in self._models(deadline) if model.get("parent")}
@@ -105,7 +115,7 @@ class ServerEngine(ABC):
                 isinstance(error, AdapterNotVisibleError) and not grace.is_over()
             )
 
-        for attempt in retrying(deadline, may_repeat):
+        for attempt in retrying(deadline, may_repeat, on_repeat=self._count_retry):
             with attempt:
                 load()
 
@@ -123,7 +133,7 @@ class ServerEngine(ABC):
 
     def _retried(self, method: str, path: str, deadline: Deadline, *, body: Any = None) -> httpx.Response:
         """For reading and for sampling, which do no harm again: repeated while the server is down or busy."""
-        for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S):
+        for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S, on_repeat=self._count_retry):
             with attempt:
                 response = self._request(method, path, deadline, body=body, watch=self._watch())
         return response

@@ -168,7 +168,7 @@ class SGLangEngine(SGLangServer):
                 f"the adapter has rank {adapter.rank}",
                 f"Restart it with --max-lora-rank {adapter.rank}",
             )
-        missing = [name for name in adapter.target_modules if not _is_served(name, served.target_modules)]
+        missing = [name for name in adapter.target_modules if not served.serves_module(name)]
         if missing:
             raise self._setup_error(
                 f"was started without {', '.join(missing)} among its --lora-target-modules",
@@ -447,9 +447,3 @@ def _target_modules(value: Any) -> frozenset[str]:
     if isinstance(value, str):
         value = [value]
     return frozenset(value or ())
-
-
-def _is_served(module: str, served: frozenset[str]) -> bool:
-    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-    fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-    return not served or "all" in served or module in served or fused.get(module) in served

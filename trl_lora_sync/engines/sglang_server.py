@@ -14,6 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.http import APIKey, SizedIterable, json_object, server_words
+from trl_lora_sync.engines.known import KNOWN_VERSIONS
 from trl_lora_sync.engines.server import ServerEngine
 from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "SGLANG_API_KEY"
 ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
-OLDEST = Version("0.5.11")
+OLDEST = KNOWN_VERSIONS["sglang"].oldest
 _ADMIN_TENSORS_FROM = Version("0.5.22")
 _POLL_S = 0.05
 # The answers of a generation step are out before the scheduler has put its last batch away.

@@ -28,6 +28,7 @@ from trl_lora_sync.engines.base import (
     Sampling,
 )
 from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.known import allowed_max_lora_rank
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
 from trl_lora_sync.engines.vllm_push import PushedAdapters
@@ -49,8 +50,6 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 _UNLOAD_RETRY_S = 2.0
 # What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
-# Source: vllm/config/lora.py `MaxLoRARanks`.
-ALLOWED_MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _UNDO_S = 10.0
 
 
@@ -216,7 +215,7 @@ class VLLMEngine(ServerEngine):
             return ServerSetupError(
                 f"The vLLM server at {self.base_url} was started with a --max-lora-rank below the adapter's rank "
                 f"{adapter.rank}. The server must reserve at least the adapter's rank. Restart it with "
-                f"--max-lora-rank {_flag_rank(adapter.rank)}. It said: {words!r}"
+                f"--max-lora-rank {allowed_max_lora_rank(adapter.rank)}. It said: {words!r}"
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
@@ -405,7 +404,3 @@ def _batches(groups: Sequence[PromptGroup], at_once: int = CONCURRENT_REQUESTS) 
         by_kind[group.count, isinstance(group.prompt, str)].append(index)
     size = math.ceil(len(groups) / at_once)
     return [indices[i : i + size] for indices in by_kind.values() for i in range(0, len(indices), size)]
-
-
-def _flag_rank(rank: int) -> int:
-    return next((allowed for allowed in ALLOWED_MAX_LORA_RANKS if allowed >= rank), rank)

@@ -21,9 +21,8 @@ def surroundings(engine: str, engine_version: str) -> dict[str, Any]:
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    script = Path(sys.argv[0]).name
     return {
-        "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "server": {"engine": engine, "version": engine_version},
         "python": platform.python_version(),
@@ -33,6 +32,12 @@ def surroundings(engine: str, engine_version: str) -> dict[str, Any]:
         "cpu_cores": len(os.sched_getaffinity(0)),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
+
+
+def _program() -> list[str]:
+    """How the running program is called, without the folder that it lies in."""
+    script = Path(sys.argv[0])
+    return ["python", f"benchmarks/{script.name}"] if script.parent.name == "benchmarks" else ["trl-lora-sync"]
 
 
 def cpu_name() -> str:

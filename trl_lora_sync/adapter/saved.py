@@ -1,0 +1,126 @@
+"""Read an adapter as PEFT saved it, without PEFT and without its base model."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.support import check_saved_config, is_embedding_module, refuse_module
+from trl_lora_sync.errors import UnsupportedAdapterError
+
+_KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<letter>[AB])\.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedAdapter:
+    """A folder that `save_pretrained`, or a trainer's checkpoint, wrote.
+
+    Attributes:
+        config: the content of `adapter_config.json`.
+        modules: the adapted layers, with the scaling that PEFT gives them.
+    """
+
+    config: Mapping[str, Any]
+    modules: tuple[LoRAModule, ...]
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it changes nothing, as before the first optimizer step."""
+        return not any(bool(module.lora_B.any()) for module in self.modules)
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        return tuple(sorted({module.name.rpartition(".")[2] for module in self.modules}))
+
+    def canonical(self, *, shapes: Mapping[str, tuple[int, int]] | None = None) -> CanonicalAdapter:
+        """The form that is served, in float32.
+
+        Args:
+            shapes: those of the base model's linear layers, to complete q/k/v and gate/up with zeros.
+        """
+        modules = list(self.modules)
+        return canonicalize(
+            complete_siblings(modules, shapes) if shapes is not None else modules,
+            dtype=torch.float32,
+            base_model=self.config.get("base_model_name_or_path"),
+            fan_in_fan_out=bool(self.config.get("fan_in_fan_out")),
+        )
+
+
+def read_saved_adapter(folder: Path) -> SavedAdapter:
+    """Read `adapter_config.json` and `adapter_model.safetensors` in `folder`.
+
+    Raises:
+        UnsupportedAdapterError: they are missing or broken, or hold more than plain LoRA.
+    """
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        check_saved_config(config)
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, UnsupportedAdapterError):
+            raise
+        raise UnsupportedAdapterError(
+            f"There is no adapter in {folder} that could be read. A folder with adapter_config.json and "
+            f"adapter_model.safetensors was expected, as PEFT saves it ({error})."
+        ) from error
+    return SavedAdapter(config=config, modules=tuple(_modules(tensors, config)))
+
+
+def base_shapes(folder: Path) -> dict[str, tuple[int, int]]:
+    """`(out_features, in_features)` of the linear layers of a base model on disk; only the files' heads are read."""
+    shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                shape = file.get_slice(key).get_shape()
+                if key.endswith(".weight") and len(shape) == 2:
+                    shapes[key.removesuffix(".weight")] = (shape[0], shape[1])
+    return shapes
+
+
+def _modules(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[LoRAModule]:
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        found = _KEY.fullmatch(key)
+        if found is None:
+            if ".lora_embedding_" in key:
+                raise refuse_module(key.partition(".lora_embedding_")[0])
+            raise UnsupportedAdapterError(
+                f"The tensor {key!r} belongs to no plain LoRA adapter. Only lora_A and lora_B of linear layers can be "
+                "served exactly. Train with peft.LoraConfig and without the feature that the tensor belongs to."
+            )
+        if is_embedding_module(found["path"]):
+            raise refuse_module(found["path"])
+        pairs.setdefault(found["path"], {})[found["letter"]] = tensor
+    if not pairs or any(len(pair) != 2 for pair in pairs.values()):
+        raise UnsupportedAdapterError(
+            "The adapter's file is incomplete: each layer needs lora_A and lora_B, and there must be one at least. "
+            "Save the adapter again."
+        )
+    return [
+        LoRAModule(name=path, lora_A=pair["A"], lora_B=pair["B"], scaling=_scaling(path, pair["A"].shape[0], config))
+        for path, pair in pairs.items()
+    ]
+
+
+def _scaling(path: str, rank: int, config: Mapping[str, Any]) -> float:
+    """PEFT's rule; the rank is that of the tensors, so only alpha can be told by a pattern.
+
+    Source: peft/utils/other.py `get_pattern_key`, 0.21.2.
+    """
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            alpha = value
+            break
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

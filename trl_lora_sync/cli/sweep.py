@@ -1,0 +1,124 @@
+"""Remove what dead runs left behind: files in a folder, and adapters on a server. Never those of a live run.
+
+A run is known to be dead if its files are not locked any more and it was started on this host since it last booted, or
+if its files are gone. Of any other, such as a run on another host, nothing is touched, and its name is printed.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trl_lora_sync.cli.console import UsageError, out, working
+from trl_lora_sync.cli.doctor import checked_url
+from trl_lora_sync.places import default_sync_dir, is_local_url
+
+if TYPE_CHECKING:
+    from trl_lora_sync.engines.base import Deadline, Engine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("targets", nargs="+", metavar="DIR|URL", help="a lora_sync_dir, or a server")
+    parser.add_argument(
+        "--dir", type=Path, help="lora_sync_dir of the runs on the servers (default: the one used on this host)"
+    )
+    parser.add_argument("--server-dir", help="the same folder as the servers see it")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a server (default: %(default)g)"
+    )
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    if rest:
+        raise UsageError(f"nothing may follow --, but {' '.join(rest)} does.")
+    for target in args.targets:
+        if "://" in target:
+            url = checked_url(target)
+            with working(f"sweeping {url}"):
+                lines = sweep_server(url, args)
+        else:
+            folder = Path(target)
+            if not folder.is_dir():
+                raise UsageError(f"{folder} is no folder. Give the lora_sync_dir of the runs, or the URL of a server.")
+            with working(f"sweeping {folder}"):
+                lines = sweep_folder(folder, args.dry_run)
+        for line in lines or [f"{target}: nothing was left behind."]:
+            out().print(line)
+    return 0
+
+
+def sweep_folder(folder: Path, dry_run: bool, forget: Callable[[str], None] = lambda name: None) -> list[str]:
+    """Delete the files of dead runs; says what was done and what was left alone.
+
+    Args:
+        forget: called with each adapter name of a dead run before its files go.
+    """
+    from trl_lora_sync.adapter.store import run_states, sweep_leftovers
+
+    states = run_states(folder)
+    lines = [_left_alone(run, state) for run, state in states.items() if state != "dead"]
+    if dry_run:
+        return [f"would remove {run}" for run, state in states.items() if state == "dead"] + lines
+    return [f"removed {run}" for run in sweep_leftovers(folder, forget)] + lines
+
+
+def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
+    """Unload the adapters of dead runs from a server, with their files; says what was done and what was left alone."""
+    from trl_lora_sync.adapter.store import run_states
+    from trl_lora_sync.engines.base import Deadline
+    from trl_lora_sync.engines.connect import connect_engine
+
+    def deadline(task: str) -> "Deadline":
+        return Deadline.after(args.timeout, task)
+
+    is_local = is_local_url(url)
+    root = (args.dir or default_sync_dir(is_local, ".")).absolute()
+    seen_as = (args.server_dir or str(root)).rstrip("/")
+    engine = connect_engine(url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"))
+    try:
+        # Listed first: a live run has its folder, locked, from before its first load until after its last unload.
+        loaded = engine.loaded(deadline("Listing adapters"))
+        states = run_states(root) if root.is_dir() else {}
+        lines = []
+        for name, path in sorted(loaded.items()):
+            run = _run_of(name)
+            if run is None:
+                lines.append(f"left {name}: it is no adapter of this package")
+            elif (state := states.get(run) or _state_without_folder(path, f"{seen_as}/{run}/{name}")) != "dead":
+                lines.append(_left_alone(name, state))
+            else:
+                lines.append(_unload(engine, name, deadline, dry_run=args.dry_run))
+        if root.is_dir():
+            lines += sweep_folder(root, args.dry_run)
+        return lines
+    finally:
+        engine.close()
+
+
+def _unload(engine: "Engine", name: str, deadline: "Callable[[str], Deadline]", *, dry_run: bool) -> str:
+    if dry_run:
+        return f"would unload {name}"
+    done = engine.unload(name, deadline(f"Unloading {name}"))
+    return f"unloaded {name}" if done else f"left {name}: the server did not confirm that it forgot it"
+
+
+def _run_of(adapter_name: str) -> str | None:
+    from trl_lora_sync.adapter.store import RUN_PREFIX
+
+    run, _, version = adapter_name.rpartition("-v")
+    return run if run.startswith(RUN_PREFIX) and version else None
+
+
+def _state_without_folder(listed: str, ours: str) -> str:
+    """The state of a run that has no folder in ours: dead if that is where its adapter came from, as text tells."""
+    return "dead" if listed == ours else "unknown"
+
+
+def _left_alone(name: str, state: str) -> str:
+    why = {
+        "live": "its run goes on",
+        "elsewhere": "its run was started on another host, or before this one booted; delete it there, or by hand",
+        "unknown": "its run keeps its files elsewhere, or sends none; name its lora_sync_dir with --dir",
+    }
+    return f"left {name}: {why[state]}"

@@ -1,0 +1,49 @@
+"""Where a server is, as seen from this host, and where adapter versions for it are written. Knows no trainer."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def has_secrets(url: str) -> bool:
+    """Whether a URL carries more than a place, such as a user, a password or a key."""
+    return bool({"@", "?", "#"} & set(url))
+
+
+def is_http_url(url: str) -> bool:
+    """Whether `url` is one that a request could be sent to."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, half an IPv6 address
+        return False
+
+
+def is_local_url(url: str) -> bool:
+    """Whether the host in `url` is this one: one of its addresses can be bound here."""
+    host = urlsplit(url).hostname or ""
+    try:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # unknown, or no possible host name
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in addresses)
+
+
+def _can_bind(family: int, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
+def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
+    """Where versions are written if `lora_sync_dir` is not given."""
+    if is_local and _SHARED_MEMORY.is_dir():
+        return _SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
+    return Path(output_dir) / "lora_sync"

@@ -1,0 +1,23 @@
+"""TRL's own `trl grpo` script with this package's classes; `trl-lora-sync grpo` launches it.
+
+Everything in it is TRL's, whatever the version: its arguments, its datasets, its rewards.
+"""
+
+from typing import Any
+
+from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl
+
+
+def make_parser(prog: str | None = None) -> Any:
+    """TRL's parser of the script, with this package's fields beside TRL's."""
+    with _trl.grpo_script(GRPOConfig, GRPOTrainer) as script:
+        return script.make_parser(prog=prog)
+
+
+def main() -> None:
+    with _trl.grpo_script(GRPOConfig, GRPOTrainer) as script:
+        script.main(*script.make_parser().parse_args_and_config(fail_with_unknown_args=False))
+
+
+if __name__ == "__main__":
+    main()
