@@ -240,12 +240,13 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
             f"{address.base_url} runs {served.engine}, which takes no tensors in its load request. Set "
             'lora_sync_transport="auto" to find a way that it offers.'
         )
-    seen = (
-        f"{address.base_url} does not offer the push route"
-        if choice == "push"
-        else f"{address.base_url} is on another host, and no way is known by which an adapter reaches it"
-    )
-    raise ServerSetupError(
+    if choice == "push":
+        raise _no_way(f"{address.base_url} does not offer the push route")
+    raise _no_way(f"{address.base_url} is on another host, and no way is known by which an adapter reaches it")
+
+
+def _no_way(seen: str) -> ServerSetupError:
+    return ServerSetupError(
         f"{seen}. Choose one: install this package next to the server with `pip install --no-deps trl-lora-sync` and "
         f"restart it with --middleware {MIDDLEWARE}; or let both see one folder, and set lora_sync_dir to it and "
         "lora_sync_server_dir to where the server has it mounted, the same path included."
