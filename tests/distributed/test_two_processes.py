@@ -93,7 +93,7 @@ def test_a_version_that_fails_on_process_0_raises_the_same_on_both(
     assert first == second
     assert first[0] == error
     assert re.search(words, first[1])
-    assert all(seen[step]["seconds"] < 60 for seen in working["seen"])
+    assert all(seen[step]["seconds"] < 45 for seen in working["seen"])
 
 
 @pytest.mark.parametrize("step", ["after_refusal", "after_not_finite"])

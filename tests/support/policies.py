@@ -25,8 +25,16 @@ def token_ids(seed: int, length: int = 12) -> list[int]:
 
 
 def sample(generation: Any, prompts: list[list[int]]) -> list[Row]:
-    """One completion per prompt, with the log-probabilities the server reports for its tokens."""
-    prompt_ids, completion_ids, logprobs, _ = generation.generate(prompts, None, num_generations=1)
+    """One completion per prompt, with the log-probabilities the server reports for its tokens.
+
+    All of full length: noise is told from another policy by a mean, which says little about one or two tokens.
+    """
+    chosen = generation.generation_kwargs
+    generation.generation_kwargs = {**chosen, "ignore_eos": True}
+    try:
+        prompt_ids, completion_ids, logprobs, _ = generation.generate(prompts, None, num_generations=1)
+    finally:
+        generation.generation_kwargs = chosen
     assert prompt_ids == prompts
     served = [torch.tensor([token[0] for token in row]) for row in logprobs]
     return list(zip(prompt_ids, completion_ids, served, strict=True))

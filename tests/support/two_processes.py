@@ -46,7 +46,7 @@ def rows_of(trainer: GRPOTrainer, seeds: list[int]) -> Outcome:
 def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
     """Generation, failures in the middle, and training, on one trainer; a hang in any of them is a timeout outside."""
     index = PartialState(cpu=True).process_index
-    trainer = grpo_trainer(proxy_url, Path(model), folder, max_steps=2, lora_sync_timeout=90.0, ddp_timeout=120)
+    trainer = grpo_trainer(proxy_url, Path(model), folder, max_steps=2, lora_sync_timeout=60.0, ddp_timeout=120)
     generation = trainer.vllm_generation
     policy = trainer.accelerator.unwrap_model(trainer.model)
 
