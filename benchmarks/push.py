@@ -34,17 +34,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
-from surroundings import surroundings  # noqa: E402
 from two_hosts import PRIVATE_VARIABLE, THERE_ADDRESS, NotPermittedError, OtherHost, first_host  # noqa: E402
 from vllm_server import VLLMServer  # noqa: E402
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize  # noqa: E402
 from trl_lora_sync.adapter.store import StoredAdapter  # noqa: E402
-from trl_lora_sync.config import is_local_url  # noqa: E402
+from trl_lora_sync.cli.surroundings import surroundings  # noqa: E402
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.vllm import VLLMEngine  # noqa: E402
 from trl_lora_sync.engines.vllm_push import SafetensorsBody  # noqa: E402
+from trl_lora_sync.places import is_local_url  # noqa: E402
 
 RANK, HIDDEN = 32, 4096
 UNLIMITED = "unlimited"

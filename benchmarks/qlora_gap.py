@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from surroundings import surroundings
+
+from trl_lora_sync.cli.surroundings import surroundings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
