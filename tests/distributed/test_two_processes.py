@@ -1,5 +1,6 @@
 """Distributed tier: two gloo processes on the CPU, the real server, and failures of process 0 alone."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,15 +25,23 @@ def working(server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempP
     """One launch through everything that works, and through failures that a run survives."""
     folder = tmp_path_factory.mktemp("working")
 
-    def damage_on_demand(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        order = folder / "damage-the-next-version"
-        if path == "/v1/load_lora_adapter" and order.exists():
-            order.unlink()
+    def order() -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return (folder / "order").read_text()
+        return ""
+
+    def before(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if order() == "break all connections":
+            raise ConnectionAbortedError
+        if order() == "damage the version" and path == "/v1/load_lora_adapter":
             damage(body["lora_path"])
         return body
 
+    def after(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
+        return (401, b'{"error": "Unauthorized"}') if order() == "refuse the key" else (status, answer)
+
     with proxy_to(server.base_url) as proxy:
-        proxy.before = damage_on_demand
+        proxy.before, proxy.after = before, after
         result = two_processes("working", folder, proxy.base_url, base_model, timeout_s=TIMEOUT_S)
         yield result | {"folder": folder, "proxy": proxy, "left": adapters_on(server.base_url)}
 
@@ -81,8 +90,10 @@ def test_both_processes_name_the_same_version(working: Seen) -> None:
 @pytest.mark.parametrize(
     ("step", "error", "words"),
     [
-        ("refused", "AdapterRejectedError", r"refused to load the adapter .*-v2.* It said: "),
+        ("refused", "AdapterNotVisibleError", r"refused to load the adapter .*-v2.* It said: "),
         ("not_finite", "AdapterNotFiniteError", "hold NaN or infinity"),
+        ("full_disk", "AdapterExportError", "there is no room for the .* Free some space"),
+        ("server_gone", "ServerUnreachableError", "http://127.0.0.1.*(look at its log|Start it)"),
     ],
 )
 def test_a_version_that_fails_on_process_0_raises_the_same_on_both(
@@ -96,7 +107,24 @@ def test_a_version_that_fails_on_process_0_raises_the_same_on_both(
     assert all(seen[step]["seconds"] < 45 for seen in working["seen"])
 
 
-@pytest.mark.parametrize("step", ["after_refusal", "after_not_finite"])
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        ("wrong_key", "ServerAuthError", "VLLM_API_KEY"),
+        ("refused_feature", "UnsupportedAdapterError", 'use_dora.*vllm_sync_strategy="weights"'),
+        ("refused_setting", "UnsupportedSettingError", "colocate"),
+    ],
+)
+def test_a_start_that_is_refused_raises_the_same_on_both(step: str, error: str, words: str, working: Seen) -> None:
+    first, second = both_errors(working, step)
+
+    assert first == second
+    assert first[0] == error
+    assert re.search(words, first[1])
+    assert all(seen[step]["seconds"] < 45 for seen in working["seen"])
+
+
+@pytest.mark.parametrize("step", ["after_refusal", "after_not_finite", "after_full_disk", "after_server_gone"])
 def test_after_a_failed_version_both_processes_go_on_with_the_one_before(step: str, working: Seen) -> None:
     for result in both(working, step):
         assert result["mean"] < NOISE_MEAN
@@ -107,7 +135,7 @@ def test_only_process_0_writes_and_talks_to_the_server(working: Seen) -> None:
 
     assert both(working, "owners")[0] == [first_pid]
     assert both(working, "client") == [True, False]
-    assert working["output"].count("LoRA adapter sync: vllm") == 2, "one line for each of the two trainers"
+    assert working["output"].count("LoRA adapter sync: vllm") == 2, "one line for each of the two trainers that start"
 
 
 def test_training_logs_the_same_sync_on_both_processes(working: Seen) -> None:

@@ -4,21 +4,23 @@ Writes what it saw to FOLDER/process-<index>.json; the tests read that. Every sc
 its steps fails, so a test sees which process raised what.
 """
 
+import contextlib
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 
-from support.models import randomize_adapter
+from support.folders import largest_file
+from support.models import lora, randomize_adapter
 from support.policies import distance, sample, token_ids
-from support.trainers import grpo_trainer, steps_of
+from support.trainers import change_settings, grpo_trainer, steps_of
 from trl_lora_sync import GRPOTrainer
 
 Outcome = dict[str, Any]
@@ -46,7 +48,7 @@ def rows_of(trainer: GRPOTrainer, seeds: list[int]) -> Outcome:
 def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
     """Generation, failures in the middle, and training, on one trainer; a hang in any of them is a timeout outside."""
     index = PartialState(cpu=True).process_index
-    trainer = grpo_trainer(proxy_url, Path(model), folder, max_steps=2, lora_sync_timeout=60.0, ddp_timeout=120)
+    trainer = grpo_trainer(proxy_url, Path(model), folder, max_steps=2, lora_sync_timeout=60.0, ddp_timeout=400)
     generation = trainer.vllm_generation
     policy = trainer.accelerator.unwrap_model(trainer.model)
 
@@ -55,10 +57,41 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         generation.sync_weights()
         return generation._active_name
 
-    def refused() -> str | None:
+    @contextlib.contextmanager
+    def proxy_does(order: str) -> Iterator[None]:
+        """What the proxy before the server is to do while the block lasts, on whichever process."""
         if index == 0:
-            (folder / "damage-the-next-version").touch()
-        return sync(seed=2)
+            (folder / "order").write_text(order)
+        try:
+            yield
+        finally:
+            if index == 0:
+                (folder / "order").unlink()
+
+    def refused() -> str | None:
+        with proxy_does("damage the version"):
+            return sync(seed=2)
+
+    def full_disk() -> str | None:
+        with largest_file(20_000) if index == 0 else contextlib.nullcontext():
+            return sync(seed=2)
+
+    def server_gone() -> str | None:
+        if index == 0:
+            change_settings(generation._sync, sync_timeout_s=3.0)
+        with proxy_does("break all connections"):
+            try:
+                return sync(seed=2)
+            finally:
+                if index == 0:
+                    change_settings(generation._sync, sync_timeout_s=60.0)
+
+    def wrong_key() -> None:
+        with proxy_does("refuse the key"):
+            start(proxy_url)
+
+    def start(url: str, **changes: Any) -> None:
+        grpo_trainer(url, Path(model), folder / "other", ddp_timeout=400, **changes)
 
     def not_finite() -> str | None:
         if index == 0:
@@ -87,8 +120,16 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         "after_refusal": attempt(back_to_first),
         "not_finite": attempt(not_finite),
         "after_not_finite": attempt(back_to_first),
+        "full_disk": attempt(full_disk),
+        "after_full_disk": attempt(back_to_first),
+        "server_gone": attempt(server_gone),
+        "after_server_gone": attempt(back_to_first),
         "owners": attempt(lambda: [json.loads(file.read_text())["pid"] for file in folder.glob("sync/*/owner.json")]),
         "train": attempt(train),
+        # Another trainer takes accelerate's state over, so the first one is no longer used.
+        "wrong_key": attempt(wrong_key),
+        "refused_feature": attempt(lambda: start(proxy_url, peft_config=lora(use_dora=True))),
+        "refused_setting": attempt(lambda: start(proxy_url, vllm_mode="colocate")),
         "broken_reward": attempt(lambda: train_on_a_broken_reward(proxy_url, model, folder)),
     }
     return seen | {"process": {"result": os.getpid()}, "client": {"result": hasattr(generation, "vllm_client")}}
@@ -98,14 +139,14 @@ def train_on_a_broken_reward(url: str, model: str, folder: Path) -> None:
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         raise ZeroDivisionError("the reward is broken")
 
-    grpo_trainer(url, Path(model), folder, reward_funcs=reward, ddp_timeout=120).train()
+    grpo_trainer(url, Path(model), folder, reward_funcs=reward, ddp_timeout=400).train()
 
 
 def failing(folder: Path, closed_url: str, model: str) -> dict[str, Outcome]:
     """Starts that fail: on process 0 alone, which is the one that talks to the server and writes, or on both."""
 
     def unreachable() -> None:
-        grpo_trainer(closed_url, Path(model), folder, vllm_server_timeout=2.0, ddp_timeout=120)
+        grpo_trainer(closed_url, Path(model), folder, vllm_server_timeout=2.0, ddp_timeout=400)
 
     return {"unreachable": attempt(unreachable), "unreachable_again": attempt(unreachable)}
 

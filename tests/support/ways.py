@@ -120,7 +120,7 @@ def copy_policy(trainer: GRPOTrainer, copy: nn.Module) -> None:
 
 
 def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
-    trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 120}
+    trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 400}
     is_qlora, way = way.endswith(QLORA), way.removesuffix(QLORA)
     if is_qlora:
         config |= four_bit(is_fsdp=way in FSDP)
