@@ -41,7 +41,7 @@ class Bench:
         self.engine = SGLangEngine(args.url, is_local=is_local_url(args.url))
         self.engine.connect(deadline())
         self.disk = DiskTransport(default_sync_dir(True, "transports"))
-        self.tensors = HTTPTransport()
+        self.tensors = HTTPTransport(default_sync_dir(True, "transports"))
         self.per_rank = Version(self.engine.capabilities.version) >= Version("0.5.17")
         self.url = args.url
         self._number = 0

@@ -112,6 +112,11 @@ class Fleet:
             wait(self.unload_later(trial.name), timeout=CLOSE_TIMEOUT_S)
             transport.delete(trial)
 
+    def disconnect(self) -> None:
+        """Give up all connections and threads."""
+        for server in self.servers:
+            server.disconnect()
+
     # Versions
 
     def load(self, stored: StoredAdapter, deadline: Deadline) -> dict[int, float]:

@@ -87,6 +87,11 @@ class FleetServer:
         self._engine = engine
         self._is_asleep = False
 
+    def disconnect(self) -> None:
+        self._unloader.shutdown(wait=False)
+        if self._engine is not None:
+            self._engine.close()
+
     # Away and back
 
     def note_loss(self, error: LoRASyncError, engine: Engine) -> None:

@@ -50,7 +50,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         if self.accelerator.is_main_process:
             self._sync = AdapterSync(self._settings)
             # Also runs when the interpreter exits; holds the sync, not this object.
-            self._closer = weakref.finalize(self, self._sync.close)
+            self._closer = weakref.finalize(self, self._sync.end)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
         summary = run_on_main(self.accelerator, lambda: self._start(read, base))

@@ -105,11 +105,10 @@ class Preflight:
             ServerSetupError: the server serves another model.
             AdapterRejectedError: it does not take such an adapter.
         """
-        adapter = server.form_of(trial)
         try:
-            server.engine.load(adapter, deadline)
-            server.engine.warm_up(adapter, deadline)
-            server.engine.generate(adapter.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, deadline)
+            server.load(trial, deadline)  # as each sync will, a pause included
+            server.warm_up(trial, deadline)
+            server.engine.generate(trial.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, deadline)
         except AdapterNotVisibleError:
             raise
         except AdapterRejectedError as error:

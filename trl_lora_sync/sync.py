@@ -76,6 +76,12 @@ class AdapterSync:
         if settings.frees_kv_cache:
             fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
             self.wake()
+        if fleet.capabilities.logprobs_mode == "raw_logprobs":
+            logger.warning(
+                "A server returns raw log-probabilities, which do not know the temperature. At other temperatures than "
+                "1 TRL's importance ratios are wrong. Restart vLLM with --logprobs-mode processed_logprobs, or SGLang "
+                "without SGLANG_RETURN_ORIGINAL_LOGPROB."
+            )
         return self._summary(adapter)
 
     def publish(self, read: ReadAdapter, timer: PhaseTimer | None = None) -> SyncReport:
@@ -133,6 +139,11 @@ class AdapterSync:
         self._retired.clear()
         if self._transport is not None:
             self._transport.close()
+
+    def end(self) -> None:
+        """`close` for good: the connections and the threads go too."""
+        self.close()
+        self.fleet.disconnect()
 
     # Memory between steps
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, new_run_id, sweep_leftovers
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.errors import ServerSetupError
@@ -84,7 +84,10 @@ class DiskTransport:
         self._wait(self._files.submit(self._store.open), deadline)
 
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        writing = self._files.submit(lambda: self._store.write(version, adapter))
+        return self._keep(lambda: self._store.write(version, adapter), deadline)
+
+    def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline | None) -> StoredAdapter:
+        writing = self._files.submit(write)
         try:
             return self._wait(writing, deadline)
         except BaseException:
@@ -178,35 +181,18 @@ class DiskAndHTTPTransport(DiskTransport):
         return replace(super().write(version, adapter, deadline), content=adapter)
 
 
-class HTTPTransport:
-    """Versions that each server is sent when it loads them, inside the request or before it."""
+class HTTPTransport(DiskTransport):
+    """Versions that each server is sent when it loads them, inside the request or before it.
 
-    where = "no shared folder (sent over HTTP)"
+    Only the names are on disk, as empty folders, so that the next run can unload what a killed one left on the servers.
+    """
 
-    def __init__(self) -> None:
-        self.run_id = new_run_id()
-
-    def open(self, deadline: Deadline | None = None) -> None:
-        pass
+    @property
+    def where(self) -> str:
+        return "no shared folder (sent over HTTP)"
 
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        return StoredAdapter(
-            name=f"{self.run_id}-v{version}",
-            version=version if isinstance(version, int) else 0,
-            rank=adapter.rank,
-            target_modules=adapter.target_modules,
-            payload_bytes=adapter.payload_bytes,
-            content=adapter,
-        )
-
-    def delete(self, stored: StoredAdapter) -> None:
-        pass
-
-    def sweep(self, forget: Callable[[str], None], deadline: Deadline | None = None) -> list[str]:
-        return []
-
-    def close(self) -> None:
-        pass
+        return replace(self._keep(lambda: self._store.note(version, adapter), deadline), content=adapter)
 
 
 def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transport:
@@ -216,7 +202,7 @@ def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transpor
         sends_content: for each server, whether it is sent adapters over HTTP; see `is_sent_content`.
     """
     if all(sends_content):
-        return HTTPTransport()
+        return HTTPTransport(settings.root)
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     return kind(settings.root, server_root=settings.server_root)
 

@@ -105,7 +105,7 @@ def test_server_forgets_adapters_of_dead_runs_only(
         path=active.path,
         server_path=active.server_path,
     )
-    sent = HTTPTransport().write(1, ADAPTER)
+    sent = HTTPTransport(tmp_path / "of-another-host").write(1, ADAPTER)
     abroad = foreign.directory / f"{foreign.run_id}-v1"
     kept = StoredAdapter(
         name=abroad.name,

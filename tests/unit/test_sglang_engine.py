@@ -106,12 +106,12 @@ def test_payloads_of_growing_and_shrinking_adapters_reuse_one_maker() -> None:
     ("version", "tokens"), [("0.5.15", ["api"]), ("0.5.21", ["api"]), ("0.5.22", ["admin"]), ("0.5.23", ["admin"])]
 )
 def test_tensors_are_sent_once_with_the_key_the_version_wants(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, version: str, tokens: list[str]
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, version: str, tokens: list[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SGLANG_API_KEY", "api")
     monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "admin")
     fake, engine = serve(version, api_key="api", admin_api_key="admin")
-    stored = HTTPTransport().write(1, adapter_for(SMALL, 1, rank=R))
+    stored = HTTPTransport(tmp_path).write(1, adapter_for(SMALL, 1, rank=R))
     engine.load(stored, soon())
     assert engine.unload(stored.name, soon())
     sent = [(request.path, request.token) for request in fake.requests if request.method == "POST"]
@@ -160,7 +160,7 @@ def every_shape() -> dict[str, tuple[int, int]]:
 )
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.23"])
 def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
-    serve: Serve, adapted: tuple[str, ...], added: set[str], version: str
+    serve: Serve, adapted: tuple[str, ...], added: set[str], version: str, tmp_path: Path
 ) -> None:
     """Without them, SGLang refuses some of these adapters and dies of others."""
     modules = part(*adapted)
@@ -168,7 +168,7 @@ def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
     assert {module.name.rpartition(".")[2] for module in completed[len(modules) :]} == added
     assert len(completed) == SMALL.layers * len({*adapted, *added})
     fake, engine = serve(version)
-    stored = HTTPTransport().write(1, canonicalize(completed, dtype=torch.float32))
+    stored = HTTPTransport(tmp_path).write(1, canonicalize(completed, dtype=torch.float32))
     engine.load(stored, soon())
     ((found,),) = engine.generate(stored.name, [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
     assert found.logprobs is not None
@@ -314,11 +314,11 @@ def test_every_way_to_say_that_nothing_is_there_is_understood(serve: Serve, tmp_
         engine.load(stored, soon())
 
 
-def test_the_same_words_about_tensors_are_a_refusal(serve: Serve) -> None:
+def test_the_same_words_about_tensors_are_a_refusal(serve: Serve, tmp_path: Path) -> None:
     fake, engine = serve()
     fake.canned["/load_lora_adapter_from_tensors"] = [refusal("No such file")]
     with pytest.raises(AdapterRejectedError) as caught:
-        engine.load(HTTPTransport().write(1, adapter_for(SMALL, 1, rank=R)), soon())
+        engine.load(HTTPTransport(tmp_path).write(1, adapter_for(SMALL, 1, rank=R)), soon())
     assert not isinstance(caught.value, AdapterNotVisibleError)
 
 
@@ -420,9 +420,9 @@ def test_no_key_goes_to_a_server_that_tells_its_engine_without_one(
         assert [request.headers.get("Authorization") for request in server.requests] == [None, None]
 
 
-def test_what_could_not_be_unloaded_is_unloaded_later(serve: Serve) -> None:
+def test_what_could_not_be_unloaded_is_unloaded_later(serve: Serve, tmp_path: Path) -> None:
     fake, engine = serve()
-    kept = [HTTPTransport().write(1, _adapter(seed)) for seed in (1, 2)]
+    kept = [HTTPTransport(tmp_path).write(1, _adapter(seed)) for seed in (1, 2)]
     for stored in kept:
         engine.load(stored, soon())
     fake.canned["/unload_lora_adapter"] = [(500, "Internal Server Error")]

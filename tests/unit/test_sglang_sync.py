@@ -1,6 +1,7 @@
 """Unit tier: whole syncs against a fake SGLang, from the first connection to the last unload."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -133,6 +134,24 @@ def test_a_run_keeps_the_server_flat_and_leaves_nothing(
     assert training.fake.host_adapters == []
     assert not (tmp_path / "sync").exists()
     assert training.fake.death is None
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensors"])
+def test_what_a_killed_run_left_on_the_server_is_unloaded_by_the_next_one(run: StartRun, transport: str) -> None:
+    """A run that sends tensors writes no files, so nothing told of it."""
+    killed = run(transport=transport)
+    left = killed.publish()
+    lock = killed.sync.transport._store._lock
+    os.close(lock)  # as the kernel does
+    killed.sync.transport._store._lock = None
+    next_run = Run(AdapterSync(killed.sync.settings), killed.fake, trained(killed.fake))
+    next_run.start()
+    assert left not in killed.fake.host_adapters
+    name = next_run.publish()
+    assert next_run.is_served(name, next_run.read[-1])
+    next_run.sync.close()
+    next_run.wait_for_unloads()
+    assert killed.fake.host_adapters == []
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensors"])

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -188,8 +188,28 @@ class AdapterStore:
     def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Write a version, or a probe with a word for a version, under a name of its own; see `write_adapter`."""
         self.open()
+        stored = self._named(version, adapter)
+        assert stored.path is not None
+        write_adapter(stored.path, adapter, private=True)
+        return replace(stored, server_path=f"{self.server_root}/{self.run_id}/{stored.name}")
+
+    def note(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
+        """Note the name of a version that is not to be written, so that a sweep finds it.
+
+        Raises:
+            AdapterExportError: that is not possible.
+        """
+        self.open()
+        stored = self._named(version, adapter)
+        assert stored.path is not None
+        try:
+            stored.path.mkdir(mode=_PRIVATE_DIRECTORY)
+        except OSError as error:
+            raise _export_error(stored.path, adapter, error) from error
+        return stored
+
+    def _named(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         name = f"{self.run_id}-v{version}"
-        write_adapter(self.directory / name, adapter, private=True)
         return StoredAdapter(
             name=name,
             version=version if isinstance(version, int) else 0,
@@ -197,7 +217,6 @@ class AdapterStore:
             target_modules=adapter.target_modules,
             payload_bytes=adapter.payload_bytes,
             path=self.directory / name,
-            server_path=f"{self.server_root}/{self.run_id}/{name}",
         )
 
     def delete(self, stored: StoredAdapter) -> None:

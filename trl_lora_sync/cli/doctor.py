@@ -470,7 +470,7 @@ class _Examination:
         case, is_local = self._case, is_local_url(self._diagnosis.url)
         if case.folder is None and not is_local:
             is_sent = self._served.takes_tensors or self._served.takes_pushes
-            self._transport = HTTPTransport() if is_sent else None
+            self._transport = HTTPTransport(default_sync_dir(True, ".")) if is_sent else None
         else:
             root = case.folder or default_sync_dir(is_local, ".")
             self._transport = DiskTransport(root, server_root=case.server_folder)
