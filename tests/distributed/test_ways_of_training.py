@@ -109,7 +109,7 @@ def test_a_sync_moves_the_adapter_and_no_base_parameter(launched: Seen) -> None:
 @pytest.mark.parametrize(
     ("step", "error", "words"),
     [
-        ("refused", "AdapterRejectedError", "refused to load the adapter"),
+        ("refused", "AdapterNotVisibleError", "refused to load the adapter"),
         ("failing_gather", "MemoryError", "no room for the shards"),
     ],
     ids=["process 0 fails", "another process fails"],
