@@ -20,10 +20,11 @@ import trl_lora_sync.fleet_server
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.engines.base import Capabilities, PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASyncError, ServerSetupError
-from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from trl_lora_sync.verify import TrainedBase
+from unit.fleets import settings_for
 
 
 @dataclass
@@ -88,21 +89,8 @@ def run(tmp_path: Path) -> Iterator[StartRun]:
 
         def begin(*, server: dict[str, Any] | None = None, start: bool = True, **settings: Any) -> Run:
             fake = stack.enter_context(FakeSGLang(**{"shapes": SMALL, **(server or {})}))
-            plain: dict[str, Any] = {
-                "servers": (ServerAddress(base_url=fake.base_url, is_local=True),),
-                "engine": "auto",
-                "transport": "auto",
-                "root": tmp_path / "sync",
-                "server_root": None,
-                "keep": 2,
-                "pause": "off",
-                "frees_kv_cache": False,
-                "dtype": None,
-                "sync_timeout_s": 20.0,
-                "startup_timeout_s": 20.0,
-                "generation_timeout_s": 20.0,
-            }
-            begun = Run(AdapterSync(SyncSettings(**{**plain, **settings})), fake, trained(fake))
+            settings_of_run = settings_for([fake], tmp_path / "sync", **settings)
+            begun = Run(AdapterSync(settings_of_run), fake, trained(fake))
             stack.callback(begun.sync.close)
             if start:
                 begun.start()
