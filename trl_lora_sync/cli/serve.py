@@ -151,7 +151,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", type=int, default=2, metavar="N", help="lora_sync_keep of the trainer (default: %(default)s)"
     )
     parser.add_argument("--sleep", action="store_true", help='allow vllm_server_sleep="kv_cache"')
-    parser.add_argument("--push", action="store_true", help="let trainers that share no folder push adapters; vLLM only")
+    parser.add_argument(
+        "--push", action="store_true", help="let trainers that share no folder push adapters; vLLM only"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     parser.add_argument(
