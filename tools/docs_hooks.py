@@ -1,7 +1,7 @@
 """Parts of the documentation that are made from the code when it is built, so that they cannot go stale.
 
 A page says `<!-- made: NAME -->` where one of `MADE` goes: the support table, the settings, the messages of all errors,
-the help of each command.
+the help of each command, and SECURITY.md, which is thus written once.
 """
 
 import ast
@@ -136,12 +136,18 @@ def error_reference() -> str:
     return "\n".join(parts)
 
 
+def security_policy() -> str:
+    """SECURITY.md without its title, which the page has."""
+    return (Path(__file__).parents[1] / "SECURITY.md").read_text().partition("\n")[2].strip()
+
+
 MADE: Mapping[str, Callable[[], str]] = {
     "support": support_table,
     "versions": version_table,
     "settings": settings_table,
     "commands": command_help,
     "errors": error_reference,
+    "security": security_policy,
 }
 
 

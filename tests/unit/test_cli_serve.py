@@ -14,6 +14,7 @@ import pytest
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.cli.serve import Installed, Launch, Wanted, plan
+from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 
 Main = Callable[..., int]
 
@@ -98,6 +99,27 @@ def test_sleeping_vllm_gets_its_development_mode_with_a_warning() -> None:
     assert "--enable-sleep-mode" in found.command
     assert found.env["VLLM_SERVER_DEV_MODE"] == "1"
     assert "no API key guards" in found.notes[0]
+
+
+def test_pushed_to_vllm_gets_the_route_and_a_word_about_the_package_it_is_in() -> None:
+    found = launch("0.31.0", takes_pushes=True)
+    assert values(found)["--middleware"] == [MIDDLEWARE]
+    assert "/env/bin/python -m pip install --no-deps trl-lora-sync" in found.notes[0]
+
+
+def test_pushed_to_vllm_keeps_the_middleware_that_was_typed() -> None:
+    found = launch("0.31.0", "--middleware", "theirs.Middleware", takes_pushes=True)
+    assert found.command[-4:] == ("--middleware", MIDDLEWARE, "--middleware", "theirs.Middleware")
+
+
+@pytest.mark.parametrize("extra", [("--middleware", MIDDLEWARE), (f"--middleware={MIDDLEWARE}",)])
+def test_push_route_that_was_typed_is_there_once(extra: tuple[str, ...]) -> None:
+    assert sum(MIDDLEWARE in part for part in launch("0.31.0", *extra, takes_pushes=True).command) == 1
+
+
+def test_pushed_to_sglang_is_refused_as_it_takes_tensors_as_it_is() -> None:
+    with pytest.raises(UsageError, match="takes adapters in the load request as it is"):
+        launch("0.5.23", engine="sglang", takes_pushes=True)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +241,11 @@ def test_dry_run_prints_one_line_that_a_shell_takes(environment: Path, capsys: p
     assert variable == "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
     assert command[:5] == [str(environment), "-m", "vllm.entrypoints.openai.api_server", "--model", "a model"]
     assert command[-2:] == ["--dtype", "bfloat16"]
+
+
+def test_push_adds_the_middleware(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--push", "--dry-run"]) == 0
+    assert f"--middleware {MIDDLEWARE}" in capsys.readouterr().out
 
 
 def test_serve_becomes_the_server(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.support import FUSED_LAYERS, check_saved_config, saved_rank
 from trl_lora_sync.cli.console import UsageError, err, out
+from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, KNOWN_VERSIONS, allowed_max_lora_rank
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -78,6 +79,7 @@ class Wanted:
         modules: the adapted layers by their last name.
         keep: `lora_sync_keep` of the trainer.
         sleeps: whether `vllm_server_sleep="kv_cache"` will be used.
+        takes_pushes: whether adapters will be pushed to it over HTTP.
         host, port: where to listen.
         extra: the engine arguments that were typed.
     """
@@ -87,6 +89,7 @@ class Wanted:
     modules: tuple[str, ...] = _USUAL_MODULES
     keep: int = 2
     sleeps: bool = False
+    takes_pushes: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     extra: tuple[str, ...] = ()
@@ -148,6 +151,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", type=int, default=2, metavar="N", help="lora_sync_keep of the trainer (default: %(default)s)"
     )
     parser.add_argument("--sleep", action="store_true", help='allow vllm_server_sleep="kv_cache"')
+    parser.add_argument(
+        "--push", action="store_true", help="let trainers that share no folder push adapters; vLLM only"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     parser.add_argument(
@@ -200,6 +206,7 @@ def wanted(args: argparse.Namespace, rest: Sequence[str]) -> Wanted:
         modules=modules,
         keep=args.keep,
         sleeps=args.sleep,
+        takes_pushes=args.push,
         host=args.host,
         port=args.port,
         extra=tuple(rest),
@@ -310,8 +317,19 @@ def _plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str]
         env["VLLM_SERVER_DEV_MODE"] = "1"
         notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
     notes += _port_notes(given.get("--host") or request.host, "VLLM_API_KEY", environ)
-    return Launch(command=(*_vllm_program(installed, request.model), *_added(flags, given), *request.extra), env=env,
-                  notes=tuple(notes))  # fmt: skip
+    command = [*_vllm_program(installed, request.model), *_added(flags, given)]
+    if request.takes_pushes:
+        notes.append(
+            "--push needs this package next to vLLM, where it brings nothing with it: "
+            f"{installed.python} -m pip install --no-deps trl-lora-sync"
+        )
+        if not _names_push_route(request.extra):
+            command += ["--middleware", MIDDLEWARE]  # may be given several times, so one that was typed stays
+    return Launch(command=(*command, *request.extra), env=env, notes=tuple(notes))
+
+
+def _names_push_route(extra: Sequence[str]) -> bool:
+    return any(argument.removeprefix("--middleware=") == MIDDLEWARE for argument in extra)
 
 
 def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:
@@ -390,6 +408,11 @@ def _plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, st
 
 
 def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted, environ: Mapping[str, str]) -> None:
+    if request.takes_pushes:
+        raise UsageError(
+            "--push cannot be used with SGLang, which takes adapters in the load request as it is. Leave it out; the "
+            "trainer needs no setting for it."
+        )
     replicas = given.number("--dp-size", "--data-parallel-size", "--dp", default=1)
     if replicas > 1:
         raise UsageError(
