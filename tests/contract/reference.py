@@ -83,8 +83,8 @@ class PeftReference:
         self._base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self._device)
         self.vocab = int(self._base.config.vocab_size)
         self._shapes = _shapes_of(self._base.config)
-        # bfloat16 on the server rounds in every layer. Seen: 0.007 to 0.035 with 2 layers (ENGINES.md, 4 and 7.2), up
-        # to 0.110 with 28 layers (SGLang 0.5.15 on an H200), where adapters move the policy by more than 1.
+        # bfloat16 on the server rounds in every layer. Seen: 0.007 to 0.035 with 2 layers, up to 0.110 with
+        # 28 layers (SGLang 0.5.15 on an H200), where adapters move the policy by more than 1.
         self.tolerance = 0.03 * max(2.0, self._shapes.layers**0.5)
 
     def adapter(self, seed: int, *, rank: int = 8, modules: Sequence[str] = MODULES) -> CanonicalAdapter:

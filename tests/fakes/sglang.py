@@ -3,7 +3,7 @@
 This file holds what SGLang's HTTP process does (`entrypoints/http_server.py`, `managers/tokenizer_manager.py`,
 `managers/tokenizer_control_mixin.py`, `lora/lora_registry.py`); `sglang_scheduler.py` holds the rest. Paths in comments
 are below `sglang/srt/`; the versions behind them are those whose source was read (0.5.11, 0.5.15, 0.5.17, 0.5.23), so
-a rule that changed in 0.5.20, 0.5.21 or 0.5.22 has its boundary from ENGINES.md.
+a rule that changed in 0.5.20, 0.5.21 or 0.5.22 has its boundary from the notes of others.
 
 Faster than the real one on purpose: /health answers at once (SGLang takes a second), a lost client is noticed at once
 (SGLang asks every four seconds), and a pause with mode "abort" looks every 20 ms (SGLang every second).

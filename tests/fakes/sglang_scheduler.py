@@ -461,8 +461,8 @@ def sampling_params(given: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
 class StrictUnpickler(pickle.Unpickler):
     """Admits what 0.5.21 and later admit, whatever the version, less what the version itself blocks.
 
-    Source: srt/utils/common.py `SafeUnpickler`: module prefixes up to 0.5.17 (and 0.5.20, from ENGINES.md), exact names
-    in 0.5.23, where `_load_from_bytes` may only give a storage.
+    Source: srt/utils/common.py `SafeUnpickler`: module prefixes up to 0.5.17 (and 0.5.20, by the notes of others),
+    exact names in 0.5.23, where `_load_from_bytes` may only give a storage.
     """
 
     _REBUILD = frozenset({"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"})
