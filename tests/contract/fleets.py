@@ -5,33 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from fakes.sglang import FakeSGLang
+from support.settings import plain_settings
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.fleet import Fleet
-from trl_lora_sync.settings import ServerAddress, SyncSettings
 
 
 class FleetAsEngine:
     """A fleet with the method names of `Engine`; loading includes the first use."""
 
     def __init__(self, fakes: Sequence[FakeSGLang], root: Path, deadline: Deadline) -> None:
-        self.fleet = Fleet(
-            SyncSettings(
-                servers=tuple(ServerAddress(base_url=fake.base_url, is_local=True) for fake in fakes),
-                engine="auto",
-                transport="disk",
-                root=root,
-                server_root=None,
-                keep=2,
-                pause="off",
-                frees_kv_cache=False,
-                dtype=None,
-                sync_timeout_s=20.0,
-                startup_timeout_s=20.0,
-                generation_timeout_s=20.0,
-            )
-        )
+        urls = [fake.base_url for fake in fakes]
+        self.fleet = Fleet(plain_settings(urls, root, timeout_s=20.0, transport="disk"))
         self.base_url = self.fleet.base_url
         self.fleet.connect(lambda server: deadline)
 

@@ -14,6 +14,7 @@ from fakes.sglang import FakeSGLang
 from support.models import peft_model, randomize_adapter
 from support.policies import RATIO_SPREAD, Row, is_policy_of, sample, token_ids
 from support.servers import Proxy, adapters_on, proxy_to
+from support.settings import plain_settings
 from support.trainers import METRICS, steps_of
 from vllm_server import VLLMServer
 
@@ -23,7 +24,7 @@ from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.engines.base import Deadline, PromptGroup
 from trl_lora_sync.errors import AdapterNotVisibleError
 from trl_lora_sync.metrics import SyncReport
-from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase
 
@@ -242,22 +243,12 @@ def any_base(model: Any) -> TrainedBase:
 
 
 def mixed_settings(server: VLLMServer, fake: FakeSGLang, folder: Path) -> SyncSettings:
-    return SyncSettings(
-        servers=(
-            ServerAddress(base_url=server.base_url, is_local=True),
-            ServerAddress(base_url=fake.base_url, is_local=False),  # so it is sent tensors
-        ),
-        engine="auto",
-        transport="auto",
-        root=folder / "sync",
-        server_root=None,
-        keep=2,
-        pause="off",
-        frees_kv_cache=False,
+    return plain_settings(
+        [server.base_url, fake.base_url],
+        folder / "sync",
+        timeout_s=60.0,
+        are_local=[True, False],  # so the fake is sent tensors
         dtype=torch.float32,
-        sync_timeout_s=60.0,
-        startup_timeout_s=60.0,
-        generation_timeout_s=60.0,
     )
 
 

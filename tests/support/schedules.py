@@ -42,11 +42,12 @@ from support.folders import largest_file
 from support.models import peft_model, randomize_adapter
 from support.policies import NOISE_MAX, NOISE_MEAN, OTHER_POLICY_MEAN, Row, distance, sample, token_ids
 from support.servers import adapters_on
+from support.settings import plain_settings
 from support.trainers import change_settings
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
-from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.settings import SyncSettings
 
 # Things that happen around the trainer instead of on the wire.
 SURROUNDINGS = ("full disk", "clock forward", "clock back", "folder deleted", "shown late")
@@ -258,19 +259,14 @@ class SmallTrainer:
 
 
 def settings_for(urls: Sequence[str], folder: Path, timeout_s: float) -> SyncSettings:
-    return SyncSettings(
-        servers=tuple(ServerAddress(base_url=url, is_local=True) for url in urls),
+    return plain_settings(
+        urls,
+        folder / "sync",
+        timeout_s=timeout_s,
         engine="vllm",
         transport="disk",
-        root=folder / "sync",
         server_root=str(folder / "seen"),
-        keep=2,
-        pause="off",
-        frees_kv_cache=False,
         dtype=torch.bfloat16,
-        sync_timeout_s=timeout_s,
-        startup_timeout_s=timeout_s,
-        generation_timeout_s=timeout_s,
     )
 
 

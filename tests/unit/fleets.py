@@ -8,11 +8,12 @@ from typing import Any
 from contract.reference import FakeReference, adapter_for
 from contract.served import SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
+from support.settings import plain_settings
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.engines.base import Capabilities, Completion, PromptGroup
 from trl_lora_sync.metrics import SyncReport
-from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase
 
@@ -81,22 +82,5 @@ def settings_for(
     fakes: list[FakeSGLang], root: Path, *, are_local: Sequence[bool] = (), **changes: Any
 ) -> SyncSettings:
     """Short timeouts on plain settings, with fields changed."""
-    local = are_local or [True] * len(fakes)
-    plain: dict[str, Any] = {
-        "servers": tuple(
-            ServerAddress(base_url=fake.base_url, is_local=is_local)
-            for fake, is_local in zip(fakes, local, strict=True)
-        ),
-        "engine": "auto",
-        "transport": "auto",
-        "root": root,
-        "server_root": None,
-        "keep": 2,
-        "pause": "off",
-        "frees_kv_cache": False,
-        "dtype": None,
-        "sync_timeout_s": 20.0,
-        "startup_timeout_s": 20.0,
-        "generation_timeout_s": 20.0,
-    }
-    return SyncSettings(**{**plain, **changes})
+    urls = [fake.base_url for fake in fakes]
+    return plain_settings(urls, root, timeout_s=20.0, are_local=are_local, **changes)

@@ -367,18 +367,9 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
             f"vLLM serves ranks up to {ALLOWED_MAX_LORA_RANKS[-1]}, and the adapter has rank {request.lora_rank}. "
             "Lower it."
         )
-    reserved = given.number("--max-lora-rank", default=request.lora_rank)
-    if reserved < request.lora_rank:
-        raise UsageError(
-            f"--max-lora-rank {reserved} is below the adapter's rank {request.lora_rank}. Leave it out, or give "
-            f"{allowed_max_lora_rank(request.lora_rank)}."
-        )
-    in_memory = given.number("--max-cpu-loras", default=request.keep + 2)
-    if in_memory < request.keep + 2:
-        raise UsageError(
-            f"--max-cpu-loras {in_memory} is too few: with lora_sync_keep={request.keep}, vLLM would evict versions "
-            f"that are still in use, and dies if their files are gone. Leave it out, or give {request.keep + 2}."
-        )
+    _check_rank(given, request, allowed_max_lora_rank(request.lora_rank))
+    consequence = "vLLM would evict versions that are still in use, and dies if their files are gone"
+    _check_room(given, "--max-cpu-loras", request, consequence)
 
 
 def _plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
@@ -436,17 +427,28 @@ def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted,
             f"--preferred-sampling-params with n={samples} cannot be used with SGLang {installed.version}: an adapter "
             "that was sampled with n > 1 can never be unloaded again. Use n=1, or SGLang 0.5.22 or later."
         )
+    _check_rank(given, request, request.lora_rank)
+    consequence = "a load would have to wait for requests that still use an older version"
+    _check_room(given, "--max-loaded-loras", request, consequence)
+
+
+def _check_rank(given: EngineArguments, request: Wanted, advised: int) -> None:
     reserved = given.number("--max-lora-rank", default=request.lora_rank)
     if reserved < request.lora_rank:
         raise UsageError(
             f"--max-lora-rank {reserved} is below the adapter's rank {request.lora_rank}. Leave it out, or give "
-            f"{request.lora_rank}."
+            f"{advised}."
         )
-    held = given.number("--max-loaded-loras", default=request.keep + 2)
-    if held < request.keep + 2:
+
+
+def _check_room(given: EngineArguments, flag: str, request: Wanted, consequence: str) -> None:
+    """Versions that stay registered, the next one, and the one whose files go last."""
+    needed = request.keep + 2
+    found = given.number(flag, default=needed)
+    if found < needed:
         raise UsageError(
-            f"--max-loaded-loras {held} is too few: with lora_sync_keep={request.keep}, a load would have to wait for "
-            f"requests that still use an older version. Leave it out, or give {request.keep + 2}."
+            f"{flag} {found} is too few: with lora_sync_keep={request.keep}, {consequence}. Leave it out, or give "
+            f"{needed}."
         )
 
 

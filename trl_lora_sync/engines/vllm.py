@@ -185,7 +185,7 @@ class VLLMEngine(ServerEngine):
             )
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
-        if "No adapter found" in words and adapter.path is None:
+        if "No adapter found" in words and adapter.content is not None:
             return ServerSetupError(
                 f"{self.base_url} does not find the adapter at {adapter.server_path!r}, where it said that it keeps "
                 "what was pushed. Each server needs a URL of its own, and all its workers must be on one host; for a "
