@@ -32,9 +32,10 @@ from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.cli.surroundings import surroundings
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.places import default_sync_dir, is_local_url
+from trl_lora_sync.scoring import base_logprobs
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.verify import TrainedBase, base_logprobs
+from trl_lora_sync.verify import TrainedBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
 

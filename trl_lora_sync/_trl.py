@@ -9,6 +9,8 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 - `GRPOTrainer.vllm_generation`, `._metrics`, `._last_loaded_step`, which exist on instances only.
 - `trl.scripts.grpo`: `make_parser(prog=...)` and `main(*parsed)` take `GRPOConfig` and `GRPOTrainer` from `trl` when
   they are called; there is no argument to pass other classes.
+- `trl.models.utils`: `remove_hooks(engine)` and `add_hooks(engine)` take DeepSpeed's ZeRO-3 hooks off a model and put
+  them back, as TRL does for its own generation.
 """
 
 import inspect
@@ -65,6 +67,25 @@ def grpo_script(config: type, trainer: type) -> Iterator[ModuleType]:
         finally:
             for name, original in originals.items():
                 setattr(trl, name, original)
+
+
+@contextmanager
+def zero3_hooks_removed(engine: Any) -> Iterator[None]:
+    """Let a model compute without DeepSpeed noting which parameters it needs next.
+
+    DeepSpeed fetches ahead what an earlier forward pass used, and fails if this one, like TRL's with its fused
+    log-probabilities, leaves some of it out.
+
+    Args:
+        engine: the `DeepSpeedEngine` around a model under ZeRO-3.
+    """
+    from trl.models.utils import add_hooks, remove_hooks
+
+    remove_hooks(engine)
+    try:
+        yield
+    finally:
+        add_hooks(engine)
 
 
 def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozenset[str]) -> None:

@@ -63,6 +63,13 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             What to do about a server that stays away for `lora_sync_timeout` seconds: `"error"` ends the run, `"drop"`
             goes on without it as long as one is left, and takes it back at a later sync. A server that comes back
             earlier is given the active version again in either case.
+        lora_sync_verify (`str`, *optional*, defaults to `"first"`):
+            Whether to prove that a server samples from the adapter it has loaded, by scoring one short prompt there and
+            in the trainer, before the version is used: `"first"` until each server has proved it once, which it cannot
+            while the adapter is zero; `"every"` at each sync; `"off"` never.
+        lora_sync_verify_tolerance (`float`, *optional*, defaults to `3.0`):
+            How far the change by the adapter on a server may be from that in the trainer, in multiples of the distance
+            between the two base models without any adapter.
 
     `vllm_server_base_url` takes one URL, or several with commas in between; all of them then sample for the run.
     API keys are read from the environment, never from a field: `VLLM_API_KEY`, or `SGLANG_API_KEY` and
@@ -140,6 +147,20 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             "'drop' goes on without it as long as one is left, and takes it back at a later sync."
         },
     )
+    lora_sync_verify: Literal["first", "every", "off"] = field(
+        default="first",
+        metadata={
+            "help": "Whether to prove that a server samples from the adapter it has loaded, before it is used: "
+            "'first' until each server has proved it once, 'every' at each sync, 'off' never."
+        },
+    )
+    lora_sync_verify_tolerance: float = field(
+        default=3.0,
+        metadata={
+            "help": "How far the change by the adapter on a server may be from that in the trainer, in multiples of "
+            "the distance between the two base models without any adapter."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,6 +181,7 @@ def check_sync_fields(args: Any) -> None:
     check_choice("lora_sync_pause", args.lora_sync_pause, ("off", "drain", "abort"))
     check_choice("lora_sync_dtype", args.lora_sync_dtype, ("auto", "bfloat16", "float16", "float32"))
     check_choice("lora_sync_on_server_loss", args.lora_sync_on_server_loss, ("error", "drop"))
+    check_choice("lora_sync_verify", args.lora_sync_verify, ("first", "every", "off"))
     if not args.use_vllm:
         raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
     if args.vllm_mode != "server":
@@ -172,6 +194,11 @@ def check_sync_fields(args: Any) -> None:
     if args.lora_sync_keep < 1:
         raise _contradiction(
             f"lora_sync_keep={args.lora_sync_keep}", "at least the active version must stay", "Set it to 1 or more"
+        )
+    if not 0 < args.lora_sync_verify_tolerance < math.inf:
+        raise UnsupportedSettingError(
+            f"lora_sync_verify_tolerance={args.lora_sync_verify_tolerance:g} is no tolerance. Give a number above 0; "
+            'to verify nothing, set lora_sync_verify="off".'
         )
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
@@ -273,6 +300,8 @@ def sync_settings(args: GRPOConfig) -> "SyncSettings":
         startup_timeout_s=args.vllm_server_timeout,
         generation_timeout_s=args.lora_sync_generation_timeout,
         on_server_loss=args.lora_sync_on_server_loss,
+        verify=args.lora_sync_verify,
+        verify_tolerance=args.lora_sync_verify_tolerance,
     )
 
 

@@ -8,6 +8,7 @@
     ├── AdapterExportError       (OSError)           the adapter could not be written
     ├── DeadlineExceededError    (TimeoutError)      a sync or a request did not finish in time
     ├── RemoteProcessError       (RuntimeError)      another training process failed in a way that does not pickle
+    ├── VerificationError        (RuntimeError)      a server does not compute what the trainer's adapter computes
     └── ServerError              (RuntimeError)      anything that a server said or did
         ├── ServerUnreachableError (ConnectionError) nobody answers at the URL
         ├── ServerAuthError      (PermissionError)   the server wants another API key
@@ -53,6 +54,10 @@ class DeadlineExceededError(LoRASyncError, TimeoutError):
 
 class RemoteProcessError(LoRASyncError, RuntimeError):
     """Another training process failed with an exception that could not be sent as it is."""
+
+
+class VerificationError(LoRASyncError, RuntimeError):
+    """A server that accepted an adapter computes something else with it; the previous version stays active."""
 
 
 class ServerError(LoRASyncError, RuntimeError):

@@ -31,7 +31,7 @@ from trl_lora_sync.preflight import Preflight
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sharing import Worker, share_out
 from trl_lora_sync.transports import Transport
-from trl_lora_sync.verify import TrainedBase
+from trl_lora_sync.verify import Evidence, Scores, TrainedBase
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ class Fleet:
         Raises:
             LoRASyncError: a server cannot be used as it is, and what to change.
         """
-        preflight = self._preflight = Preflight(base, adapter, transport)
+        is_strict = self._settings.verify != "off"
+        preflight = self._preflight = Preflight(base, adapter, transport, is_strict=is_strict)
         _each(self.servers, lambda server: preflight.check(server, deadline))
         trial = transport.write(0, adapter, deadline)
         try:
@@ -131,18 +132,72 @@ class Fleet:
         Raises:
             LoRASyncError: the first error of any server that may not be dropped.
         """
+
+        def bring(server: FleetServer, halt: threading.Event) -> None:
+            if server.is_dropped:
+                self._try_again(server, stored, deadline, halt)
+            else:
+                self._bring(server, stored, deadline, halt)
+
+        return self._on_all_or_none(self.servers, bring)
+
+    @property
+    def wants_proof(self) -> bool:
+        """Whether a server is to be verified at the next sync."""
+        return any(self._wants_proof(server) for server in self.in_service)
+
+    def verify(self, stored: StoredAdapter, adapted: Sequence[float], deadline: Deadline) -> list[Evidence]:
+        """Prove that a loaded version is what the servers sample from, on those of which that is wanted.
+
+        Args:
+            adapted: log-probabilities of `PROBE_PROMPT` under this version, as the trainer computes them.
+
+        Raises:
+            VerificationError: a server computes something else.
+            LoRASyncError: as for `load`.
+        """
+        assert self._preflight is not None
+        trained = Scores(base=self._preflight.base_logprobs, adapted=adapted)
+        found: list[Evidence] = []
+
+        def prove(server: FleetServer, halt: threading.Event) -> None:
+            while True:
+                engine = server.engine
+                try:
+                    found.append(server.verify(stored, trained, deadline))
+                    return
+                except LoRASyncError as error:
+                    if not _is_loss(error) or halt.is_set() or deadline.is_over():
+                        raise
+                    server.note_loss(error, engine)
+                self._bring(server, stored, deadline, halt)
+
+        self._on_all_or_none([server for server in self.in_service if self._wants_proof(server)], prove)
+        return found
+
+    def _wants_proof(self, server: FleetServer) -> bool:
+        return self._settings.verify == "every" or (self._settings.verify == "first" and not server.is_proven)
+
+    def _on_all_or_none(
+        self, servers: Sequence[FleetServer], act: Callable[[FleetServer, threading.Event], None]
+    ) -> dict[int, float]:
+        """Do the same on several servers at the same time; drop those that are lost, if that is allowed.
+
+        Args:
+            act: given a server, and an event that says that another one has failed for good.
+
+        Returns:
+            Seconds by place in `servers`, without those that are dropped.
+        """
         halt = threading.Event()
         failures: list[tuple[FleetServer, LoRASyncError]] = []
         seconds: dict[int, float] = {}
         place_of = {server: place for place, server in enumerate(self.servers)}
 
-        def bring(server: FleetServer) -> None:
+        def attempt(server: FleetServer) -> None:
             started = time.perf_counter()
             try:
-                if server.is_dropped:
-                    self._try_again(server, stored, deadline, halt)
-                else:
-                    self._bring(server, stored, deadline, halt)
+                act(server, halt)
             except LoRASyncError as error:
                 failures.append((server, error))
                 if not self._may_drop(error):
@@ -151,10 +206,11 @@ class Fleet:
             if not server.is_dropped:
                 seconds[place_of[server]] = time.perf_counter() - started
 
-        _each(self.servers, bring)
+        _each(servers, attempt)
         failures.sort(key=lambda failure: place_of[failure[0]])
+        is_last = {server for server, _ in failures} >= set(self.in_service)
         for _, error in failures:
-            if not self._may_drop(error) or not seconds:
+            if is_last or not self._may_drop(error):
                 raise error
         for server, error in failures:
             self._drop(server, error)

@@ -10,9 +10,10 @@ from dataclasses import replace
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.errors import AdapterLostError, LoRASyncError, ServerSetupError
+from trl_lora_sync.errors import AdapterLostError, LoRASyncError, ServerSetupError, VerificationError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.transports import is_sent_content
+from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, compare
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class FleetServer:
         is_dropped: whether the run goes on without it.
         speed: samples per second in earlier generations.
         lacks: name of the active version if it could not be given to it again; None otherwise.
+        base_logprobs: of `PROBE_PROMPT`, as its base model computed them when it was last checked.
+        is_proven: whether this process of the server has been seen to sample from an adapter it was sent.
     """
 
     def __init__(self, address: ServerAddress, settings: SyncSettings) -> None:
@@ -40,6 +43,8 @@ class FleetServer:
         self.is_dropped = False
         self.speed: float | None = None
         self.lacks: str | None = None
+        self.base_logprobs: list[float] = []
+        self.is_proven = False
         self.sends_content = False
         self._settings = settings
         self._engine: Engine | None = None
@@ -86,6 +91,7 @@ class FleetServer:
         # The one before is not closed: a thread may still wait for its answer.
         self._engine = engine
         self._is_asleep = False
+        self.is_proven = False
 
     def disconnect(self) -> None:
         self._unloader.shutdown(wait=False)
@@ -141,6 +147,28 @@ class FleetServer:
 
     def warm_up(self, stored: StoredAdapter, deadline: Deadline) -> None:
         self.engine.warm_up(self.form_of(stored), deadline)
+
+    def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> Evidence:
+        """Compare what it computes under a loaded version with what the trainer computes.
+
+        Raises:
+            VerificationError: it is not the same.
+            LoRASyncError: it could not be asked, see `Engine.score`.
+        """
+        adapted = self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
+        tolerance = self._settings.verify_tolerance
+        evidence = compare(Scores(base=self.base_logprobs, adapted=adapted), trained, tolerance=tolerance)
+        if evidence.contradicts:
+            raise VerificationError(
+                f"{self.base_url} accepted the adapter {stored.name!r} and computes something else with it: {evidence}"
+                ". The version before stays active. Likely causes: the server's base model is another checkpoint or is "
+                "quantised in another way; the tensors have names that the served model does not know; the scaling is "
+                "applied twice or not at all; something between trainer and server answers with another version. "
+                "`trl-lora-sync doctor` looks closer. If the difference is known and wanted, raise "
+                f'lora_sync_verify_tolerance (now {tolerance:g}), or set lora_sync_verify="off".'
+            )
+        self.is_proven = self.is_proven or evidence.proves
+        return evidence
 
     @contextmanager
     def _paused(self, deadline: Deadline) -> Iterator[None]:

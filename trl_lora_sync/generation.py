@@ -5,24 +5,26 @@ prompts go in and completions come out in the order of the rows.
 """
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_lora_sync._trl import zero3_hooks_removed
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import base_dtype, lora_linears, read_adapter
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import check_launcher, gather_weights, outermost, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.scoring import adapter_logprobs, base_logprobs
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.shards import is_sharded, whole_in_forward
-from trl_lora_sync.sync import AdapterSync, ReadAdapter
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_logprobs
+from trl_lora_sync.shards import is_partitioned, is_sharded, whole_in_forward
+from trl_lora_sync.sync import AdapterSync, ReadAdapter, ScoreAdapter
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -72,14 +74,42 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             LoRASyncError: on every process alike.
         """
         timer = PhaseTimer()
-        read = self._gather_adapter(timer)
-        report = run_on_main(self.accelerator, lambda: self._publish(read, timer))
+        read, score = self._gather_adapter(timer), self._score_adapter(timer)
+        report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score))
         self._active_name = report.adapter_name
         self._on_sync(report)
 
-    def _publish(self, read: ReadAdapter, timer: PhaseTimer) -> SyncReport:
+    def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
         assert self._sync is not None
-        return self._sync.publish(read, timer)
+        return self._sync.publish(read, timer, score)
+
+    def _wants_proof(self) -> bool:
+        assert self._sync is not None
+        return self._sync.wants_proof
+
+    def _score_adapter(self, timer: PhaseTimer) -> ScoreAdapter:
+        """**Collective** if the model is sharded, as its forward pass is then, and a server is to be verified."""
+        model, device = self.model, self.accelerator.device
+        if self._settings.verify == "off" or not is_sharded(model):
+            return lambda: adapter_logprobs(model, PROBE_PROMPT)
+        if not run_on_main(self.accelerator, self._wants_proof):
+            return lambda: None
+        with timer.phase("verify"), self._computing() as forward:
+            computed = run_on_all(
+                self.accelerator, lambda: adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+            )
+        return lambda: computed
+
+    @contextmanager
+    def _computing(self) -> Iterator[Any]:
+        """**Collective.** What to call for a forward pass of the sharded model, wrapped by its launcher or not yet."""
+        wrapper = outermost(self.accelerator, self.model)
+        with ExitStack() as stack:
+            if is_partitioned(self.model) and wrapper is not self.model:
+                stack.enter_context(zero3_hooks_removed(wrapper))
+                wrapper = self.model
+            stack.enter_context(whole_in_forward(self.model, self.accelerator.device))
+            yield wrapper
 
     def _gather_adapter(self, timer: PhaseTimer) -> ReadAdapter:
         """**Collective.** Gather what is sharded of the adapter, and return what reads all of it on process 0."""
@@ -106,7 +136,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _base_logprobs_on_all(self) -> tuple[list[float], float]:
         device = self.accelerator.device
-        with whole_in_forward(self.model, device):
+        with self._computing():
             return run_on_all(self.accelerator, lambda: base_logprobs(self.model, PROBE_PROMPT, device=device))
 
     def generate(

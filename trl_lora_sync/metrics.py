@@ -42,10 +42,16 @@ class SyncReport:
         gather_s: reading the adapter from the model into canonical form.
         write_s: writing it for the servers.
         load_s: having the servers load it.
+        verify_s: proving that they sample from it.
         total_s: all of it, with everything in between.
         servers: how many servers have it.
         server_load_s: for each server of several that has it, its place in the setting and its seconds of `load_s`.
         retries: requests that were sent again since the sync before, those of generation included.
+        verify_gap: mean |served - trained log-probability| of the probe prompt under this version; None if that was not
+            looked at.
+        verify_gap_max: the largest of these.
+        is_verified: whether every server has proved, in this sync or before, that it samples from what it is sent; None
+            if that is not asked for.
     """
 
     adapter_name: str
@@ -58,9 +64,19 @@ class SyncReport:
     servers: int = 1
     server_load_s: dict[int, float] = field(default_factory=dict)
     retries: int = 0
+    verify_s: float = 0.0
+    verify_gap: float | None = None
+    verify_gap_max: float | None = None
+    is_verified: bool | None = None
 
     def metrics(self) -> dict[str, float]:
         """What the trainer logs."""
+        verified = {
+            f"{PREFIX}verify_s": self.verify_s if self.verify_gap is not None else None,
+            VERIFY_GAP: self.verify_gap,
+            f"{VERIFY_GAP}_max": self.verify_gap_max,
+            f"{PREFIX}verified": self.is_verified,
+        }
         return {
             f"{PREFIX}version": self.version,
             f"{PREFIX}total_s": self.total_s,
@@ -71,6 +87,7 @@ class SyncReport:
             f"{PREFIX}servers": self.servers,
             **{f"{PREFIX}load_s/{place}": seconds for place, seconds in self.server_load_s.items()},
             f"{PREFIX}retries": self.retries,
+            **{name: float(value) for name, value in verified.items() if value is not None},
         }
 
 
@@ -88,9 +105,8 @@ class SyncTotals:
         self.seconds.append(report.total_s)
         self.payload_bytes += report.payload_bytes
         self.retries += report.retries
-        gap = report.metrics().get(VERIFY_GAP)  # absent where nothing was verified
-        if gap is not None:
-            self.gaps.append(gap)
+        if report.verify_gap is not None:
+            self.gaps.append(report.verify_gap)
 
     def summary(self) -> str:
         """One line: syncs, seconds, bytes, verify gap if there is one, retries; empty without a sync."""

@@ -30,14 +30,21 @@ class Preflight:
     Args:
         base: the trainer's base model; its probe is computed here, once, as a restart may come at any time.
         adapter: one as the trainer makes them, of which only the shapes are kept.
+        is_strict: whether another base model than the trainer's is an error wherever it can be seen.
         transport: how adapters reach the servers.
     """
 
-    def __init__(self, base: TrainedBase, adapter: CanonicalAdapter, transport: Transport) -> None:
+    def __init__(self, base: TrainedBase, adapter: CanonicalAdapter, transport: Transport, *, is_strict: bool) -> None:
         self._base = base.remembered()
         self._wider = widened(adapter)
         self._transport = transport
+        self._is_strict = is_strict
         self._probes = itertools.count(1)
+
+    @property
+    def base_logprobs(self) -> list[float]:
+        """Of `PROBE_PROMPT`, as the trainer's base model computes them."""
+        return self._base.logprobs(PROBE_PROMPT)[0]
 
     def check(self, server: FleetServer, deadline: Deadline) -> None:
         """Check dtype and base model against the trainer's.
@@ -64,9 +71,12 @@ class Preflight:
         if base.vocab_size and not engine.knows_token(base.vocab_size - 1, deadline):
             evidence = f"its vocabulary has fewer than the trainer's {base.vocab_size} tokens"
             raise self._other_base(server, base.name, evidence)
-        gap = base_gap(base, engine.score(served.base_model, list(PROBE_PROMPT), deadline))
-        if gap.is_suspicious and not served.survives_misfit:
-            raise self._other_base(server, base.name, f"it computes other log-probabilities ({gap})")
+        server.base_logprobs = engine.score(served.base_model, list(PROBE_PROMPT), deadline)
+        gap = base_gap(base, server.base_logprobs)
+        if gap.is_suspicious and (self._is_strict or not served.survives_misfit):
+            evidence = f"it computes other log-probabilities ({gap})"
+            relaxed = 'If they are meant to differ, set lora_sync_verify="off".' if served.survives_misfit else ""
+            raise self._other_base(server, base.name, evidence, relaxed)
         if gap.is_suspicious:
             logger.warning(
                 "The base model at %s computes other log-probabilities than the trainer's: %s. Completions come from "

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from trl_lora_sync.verify import TOLERANCE
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
@@ -37,6 +39,8 @@ class SyncSettings:
         startup_timeout_s: for the servers to come up.
         generation_timeout_s: for the completions of one generation call.
         on_server_loss: `"error"`, or `"drop"` to go on without a server that stays away.
+        verify: `"first"` to prove once per server that it samples from the adapter, `"every"` at each sync, or `"off"`.
+        verify_tolerance: see `verify.compare`.
     """
 
     servers: tuple[ServerAddress, ...]
@@ -52,3 +56,5 @@ class SyncSettings:
     startup_timeout_s: float
     generation_timeout_s: float
     on_server_loss: str = "error"
+    verify: str = "first"
+    verify_tolerance: float = TOLERANCE

@@ -64,9 +64,16 @@ def is_sharded(model: nn.Module) -> bool:
     """Whether a forward pass of the model needs every process."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return bool(FullyShardedDataParallel.fsdp_modules(model)) or any(
-        hasattr(parameter, "ds_tensor") or isinstance(parameter, DTensor) for parameter in model.parameters()
+    return (
+        bool(FullyShardedDataParallel.fsdp_modules(model))
+        or is_partitioned(model)
+        or any(isinstance(parameter, DTensor) for parameter in model.parameters())
     )
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 has sharded the model."""
+    return any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The story of one weight sync: export, deliver, load, activate, retire.
+"""The story of one weight sync: export, deliver, load, verify, activate, retire.
 
 Runs on process 0 only and knows neither TRL nor PEFT nor HTTP. Versioned names make pausing the servers and flushing
 their caches needless: no request can meet a half-loaded adapter, and no cache entry of one version fits another.
@@ -6,9 +6,11 @@ their caches needless: no request can meet a half-loaded adapter, and no cache e
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
+from statistics import fmean
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
@@ -19,11 +21,12 @@ from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
-from trl_lora_sync.verify import TrainedBase
+from trl_lora_sync.verify import Evidence, TrainedBase
 
 logger = logging.getLogger(__name__)
 
 ReadAdapter = Callable[[Capabilities], CanonicalAdapter]
+ScoreAdapter = Callable[[], Sequence[float] | None]
 
 
 class AdapterSync:
@@ -84,7 +87,14 @@ class AdapterSync:
             )
         return self._summary(adapter)
 
-    def publish(self, read: ReadAdapter, timer: PhaseTimer | None = None) -> SyncReport:
+    @property
+    def wants_proof(self) -> bool:
+        """Whether the next `publish` is to be given log-probabilities under the adapter."""
+        return self.fleet.wants_proof
+
+    def publish(
+        self, read: ReadAdapter, timer: PhaseTimer | None = None, score: ScoreAdapter | None = None
+    ) -> SyncReport:
         """Make the adapter that `read` returns the active version, on every server or on none.
 
         On any failure the previous version stays active with its files intact, and nothing of the new one is left.
@@ -92,10 +102,13 @@ class AdapterSync:
         Args:
             read: reads the model's adapter as it is now.
             timer: has been running since the sync began, if it began before this call.
+            score: computes the log-probabilities of `PROBE_PROMPT` under the adapter that `read` reads, or None where
+                that cannot be done now; asked only if `wants_proof`. Without it, nothing is verified.
 
         Raises:
             AdapterExportError: it could not be written.
             AdapterRejectedError: a server refused it.
+            VerificationError: a server computes something else with it.
             DeadlineExceededError: the sync outlived `sync_timeout_s`.
             ServerUnreachableError: a server did not come back in that time.
         """
@@ -108,8 +121,11 @@ class AdapterSync:
         with timer.phase("write"):
             self.transport.open(deadline)
             stored = self.transport.write(version, adapter, deadline)
-        with timer.phase("load"):
-            server_load_s = self._load_or_withdraw(stored, deadline)
+        with self._withdrawn_on_error(stored):
+            with timer.phase("load"):
+                server_load_s = self.fleet.load(stored, deadline)
+            with timer.phase("verify"):
+                evidence = self._verify(stored, score, deadline)
         self.fleet.activate(stored)
         # A server that restarts needs the tensors of the active version only.
         self._registered.append(replace(stored, content=None))
@@ -122,10 +138,14 @@ class AdapterSync:
             gather_s=timer.phases["gather"],
             write_s=timer.phases["write"],
             load_s=timer.phases["load"],
+            verify_s=timer.phases["verify"],
             total_s=timer.total_s(),
-            servers=len(server_load_s),
+            servers=len(self.fleet.in_service),
             server_load_s=server_load_s if len(self.fleet.servers) > 1 else {},
             retries=retries,
+            verify_gap=fmean(one.gap_mean for one in evidence) if evidence else None,
+            verify_gap_max=max(one.gap_max for one in evidence) if evidence else None,
+            is_verified=self._is_verified(),
         )
 
     def close(self) -> None:
@@ -170,14 +190,22 @@ class AdapterSync:
 
     # Loading and retiring
 
-    def _load_or_withdraw(self, stored: StoredAdapter, deadline: Deadline) -> dict[int, float]:
+    @contextmanager
+    def _withdrawn_on_error(self, stored: StoredAdapter) -> Iterator[None]:
         try:
-            return self.fleet.load(stored, deadline)
+            yield
         except BaseException:
             # Unloaded even after a refusal: the request may have been carried out although its answer was lost.
             wait(self.fleet.unload_later(stored.name), timeout=CLOSE_TIMEOUT_S)
             self.transport.delete(stored)
             raise
+
+    def _verify(self, stored: StoredAdapter, score: ScoreAdapter | None, deadline: Deadline) -> list[Evidence]:
+        adapted = score() if score is not None and self.wants_proof else None
+        return [] if adapted is None else self.fleet.verify(stored, adapted, deadline)
+
+    def _is_verified(self) -> bool | None:
+        return None if self.settings.verify == "off" else all(server.is_proven for server in self.fleet.in_service)
 
     def _retire_old_versions(self) -> None:
         """Unload what is beyond `keep`; delete files one version later, as a server may still re-read them.

@@ -74,7 +74,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
         self._totals = self._totals or SyncTotals()
         self._totals.add(report)
-        _trl.record_metrics(self, report.metrics(), latest=frozenset({f"{PREFIX}version", f"{PREFIX}servers"}))
+        _trl.record_metrics(
+            self, report.metrics(), latest=frozenset({f"{PREFIX}{name}" for name in ("version", "servers", "verified")})
+        )
 
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]

@@ -1,18 +1,23 @@
-"""Evidence that a server samples from the model that is being trained: log-probabilities of a fixed prompt.
+"""Proof that a server samples from the adapter it was sent, from log-probabilities of one fixed prompt.
 
-Compares numbers only; who computes them is somebody else's business.
+HTTP 200 on a load proves nothing: vLLM answers 200 and serves the base model when no tensor name matches. So the prompt
+is scored with and without the adapter, there and here, and the served change must follow the trained one. Compares
+numbers only; who computes them is somebody else's business.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 # Small token ids, which every vocabulary has, in no order that a text would have.
 PROBE_PROMPT = tuple((37 * place + 11) % 200 for place in range(24))
 # Rounding, quantisation of the served base and other kernels stay well below; another model does not.
 _SUSPICIOUS = 0.5
+# How many times the base model's own gap the served change may be away from the trained one.
+TOLERANCE = 3.0
+# Of the change itself, which the served dtype rounds as well.
+_ROUNDING_SHARE = 0.2
+# Below this a log-probability says nothing, in any dtype.
+_FLOOR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,7 @@ class BaseGap:
 
     @property
     def is_suspicious(self) -> bool:
-        return not self.mean <= _SUSPICIOUS * self.spread
+        return not self.mean <= _SUSPICIOUS * self.spread  # NaN is suspicious
 
     def __str__(self) -> str:
         return f"mean |served - trained| {self.mean:.3f}, against a spread of {self.spread:.3f} over the vocabulary"
@@ -59,39 +64,91 @@ class BaseGap:
 def base_gap(base: TrainedBase, served: Sequence[float]) -> BaseGap:
     """Compare the served base's log-probabilities of `PROBE_PROMPT` with the trainer's."""
     trained, spread = base.logprobs(PROBE_PROMPT)
-    mean = sum(abs(a - b) for a, b in zip(trained, served, strict=True)) / len(trained)
-    return BaseGap(mean=mean, spread=spread)
+    return BaseGap(mean=mean_distance(trained, served), spread=spread)
 
 
-@torch.no_grad()
-def base_logprobs(
-    model: Any, prompt_ids: Sequence[int], *, device: torch.device | None = None
-) -> tuple[list[float], float]:
-    """`TrainedBase.logprobs` of a PEFT model; the model is left as it was.
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probabilities of the tokens of `PROBE_PROMPT` after the first, of one model.
+
+    Attributes:
+        base: without an adapter.
+        adapted: with it.
+    """
+
+    base: Sequence[float]
+    adapted: Sequence[float]
+
+    def change(self) -> list[float]:
+        """What the adapter adds to each."""
+        return [with_it - without for with_it, without in zip(self.adapted, self.base, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one comparison of a served adapter with the trained one shows; all figures are log-probabilities.
+
+    Attributes:
+        gap_mean: mean of |served - trained| under the adapter.
+        gap_max: the largest of these.
+        base_gap: mean of |served - trained| without it.
+        trained_change: mean of |change by the adapter| in the trainer.
+        served_change: the same on the server.
+        deviation: mean of |served change - trained change|.
+        tolerance: what rounding and the base model's own gap explain of the deviation.
+    """
+
+    gap_mean: float
+    gap_max: float
+    base_gap: float
+    trained_change: float
+    served_change: float
+    deviation: float
+    tolerance: float
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the server applies something else than this adapter."""
+        return not self.deviation <= self.tolerance  # NaN contradicts
+
+    @property
+    def proves(self) -> bool:
+        """Whether a server that ignored the adapter would have been found out."""
+        return not self.contradicts and self.trained_change > self.tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"the adapter changes the log-probabilities of a fixed prompt by {self.served_change:.4f} on the server "
+            f"and by {self.trained_change:.4f} in the trainer (means); the two changes are {self.deviation:.4f} apart, "
+            f"where {self.tolerance:.4f} is tolerated and the base models alone are {self.base_gap:.4f} apart"
+        )
+
+
+def compare(served: Scores, trained: Scores, *, tolerance: float = TOLERANCE) -> Evidence:
+    """Judge a server by what it answers under an adapter.
 
     Args:
-        device: where a sharded model computes; `None` for where it is.
+        tolerance: how many times the base model's own gap the deviation may be.
     """
-    was_training = model.training
-    model.eval()
-    _keep_quantised_layers_as_they_are(model)
-    try:
-        with model.disable_adapter():
-            ids = torch.tensor([list(prompt_ids)], device=device or model.device)
-            logits = model(input_ids=ids).logits[0, :-1].float()
-    finally:
-        model.train(was_training)
-    logprobs = logits.log_softmax(-1)
-    picked = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
-    return picked.tolist(), float(logprobs.std(-1).mean())
+    gap = mean_distance(served.base, trained.base)
+    trained_change, served_change = trained.change(), served.change()
+    gaps = [abs(there - here) for there, here in zip(served.adapted, trained.adapted, strict=True)]
+    size = _mean_size(trained_change)
+    return Evidence(
+        gap_mean=sum(gaps) / len(gaps),
+        gap_max=max(gaps),
+        base_gap=gap,
+        trained_change=size,
+        served_change=_mean_size(served_change),
+        deviation=mean_distance(served_change, trained_change),
+        tolerance=tolerance * gap + _ROUNDING_SHARE * size + _FLOOR,
+    )
 
 
-def _keep_quantised_layers_as_they_are(model: Any) -> None:
-    """Leave 4-bit layers in training mode, in which they compute the same.
+def mean_distance(left: Sequence[float], right: Sequence[float]) -> float:
+    """Mean absolute difference of two rows of log-probabilities."""
+    return _mean_size([a - b for a, b in zip(left, right, strict=True)])
 
-    In evaluation mode on a CPU, bitsandbytes 0.50 packs the weight anew in place (nn/modules.py `Linear4bit.forward`),
-    and FSDP would find another dtype on this process than on the others.
-    """
-    for layer in model.modules():
-        if hasattr(getattr(layer, "weight", None), "quant_state"):
-            layer.training = True
+
+def _mean_size(values: Sequence[float]) -> float:
+    return sum(map(abs, values)) / len(values)

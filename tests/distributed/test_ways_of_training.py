@@ -91,10 +91,25 @@ def test_published_adapter_is_bit_for_bit_the_one_of_a_single_process(launched: 
         assert outcome["base_is_intact"]
 
 
+def test_the_served_adapter_is_proved_by_a_forward_pass_of_all_processes(launched: Seen) -> None:
+    """While training and afterwards, when the launcher has wrapped the model.
+
+    With QLoRA the quantisation of so small a model is as large as the effect of the adapter, which then proves nothing.
+    """
+    is_qlora = launched["way"].endswith("qlora")
+    for steps in on_all(launched, "train"):
+        assert is_qlora or [step["lora_sync/verified"] for step in steps] == [1.0, 1.0]
+        assert ["lora_sync/verify_gap" in step for step in steps] == [True, is_qlora]
+    for logged in on_all(launched, "verified"):
+        assert is_qlora or logged["lora_sync/verified"] == 1.0
+        assert logged["lora_sync/verify_gap"] < (QUANTISED_MEAN if is_qlora else NOISE_MEAN)
+
+
 def test_a_sync_moves_the_adapter_and_no_base_parameter(launched: Seen) -> None:
     """Every collective of torch is counted, whoever calls it; what else moves are exceptions and shapes, pickled.
 
-    A matrix moves in the dtype it is trained in, which is that of the files here.
+    Once the server has proved itself, that is; until then a sync includes a forward pass of the model. A matrix moves
+    in the dtype it is trained in, which is that of the files here.
     """
     adapter_bytes = on_all(launched, "published")[0]["adapter_bytes"]
     for outcome in on_all(launched, "traffic"):
@@ -111,8 +126,9 @@ def test_a_sync_moves_the_adapter_and_no_base_parameter(launched: Seen) -> None:
     [
         ("refused", "AdapterNotVisibleError", "refused to load the adapter"),
         ("failing_gather", "MemoryError", "no room for the shards"),
+        ("disproved", "VerificationError", "computes something else with it"),
     ],
-    ids=["process 0 fails", "another process fails"],
+    ids=["process 0 fails", "another process fails", "the server computes something else"],
 )
 def test_a_failure_of_one_process_raises_on_all(step: str, error: str, words: str, launched: Seen) -> None:
     for seen in launched["seen"]:

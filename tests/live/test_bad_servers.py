@@ -191,7 +191,7 @@ def test_a_server_without_runtime_loading_is_told_to_allow_it(
     ],
     ids=["larger", "smaller", "more_tokens"],
 )
-def test_a_server_with_another_base_model_is_refused(
+def test_a_server_with_a_base_model_of_other_shapes_is_refused_even_if_nothing_is_to_be_verified(
     shape: dict[str, int],
     evidence: str,
     make_trainer: Make,
@@ -201,13 +201,13 @@ def test_a_server_with_another_base_model_is_refused(
     ours = make_model(tmp_path / "ours", **shape)
 
     with pytest.raises(ServerSetupError, match=f"which is not the base model of the trainer.*{evidence}"):
-        make_trainer(clean_server.base_url, ours)
+        make_trainer(clean_server.base_url, ours, lora_sync_verify="off")
 
     assert no_files(tmp_path)
 
 
 @pytest.mark.parametrize("difference", [{"seed": 1}, {"num_hidden_layers": 3}], ids=["other_weights", "other_depth"])
-def test_a_server_whose_base_model_has_another_name_but_takes_the_adapter_is_warned_about(
+def test_another_base_model_that_takes_the_adapter_is_warned_about_if_nothing_is_to_be_verified(
     difference: dict[str, int],
     make_trainer: Make,
     clean_server: VLLMServer,
@@ -216,7 +216,7 @@ def test_a_server_whose_base_model_has_another_name_but_takes_the_adapter_is_war
 ) -> None:
     ours = make_model(tmp_path / "ours", **difference)
 
-    make_trainer(clean_server.base_url, ours)
+    make_trainer(clean_server.base_url, ours, lora_sync_verify="off")
 
     by_name, by_logprobs = [r.getMessage() for r in caplog.records if r.name.startswith("trl_lora_sync")]
     assert str(ours) in by_name
@@ -374,7 +374,7 @@ def test_a_server_that_stops_answering_during_generation_is_reported_in_time(
     trainer = make_trainer(proxy.base_url, base_model, **PATIENT | {"lora_sync_generation_timeout": 2.0})
 
     def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if path == "/v1/completions":
+        if path == "/v1/completions" and "prompt_logprobs" not in body:  # sampling, not scoring
             end_of_test.wait(120)
             raise ConnectionAbortedError
         return body

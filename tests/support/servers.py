@@ -77,7 +77,8 @@ class Proxy:
     def generations(self) -> list[dict[str, Any]]:
         """The sampling requests of a run, without the probes at its start."""
         bodies = self.requests("/v1/completions") + self.requests("/v1/chat/completions")
-        return [body for body in bodies if (version_of(str(body.get("model"))) or 0) > 0]
+        sampled = [body for body in bodies if "prompt_logprobs" not in body]
+        return [body for body in sampled if (version_of(str(body.get("model"))) or 0) > 0]
 
 
 def version_of(adapter_name: str) -> int | None:

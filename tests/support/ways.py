@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_lora_sync.distributed
+import trl_lora_sync.generation
 from support.models import base_weights, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
 from support.trainers import grpo_trainer, steps_of
 from support.two_processes import Outcome, attempt
 from trl_lora_sync import GRPOTrainer, export_adapter
+from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.shards import is_sharded
 
 # FSDP1 as accelerate wraps by default, as it wraps LoRA layers by PEFT's policy, and two more layouts of a shard.
@@ -168,6 +170,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     seen["train"] = attempt(lambda: trainer.train() and steps_of(trainer))
 
     def traffic() -> Outcome:
+        set_proof(generation, is_proven=True)
         with Traffic() as counted:
             generation.sync_weights()
         return {"is_sharded": is_sharded(generation.model), "bytes": counted.bytes}
@@ -188,6 +191,24 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
             outcome["adapter_bytes"] = generation._sync.active.payload_bytes
         return outcome
 
+    def verified() -> Outcome:
+        """What a sync logs that has to prove itself anew."""
+        reports: list[SyncReport] = []
+        generation._on_sync, log = reports.append, generation._on_sync
+        set_proof(generation, is_proven=False)
+        generation.sync_weights()
+        generation._on_sync = log
+        return reports[0].metrics()
+
+    def disproved() -> None:
+        score = trl_lora_sync.generation.adapter_logprobs
+        trl_lora_sync.generation.adapter_logprobs = lambda *args, **kwargs: [x - 2 for x in score(*args, **kwargs)]
+        set_proof(generation, is_proven=False)
+        try:
+            generation.sync_weights()
+        finally:
+            trl_lora_sync.generation.adapter_logprobs = score
+
     def refused() -> None:
         if process == 0:
             (folder / "damage-the-next-version").touch()
@@ -207,12 +228,21 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
 
     seen["traffic"] = attempt(traffic)
     seen["published"] = attempt(published)
+    seen["verified"] = attempt(verified)
+    seen["disproved"] = attempt(disproved)
     seen["refused"] = attempt(refused)
     seen["after_refusal"] = attempt(sampled)
     seen["failing_gather"] = attempt(failing_gather)
     seen["after_failing_gather"] = attempt(lambda: (generation.sync_weights(), sampled())[1])
     generation.close()
     return seen
+
+
+def set_proof(generation: Any, *, is_proven: bool) -> None:
+    """Make the next sync verify its version, or not."""
+    if generation._sync is not None:
+        for server in generation._sync.fleet.servers:
+            server.is_proven = is_proven
 
 
 def broken(*_: Any) -> None:

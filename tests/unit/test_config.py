@@ -51,6 +51,8 @@ def test_added_fields_have_these_names_types_and_defaults() -> None:
         "lora_sync_generation_timeout": (float, 1200.0),
         "lora_sync_dtype": (Literal["auto", "bfloat16", "float16", "float32"], "auto"),
         "lora_sync_on_server_loss": (Literal["error", "drop"], "error"),
+        "lora_sync_verify": (Literal["first", "every", "off"], "first"),
+        "lora_sync_verify_tolerance": (float, 3.0),
     }
 
 
@@ -125,6 +127,7 @@ def test_contradiction_is_refused_with_the_value_the_fix_and_the_way_out(
         ("lora_sync_transport", "'auto', 'disk', 'push', 'tensors'"),
         ("lora_sync_pause", "'off', 'drain', 'abort'"),
         ("lora_sync_on_server_loss", "'error', 'drop'"),
+        ("lora_sync_verify", "'first', 'every', 'off'"),
         ("lora_sync_dtype", "'auto', 'bfloat16', 'float16', 'float32'"),
     ],
 )
@@ -279,6 +282,14 @@ def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
     }
 
 
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_tolerance_that_is_none_is_refused(tolerance: float, make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(
+        UnsupportedSettingError, match=r'is no tolerance. Give a number above 0; .*lora_sync_verify="off"'
+    ):
+        make(lora_sync_verify_tolerance=tolerance)
+
+
 # The command line
 
 ARGUMENTS = [
@@ -286,6 +297,7 @@ ARGUMENTS = [
     "--vllm_server_sleep", "kv_cache", "--lora_sync_transport", "disk", "--lora_sync_pause", "drain",
     "--lora_sync_timeout", "30", "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
     "--lora_sync_on_server_loss", "drop", "--lora_sync_generation_timeout", "600", "--lora_sync_dtype", "bfloat16",
+    "--lora_sync_verify", "every", "--lora_sync_verify_tolerance", "2.5",
     "--use_vllm", "--vllm_mode", "server", "--use_cpu", "--bf16", "False",
 ]  # fmt: skip
 
@@ -311,6 +323,8 @@ PARSED = {
     "lora_sync_generation_timeout": 600.0,
     "lora_sync_dtype": "bfloat16",
     "lora_sync_on_server_loss": "drop",
+    "lora_sync_verify": "every",
+    "lora_sync_verify_tolerance": 2.5,
 }
 
 
@@ -397,6 +411,8 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "startup_timeout_s": 7.0,
         "generation_timeout_s": 600.0,
         "on_server_loss": "drop",
+        "verify": "every",
+        "verify_tolerance": 2.5,
     }
 
 

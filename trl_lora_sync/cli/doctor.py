@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url
+from trl_lora_sync.verify import PROBE_PROMPT, BaseGap, Scores, compare, mean_distance
 
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
-# A server computes the same as PEFT up to rounding, which its own base model shows; four times that is no rounding.
-_GAP_FACTOR = 4.0
-# A wrong scaling or a wrong adapter is off by a good part of what the adapter changes.
-_EFFECT_SHARE = 0.25
 _BEYOND_ANY_RANK = 1_000_000
 
 
@@ -338,17 +335,15 @@ class _Examination:
                 self._diagnosis.add("loaded adapters", OK, "none")
 
     def _check_base(self) -> None:
-        from trl_lora_sync.verify import PROBE_PROMPT
-
         score = self._engine.score(
             self._served.base_model, list(PROBE_PROMPT), self._case.deadline("Scoring a prompt with the base model")
         )
-        if self._scores and _distance(score, self._scores[0]) > 0.5:
+        if self._scores and mean_distance(score, self._scores[0]) > 0.5:
             self._diagnosis.add(
                 "base model",
                 PROBLEM,
                 f"it gives other log-probabilities than the first server's (mean distance "
-                f"{_distance(score, self._scores[0]):.3f}). Serve the same model everywhere.",
+                f"{mean_distance(score, self._scores[0]):.3f}). Serve the same model everywhere.",
             )
         else:
             self._diagnosis.add("base model", OK, "it scores a prompt of token ids")
@@ -405,14 +400,12 @@ class _Examination:
                 "adapter", NOTE, "not loaded: the server is elsewhere. Give --dir, a folder that it sees too."
             )
             return
-        from trl_lora_sync.verify import PROBE_PROMPT
-
         with self._loaded(transport, self._canonical(saved)) as stored:
             self._diagnosis.add("adapter", OK, f"loaded as {stored.name}, rank {stored.rank}")
             base = self._engine.score(self._served.base_model, list(PROBE_PROMPT), self._case.deadline("Scoring"))
             adapted = self._engine.score(stored.name, list(PROBE_PROMPT), self._case.deadline("Scoring"))
-            self._judge_change(saved, _distance(base, adapted))
-            self._compare_with_peft(base, adapted)
+            self._judge_change(saved, mean_distance(base, adapted))
+            self._compare_with_peft(Scores(base=base, adapted=adapted))
 
     def _canonical(self, saved: "SavedAdapter") -> "CanonicalAdapter":
         from trl_lora_sync.adapter.saved import base_shapes
@@ -435,28 +428,25 @@ class _Examination:
             words = f"the adapter moves the server's log-probabilities by {change:.4f} on average"
             self._diagnosis.add("effect", OK, words)
 
-    def _compare_with_peft(self, base: list[float], adapted: list[float]) -> None:
-        from trl_lora_sync.verify import BaseGap
-
+    def _compare_with_peft(self, served: Scores) -> None:
         if self._case.base is None or self._case.adapter is None:
             self._diagnosis.add("PEFT", NOTE, "not compared: give --model, the folder of the base model")
             return
         try:
-            own_base, own_adapted, spread = _peft_scores(self._case.base, self._case.adapter)
+            trained, spread = _peft_scores(self._case.base, self._case.adapter)
         except ImportError as error:
             self._diagnosis.add("PEFT", NOTE, f"not compared: {error}")
             return
-        base_gap, gap = _distance(base, own_base), _distance(adapted, own_adapted)
-        effect = _distance(own_base, own_adapted)
+        evidence = compare(served, trained)
         words = (
-            f"mean |served - PEFT| {gap:.4f} with the adapter and {base_gap:.4f} without; the adapter itself moves "
-            f"PEFT's by {effect:.4f}"
+            f"mean |served - PEFT| {evidence.gap_mean:.4f} with the adapter and {evidence.base_gap:.4f} without; the "
+            f"adapter itself moves PEFT's by {evidence.trained_change:.4f}"
         )
-        if BaseGap(mean=base_gap, spread=spread).is_suspicious:
+        if BaseGap(mean=evidence.base_gap, spread=spread).is_suspicious:
             self._diagnosis.add(
                 "PEFT", PROBLEM, f"{words}. The server serves another base model than {self._case.base}."
             )
-        elif gap > max(_GAP_FACTOR * base_gap, _EFFECT_SHARE * effect):
+        elif evidence.contradicts:
             fix = "The server applies another adapter or another scaling, or leaves out layers."
             self._diagnosis.add("PEFT", PROBLEM, f"{words}. {fix}")
         else:
@@ -505,24 +495,17 @@ def _empty_adapter(rank: int) -> "CanonicalAdapter":
 
 
 @cache  # the same for all servers
-def _peft_scores(base: Path, adapter: Path) -> tuple[list[float], list[float], float]:
-    """PEFT's log-probabilities of the probe prompt, without and with the adapter, and their spread; on the CPU."""
-    import torch
+def _peft_scores(base: Path, adapter: Path) -> tuple[Scores, float]:
+    """PEFT's log-probabilities of the probe prompt, and their spread over the vocabulary; on the CPU."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from trl_lora_sync.verify import PROBE_PROMPT, base_logprobs
+    from trl_lora_sync.scoring import adapter_logprobs, base_logprobs
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # the report is what is to be read
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter).eval()
+    with warnings.catch_warnings(action="ignore"):  # the report is what is to be read
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
         without, spread = base_logprobs(model, PROBE_PROMPT)
-        ids = torch.tensor([list(PROBE_PROMPT)])
-        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-    return without, logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist(), spread
-
-
-def _distance(a: list[float], b: list[float]) -> float:
-    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+        return Scores(base=without, adapted=adapter_logprobs(model, PROBE_PROMPT)), spread

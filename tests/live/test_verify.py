@@ -1,0 +1,148 @@
+"""Live tier: a real server that computes something else than the trainer's adapter is found out before a token of it.
+
+Each mistake is made in the files after the trainer has written them and before the server reads them; vLLM answers 200
+to all of these.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_model import make_model
+from safetensors.torch import load_file, save_file
+from support.models import peft_model, randomize_adapter
+from support.policies import is_policy_of, sample, token_ids
+from support.servers import Proxy, adapters_on, version_of
+from support.trainers import steps_of
+from vllm_server import VLLMServer
+
+from trl_lora_sync import GRPOTrainer, export_adapter
+from trl_lora_sync.errors import ServerSetupError, VerificationError
+
+Make = Callable[..., GRPOTrainer]
+WEIGHTS = "adapter_model.safetensors"
+
+
+def interfere(proxy: Proxy, change: Callable[[Path], None]) -> None:
+    """Let `change` have its way with each synced version as it is about to be loaded."""
+
+    def before(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/load_lora_adapter" and version_of(body["lora_name"]):
+            change(Path(body["lora_path"]))
+        return body
+
+    proxy.before = before
+
+
+def other_prefix(directory: Path) -> None:
+    """The names of a model that is wrapped once more; vLLM then serves the base model."""
+    tensors = load_file(directory / WEIGHTS)
+    renamed = {name.replace("model.model.", "model.policy.model."): value for name, value in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, directory / WEIGHTS)
+
+
+def other_scaling(directory: Path) -> None:
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+
+
+@pytest.mark.parametrize("mistake", [other_prefix, other_scaling])
+def test_an_adapter_that_the_server_applies_in_another_way_is_refused_at_the_first_sync(
+    mistake: Callable[[Path], None], make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model)
+    randomize_adapter(trainer.model, seed=1)
+    interfere(proxy, mistake)
+
+    with pytest.raises(VerificationError, match=r"computes something else with it.*on the server.*Likely causes"):
+        trainer.vllm_generation.sync_weights()
+
+    assert not adapters_on(proxy.target)
+    interfere(proxy, lambda directory: None)
+    trainer.vllm_generation.sync_weights()
+    assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
+
+
+def test_a_stale_version_is_refused(make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(proxy.base_url, base_model, lora_sync_verify="every")
+    randomize_adapter(trainer.model, seed=1)
+    trainer.vllm_generation.sync_weights()
+    stale = tmp_path / "stale"
+    shutil.copytree(trainer.vllm_generation._sync.active.path, stale)
+    randomize_adapter(trainer.model, seed=2)
+    interfere(proxy, lambda directory: shutil.copy(stale / WEIGHTS, directory / WEIGHTS) and None)
+
+    with pytest.raises(VerificationError, match="answers with another version"):
+        trainer.vllm_generation.sync_weights()
+
+    assert [version_of(name) for name in adapters_on(proxy.target)] == [1]
+
+
+def test_the_adapter_of_another_run_is_refused(
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+) -> None:
+    theirs = peft_model(base_model)
+    randomize_adapter(theirs, seed=9)
+    other = export_adapter(theirs, tmp_path / "other").path
+    trainer = make_trainer(proxy.base_url, base_model)
+    randomize_adapter(trainer.model, seed=1)
+    interfere(proxy, lambda directory: shutil.copy(other / WEIGHTS, directory / WEIGHTS) and None)
+
+    with pytest.raises(VerificationError):
+        trainer.vllm_generation.sync_weights()
+
+
+@pytest.mark.parametrize("difference", [{"seed": 1}, {"num_hidden_layers": 3}], ids=["other_weights", "other_depth"])
+def test_another_base_model_is_refused_before_anything_is_loaded(
+    difference: dict[str, int], make_trainer: Make, clean_server: VLLMServer, tmp_path: Path
+) -> None:
+    ours = make_model(tmp_path / "ours", **difference)
+
+    with pytest.raises(ServerSetupError, match=r"it computes other log-probabilities.*set lora_sync_verify=\"off\""):
+        make_trainer(clean_server.base_url, ours)
+
+
+def test_a_run_proves_itself_at_its_first_adapter_that_is_not_zero(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model, max_steps=3, learning_rate=0.02, lora_sync_verify="first")
+
+    trainer.train()
+
+    steps = steps_of(trainer)
+    assert [step["lora_sync/verified"] for step in steps] == [0.0, 1.0, 1.0]
+    assert [step.get("lora_sync/verify_gap", 1.0) < 0.02 for step in steps] == [True, True, False]
+    assert all(step["lora_sync/verify_gap"] <= step["lora_sync/verify_gap_max"] for step in steps[:2])
+    scored = [body for body in proxy.requests("/v1/completions") if version_of(body["model"]) and is_probe(body)]
+    assert [version_of(body["model"]) for body in scored] == [1, 2]
+
+
+def test_every_sync_of_a_run_can_be_verified_for_one_short_request_each(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model, max_steps=3, learning_rate=0.02, lora_sync_verify="every")
+
+    trainer.train()
+
+    scored = [body for body in proxy.requests("/v1/completions") if version_of(body["model"]) and is_probe(body)]
+    assert [version_of(body["model"]) for body in scored] == [1, 2, 3]
+    assert all(len(body["prompt"]) <= 64 and body["max_tokens"] == 1 for body in scored)
+    assert all(step["lora_sync/verify_gap"] < 0.02 for step in steps_of(trainer))
+
+
+def test_a_known_difference_can_be_tolerated(make_trainer: Make, proxy: Proxy, base_model: Path) -> None:
+    trainer = make_trainer(proxy.base_url, base_model, lora_sync_verify_tolerance=1e4)
+    randomize_adapter(trainer.model, seed=1)
+    interfere(proxy, other_scaling)
+
+    trainer.vllm_generation.sync_weights()
+
+    assert len(adapters_on(proxy.target)) == 1
+
+
+def is_probe(body: dict[str, Any]) -> bool:
+    return "prompt_logprobs" in body

@@ -1,0 +1,248 @@
+"""Unit tier: when a server's answers prove that it samples from the trainer's adapter, and when they disprove it."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.reference import FakeReference, adapter_for
+from contract.served import SMALL
+from fakes.sglang import FakeSGLang
+
+from trl_lora_sync.errors import LoRASyncError, VerificationError
+from trl_lora_sync.metrics import SyncReport
+from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.verify import PROBE_PROMPT, TOLERANCE, Evidence, Scores, compare
+from unit.fleets import FleetRun, settings_for
+
+BASE = [-2.0, -3.0, -5.0, -4.0]
+CHANGE = [0.4, -0.2, 0.3, -0.5]
+NOISE = [0.01, -0.02, 0.015, -0.01]
+
+
+def plus(left: list[float], right: list[float], times: float = 1.0) -> list[float]:
+    return [a + times * b for a, b in zip(left, right, strict=True)]
+
+
+def judged(*, served_times: float = 1.0, times: float = 1.0, noise: float = 1.0, **kwargs: float) -> Evidence:
+    """The trained change is `times * CHANGE`, and the served one `served_times` as much, with noise."""
+    trained = Scores(base=BASE, adapted=plus(BASE, CHANGE, times))
+    served_base = plus(BASE, NOISE, noise)
+    served = Scores(base=served_base, adapted=plus(plus(BASE, CHANGE, times * served_times), NOISE[::-1], noise))
+    return compare(served, trained, **kwargs)
+
+
+# Judging
+
+
+def test_the_same_adapter_up_to_rounding_is_proved() -> None:
+    evidence = judged()
+    assert evidence.proves
+    assert not evidence.contradicts
+    assert evidence.gap_mean == pytest.approx(sum(map(abs, NOISE)) / 4)
+    assert evidence.gap_max == pytest.approx(0.02)
+    assert evidence.trained_change == pytest.approx(0.35)
+
+
+@pytest.mark.parametrize("served_times", [0.0, 0.5, 2.0, -1.0], ids=["no adapter", "half", "twice", "negated"])
+def test_another_change_is_found_out(served_times: float) -> None:
+    evidence = judged(served_times=served_times)
+    assert evidence.contradicts
+    assert not evidence.proves
+
+
+def test_an_adapter_that_is_zero_neither_proves_nor_contradicts() -> None:
+    evidence = judged(times=0.0)
+    assert not evidence.proves
+    assert not evidence.contradicts
+
+
+def test_a_zero_adapter_that_changes_the_served_model_is_found_out() -> None:
+    trained = Scores(base=BASE, adapted=BASE)
+    assert compare(Scores(base=BASE, adapted=plus(BASE, CHANGE)), trained).contradicts
+
+
+def test_a_change_that_drowns_in_the_noise_of_the_base_proves_nothing() -> None:
+    evidence = judged(times=0.05, served_times=0.0, noise=1.0)
+    assert not evidence.contradicts
+    assert not evidence.proves
+
+
+def test_the_tolerance_grows_with_the_gap_of_the_base_models() -> None:
+    precise, rough = judged(noise=0.0), judged(noise=10.0)
+    assert rough.tolerance - precise.tolerance == pytest.approx(TOLERANCE * rough.base_gap)
+    assert judged(served_times=0.5, noise=0.0).contradicts
+    assert not judged(served_times=0.5, noise=10.0).contradicts
+
+
+def test_the_tolerance_can_be_relaxed() -> None:
+    assert judged(served_times=0.5).contradicts
+    assert not judged(served_times=0.5, tolerance=20.0).contradicts
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_contradicts(value: float) -> None:
+    trained = Scores(base=BASE, adapted=plus(BASE, CHANGE))
+    assert compare(Scores(base=BASE, adapted=[value, *trained.adapted[1:]]), trained).contradicts
+
+
+def test_words_give_both_changes_and_the_tolerance() -> None:
+    words = str(judged(served_times=0.0))
+    assert "by 0.0" in words
+    assert "by 0.3500 in the trainer" in words
+    assert "tolerated" in words
+
+
+# In a sync, on fakes that compute
+
+
+class VerifiedRun(FleetRun):
+    """A run whose trainer scores the adapter as well.
+
+    Attributes:
+        lies: what the trainer computes instead of the adapter that it publishes, for the next syncs.
+        asked: how often the trainer scored the adapter.
+    """
+
+    lies: Callable[[], Any] | None = None
+    asked = 0
+
+    def publish(self) -> SyncReport:
+        self.step += 1
+        return self.sync.publish(self._read, None, self.score)
+
+    def score(self) -> list[float] | None:
+        self.asked += 1
+        adapter = self.lies() if self.lies else self.read[-1]
+        return FakeReference(self.fakes[0]).logprobs(adapter, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
+
+
+StartRun = Callable[..., VerifiedRun]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[StartRun]:
+    with ExitStack() as stack:
+
+        def begin(servers: int = 1, **settings: Any) -> VerifiedRun:
+            fakes = [stack.enter_context(FakeSGLang(shapes=SMALL)) for _ in range(servers)]
+            begun = VerifiedRun(AdapterSync(settings_for(fakes, tmp_path / "sync", **settings)), fakes)
+            stack.callback(begun.sync.close)
+            begun.start()
+            return begun
+
+        yield begin
+
+
+def another_adapter() -> Any:
+    return adapter_for(SMALL, 99, rank=8)
+
+
+def no_adapter() -> Any:
+    return None
+
+
+def test_first_verifies_until_it_is_proved_and_then_no_more(run: StartRun) -> None:
+    training = run(verify="first")
+    report = training.publish()
+    assert report.is_verified
+    assert report.verify_gap is not None
+    assert report.verify_gap_max is not None
+    assert report.verify_gap <= report.verify_gap_max < 1e-3
+    again = training.publish()
+    assert again.is_verified
+    assert again.verify_gap is None
+    assert training.asked == 1
+
+
+def test_every_verifies_at_each_sync(run: StartRun) -> None:
+    training = run(verify="every")
+    assert all(training.publish().verify_gap is not None for _ in range(3))
+    assert training.asked == 3
+
+
+def test_off_verifies_nothing(run: StartRun) -> None:
+    training = run(verify="off")
+    training.lies = another_adapter
+    report = training.publish()
+    assert report.is_verified is None
+    assert report.verify_gap is None
+    assert training.asked == 0
+
+
+def test_a_version_of_another_policy_is_withdrawn_and_the_one_before_stays_active(run: StartRun) -> None:
+    training = run(servers=2, verify="every")
+    training.publish()
+    training.lies = another_adapter
+    with pytest.raises(VerificationError, match=r"computes something else.*wrong|another checkpoint") as caught:
+        training.publish()
+    for said in ("-v2'", "on the server and by", "Likely causes", "lora_sync_verify_tolerance (now 3)"):
+        assert said in str(caught.value)
+    assert isinstance(caught.value, LoRASyncError)
+    assert training.adapters() == [["v1"], ["v1"]]
+    assert training.is_policy_of(training.generate(), training.read[1])
+    training.lies = None
+    assert training.publish().version == 3
+
+
+def test_an_adapter_that_the_server_ignores_is_found_out(run: StartRun) -> None:
+    """As vLLM ignores tensors whose names it does not know."""
+    training = run(verify="first")
+    lied = training.sync.fleet.servers[0].base_logprobs
+    training.sync.fleet.servers[0].engine.score = lambda *_: lied  # type: ignore[method-assign]
+    with pytest.raises(VerificationError, match=r"by 0\.0000 on the server"):
+        training.publish()
+    assert training.sync.active is None
+
+
+def test_while_the_adapter_is_zero_nothing_is_proved_and_the_next_sync_tries_again(run: StartRun) -> None:
+    training = run(verify="first")
+    zero = replace(another_adapter(), tensors={k: v * 0 for k, v in another_adapter().tensors.items()})
+    training.step += 1
+    report = training.sync.publish(lambda served: zero, None, lambda: FakeReference(training.fakes[0]).logprobs(
+        None, PROBE_PROMPT[:1], PROBE_PROMPT[1:]
+    ))  # fmt: skip
+    assert report.is_verified is False
+    assert report.verify_gap is not None
+    assert report.metrics()["lora_sync/verified"] == 0.0
+    assert training.publish().is_verified
+
+
+def test_a_server_that_was_restarted_has_to_prove_itself_again(run: StartRun) -> None:
+    training = run(servers=2, verify="first")
+    training.publish()
+    assert training.asked == 1
+    training.fakes[1].restart()
+    training.generate()
+    assert training.publish().is_verified
+    assert training.asked == 2
+    training.publish()
+    assert training.asked == 2
+
+
+def test_a_server_that_is_restarted_while_it_is_verified_is_given_the_version_again(run: StartRun) -> None:
+    training = run(servers=2, verify="every")
+    training.publish()
+    server = training.sync.fleet.servers[1]
+    score = server.engine.score
+
+    def restart_first(*args: Any) -> list[float]:
+        server.engine.score = score  # type: ignore[method-assign]
+        training.fakes[1].restart()
+        return score(*args)
+
+    server.engine.score = restart_first  # type: ignore[method-assign]
+    assert training.publish().is_verified
+    assert all("v2" in versions for versions in training.adapters())
+    assert training.is_policy_of(training.generate())
+
+
+def test_without_a_score_nothing_is_verified_and_the_next_sync_wants_one(run: StartRun) -> None:
+    training = run(verify="first")
+    training.sync.publish(training._read, None, lambda: None)
+    assert training.sync.wants_proof
+    assert training.publish().is_verified
+    assert not training.sync.wants_proof
