@@ -15,6 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import base_dtype, lora_linears, read_adapter
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import check_launcher, gather_weights, outermost, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
@@ -41,6 +42,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._on_sync = on_sync
         self._active_name: str | None = None
         self._sync: AdapterSync | None = None
+        self._buffer = FlatBuffer()
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -89,7 +91,9 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
 
         def read(served: Capabilities) -> CanonicalAdapter:
             siblings = served.needs_fused_siblings
-            return read_adapter(self.model, dtype=self._dtype, fused_siblings=siblings, gathered=gathered)
+            return read_adapter(
+                self.model, dtype=self._dtype, fused_siblings=siblings, gathered=gathered, buffer=self._buffer
+            )
 
         return read
 
@@ -190,6 +194,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._active_name = None
         if self._sync is not None:
             self._sync.close()
+        self._buffer.release()
 
 
 def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:

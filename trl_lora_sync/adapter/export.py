@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
     check_active_adapters,
@@ -94,19 +95,23 @@ def read_adapter(
     adapter_name: str | None = None,
     fused_siblings: bool = False,
     gathered: Mapping[nn.Module, Tensor] | None = None,
+    buffer: FlatBuffer | None = None,
 ) -> CanonicalAdapter:
     """Copy an adapter out of the model in canonical form; arguments and errors as for `export_adapter`.
 
     Args:
         fused_siblings: whether to complete q/k/v and gate/up with zeros.
         gathered: whole weights of those of the `lora_linears` whose own are sharded.
+        buffer: where an adapter on a GPU is copied to, and stays until the next export into it; without one it is
+            copied to the host. An adapter on the CPU is not put there.
     """
     adapter_name = _checked_name(model, adapter_name)
     config = model.peft_config[adapter_name]
     modules = collect_modules(model, adapter_name, gathered)
     if fused_siblings:
         modules = complete_siblings(modules, _linear_shapes(model))
-    return canonicalize(
+    export = canonicalize if buffer is None or not modules[0].lora_A.is_cuda else buffer.export
+    return export(
         modules,
         dtype=dtype,
         base_model=config.base_model_name_or_path,
