@@ -5,7 +5,7 @@ through, stay the same. That must never show to whoever still reads an older ver
 engine without page-locked memory of its own (vLLM on a CPU), and SGLang for some layers, keep the tensors of an adapter
 as views of the mapped file for as long as they keep the adapter. So a slot is written again only when
 
-- its version has been retired, and its path is gone, so that nobody can open it any more, and
+- its version has been retired, and no path leads to it any more, not even a hard link, so that nobody can open it, and
 - the kernel grants a write lease on it, which it does only if no other process has it open or mapped: whichever user or
   container of this host that is in.
 
@@ -79,7 +79,7 @@ class Slot:
             return False
 
     def is_idle(self) -> bool:
-        """Whether no other process has the file open or mapped; False also where the kernel cannot tell.
+        """Whether nobody else has the file open or mapped, or another path to it; False also if the kernel cannot tell.
 
         Source: fcntl(2), `F_SETLEASE`: a write lease needs that no other open file refers to it, and a mapping is one.
         """
@@ -91,7 +91,7 @@ class Slot:
             fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError:
             return False
-        return True
+        return os.fstat(self._file).st_nlink == 1
 
     def discard(self) -> None:
         """Give it up; those who have it mapped keep it as it is. Never fails, and may be called again."""
