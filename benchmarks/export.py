@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from trl_lora_sync.adapter.canonical import canonicalize  # noqa: E402
-from trl_lora_sync.adapter.export import collect_modules, lora_linears  # noqa: E402
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize  # noqa: E402
+from trl_lora_sync.adapter.export import AdapterReader, collect_modules, lora_linears  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
@@ -95,9 +95,8 @@ class Arm:
         return seconds, stored.path / "adapter_model.safetensors"
 
     def _write(self, version: int) -> tuple[dict[str, float], StoredAdapter]:
-        export = self._export()
         started = time.perf_counter()
-        modules = collect_modules(self.model, "default")
+        modules, export = self._read()
         walked = time.perf_counter()
         adapter = export(modules, dtype=torch.bfloat16, base_model="org/base")
         exported = time.perf_counter()
@@ -106,8 +105,10 @@ class Arm:
         seconds = {"walk_s": walked - started, "export_s": exported - walked, "write_s": written - exported}
         return seconds, stored
 
-    def _export(self) -> Callable[..., Any]:
-        return canonicalize
+    def _read(self) -> tuple[list[LoRAModule], Callable[..., CanonicalAdapter]]:
+        """The matrices, and how they are exported."""
+        lora_linears(self.model)  # which ones are sharded; none
+        return collect_modules(self.model, "default"), canonicalize
 
 
 class FastArm(Arm):
@@ -116,9 +117,11 @@ class FastArm(Arm):
     def __init__(self, model: PeftModel, device: torch.device, store: AdapterStore) -> None:
         super().__init__(model, device, store)
         self.buffer = FlatBuffer()
+        self._reader = AdapterReader()
 
-    def _export(self) -> Callable[..., Any]:
-        return self.buffer.export
+    def _read(self) -> tuple[list[LoRAModule], Callable[..., CanonicalAdapter]]:
+        self._reader.linears(self.model)
+        return self._reader.modules(), self.buffer.export
 
 
 class SavePretrained(Arm):

@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from trl_lora_sync.adapter import flat as flat_module
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings, widened
-from trl_lora_sync.adapter.export import collect_modules, read_adapter
+from trl_lora_sync.adapter.export import AdapterReader, collect_modules
 from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
 from trl_lora_sync.errors import AdapterNotFiniteError
 from unit.tiny import IN, OUT, lora_model, lora_module, randomize_adapters
@@ -209,10 +209,10 @@ def test_probe_that_is_one_wider_is_a_plain_adapter() -> None:
 
 
 def test_adapter_of_a_cpu_trainer_is_not_put_into_the_buffer() -> None:
-    buffer = FlatBuffer()
-    adapter = read_adapter(lora_model(), dtype=torch.float32, buffer=buffer)
-    assert type(adapter) is CanonicalAdapter
-    assert buffer._plan is None
+    reader, model = AdapterReader(), lora_model()
+    reader.linears(model)
+    assert type(reader.read(model, dtype=torch.float32)) is CanonicalAdapter
+    assert reader._buffer._plan is None
 
 
 def test_header_is_what_the_installed_safetensors_writes(tmp_path: Path) -> None:

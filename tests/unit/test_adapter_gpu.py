@@ -8,7 +8,7 @@ import torch
 from support.shared_memory import shared_folder
 
 from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
-from trl_lora_sync.adapter.export import collect_modules, read_adapter
+from trl_lora_sync.adapter.export import AdapterReader, collect_modules, read_adapter
 from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
 from trl_lora_sync.adapter.page_lock import PageLockError, copy_to_host, lock_pages
 from trl_lora_sync.adapter.slots import Slot, SlotRing
@@ -73,7 +73,9 @@ def test_trainer_on_a_gpu_reads_into_the_buffer(folder: Path) -> None:
     model = lora_model().to(GPU)
     randomize_adapters(model.cpu())
     model.to(GPU)
-    adapter = read_adapter(model, dtype=torch.bfloat16, buffer=FlatBuffer())
+    reader = AdapterReader()
+    reader.linears(model)
+    adapter = reader.read(model, dtype=torch.bfloat16)
     assert isinstance(adapter, FlatAdapter)
     assert adapter.flat.device == GPU
     plain = read_adapter(model, dtype=torch.bfloat16)
