@@ -27,10 +27,11 @@ Make = Callable[..., GRPOTrainer]
 
 @pytest.fixture
 def make_fast_trainer(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Builds trainers that take the way of a GPU, through shared memory."""
+    """Builds trainers that take the way of a GPU, through shared memory, in the server's dtype: it casts copies."""
     monkeypatch.setattr(AdapterReader, "_is_on_gpu", lambda *_: True)
     with shared_folder() as folder:
-        yield lambda *args, **kwargs: make_trainer(*args, **{"lora_sync_dir": str(folder), **kwargs})
+        chosen = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}
+        yield lambda *args, **kwargs: make_trainer(*args, **{**chosen, **kwargs})
 
 
 def ring_of(trainer: GRPOTrainer) -> SlotRing:
@@ -67,7 +68,7 @@ def test_training_through_slots_samples_from_the_policy_that_is_trained(
 
 def stream(server: VLLMServer, adapter_name: str, prompt: list[int], started: threading.Event) -> tuple[list[int], Any]:
     """A long completion of another client; its tokens and log-probabilities."""
-    body = {"model": adapter_name, "prompt": prompt, "max_tokens": 400, "temperature": 1.0, "logprobs": 0}
+    body = {"model": adapter_name, "prompt": prompt, "max_tokens": 480, "temperature": 1.0, "logprobs": 0}
     body |= {"ignore_eos": True, "stream": True, "return_tokens_as_token_ids": True}
     ids: list[int] = []
     logprobs: list[float] = []
@@ -84,29 +85,38 @@ def stream(server: VLLMServer, adapter_name: str, prompt: list[int], started: th
     return ids, torch.tensor(logprobs)
 
 
+@pytest.fixture
+def cramped_server(base_model: Path, tmp_path: Path) -> Iterator[VLLMServer]:
+    """Can compute with one adapter at a time; a load displaces the one in use, which is then copied in again."""
+    with VLLMServer(base_model, log_path=tmp_path / "server.log", max_loras=1, max_cpu_loras=4) as running:
+        yield running
+
+
+@pytest.mark.slow
 def test_a_request_that_outlives_its_version_keeps_its_policy(
-    make_fast_trainer: Make, clean_server: VLLMServer, base_model: Path
+    make_fast_trainer: Make, cramped_server: VLLMServer, base_model: Path
 ) -> None:
-    """The server copies the adapter of a running request into its slot again and again, from its views of the file."""
-    trainer = make_fast_trainer(clean_server.base_url, base_model)
+    """The server copied the adapter of the request from its views of the file, which had another version by then."""
+    trainer = make_fast_trainer(cramped_server.base_url, base_model, lora_sync_keep=1)
     generation = trainer.vllm_generation
     randomize_adapter(trainer.model, seed=1)
     generation.sync_weights()
     prompt, started, answers = token_ids(1), threading.Event(), []
     name = generation._active_name
-    other = threading.Thread(target=lambda: answers.append(stream(clean_server, name, prompt, started)))
+    other = threading.Thread(target=lambda: answers.append(stream(cramped_server, name, prompt, started)))
     other.start()
     assert started.wait(120)
     synced = 0
-    for seed in range(2, 12):
+    for seed in range(2, 9):  # the fourth version would be the first in the memory of the first
         randomize_adapter(trainer.model, seed=seed)
         generation.sync_weights()
         synced += other.is_alive()
-        sample(generation, [token_ids(seed, length=4)])
     other.join(300)
-    assert synced > 5, "the request was over before its version was"
+    assert synced > 3, "the request was over before its version was"
     ((ids, served),) = answers
-    assert len(ids) == 400
+    assert len(ids) == 480
+    assert is_policy_of(trainer.model, sample(generation, [token_ids(2)]))
+    generation.close()
     randomize_adapter(trainer.model, seed=1)
     gap = distance(trainer.model, [(prompt, ids, served)])
     assert gap.mean() < NOISE_MEAN
