@@ -21,20 +21,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from trl_lora_sync.adapter.export import read_adapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.cli.surroundings import surroundings
-from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Capabilities, Deadline, PromptGroup, Sampling
 from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.scoring import base_logprobs
 from trl_lora_sync.settings import ServerAddress, SyncSettings
-from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.sync import AdapterSync, ReadAdapter
 from trl_lora_sync.verify import TrainedBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
@@ -150,8 +150,14 @@ def settings_for(args: argparse.Namespace) -> SyncSettings:
     )
 
 
-def reader(model: PeftModel) -> Any:
-    return lambda served: read_adapter(model, dtype=torch.bfloat16, fused_siblings=served.needs_fused_siblings)
+def reader(model: PeftModel) -> ReadAdapter:
+    adapter = AdapterReader()
+
+    def read(served: Capabilities) -> CanonicalAdapter:
+        adapter.linears(model)
+        return adapter.read(model, dtype=torch.bfloat16, fused_siblings=served.needs_fused_siblings)
+
+    return read
 
 
 def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> dict[str, float]:

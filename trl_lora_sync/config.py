@@ -48,7 +48,8 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
         lora_sync_server_dir (`str`, *optional*):
             The same folder as the server sees it, if it is mounted elsewhere there.
         lora_sync_keep (`int`, *optional*, defaults to `2`):
-            How many versions stay registered on the server. Files are deleted one version later.
+            How many versions stay registered on the server. Files are deleted one version later. If the adapter is on
+            a GPU and written to `/dev/shm`, the trainer keeps `lora_sync_keep + 2` adapters there, and one on the GPU.
         lora_sync_timeout (`float`, *optional*, defaults to `120.0`):
             Seconds that one sync may take before it fails on every process, and that a server may be away. No file
             system that hangs is waited for any longer.

@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync._trl import zero3_hooks_removed
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.export import base_dtype, lora_linears, read_adapter
+from trl_lora_sync.adapter.export import AdapterReader, base_dtype
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import check_launcher, gather_weights, outermost, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
@@ -43,6 +43,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._on_sync = on_sync
         self._active_name: str | None = None
         self._sync: AdapterSync | None = None
+        self._reader = AdapterReader()
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -114,12 +115,12 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     def _gather_adapter(self, timer: PhaseTimer) -> ReadAdapter:
         """**Collective.** Gather what is sharded of the adapter, and return what reads all of it on process 0."""
         with timer.phase("gather"):
-            linears = run_on_all(self.accelerator, lambda: lora_linears(self.model))
+            linears = run_on_all(self.accelerator, lambda: self._reader.linears(self.model))
             gathered = gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
 
         def read(served: Capabilities) -> CanonicalAdapter:
             siblings = served.needs_fused_siblings
-            return read_adapter(self.model, dtype=self._dtype, fused_siblings=siblings, gathered=gathered)
+            return self._reader.read(self.model, dtype=self._dtype, fused_siblings=siblings, gathered=gathered)
 
         return read
 
@@ -220,6 +221,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._active_name = None
         if self._sync is not None:
             self._sync.close()
+        self._reader.release()
 
 
 def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:

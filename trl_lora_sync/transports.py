@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.base import Capabilities, Deadline
@@ -60,10 +61,13 @@ class DiskTransport:
 
     A call to a shared file system that hangs cannot be ended by anybody. So all of them are made by one thread, in
     order, and only the waiting for it ends at the deadline. What it finishes too late is deleted again.
+
+    Args:
+        slots: see `AdapterStore`.
     """
 
-    def __init__(self, root: Path, *, server_root: str | None = None) -> None:
-        self._store = AdapterStore(root, server_root=server_root)
+    def __init__(self, root: Path, *, server_root: str | None = None, slots: SlotRing | None = None) -> None:
+        self._store = AdapterStore(root, server_root=server_root, slots=slots)
         self._files = _Worker("lora-sync-files")
         self.run_id = self._store.run_id
 
@@ -178,7 +182,7 @@ class DiskAndHTTPTransport(DiskTransport):
         return f"{super().where}, and over HTTP"
 
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        return replace(super().write(version, adapter, deadline), content=adapter)
+        return replace(super().write(version, adapter, deadline), content=adapter.on_host())
 
 
 class HTTPTransport(DiskTransport):
@@ -192,7 +196,7 @@ class HTTPTransport(DiskTransport):
         return "no shared folder (sent over HTTP)"
 
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        return replace(self._keep(lambda: self._store.note(version, adapter), deadline), content=adapter)
+        return replace(self._keep(lambda: self._store.note(version, adapter), deadline), content=adapter.on_host())
 
 
 def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transport:
@@ -204,7 +208,9 @@ def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transpor
     if all(sends_content):
         return HTTPTransport(settings.root)
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
-    return kind(settings.root, server_root=settings.server_root)
+    # Only this host's kernel can tell whether a file of this host is still read.
+    are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
+    return kind(settings.root, server_root=settings.server_root, slots=SlotRing() if are_local else None)
 
 
 def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capabilities) -> bool:

@@ -6,7 +6,7 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class CanonicalAdapter:
     """A LoRA adapter that needs no further information to be served exactly.
 
     Attributes:
-        tensors: PEFT's state-dict keys to contiguous CPU tensors that alias nothing.
+        tensors: PEFT's state-dict keys to contiguous tensors; on the CPU and aliasing nothing, see `on_host`.
         rank: the one LoRA rank of all modules.
         dtype: dtype of all tensors.
         target_modules: last components of the adapted module paths, sorted.
@@ -60,6 +60,10 @@ class CanonicalAdapter:
     target_modules: tuple[str, ...]
     base_model: str | None = None
     fan_in_fan_out: bool = False
+
+    def on_host(self) -> "CanonicalAdapter":
+        """The same with tensors on the CPU that nothing overwrites; only a `FlatAdapter` has others."""
+        return self
 
     @property
     def payload_bytes(self) -> int:
@@ -133,17 +137,40 @@ def canonicalize(
         AdapterNotFiniteError: a matrix holds NaN or infinity, or does once it is scaled and cast.
     """
     modules = list(modules)
-    rank = max(module.rank for module in modules)
+    rank = common_rank(modules)
     with _one_cpu_thread():
         tensors = _served_tensors(modules, rank, dtype)
     return CanonicalAdapter(
         tensors=tensors,
         rank=rank,
         dtype=dtype,
-        target_modules=tuple(sorted({module.name.rpartition(".")[2] for module in modules})),
+        target_modules=target_modules_of(modules),
         base_model=base_model,
         fan_in_fan_out=fan_in_fan_out,
     )
+
+
+def common_rank(modules: Iterable[LoRAModule]) -> int:
+    """The rank that all modules are padded to."""
+    return max(module.rank for module in modules)
+
+
+def target_modules_of(modules: Iterable[LoRAModule]) -> tuple[str, ...]:
+    """Last components of the module paths, sorted."""
+    return tuple(sorted({module.name.rpartition(".")[2] for module in modules}))
+
+
+def tensor_keys(module: LoRAModule) -> tuple[str, str]:
+    """PEFT's state-dict keys of `lora_A` and `lora_B`."""
+    return f"{_KEY_PREFIX}{module.name}.lora_A.weight", f"{_KEY_PREFIX}{module.name}.lora_B.weight"
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Whether there is no NaN and no infinity among the values.
+
+    Both show in the extremes, which are found forty times as fast on a CPU as by looking at each value.
+    """
+    return bool(torch.stack(torch.aminmax(flat)).isfinite().all())
 
 
 def complete_siblings(modules: list[LoRAModule], shapes: Mapping[str, tuple[int, int]]) -> list[LoRAModule]:
@@ -181,10 +208,17 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
     wider, taller = int(_kind(key_A) not in _WRITE_HIDDEN), int(_kind(key_A) not in _READ_HIDDEN)
     lora_A, lora_B = adapter.tensors[key_A], adapter.tensors[key_B]
     tensors = {
-        key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + wider),
-        key_B: lora_B.new_zeros(lora_B.shape[0] + taller, adapter.rank),
+        key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + wider, device="cpu"),
+        key_B: lora_B.new_zeros(lora_B.shape[0] + taller, adapter.rank, device="cpu"),
     }
-    return replace(adapter, tensors=tensors)
+    return CanonicalAdapter(
+        tensors=tensors,
+        rank=adapter.rank,
+        dtype=adapter.dtype,
+        target_modules=adapter.target_modules,
+        base_model=adapter.base_model,
+        fan_in_fan_out=adapter.fan_in_fan_out,
+    )
 
 
 def _kind(key: str) -> str:
@@ -194,16 +228,15 @@ def _kind(key: str) -> str:
 
 def _served_tensors(modules: list[LoRAModule], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
     matrices = {
-        f"{_KEY_PREFIX}{module.name}.lora_{letter}.weight": matrix.to(dtype)
+        key: matrix.to(dtype)
         for module in modules
-        for letter, matrix in zip("AB", _scaled_and_padded(module, rank), strict=True)
+        for key, matrix in zip(tensor_keys(module), _scaled_and_padded(module, rank), strict=True)
     }
     # One buffer for all of them, so that a GPU is waited for once and the copy to the host is one.
     device = modules[0].lora_A.device
     flat = torch.cat([matrix.to(device).reshape(-1) for matrix in matrices.values()])
-    # Checked as the server will see it: what float32 holds may be infinite in float16. NaN and infinity show in the
-    # extremes, which are found forty times as fast on a CPU as by looking at each value.
-    if not bool(torch.stack(torch.aminmax(flat)).isfinite().all()):
+    # Checked as the server will see it: what float32 holds may be infinite in float16.
+    if not is_finite(flat):
         raise _not_finite(modules, list(matrices.values()), dtype)
     flat, tensors, start = flat.cpu(), {}, 0
     for key, matrix in matrices.items():

@@ -3,7 +3,7 @@
 Knows PEFT's layers, but no launcher: tensors of the model that are sharded must be given whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
     check_active_adapters,
@@ -102,16 +103,88 @@ def read_adapter(
         gathered: whole weights of those of the `lora_linears` whose own are sharded.
     """
     adapter_name = _checked_name(model, adapter_name)
-    config = model.peft_config[adapter_name]
     modules = collect_modules(model, adapter_name, gathered)
-    if fused_siblings:
-        modules = complete_siblings(modules, _linear_shapes(model))
-    return canonicalize(
-        modules,
+    return _export(model, adapter_name, modules, canonicalize, dtype, fused_siblings)
+
+
+def _export(
+    model: "PeftModel",
+    adapter_name: str,
+    modules: list[LoRAModule],
+    export: Callable[..., CanonicalAdapter],
+    dtype: torch.dtype,
+    fused_siblings: bool,
+) -> CanonicalAdapter:
+    config = model.peft_config[adapter_name]
+    return export(
+        complete_siblings(modules, _linear_shapes(model)) if fused_siblings else modules,
         dtype=dtype,
         base_model=config.base_model_name_or_path,
         fan_in_fan_out=bool(config.fan_in_fan_out),
     )
+
+
+class AdapterReader:
+    """Reads the active adapter of a model again and again, with what is slow about it remembered.
+
+    An adapter on a GPU stays there, in a `FlatBuffer`: that is memory for one adapter in the dtype that is written, and
+    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = FlatBuffer()
+        self._tree: list[nn.Module] = []
+        self._layers: list[_Layer] = []
+        self._adapter_name = ""
+
+    def linears(self, model: "PeftModel") -> list[nn.Module]:
+        """As `lora_linears`.
+
+        That names every module of the model, which takes longer than to copy the adapter, and is done again only if a
+        module has come, gone or been replaced.
+        """
+        adapter_name, tree = _checked_name(model, None), _tree_of(model)
+        if tree != self._tree or adapter_name != self._adapter_name:
+            self._layers = _find_layers(model, adapter_name)
+            self._tree, self._adapter_name = tree, adapter_name
+        return [matrix for layer in self._layers for matrix in layer.matrices]
+
+    def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
+        """As `collect_modules`, of the layers that the last call of `linears` was about."""
+        for layer in self._layers:
+            layer.check()
+        return [layer.read(gathered or {}) for layer in self._layers]
+
+    def read(
+        self,
+        model: "PeftModel",
+        *,
+        dtype: torch.dtype,
+        fused_siblings: bool = False,
+        gathered: Mapping[nn.Module, Tensor] | None = None,
+    ) -> CanonicalAdapter:
+        """As `read_adapter`, of the `modules`; if they are on a GPU, the result is valid until the next read."""
+        modules = self.modules(gathered)
+        export = self._buffer.export if self._is_on_gpu(modules) else canonicalize
+        return _export(model, self._adapter_name, modules, export, dtype, fused_siblings)
+
+    def release(self) -> None:
+        """Give the memory back; the next read takes it anew."""
+        self._buffer.release()
+
+    @staticmethod
+    def _is_on_gpu(modules: list[LoRAModule]) -> bool:
+        return modules[0].lora_A.is_cuda
+
+
+def _tree_of(model: nn.Module) -> list[nn.Module]:
+    """All modules, in an order that depends on nothing but how they hang together."""
+    tree, left = [], [model]
+    while left:
+        module = left.pop()
+        tree.append(module)
+        left.extend(child for child in module._modules.values() if child is not None)
+    return tree
 
 
 def base_dtype(model: nn.Module) -> torch.dtype:
@@ -128,8 +201,7 @@ def lora_linears(model: "PeftModel") -> list[nn.Module]:
     Raises:
         UnsupportedAdapterError: as for `read_adapter`.
     """
-    adapter_name = _checked_name(model, None)
-    return [matrix for _, layer in _lora_layers(model, adapter_name) for matrix in _matrices(layer, adapter_name)]
+    return [matrix for layer in _find_layers(model, _checked_name(model, None)) for matrix in layer.matrices]
 
 
 def collect_modules(
@@ -143,26 +215,62 @@ def collect_modules(
     Raises:
         UnsupportedAdapterError: a layer computes something other than `scaling * lora_B @ lora_A`.
     """
-    layers = _lora_layers(model, adapter_name)
-    return [_read_layer(_served_path(path), layer, adapter_name, gathered or {}) for path, layer in layers]
+    return [layer.read(gathered or {}) for layer in _find_layers(model, adapter_name)]
 
 
-def _lora_layers(model: nn.Module, adapter_name: str) -> list[tuple[str, Any]]:
-    """The layers that carry the adapter, with their module paths."""
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """A layer of the model that carries the adapter.
+
+    Attributes:
+        path: of the layer in the served model.
+        matrices: the modules whose weights are `lora_A` and `lora_B`.
+    """
+
+    path: str
+    layer: Any
+    adapter_name: str
+    matrices: tuple[Any, Any]
+
+    def check(self) -> None:
+        """Refuse a layer that computes something other than plain LoRA, at this moment."""
+        oddity = _oddity(self.layer, *self.matrices, self.adapter_name)
+        if oddity:
+            raise UnsupportedAdapterError(
+                f"The LoRA layer {self.path!r} ({type(self.layer).__name__}) {oddity}, so its product lora_B @ lora_A "
+                "is not what the trainer computes and no server could serve it exactly. Use plain LoRA on linear "
+                'layers, or set vllm_sync_strategy="weights".'
+            )
+
+    def read(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
+        lora_A, lora_B = (gathered.get(matrix, matrix.weight) for matrix in self.matrices)
+        scaling = float(self.layer.scaling[self.adapter_name])
+        return LoRAModule(name=self.path, lora_A=lora_A, lora_B=lora_B, scaling=scaling)
+
+
+def _find_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
+    """The layers that carry the adapter, in model order, all of them plain LoRA."""
     from peft.tuners.lora import LoraLayer
 
-    layers = [
-        (path, layer)
+    found = [
+        (_served_path(path), layer)
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and _carries(layer, adapter_name)
     ]
-    if not layers:
+    if not found:
         raise UnsupportedAdapterError(
             f"The adapter {adapter_name!r} has no LoRA layer in this model, so there is nothing to serve. "
             "Check target_modules of the LoraConfig."
         )
-    for path, layer in layers:
-        _check_layer(_served_path(path), layer, adapter_name)
+    for path, layer in found:
+        if adapter_name in layer.lora_embedding_A or is_embedding_module(path):
+            raise refuse_module(path)
+    layers = [
+        _Layer(path=path, layer=layer, adapter_name=adapter_name, matrices=_matrices(layer, adapter_name))
+        for path, layer in found
+    ]
+    for one in layers:
+        one.check()
     return layers
 
 
@@ -196,18 +304,6 @@ def _served_path(path: str) -> str:
     return ".".join(components).removeprefix(_PEFT_PREFIX)
 
 
-def _check_layer(path: str, layer: Any, adapter_name: str) -> None:
-    if adapter_name in layer.lora_embedding_A or is_embedding_module(path):
-        raise refuse_module(path)
-    oddity = _oddity(layer, *_matrices(layer, adapter_name), adapter_name)
-    if oddity:
-        raise UnsupportedAdapterError(
-            f"The LoRA layer {path!r} ({type(layer).__name__}) {oddity}, so its product lora_B @ lora_A is not what "
-            "the trainer computes and no server could serve it exactly. Use plain LoRA on linear layers, or set "
-            'vllm_sync_strategy="weights".'
-        )
-
-
 def _matrices(layer: Any, adapter_name: str) -> tuple[Any, Any]:
     return _unwrapped(layer.lora_A[adapter_name]), _unwrapped(layer.lora_B[adapter_name])
 
@@ -216,11 +312,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     """The layer itself; FSDP1 wraps each LoRA matrix when it follows PEFT's wrap policy."""
     wrapped = next((module._modules[name] for name in _WRAPPER_COMPONENTS if name in module._modules), None)
     return module if wrapped is None else _unwrapped(wrapped)
-
-
-def _read_layer(path: str, layer: Any, adapter_name: str, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
-    lora_A, lora_B = (gathered.get(matrix, matrix.weight) for matrix in _matrices(layer, adapter_name))
-    return LoRAModule(name=path, lora_A=lora_A, lora_B=lora_B, scaling=float(layer.scaling[adapter_name]))
 
 
 def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str) -> str | None:

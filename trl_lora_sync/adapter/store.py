@@ -2,7 +2,8 @@
 
 Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json}`. A live run holds a lock on
 `<root>/<run_id>/owner.json`, which the kernel releases however the process ends; that is how leftovers are told from
-the files of a run that is still going. Knows nothing of models or servers.
+the files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two versions. Knows
+nothing of models or servers.
 """
 
 import contextlib
@@ -16,12 +17,15 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.flat import FILE_METADATA, FlatAdapter
+from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.errors import AdapterExportError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +33,8 @@ logger = logging.getLogger(__name__)
 RUN_PREFIX = "lora-sync-"
 _OWNER_FILE = "owner.json"
 _STARTING = ".starting"
+_SLOTS = ".slots"
+_TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 
 
@@ -62,12 +68,24 @@ def new_run_id() -> str:
     return f"{RUN_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
-def write_adapter(directory: Path, adapter: CanonicalAdapter, *, private: bool = False) -> None:
+def write_tensors(file: Path, adapter: CanonicalAdapter) -> None:
+    """Write the tensors of `adapter` to a new file, wherever they are."""
+    save_file(adapter.on_host().tensors, file, metadata=FILE_METADATA)
+
+
+def write_adapter(
+    directory: Path,
+    adapter: CanonicalAdapter,
+    *,
+    private: bool = False,
+    write_tensors: Callable[[Path, CanonicalAdapter], None] = write_tensors,
+) -> None:
     """Write `adapter` so that `directory` either holds all of it, durably, or does not exist.
 
     Args:
         directory: must not exist yet, or be empty.
         private: give files mode 0600 and directories 0700 instead of the process's default.
+        write_tensors: puts the file of the tensors where it is told.
 
     Raises:
         AdapterExportError: the directory is taken, or cannot be written (permissions, full disk).
@@ -77,7 +95,7 @@ def write_adapter(directory: Path, adapter: CanonicalAdapter, *, private: bool =
     try:
         _check_free(directory)
         partial.mkdir(parents=True)
-        _write_files(partial, adapter, private)
+        _write_files(partial, adapter, private, write_tensors)
         partial.rename(directory)
         renamed = True
         _fsync(directory.parent)
@@ -96,9 +114,11 @@ def _check_free(directory: Path) -> None:
         )
 
 
-def _write_files(partial: Path, adapter: CanonicalAdapter, private: bool) -> None:
-    tensors, config = partial / "adapter_model.safetensors", partial / "adapter_config.json"
-    save_file(adapter.tensors, tensors, metadata={"format": "pt"})
+def _write_files(
+    partial: Path, adapter: CanonicalAdapter, private: bool, write_tensors: Callable[[Path, CanonicalAdapter], None]
+) -> None:
+    tensors, config = partial / _TENSORS, partial / _CONFIG
+    write_tensors(tensors, adapter)
     config.write_text(json.dumps(adapter.config(), indent=2, sort_keys=True))
     for file in (tensors, config):
         # safetensors makes its file 0600 whatever the umask, so the other one tells what the process's default is.
@@ -140,12 +160,22 @@ class AdapterStore:
         root: folder shared by all runs; created if missing.
         server_root: the same folder as the servers see it; `None` if they see it under the same path.
         run_id: unique to the run, see `new_run_id`.
+        slots: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because somebody
+            may read it whom this kernel does not know.
     """
 
-    def __init__(self, root: Path, *, server_root: str | None = None, run_id: str | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        server_root: str | None = None,
+        run_id: str | None = None,
+        slots: SlotRing | None = None,
+    ) -> None:
         self.run_id = run_id or new_run_id()
         self.root = root.expanduser().absolute()
         self.server_root = (server_root or str(self.root)).rstrip("/")
+        self._slots = slots
         self._lock: int | None = None
         self._pid = os.getpid()
 
@@ -190,8 +220,27 @@ class AdapterStore:
         self.open()
         stored = self._named(version, adapter)
         assert stored.path is not None
-        write_adapter(stored.path, adapter, private=True)
+        try:
+            write_adapter(stored.path, adapter, private=True, write_tensors=partial(self._write_tensors, stored.name))
+        except BaseException:
+            if self._slots is not None:
+                self._slots.drop(stored.name)
+            raise
         return replace(stored, server_path=f"{self.server_root}/{self.run_id}/{stored.name}")
+
+    def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
+        """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
+        if self._slots is None or not isinstance(adapter, FlatAdapter):
+            write_tensors(file, adapter)
+            return
+        size = len(adapter.header) + adapter.payload_bytes
+        slot = self._slots.take(self.directory / _SLOTS, size, adapter.flat.device)
+        if slot is None:
+            write_tensors(file, adapter)
+            return
+        self._slots.lend(name, slot)
+        slot.fill(adapter.header, adapter.flat)
+        slot.move(file)
 
     def note(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Note the name of a version that is not to be written, so that a sweep finds it.
@@ -222,6 +271,8 @@ class AdapterStore:
     def delete(self, stored: StoredAdapter) -> None:
         """Delete a version's files; never fails."""
         if stored.path is not None:
+            if self._slots is not None:
+                self._slots.take_back(stored.name, self.directory / _SLOTS, stored.path / _TENSORS)
             shutil.rmtree(stored.path, ignore_errors=True)
 
     def close(self) -> None:
@@ -229,6 +280,8 @@ class AdapterStore:
         if self._lock is None or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
+        if self._slots is not None:
+            self._slots.close()
         shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock)
         self._lock = None

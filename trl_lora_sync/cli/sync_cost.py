@@ -31,7 +31,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from trl_lora_sync.adapter.export import read_adapter
+from trl_lora_sync.adapter.export import AdapterReader
+from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.cli.console import err
 from trl_lora_sync.cli.surroundings import surroundings
@@ -79,6 +80,7 @@ class Written:
     """What an arm hands to the server, and the seconds it took to get there."""
 
     stored: StoredAdapter
+    store: AdapterStore
     gather_s: float
     write_s: float
 
@@ -89,11 +91,15 @@ Arm = Callable[[int], Written]
 class Bench:
     """One server, one trainer's model, one folder between them."""
 
-    def __init__(self, engine: Engine, store: AdapterStore, args: argparse.Namespace) -> None:
+    def __init__(
+        self, engine: Engine, store: AdapterStore, stores: dict[str, AdapterStore], args: argparse.Namespace
+    ) -> None:
         self.engine = engine
         self.store = store
         self.args = args
         self._versions = 0
+        # Each dtype is exported as in a run that has no other.
+        self._exports = {dtype: (AdapterReader(), stores[dtype]) for dtype in args.dtype}
         self._random = random.Random(0)
 
     def measure_rank(self, model: PeftModel, rank: int) -> dict[str, Any]:
@@ -127,7 +133,7 @@ class Bench:
         start = time.perf_counter()
         served = self._top_logprobs(stored.name, prompt)
         first_token_s = time.perf_counter() - start
-        self._retire(stored)
+        self._retire(written)
         gap, effect = (distance(served, reference) for reference in references)
         if not gap < effect / 3:
             raise BenchmarkError(
@@ -161,18 +167,22 @@ class Bench:
             target_modules=(),  # vLLM reads the files
             payload_bytes=tensor_file_bytes(path),
         )
-        return Written(stored=stored, gather_s=0.0, write_s=write_s)
+        return Written(stored=stored, store=self.store, gather_s=0.0, write_s=write_s)
 
     def _export(self, model: PeftModel, dtype: str, version: int) -> Written:
+        reader, store = self._exports[dtype]
         start = time.perf_counter()
-        adapter = read_adapter(model, dtype=getattr(torch, dtype))
+        reader.linears(model)
+        adapter = reader.read(model, dtype=getattr(torch, dtype))
         gathered = time.perf_counter()
-        stored = self.store.write(version, adapter)
-        return Written(stored=stored, gather_s=gathered - start, write_s=time.perf_counter() - gathered)
+        stored = store.write(version, adapter)
+        write_s = time.perf_counter() - gathered
+        return Written(stored=stored, store=store, gather_s=gathered - start, write_s=write_s)
 
     def _measure_decoding(self, model: PeftModel) -> list[dict[str, Any]]:
         self._versions += 1
-        stored = self._export(model, self.args.dtype[0], self._versions).stored
+        written = self._export(model, self.args.dtype[0], self._versions)
+        stored = written.stored
         self.engine.load(stored, self._deadline())
         names = {"base": self.engine.capabilities.base_model, "adapter": stored.name}
         found = []
@@ -194,7 +204,7 @@ class Bench:
                     "samples": speeds,
                 }
             )
-        self._retire(stored)
+        self._retire(written)
         return found
 
     def _tokens_per_s(self, model: str, concurrency: int, vocab_size: int) -> float:
@@ -219,9 +229,9 @@ class Bench:
     def _prompt(self, vocab_size: int) -> list[int]:
         return [self._random.randrange(vocab_size) for _ in range(PROMPT_TOKENS)]
 
-    def _retire(self, stored: StoredAdapter) -> None:
-        self.engine.unload(stored.name, self._deadline())
-        self.store.delete(stored)
+    def _retire(self, written: Written) -> None:
+        self.engine.unload(written.stored.name, self._deadline())
+        written.store.delete(written.stored)
 
     def _settle(self) -> None:
         if self.args.device == "cuda":
@@ -361,9 +371,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         args.url, engine="auto", is_local=is_local, deadline=Deadline.after(TIMEOUT_S, "Waiting for the server")
     )
     store = AdapterStore(args.dir, server_root=args.server_dir)
+    stores = {
+        dtype: AdapterStore(args.dir, server_root=args.server_dir, slots=SlotRing() if is_local else None)
+        for dtype in args.dtype
+    }
     try:
         store.open()
-        bench = Bench(engine, store, args)
+        bench = Bench(engine, store, stores, args)
         base = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device)
         started = time.monotonic()
         found = []
@@ -386,5 +400,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "ranks": found,
         }
     finally:
-        store.close()
+        for opened in (store, *stores.values()):
+            opened.close()
         engine.close()

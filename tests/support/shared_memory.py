@@ -1,0 +1,64 @@
+"""A folder in shared memory, and readers of what is written there."""
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trl_lora_sync.adapter.slots import is_in_memory
+
+_SHARED_MEMORY = Path("/dev/shm")
+# Maps the file as torch and safetensors do, and says what is in it whenever it is asked.
+_READER = """
+import hashlib, sys, torch
+storage = torch.UntypedStorage.from_file(sys.argv[1], False, int(sys.argv[2]))
+view = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+print("mapped", flush=True)
+for _ in sys.stdin:
+    print(hashlib.sha256(view).hexdigest(), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """An empty folder in /dev/shm; skips the test where there is none."""
+    if not _SHARED_MEMORY.is_dir() or not is_in_memory(_SHARED_MEMORY):
+        pytest.skip("there is no shared memory in /dev/shm here")
+    with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY, prefix="trl-lora-sync-test-") as folder:
+        yield Path(folder)
+
+
+class Reader:
+    """Another process that has a file mapped, as an engine does that keeps adapters as views of their files."""
+
+    def __init__(self, file: Path) -> None:
+        command = [sys.executable, "-c", _READER, str(file), str(file.stat().st_size)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._said() == "mapped"
+
+    def sha256(self) -> str:
+        """Of what it sees now."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._said()
+
+    def _said(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@contextlib.contextmanager
+def reader_of(file: Path) -> Iterator[Reader]:
+    reader = Reader(file)
+    try:
+        yield reader
+    finally:
+        reader.close()

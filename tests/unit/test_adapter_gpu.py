@@ -1,0 +1,147 @@
+"""What only a GPU can show of the fast export: page-locked slots that it copies into. Skipped without one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.shared_memory import shared_folder
+
+from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
+from trl_lora_sync.adapter.export import AdapterReader, collect_modules, read_adapter
+from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
+from trl_lora_sync.adapter.page_lock import PageLockError, copy_to_host, lock_pages
+from trl_lora_sync.adapter.slots import Slot, SlotRing
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, write_adapter
+from trl_lora_sync.errors import AdapterNotFiniteError
+from unit.tiny import lora_model, lora_module, randomize_adapters
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+GPU = torch.device("cuda", 0)
+TENSORS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with shared_folder() as folder:
+        yield folder
+
+
+def on_gpu(modules: list[LoRAModule], dtype: torch.dtype) -> list[LoRAModule]:
+    return [
+        LoRAModule(
+            name=module.name,
+            lora_A=module.lora_A.to(GPU, dtype),
+            lora_B=module.lora_B.to(GPU, dtype),
+            scaling=module.scaling,
+        )
+        for module in modules
+    ]
+
+
+@pytest.mark.parametrize("trained_in", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_version_from_a_gpu_is_byte_for_byte_the_portable_one(
+    dtype: torch.dtype, trained_in: torch.dtype, folder: Path
+) -> None:
+    model = lora_model(target_modules="all-linear", rank_pattern={"v_proj": 5, "down_proj": 1}).to(GPU)
+    buffer, ring = FlatBuffer(), SlotRing()
+    store, live = AdapterStore(folder / "root", slots=ring), list[StoredAdapter]()
+    try:
+        inodes = []
+        for version in range(1, 13):
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data.normal_(std=0.3)
+            modules = on_gpu(collect_modules(model, "default"), trained_in)
+            write_adapter(folder / f"portable-{version}", canonicalize(modules, dtype=dtype))
+            live.append(store.write(version, buffer.export(modules, dtype=dtype)))
+            file = live[-1].path / TENSORS
+            assert file.read_bytes() == (folder / f"portable-{version}" / TENSORS).read_bytes()
+            inodes.append(file.stat().st_ino)
+            while len(live) > 3:
+                store.delete(live.pop(0))
+        assert len(set(inodes)) == 4, "the slots were not written again"
+    finally:
+        store.close()
+
+
+def test_trainer_on_a_gpu_reads_into_the_buffer(folder: Path) -> None:
+    model = lora_model().to(GPU)
+    randomize_adapters(model.cpu())
+    model.to(GPU)
+    reader = AdapterReader()
+    reader.linears(model)
+    adapter = reader.read(model, dtype=torch.bfloat16)
+    assert isinstance(adapter, FlatAdapter)
+    assert adapter.flat.device == GPU
+    plain = read_adapter(model, dtype=torch.bfloat16)
+    assert all(torch.equal(plain.tensors[key], tensor) for key, tensor in adapter.on_host().tensors.items())
+
+
+def test_values_that_are_not_finite_are_refused_in_the_same_words() -> None:
+    modules = on_gpu([lora_module("a"), lora_module("b", scaling=float("inf"))], torch.float32)
+    with pytest.raises(AdapterNotFiniteError) as portable:
+        canonicalize(modules, dtype=torch.bfloat16)
+    with pytest.raises(AdapterNotFiniteError) as fast:
+        FlatBuffer().export(modules, dtype=torch.bfloat16)
+    assert str(fast.value) == str(portable.value)
+
+
+def test_slot_is_page_locked_until_it_is_discarded(folder: Path) -> None:
+    """CUDA refuses to lock memory twice, so a refusal says that it is locked."""
+    slot = Slot(folder / "slot", 1 << 20, GPU)
+    assert slot._bytes.is_pinned()
+    with pytest.raises(PageLockError, match="already"):
+        lock_pages(slot._bytes, GPU)
+    address = slot._bytes.data_ptr()
+    slot.discard()
+    again = Slot(folder / "slot", 1 << 20, GPU)  # often at the same address
+    assert again._bytes.is_pinned(), address
+    again.discard()
+
+
+def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
+    """The next kernel of the training reported it as its own."""
+    slot = Slot(folder / "slot", 1 << 20, GPU)
+    with pytest.raises(PageLockError):
+        lock_pages(slot._bytes, GPU)
+    assert torch.ones(8, device=GPU).sum().item() == 8
+    torch.cuda.synchronize()
+    slot.discard()
+
+
+def test_copy_is_done_when_it_returns(folder: Path) -> None:
+    source = torch.randn(1 << 24, device=GPU)
+    slot = Slot(folder / "slot", source.numel() * 4, GPU)
+    target = slot._bytes.view(torch.float32)
+    for _ in range(5):
+        source.normal_()
+        copy_to_host(target, source)
+        seen = target.clone()
+        assert torch.equal(seen, source.cpu())
+    del target
+    slot.discard()
+
+
+def test_export_takes_the_memory_of_one_adapter_and_bounded_scratch() -> None:
+    modules = [
+        LoRAModule(
+            name=f"layer.{number}",
+            lora_A=torch.randn(64, 4096, device=GPU),
+            lora_B=torch.randn(4096, 64, device=GPU),
+            scaling=2.0,
+        )
+        for number in range(200)
+    ]
+    buffer = FlatBuffer()
+    before = torch.cuda.memory_allocated(GPU)
+    torch.cuda.reset_peak_memory_stats(GPU)
+    adapter = buffer.export(modules, dtype=torch.bfloat16)
+    kept = torch.cuda.memory_allocated(GPU) - before
+    peak = torch.cuda.max_memory_allocated(GPU) - before
+    assert adapter.payload_bytes <= kept <= adapter.payload_bytes + (2 << 20)
+    assert peak <= kept + (72 << 20)

@@ -1,0 +1,101 @@
+"""What a reader remembers of a model is never what the model was."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from torch import nn
+
+from trl_lora_sync.adapter import export
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.export import AdapterReader, lora_linears, read_adapter
+from trl_lora_sync.errors import UnsupportedAdapterError
+from unit.tiny import lora_model, randomize_adapters
+
+
+def read(reader: AdapterReader, model: PeftModel) -> CanonicalAdapter:
+    """As a sync does."""
+    assert reader.linears(model) == lora_linears(model)
+    return reader.read(model, dtype=torch.float32)
+
+
+def assert_reads_what_is_there(reader: AdapterReader, model: PeftModel) -> None:
+    found, expected = read(reader, model), read_adapter(model, dtype=torch.float32)
+    assert found.config() == expected.config()
+    assert list(found.tensors) == list(expected.tensors)
+    assert all(torch.equal(tensor, expected.tensors[key]) for key, tensor in found.tensors.items())
+
+
+def test_new_values_and_new_parameters_are_read() -> None:
+    reader, model = AdapterReader(), lora_model()
+    assert_reads_what_is_there(reader, model)
+    randomize_adapters(model, seed=2)
+    assert_reads_what_is_there(reader, model)
+    for linear in lora_linears(model):
+        linear.weight = nn.Parameter(torch.full_like(linear.weight, 0.5))
+    assert_reads_what_is_there(reader, model)
+    assert float(next(iter(read(reader, model).tensors.values())).max()) == 0.5
+
+
+def test_new_scaling_is_read() -> None:
+    reader, model = AdapterReader(), lora_model()
+    before = read(reader, model)
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 4.0)
+    assert_reads_what_is_there(reader, model)
+    after = read(reader, model)
+    assert any(not torch.equal(after.tensors[key], tensor) for key, tensor in before.tensors.items())
+
+
+def test_adapter_that_was_replaced_under_the_same_name_is_read() -> None:
+    reader, model = AdapterReader(), lora_model(target_modules=["q_proj"])
+    read(reader, model)
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("other")
+    assert read(reader, model).target_modules == ("o_proj",)
+    model.delete_adapter("default")
+    model.add_adapter("default", LoraConfig(r=5, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("default")
+    randomize_adapters(model)
+    assert_reads_what_is_there(reader, model)
+    assert read(reader, model).target_modules == ("down_proj", "q_proj")
+    assert read(reader, model).rank == 5
+
+
+def test_layer_that_was_replaced_is_read() -> None:
+    reader, model, other = AdapterReader(), lora_model(), lora_model()
+    read(reader, model)
+    randomize_adapters(other, seed=3)
+    layer = model.base_model.model.model.layers[1]
+    layer.self_attn.q_proj = other.base_model.model.model.layers[1].self_attn.q_proj
+    assert_reads_what_is_there(reader, model)
+
+
+def test_another_model_is_read() -> None:
+    reader = AdapterReader()
+    read(reader, lora_model(target_modules=["q_proj"]))
+    assert_reads_what_is_there(reader, lora_model(target_modules=["o_proj"]))
+
+
+def test_layer_that_is_merged_meanwhile_is_refused() -> None:
+    reader, model = AdapterReader(), lora_model()
+    read(reader, model)
+    model.merge_adapter()
+    with pytest.raises(UnsupportedAdapterError, match=r"is merged .*unmerge_adapter"):
+        reader.read(model, dtype=torch.float32)
+    model.unmerge_adapter()
+    assert_reads_what_is_there(reader, model)
+
+
+def test_modules_are_named_once_as_long_as_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, model = AdapterReader(), lora_model()
+    reader.linears(model)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the modules were named again")
+
+    monkeypatch.setattr(export, "_find_layers", fail)
+    for seed in range(3):
+        randomize_adapters(model, seed=seed)
+        reader.linears(model)
+        reader.read(model, dtype=torch.float32)

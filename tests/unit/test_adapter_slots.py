@@ -1,0 +1,523 @@
+"""Slots in shared memory: versions keep their promises, although their memory is used again."""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.folders import tmpfs
+from support.shared_memory import reader_of, shared_folder
+from torch import Tensor
+
+from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
+from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
+from trl_lora_sync.adapter.page_lock import PageLockError
+from trl_lora_sync.adapter.slots import SlotRing, is_in_memory
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers, write_adapter
+from trl_lora_sync.errors import AdapterExportError
+from unit.tiny import canonical, everything_under, lora_module
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+KEEP = 2
+
+
+class Locks:
+    """Stands for the GPU's driver: which memory is page-locked, and how often that was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.held: set[int] = set()
+
+    def __call__(self, memory: Tensor, device: torch.device) -> Callable[[], None]:
+        self.asked += 1
+        address = memory.data_ptr()
+        assert address % os.sysconf("SC_PAGESIZE") == 0
+        self.held.add(address)
+        return lambda: self.held.remove(address)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with shared_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def locks() -> Locks:
+    return Locks()
+
+
+@pytest.fixture
+def ring(locks: Locks) -> SlotRing:
+    return SlotRing(locks)
+
+
+@pytest.fixture
+def store(folder: Path, ring: SlotRing) -> Iterator[AdapterStore]:
+    store = AdapterStore(folder / "root", slots=ring)
+    yield store
+    store.close()
+
+
+BUFFER = FlatBuffer()
+
+
+def modules_of(seed: int, *, rank: int = 2, layers: int = 3) -> list[LoRAModule]:
+    return [lora_module(f"model.layers.{layer}.q_proj", rank=rank, seed=100 * seed + layer) for layer in range(layers)]
+
+
+def flat(seed: int = 1, *, rank: int = 2, layers: int = 3) -> FlatAdapter:
+    """As the trainer exports it from a GPU; overwritten by the next."""
+    exported = BUFFER.export(modules_of(seed, rank=rank, layers=layers), dtype=torch.bfloat16, base_model="org/base")
+    assert isinstance(exported, FlatAdapter)
+    return exported
+
+
+def big_flat(payload_bytes: int) -> FlatAdapter:
+    width = payload_bytes // (2 * 4 * 2)
+    module = LoRAModule(name="layer", lora_A=torch.ones(2, width), lora_B=torch.ones(width, 2), scaling=1.0)
+    exported = FlatBuffer().export([module], dtype=torch.float32)
+    assert isinstance(exported, FlatAdapter)
+    return exported
+
+
+def portable(folder: Path, seed: int, **shape: int) -> Path:
+    directory = folder / f"portable-{seed}"
+    adapter = canonicalize(modules_of(seed, **shape), dtype=torch.bfloat16, base_model="org/base")
+    write_adapter(directory, adapter, private=True)
+    return directory
+
+
+def tensors_of(stored: StoredAdapter) -> Path:
+    assert stored.path is not None
+    return stored.path / TENSORS
+
+
+def inode(stored: StoredAdapter) -> int:
+    return tensors_of(stored).stat().st_ino
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def sync(store: AdapterStore, live: list[StoredAdapter], seed: int, **shape: int) -> StoredAdapter:
+    """One sync as `AdapterSync` does it: write, and delete what was retired one version ago."""
+    stored = store.write(seed, flat(seed, **shape))
+    live.append(stored)
+    while len(live) > KEEP + 1:
+        store.delete(live.pop(0))
+    return stored
+
+
+# The file
+
+
+def test_version_in_a_slot_is_byte_for_byte_the_portable_one(store: AdapterStore, ring: SlotRing, folder: Path) -> None:
+    stored, expected = store.write(1, flat(1)), portable(folder, 1)
+    assert stored.path is not None
+    assert ring.held_bytes == tensors_of(stored).stat().st_size > 0
+    assert everything_under(stored.path) == [CONFIG, TENSORS]
+    for name in (CONFIG, TENSORS):
+        assert (stored.path / name).read_bytes() == (expected / name).read_bytes()
+        assert (stored.path / name).stat().st_mode == (expected / name).stat().st_mode
+    assert stored.path.stat().st_mode == expected.stat().st_mode
+    assert {stat.S_IMODE(path.stat().st_mode) for path in store.directory.rglob("*") if path.is_dir()} == {0o700}
+
+
+def test_every_version_written_into_used_slots_is_byte_for_byte_the_portable_one(
+    store: AdapterStore, folder: Path
+) -> None:
+    live: list[StoredAdapter] = []
+    for seed in range(1, 13):
+        stored = sync(store, live, seed)
+        assert tensors_of(stored).read_bytes() == (portable(folder, seed) / TENSORS).read_bytes()
+
+
+def test_file_that_is_written_through_memory_looks_changed(store: AdapterStore) -> None:
+    """A cache between trainer and server, such as that of a virtual machine, goes by this time."""
+    live: list[StoredAdapter] = []
+    times: dict[int, list[int]] = {}
+    for seed in range(1, 10):
+        stored = sync(store, live, seed)
+        times.setdefault(inode(stored), []).append(tensors_of(stored).stat().st_mtime_ns)
+    assert any(len(seen) > 1 for seen in times.values())
+    for seen in times.values():
+        assert sorted(set(seen)) == seen
+
+
+# The ring
+
+
+def test_ring_has_two_slots_more_than_versions_stay_and_locks_each_once(
+    store: AdapterStore, ring: SlotRing, locks: Locks
+) -> None:
+    live: list[StoredAdapter] = []
+    seen: list[int] = []
+    for seed in range(1, 21):
+        stored = sync(store, live, seed)
+        assert inode(stored) not in [inode(other) for other in live[:-1]]
+        seen.append(inode(stored))
+        assert ring.held_bytes <= (KEEP + 2) * tensors_of(stored).stat().st_size
+    assert len(set(seen)) == KEEP + 2
+    assert locks.asked == KEEP + 2
+    assert len(locks.held) == KEEP + 2
+
+
+def test_versions_that_are_not_retired_keep_their_content(store: AdapterStore) -> None:
+    live: list[StoredAdapter] = []
+    content: dict[str, str] = {}
+    for seed in range(1, 21):
+        stored = sync(store, live, seed)
+        content[stored.name] = sha256(tensors_of(stored))
+        assert [sha256(tensors_of(other)) for other in live] == [content[other.name] for other in live]
+    assert len(set(content.values())) == 20
+
+
+def test_slot_that_another_process_has_mapped_is_never_written_again(store: AdapterStore, ring: SlotRing) -> None:
+    """An engine without page-locked memory keeps an adapter as views of its file, long after it was told to unload."""
+    live: list[StoredAdapter] = []
+    first = sync(store, live, 1)
+    content, number, size = sha256(tensors_of(first)), inode(first), tensors_of(first).stat().st_size
+    with reader_of(tensors_of(first)) as reader:
+        later = [inode(sync(store, live, seed)) for seed in range(2, 15)]
+        assert reader.sha256() == content
+        assert number not in later
+        assert ring.held_bytes <= (KEEP + 2) * size
+    assert len(set(later)) == KEEP + 2  # the one that was given up is replaced once
+
+
+def test_slot_that_this_process_has_open_is_never_written_again(store: AdapterStore) -> None:
+    live: list[StoredAdapter] = []
+    first = sync(store, live, 1)
+    tensors = load_file(tensors_of(first))
+    kept = {key: tensor.clone() for key, tensor in tensors.items()}
+    for seed in range(2, 15):
+        sync(store, live, seed)
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in tensors.items())
+
+
+def test_slot_with_a_second_path_is_never_written_again(store: AdapterStore, folder: Path) -> None:
+    """Somebody keeps a version by a hard link, as `cp --link` and some backups do."""
+    live: list[StoredAdapter] = []
+    first = sync(store, live, 1)
+    kept, content = folder / "kept", sha256(tensors_of(first))
+    kept.hardlink_to(tensors_of(first))
+    for seed in range(2, 15):
+        sync(store, live, seed)
+    assert sha256(kept) == content
+
+
+def test_slot_is_used_again_once_its_reader_has_gone(store: AdapterStore) -> None:
+    first = store.write(1, flat(1))
+    number = inode(first)
+    with reader_of(tensors_of(first)):
+        store.delete(first)
+    assert inode(store.write(2, flat(2))) == number
+
+
+def test_no_path_leads_to_a_retired_version(store: AdapterStore) -> None:
+    first = store.write(1, flat(1))
+    store.delete(first)
+    assert first.path is not None
+    assert not first.path.exists()
+    assert list(store.directory.glob("*-v*")) == []
+
+
+def test_slots_are_not_used_again_where_the_kernel_cannot_tell_who_reads(
+    store: AdapterStore, ring: SlotRing, locks: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.fcntl
+
+    def without_leases(file: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETLEASE:
+            raise OSError(22, "Invalid argument")
+        return real(file, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", without_leases)
+    live: list[StoredAdapter] = []
+    for seed in range(1, 8):
+        size = tensors_of(sync(store, live, seed)).stat().st_size
+    assert locks.asked == 7
+    assert ring.held_bytes <= (KEEP + 2) * size
+
+
+def test_adapter_of_another_size_gets_slots_of_its_own(store: AdapterStore, ring: SlotRing, folder: Path) -> None:
+    live: list[StoredAdapter] = []
+    for seed in range(1, 6):
+        sync(store, live, seed)
+    for seed in range(6, 16):
+        stored = sync(store, live, seed, rank=5)
+        assert tensors_of(stored).read_bytes() == (portable(folder, seed, rank=5) / TENSORS).read_bytes()
+    assert ring.held_bytes == (KEEP + 2) * tensors_of(stored).stat().st_size
+
+
+def test_version_whose_files_somebody_replaced_takes_no_foreign_file_into_the_ring(
+    store: AdapterStore, ring: SlotRing
+) -> None:
+    first = store.write(1, flat(1))
+    file = tensors_of(first)
+    file.rename(file.with_suffix(".aside"))
+    file.write_bytes(b"not ours")
+    store.delete(first)
+    assert ring.held_bytes == 0
+    assert first.path is not None
+    assert not first.path.exists()
+
+
+def test_version_whose_folder_somebody_deleted_is_no_error(store: AdapterStore, ring: SlotRing) -> None:
+    first = store.write(1, flat(1))
+    tensors_of(first).unlink()
+    store.delete(first)
+    store.delete(first)
+    assert ring.held_bytes == 0
+    store.write(2, flat(2))
+
+
+def test_close_gives_everything_back_and_may_be_followed_by_a_write(
+    store: AdapterStore, ring: SlotRing, locks: Locks, folder: Path
+) -> None:
+    live: list[StoredAdapter] = []
+    for seed in range(1, 8):
+        sync(store, live, seed)
+    store.close()
+    store.close()
+    assert locks.held == set()
+    assert ring.held_bytes == 0
+    assert everything_under(folder) == []
+    assert not [file.path for file in psutil.Process().open_files() if str(folder) in file.path]
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert tensors_of(store.write(8, flat(8))).exists()
+    assert len(locks.held) == 1
+
+
+# When a write fails
+
+
+def failing(*_: object, **__: object) -> None:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(Path, "write_text"), (os, "fsync"), (os, "utime")], ids=["config", "fsync", "slot"]
+)
+def test_write_that_fails_leaves_nothing_and_the_other_versions_whole(
+    place: object, name: str, store: AdapterStore, ring: SlotRing, locks: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = store.write(1, flat(1))
+    content, size = sha256(tensors_of(first)), ring.held_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, failing)
+        with pytest.raises(AdapterExportError, match="Input/output error"):
+            store.write(2, flat(2))
+    assert [path.name for path in store.directory.glob("*-v*")] == [first.name]
+    assert list(store.directory.glob(".*.partial")) == []
+    assert list((store.directory / ".slots").iterdir()) == []
+    assert sha256(tensors_of(first)) == content
+    assert ring.held_bytes == size
+    assert len(locks.held) == 1
+    store.write(3, flat(3))
+
+
+def test_rename_that_fails_leaves_nothing(store: AdapterStore, ring: SlotRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.open()
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if target.name.endswith("-v1"):
+            raise OSError(5, "Input/output error")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(AdapterExportError, match="Input/output error"):
+        store.write(1, flat(1))
+    assert everything_under(store.directory) == [".slots", "owner.json"]
+    assert ring.held_bytes == 0
+
+
+def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: Locks) -> None:
+    """Writing to a mapped file for which there is no room ends the process with SIGBUS."""
+    with tmpfs(tmp_path / "small", "size=1m") as small:
+        ring = SlotRing(locks)
+        store = AdapterStore(small / "root", slots=ring)
+        try:
+            first = store.write(1, big_flat(400_000))
+            second = store.write(2, big_flat(400_000))
+            content = sha256(tensors_of(first))
+            with pytest.raises(AdapterExportError, match=r"no room for the 0\.4 MB of the adapter.*set lora_sync_dir"):
+                store.write(3, big_flat(400_000))
+            assert sorted(path.name for path in store.directory.glob("*-v*")) == sorted([first.name, second.name])
+            assert list((store.directory / ".slots").iterdir()) == []
+            assert sha256(tensors_of(first)) == content
+            store.delete(first)
+            third = store.write(4, big_flat(400_000))
+            assert load_file(tensors_of(third))
+            store.delete(second)
+            store.write(5, big_flat(300_000))  # the slots of the other size make way
+        finally:
+            store.close()
+        assert everything_under(small) == []
+
+
+def test_file_size_limit_is_an_error_and_kills_nobody(store: AdapterStore) -> None:
+    store.open()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(AdapterExportError, match=r"no room for the 1\.0 MB of the adapter"):
+            store.write(1, big_flat(1_000_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert everything_under(store.directory) == [".slots", "owner.json"]
+
+
+# Where slots cannot be had
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def refuse(memory: Tensor, device: torch.device) -> Callable[[], None]:
+    raise PageLockError("cudaHostRegister: out of memory")
+
+
+def test_memory_that_cannot_be_locked_is_warned_of_once_and_versions_are_plain_files(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = SlotRing(refuse)
+    store = AdapterStore(folder / "root", slots=ring)
+    try:
+        live: list[StoredAdapter] = []
+        for seed in range(1, 6):
+            stored = sync(store, live, seed)
+            assert tensors_of(stored).read_bytes() == (portable(folder, seed) / TENSORS).read_bytes()
+        assert list((store.directory / ".slots").iterdir()) == []
+    finally:
+        store.close()
+    assert ring.held_bytes == 0
+    (words,) = warnings_in(caplog)
+    assert "cannot be page-locked" in words
+    assert "ulimit -l" in words
+    assert "out of memory" in words
+
+
+def test_folder_that_is_not_in_memory_is_warned_of_once_and_versions_are_plain_files(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, locks: Locks
+) -> None:
+    if is_in_memory(tmp_path):
+        pytest.skip("the folder for temporary files is in memory here")
+    store = AdapterStore(tmp_path / "root", slots=SlotRing(locks))
+    try:
+        live: list[StoredAdapter] = []
+        for seed in range(1, 6):
+            stored = sync(store, live, seed)
+            assert tensors_of(stored).read_bytes() == (portable(folder, seed) / TENSORS).read_bytes()
+    finally:
+        store.close()
+    assert locks.asked == 0
+    (words,) = warnings_in(caplog)
+    assert str(tmp_path / "root") in words
+    assert "/dev/shm" in words
+
+
+def test_adapter_of_a_cpu_trainer_is_a_plain_file_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, locks: Locks
+) -> None:
+    store = AdapterStore(tmp_path / "root", slots=SlotRing(locks))
+    try:
+        stored = store.write(1, canonical())
+        assert load_file(tensors_of(stored))
+    finally:
+        store.close()
+    assert locks.asked == 0
+    assert warnings_in(caplog) == []
+
+
+def test_without_slots_an_adapter_of_a_gpu_is_a_plain_file(tmp_path: Path, folder: Path) -> None:
+    store = AdapterStore(tmp_path / "root")
+    try:
+        assert tensors_of(store.write(1, flat(1))).read_bytes() == (portable(folder, 1) / TENSORS).read_bytes()
+    finally:
+        store.close()
+
+
+# Other processes
+
+
+@contextlib.contextmanager
+def run_with_slots(root: Path) -> Iterator[tuple[str, Any]]:
+    """A trainer in another process, with a version in use and a slot that waits; killed at the end of the block."""
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def run() -> None:
+        store = AdapterStore(root, slots=SlotRing())
+        first, _ = store.write(1, flat(1)), store.write(2, flat(2))
+        store.delete(first)
+        sender.send(store.run_id)
+        signal.pause()
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    try:
+        assert receiver.poll(30)
+        yield receiver.recv(), child
+    finally:
+        child.kill()
+        child.join(30)
+
+
+def test_killed_run_leaves_files_that_a_sweep_removes_and_names_of_versions_only(folder: Path) -> None:
+    with run_with_slots(folder) as (run_id, _):
+        assert (folder / run_id / ".slots" / "2").exists()
+        assert sweep_leftovers(folder, lambda _: None) == []
+    forgotten: list[str] = []
+    assert sweep_leftovers(folder, forgotten.append) == [run_id]
+    assert forgotten == [f"{run_id}-v2"]
+    assert everything_under(folder) == []
+
+
+def test_reader_of_a_killed_run_keeps_what_it_read(folder: Path) -> None:
+    with run_with_slots(folder) as (run_id, process):
+        file = folder / run_id / f"{run_id}-v2" / TENSORS
+        content = sha256(file)
+        with reader_of(file) as reader:
+            process.kill()
+            process.join(30)
+            assert sweep_leftovers(folder, lambda _: None) == [run_id]
+            assert reader.sha256() == content
+
+
+def test_forked_child_neither_holds_slots_back_nor_gives_them_up(store: AdapterStore, locks: Locks) -> None:
+    """Data loader workers are forked, inherit files and mappings, and run exit handlers."""
+    live: list[StoredAdapter] = []
+    sync(store, live, 1)
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def inherit() -> None:
+        store.close()
+        sender.send("ready")
+        signal.pause()
+
+    child = multiprocessing.get_context("fork").Process(target=inherit)
+    child.start()
+    try:
+        assert receiver.poll(30)
+        for seed in range(2, 15):
+            sync(store, live, seed)
+        assert locks.asked == KEEP + 2
+    finally:
+        child.kill()
+        child.join(30)

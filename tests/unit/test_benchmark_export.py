@@ -1,0 +1,30 @@
+"""The benchmark of the export runs, on a CPU and with a tiny adapter, so that it cannot rot."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from support.shared_memory import shared_folder
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "export.py"
+
+
+def test_benchmark_of_the_export_compares_all_ways_and_says_on_what(tmp_path: Path) -> None:
+    out = tmp_path / "export.json"
+    with shared_folder() as folder:
+        command = [sys.executable, SCRIPT, "--tiny", "--device", "cpu", "--dir", folder, "--out", out]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        assert list(folder.iterdir()) == []
+    result = json.loads(out.read_text())
+    assert {"command", "cpu", "versions", "gpus", "device"} <= result.keys()
+    assert [case["lora_rank"] for case in result["cases"]] == [2, 8]
+    for case in result["cases"]:
+        assert case["byte_for_byte_equal"]
+        assert case["fast_holds"]["slots_made"] == case["fast_holds"]["slots_of_a_run"] == 4
+        assert case["fast_holds"]["shared_memory_bytes"] >= 4 * case["payload_bytes"]
+        assert case["arms"].keys() == {"save_pretrained", "portable", "fast"}
+        for arm in case["arms"].values():
+            assert len(arm["samples"]) == 3
+            assert arm["median"]["total_s"] > 0

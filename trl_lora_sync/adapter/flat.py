@@ -1,0 +1,199 @@
+"""Export into one flat buffer that is laid out as the file, so that a GPU is read with one copy.
+
+The result is bit for bit what `canonicalize` and safetensors' `save_file` make of the same modules. Knows nothing of
+files: where the buffer goes is the business of `adapter.slots`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.adapter.canonical import (
+    CanonicalAdapter,
+    LoRAModule,
+    canonicalize,
+    common_rank,
+    is_finite,
+    target_modules_of,
+    tensor_keys,
+)
+
+FILE_METADATA = {"format": "pt"}
+# Source: safetensors/src/tensor.rs, 0.5 to 0.8.
+_DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_HEADER_ALIGNMENT = 8
+# Bounds the float32 copies of lora_B that exist at a time, to 64 MB.
+_SCRATCH_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatAdapter(CanonicalAdapter):
+    """A canonical adapter whose tensors are views of a `FlatBuffer`; the next export into that overwrites them.
+
+    Attributes:
+        header: what precedes the tensors in a safetensors file of them.
+        flat: all tensors one after the other, as they follow the header; shape `(parameters,)`, on any device.
+    """
+
+    header: bytes
+    flat: Tensor
+
+    def on_host(self) -> CanonicalAdapter:
+        host = self.flat.to("cpu", copy=True)
+        return CanonicalAdapter(
+            tensors=_views(host, {key: tensor.shape for key, tensor in self.tensors.items()}),
+            rank=self.rank,
+            dtype=self.dtype,
+            target_modules=self.target_modules,
+            base_model=self.base_model,
+            fan_in_fan_out=self.fan_in_fan_out,
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where each matrix goes; for one list of modules, whatever their values and scalings are.
+
+    Attributes:
+        key: what the plan was made for.
+        places: `(lora_A, lora_B)` of each module as views of `flat`, without the padding.
+    """
+
+    key: tuple[object, ...]
+    header: bytes
+    flat: Tensor
+    tensors: dict[str, Tensor]
+    places: list[tuple[Tensor, Tensor]]
+
+
+class FlatBuffer:
+    """Memory for one adapter, in the dtype that is served and on the device of the matrices, kept between exports."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def export(
+        self,
+        modules: Sequence[LoRAModule],
+        *,
+        dtype: torch.dtype,
+        base_model: str | None = None,
+        fan_in_fan_out: bool = False,
+    ) -> CanonicalAdapter:
+        """What `canonicalize` returns, on the modules' device and valid until the next export; the same errors.
+
+        A dtype that safetensors files of adapters do not have is left to `canonicalize`.
+        """
+        if dtype not in _DTYPE_NAMES:
+            return canonicalize(modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out)
+        plan = self._plan_for(modules, dtype)
+        with torch.no_grad():
+            _fill(plan.places, modules)
+            # The copy to the host needs no further waiting, as this waits for all of the above.
+            finite = is_finite(plan.flat)
+        if not finite:
+            canonicalize(modules, dtype=dtype)  # raises, and says which module it is
+        return FlatAdapter(
+            tensors=plan.tensors,
+            rank=common_rank(modules),
+            dtype=dtype,
+            target_modules=target_modules_of(modules),
+            base_model=base_model,
+            fan_in_fan_out=fan_in_fan_out,
+            header=plan.header,
+            flat=plan.flat,
+        )
+
+    def release(self) -> None:
+        """Give the memory back; the next export takes it anew."""
+        self._plan = None
+
+    def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype) -> _Plan:
+        shapes = tuple((module.name, module.lora_A.shape, module.lora_B.shape) for module in modules)
+        key = (dtype, modules[0].lora_A.device, shapes)
+        if self._plan is None or self._plan.key != key:
+            self.release()  # before the new one, so that there are never two
+            self._plan = _make_plan(key, modules, dtype)
+        return self._plan
+
+
+def _make_plan(key: tuple[object, ...], modules: Sequence[LoRAModule], dtype: torch.dtype) -> _Plan:
+    rank = common_rank(modules)
+    shapes: dict[str, torch.Size] = {}
+    for module in modules:
+        key_A, key_B = tensor_keys(module)
+        shapes[key_A] = torch.Size((rank, module.lora_A.shape[1]))
+        shapes[key_B] = torch.Size((module.lora_B.shape[0], rank))
+    shapes = {name: shapes[name] for name in sorted(shapes, key=str.encode)}
+    # Zero once and for all: an export writes between the padding only.
+    flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=modules[0].lora_A.device)
+    tensors = _views(flat, shapes)
+    places = []
+    for module in modules:
+        key_A, key_B = tensor_keys(module)
+        places.append((tensors[key_A][: module.rank], tensors[key_B][:, : module.rank]))
+    return _Plan(key=key, header=file_header(shapes, dtype), flat=flat, tensors=tensors, places=places)
+
+
+def file_header(shapes: dict[str, torch.Size], dtype: torch.dtype) -> bytes:
+    """What a safetensors file of such tensors begins with: the length of a JSON object, the object, and padding.
+
+    Args:
+        shapes: by key, in the order of the file, which is that of the keys' bytes where all have one dtype.
+
+    Source: safetensors/src/tensor.rs `prepare`, 0.5 to 0.8.
+    """
+    entries: dict[str, object] = {"__metadata__": FILE_METADATA}
+    stops = list(accumulate(shape.numel() * dtype.itemsize for shape in shapes.values()))
+    for (key, shape), start, stop in zip(shapes.items(), [0, *stops], stops, strict=False):
+        entries[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _views(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    pieces = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), pieces, strict=True)}
+
+
+def _fill(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]) -> None:
+    # One padded matrix would make torch copy all of a list one by one, so these have lists of their own.
+    for padded in (False, True):
+        chosen = [
+            (place, module)
+            for place, module in zip(places, modules, strict=True)
+            if place[1].is_contiguous() is not padded
+        ]
+        if not chosen:
+            continue
+        torch._foreach_copy_([place[0] for place, _ in chosen], [module.lora_A.detach() for _, module in chosen])
+        for chunk in _chunks([(place[1], module) for place, module in chosen]):
+            _fold(chunk)
+
+
+def _fold(chunk: list[tuple[Tensor, LoRAModule]]) -> None:
+    """`fold_scaling` and the cast, of many matrices at once."""
+    targets = [target for target, _ in chunk]
+    sizes = [target.numel() for target in targets]
+    pieces = torch.split(torch.empty(sum(sizes), dtype=torch.float32, device=targets[0].device), sizes)
+    scratch = [piece.view(target.shape) for piece, target in zip(pieces, targets, strict=True)]
+    torch._foreach_copy_(scratch, [module.lora_B.detach() for _, module in chunk])
+    torch._foreach_mul_(scratch, [module.scaling for _, module in chunk])
+    torch._foreach_copy_(targets, scratch)
+
+
+def _chunks(pairs: list[tuple[Tensor, LoRAModule]]) -> Iterator[list[tuple[Tensor, LoRAModule]]]:
+    chunk: list[tuple[Tensor, LoRAModule]] = []
+    elements = 0
+    for target, module in pairs:
+        if chunk and elements + target.numel() > _SCRATCH_ELEMENTS:
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append((target, module))
+        elements += target.numel()
+    yield chunk

@@ -1,0 +1,69 @@
+"""What CUDA adds to memory that a GPU copies into: page-locking, and one asynchronous copy.
+
+Without a GPU both do the plain thing, so that everything built on them runs anywhere.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Valid in every CUDA context: the trainer computes in one thread and files are written in another.
+_PORTABLE = 1
+
+
+class PageLockError(Exception):
+    """The memory cannot be page-locked, in the driver's words."""
+
+
+def lock_pages(memory: Tensor, device: torch.device) -> Callable[[], None]:
+    """Page-lock `memory` for copies from `device`.
+
+    Args:
+        memory: on the CPU, starting on a page.
+
+    Returns:
+        What undoes it; to be called before the memory goes.
+
+    Raises:
+        PageLockError: that is not possible here.
+    """
+    if device.type != "cuda":
+        return _nothing
+    address = memory.data_ptr()
+    with torch.cuda.device(device):
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        result = cudart.cudaHostRegister(address, memory.numel() * memory.element_size(), _PORTABLE)
+        if result != cudart.cudaError.success:
+            _clear_last_error(device)
+            raise PageLockError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
+
+    def unlock() -> None:
+        # At the end of the interpreter the driver may have gone first, and taken the lock with it.
+        with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+            if cudart.cudaHostUnregister(address) != cudart.cudaError.success:
+                _clear_last_error(device)
+
+    return unlock
+
+
+def copy_to_host(target: Tensor, source: Tensor) -> None:
+    """Copy `source` to `target` on the CPU, in one transfer if `target` is page-locked; done when it returns."""
+    target.copy_(source, non_blocking=True)
+    if source.is_cuda:
+        torch.cuda.current_stream(source.device).synchronize()
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Take back the error that a refused call leaves behind, or the next kernel of the training would report it.
+
+    torch has no name for `cudaGetLastError`, but asks it after every kernel.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0)
+
+
+def _nothing() -> None:
+    pass

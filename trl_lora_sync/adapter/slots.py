@@ -1,0 +1,222 @@
+"""Files in shared memory that are written again: page-locked once, lent to a version, taken back when it is over.
+
+A slot's file is *renamed* into the version's directory and back, so its pages, and the mapping they are written
+through, stay the same. That must never show to whoever still reads an older version. Unloading proves nothing: an
+engine without page-locked memory of its own (vLLM on a CPU), and SGLang for some layers, keep the tensors of an adapter
+as views of the mapped file for as long as they keep the adapter. So a slot is written again only when
+
+- its version has been retired, and no path leads to it any more, not even a hard link, so that nobody can open it, and
+- the kernel grants a write lease on it, which it does only if no other process has it open or mapped: whichever user or
+  container of this host that is in.
+
+A slot that fails the second test is given up: its memory goes when the last reader does, and a new one takes its place.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.adapter.page_lock import PageLockError, copy_to_host, lock_pages
+
+logger = logging.getLogger(__name__)
+
+_MODE = 0o600
+LockPages = Callable[[Tensor, torch.device], Callable[[], None]]
+
+
+class Slot:
+    """One file of a fixed size in shared memory, mapped and page-locked.
+
+    Args:
+        path: where to make it.
+        size: in bytes; all of it is reserved at once, as writing to a mapped file on a full disk kills the process.
+        device: where it will be written from.
+
+    Raises:
+        OSError: there is no room.
+        PageLockError: the memory cannot be page-locked.
+    """
+
+    def __init__(self, path: Path, size: int, device: torch.device, lock: LockPages = lock_pages) -> None:
+        self.path = path
+        self.size = size
+        self.device = device
+        with contextlib.ExitStack() as undo:
+            self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _MODE)
+            undo.callback(os.close, self._file)
+            undo.callback(self._unlink)
+            os.posix_fallocate(self._file, 0, size)
+            self._map = mmap.mmap(self._file, size)
+            undo.callback(self._unmap)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+            undo.callback(lock(self._bytes, device))
+            self._undo = undo.pop_all()
+
+    def fill(self, header: bytes, flat: Tensor) -> None:
+        """Write `header` and then `flat`, which together are as large as the slot."""
+        self._map[: len(header)] = header
+        copy_to_host(self._bytes[len(header) :].view(flat.dtype), flat)
+        os.utime(self._file)  # a file that is written through memory does not look changed
+
+    def move(self, path: Path) -> None:
+        self.path.rename(path)
+        self.path = path
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file at `path` is this one."""
+        try:
+            return os.path.samestat(path.stat(), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def is_idle(self) -> bool:
+        """Whether nobody else has the file open or mapped, or another path to it; False also if the kernel cannot tell.
+
+        Source: fcntl(2), `F_SETLEASE`: a write lease needs that no other open file refers to it, and a mapping is one.
+        """
+        try:
+            # Whoever opens the file during the lease is held up for these few microseconds, and this process is sent a
+            # signal; the default one would end it.
+            fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return os.fstat(self._file).st_nlink == 1
+
+    def discard(self) -> None:
+        """Give it up; those who have it mapped keep it as it is. Never fails, and may be called again."""
+        self._undo.close()
+
+    def _unlink(self) -> None:
+        if self.is_at(self.path):
+            self.path.unlink(missing_ok=True)
+
+    def _unmap(self) -> None:
+        del self._bytes
+        with contextlib.suppress(BufferError):  # an error's traceback may still hold a view; it goes with that
+            self._map.close()
+
+
+class SlotRing:
+    """The slots of one run: at most one more than versions have files, each written again once it is idle.
+
+    With the `lora_sync_keep` versions that stay registered and the one that is being retired, that makes
+    `lora_sync_keep + 2` slots of the adapter's size, which is also what as many plain files take at that moment.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, lock: LockPages = lock_pages) -> None:
+        self._lock = lock
+        self._free: list[Slot] = []
+        self._lent: dict[str, Slot] = {}
+        self._numbers = itertools.count()
+        self._is_given_up = False
+
+    def take(self, pool: Path, size: int, device: torch.device) -> Slot | None:
+        """A slot that nobody reads, or None where slots cannot be had, which is warned of once.
+
+        Args:
+            pool: folder for slots that are not lent; on the file system of the versions, and private to this run.
+
+        Raises:
+            OSError: there is no room for another one.
+        """
+        if self._is_given_up:
+            return None
+        for slot in self._free:
+            if slot.size == size and slot.device == device and slot.is_idle():
+                self._free.remove(slot)
+                return slot
+        self._discard(self._free)  # of another size, or still read by somebody
+        pool.mkdir(mode=0o700, exist_ok=True)
+        if not is_in_memory(pool):
+            self._give_up(
+                f"{pool.parent.parent} is not in shared memory. Leave lora_sync_dir unset, or set it to a folder in "
+                "/dev/shm"
+            )
+            return None
+        try:
+            return Slot(pool / str(next(self._numbers)), size, device, self._lock)
+        except PageLockError as error:
+            self._give_up(
+                f"{size / 1e6:.1f} MB of shared memory cannot be page-locked. Raise the limit of locked memory "
+                f"(ulimit -l; docker run --ulimit memlock=-1) ({error})"
+            )
+            return None
+
+    def lend(self, name: str, slot: Slot) -> None:
+        """Let the version `name` have a slot, until `take_back`."""
+        self._lent[name] = slot
+
+    def drop(self, name: str) -> None:
+        """Give up the slot of a version that could not be written; does nothing for one without. Never fails."""
+        slot = self._lent.pop(name, None)
+        if slot is not None:
+            slot.discard()
+
+    def take_back(self, name: str, pool: Path, file: Path) -> None:
+        """Move the slot of a version that is over out of its directory; does nothing for one without. Never fails.
+
+        Args:
+            file: where the version has it. If that is another file by now, the slot is given up.
+        """
+        slot = self._lent.pop(name, None)
+        if slot is None:
+            return
+        slot.path = file
+        try:
+            if not slot.is_at(file):
+                raise FileNotFoundError(file)
+            slot.move(pool / str(next(self._numbers)))
+        except OSError:
+            slot.discard()
+        else:
+            self._free.append(slot)
+
+    def close(self) -> None:
+        """Give up all slots, lent ones included; never fails, and a later `take` makes new ones."""
+        self._discard(self._free)
+        lent = list(self._lent.values())
+        self._lent.clear()
+        self._discard(lent)
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of all slots."""
+        return sum(slot.size for slot in [*self._free, *self._lent.values()])
+
+    def _give_up(self, why: str) -> None:
+        self._is_given_up = True
+        logger.warning("Adapter versions are written the slow way, as plain files: %s.", why)
+
+    @staticmethod
+    def _discard(slots: list[Slot]) -> None:
+        for slot in slots:
+            slot.discard()
+        slots.clear()
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder lies on a tmpfs, such as /dev/shm. Pages of other file systems cannot be locked for long.
+
+    Source: proc(5), /proc/PID/mountinfo.
+    """
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    fields = [mount.split() for mount in mounts]
+    return any(field[2] == number and field[field.index("-") + 1] == "tmpfs" for field in fields)
