@@ -46,7 +46,7 @@ USUAL_PHASES = {
 # Above the ranks that are compared: to see how a sync grows.
 GROWN_RANK = 256
 USUAL_RANKS = {"8b": [32, 8, 128, GROWN_RANK]}
-ARM_NAMES = ("weights", "async trainer", "runtime", "fused")
+ARMS = ("weights", "async trainer", "runtime", "fused")  # as in versus/kinds.py, which imports torch
 RESULT = ROOT / "benchmarks" / "results" / "vs-weights.json"
 GIB = 1024**3
 BLOCK_TOKENS = 16  # of vLLM's KV cache
@@ -131,7 +131,7 @@ class Comparison:
     def __init__(
         self, shape: str, args: argparse.Namespace, work: Path, pool: Any, gpus: int, clock: Clock, results: Results
     ) -> None:
-        from versus.arms import why_left_out
+        from versus.kinds import STEP_PROMPT_TOKENS, why_left_out
         from versus.shapes import config_of
 
         self.shape = shape
@@ -152,9 +152,7 @@ class Comparison:
         token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         tokens = max(args.concurrency) * (args.prompt_tokens + args.new_tokens + BLOCK_TOKENS)
         if "steps" in self.wanted:
-            from versus.steps import PROMPT_TOKENS
-
-            tokens = max(tokens, args.completions * (PROMPT_TOKENS + args.completion_tokens + BLOCK_TOKENS))
+            tokens = max(tokens, args.completions * (STEP_PROMPT_TOKENS + args.completion_tokens + BLOCK_TOKENS))
         self.kv_bytes = min(tokens * token_bytes, MOST_KV_BYTES.get(shape, sys.maxsize))
         left_out = {name: why for name in args.arms if (why := why_left_out(name, self.device, gpus))}
         self.arms = tuple(name for name in args.arms if name not in left_out)
@@ -202,7 +200,7 @@ class Comparison:
 
     def servers(self, rank: int) -> dict[str, Any]:
         """The server of each arm; those that apply adapters to each token reserve this very rank."""
-        from versus.arms import server_kind
+        from versus.kinds import server_kind
 
         return {name: self.server(server_kind(name), rank) for name in self.arms}
 
@@ -323,7 +321,8 @@ class Comparison:
             measure_steps(turns.arms, bench, batch, args.steps, self.work, clock, save)
 
     def measure_fleets(self, rank: int) -> None:
-        from versus.arms import OURS, make_arm
+        from versus.arms import make_arm
+        from versus.kinds import OURS
         from versus.measure import measure_fleets
 
         for name in [arm for arm in OURS if arm in self.arms]:
@@ -440,7 +439,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=["tiny", "0.6b", "8b", "32b"], default=["0.6b", "8b", "32b"])
     add("--ranks", type=int, nargs="+", help="of the adapter (default: 32 8 128; at 8b 256 as well, without decoding)")
-    add("--arms", nargs="+", choices=ARM_NAMES, default=list(ARM_NAMES))
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     add("--phases", nargs="+", choices=PHASES, help="(default: by shape); most at the first rank only")
     add("--warmup", type=int, default=2, help="syncs of each arm before those that count (default: 2)")
     add("--repeats", type=int, default=9, help="syncs of each arm that count (default: 9)")

@@ -9,10 +9,11 @@
 
 import contextlib
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -25,14 +26,11 @@ from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.places import default_sync_dir
 from trl_lora_sync.settings import ServerAddress, SyncSettings
+from versus.kinds import HAS_SERVING
 from versus.servers import ServerSpec
 from versus.workbench import Workbench
 
-ARMS = ("weights", "async trainer", "runtime", "fused")
-OURS = ("runtime", "fused")
 TIMEOUT_S = 300.0
-# On a branch without fused serving there is no such setting, and the arm is left out.
-_HAS_SERVING = any(field.name == "serving" for field in fields(SyncSettings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +79,6 @@ class Arm(Protocol):
 
     def close(self) -> None:
         """Withdraw what is on the server."""
-
-
-def why_left_out(name: str, bench_device: str, gpus: int) -> str | None:
-    """Why an arm cannot run here."""
-    if name == "fused" and not _HAS_SERVING:
-        return "this version of the package cannot serve fused weights"
-    if name != "weights":
-        return None
-    if bench_device == "cpu":
-        return "vLLM's weight transfer for other processes runs on NCCL, which needs CUDA"
-    return "NCCL needs one GPU for the trainer and another for the server" if gpus < 2 else None
-
-
-def server_kind(arm: str) -> str:
-    return "runtime" if arm == "async trainer" else arm
 
 
 def make_arm(name: str, bench: Workbench, server: ServerSpec, urls: Sequence[str], work: Path) -> Arm:
@@ -237,8 +220,6 @@ class AsyncTrainerArm:
         self._trainer.model = model
 
     def close(self) -> None:
-        import shutil
-
         with contextlib.suppress(Exception):
             self._trainer.vllm_client.unload_lora_adapter(self.model_name)
         shutil.rmtree(self._trainer._lora_dir, ignore_errors=True)
@@ -253,7 +234,7 @@ class OurArm:
         self.server = server
         self._bench = bench
         self._reports: list[SyncReport] = []
-        serving = {"serving": name} if _HAS_SERVING else {}
+        serving = {"serving": name} if HAS_SERVING else {}
         settings = SyncSettings(
             servers=tuple(ServerAddress(base_url=url, is_local=True) for url in urls),
             engine="vllm",

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from trl_lora_sync.cli.sync_cost import distance, plain_sampling, reference_logprobs, rotated
-from versus.arms import OURS, Arm, Phases, deadline
+from versus.arms import Arm, Phases, deadline
 from versus.clock import Clock, OutOfTimeError
+from versus.kinds import OURS
 from versus.workbench import Workbench
 
 T = TypeVar("T")
@@ -126,7 +127,8 @@ def _sync_and_check(arm: Arm, bench: Workbench) -> dict[str, float]:
     gap, effect = (distance(served, reference) for reference in references)
     if not gap < effect:
         raise RuntimeError(
-            f"the served log-probabilities are {gap:.4f} from the trainer's, whose adapter moves {effect:.4f}"
+            f"the served log-probabilities are {gap:.4f} from the trainer's with its adapter and {effect:.4f} from "
+            "those without, so the server does not sample from what was sent"
         )
     return {"gap": gap, "effect": effect}
 

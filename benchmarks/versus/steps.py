@@ -13,10 +13,9 @@ from transformers import TrainerCallback
 from trl_lora_sync import _trl
 from versus.arms import Arm
 from versus.clock import Clock
+from versus.kinds import STEP_PROMPT_TOKENS
 from versus.measure import Save, medians
 from versus.workbench import Workbench
-
-PROMPT_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,5 +165,7 @@ def _reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 def _prompts(bench: Workbench, count: int) -> Dataset:
     """Prompts of one token per character."""
-    texts = ["".join(chr(97 + token % 26) for token in group.prompt) for group in bench.prompts(count, PROMPT_TOKENS)]
+    texts = [
+        "".join(chr(97 + token % 26) for token in group.prompt) for group in bench.prompts(count, STEP_PROMPT_TOKENS)
+    ]
     return Dataset.from_dict({"prompt": texts})
