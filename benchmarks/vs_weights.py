@@ -156,10 +156,9 @@ class Comparison:
         self.kv_bytes = min(tokens * token_bytes, MOST_KV_BYTES.get(shape, sys.maxsize))
         left_out = {name: why for name in args.arms if (why := why_left_out(name, self.device, gpus))}
         self.arms = tuple(name for name in args.arms if name not in left_out)
-        if left_out:
-            results.put(left_out, "shapes", shape, "left_out")
-            for name, why in left_out.items():
-                clock.say(f"{name} is left out: {why}")
+        results.put(left_out, "shapes", shape, "left_out")
+        for name, why in left_out.items():
+            clock.say(f"{name} is left out: {why}")
 
     def run(self) -> None:
         from versus.servers import gpu_names
@@ -242,6 +241,9 @@ class Comparison:
         phases = [phase for phase in phases if not self.is_measured(rank, phase, group)]
         if not phases:
             return
+        earlier = self.results.get(*self.place(rank), "failed")
+        for name in (*group.arms, *phases):
+            earlier.pop(name, None)
         arms = self.connect(rank, group)
         turns = Turns(arms, self.clock)
         try:
@@ -326,8 +328,9 @@ class Comparison:
         from versus.measure import measure_fleets
 
         for name in [arm for arm in OURS if arm in self.arms]:
-            if self.results.get("shapes", self.shape, "fleet", name):
+            if self.results.get("shapes", self.shape, "fleet", name) and not self.args.again:
                 continue
+            self.results.get(*self.place(rank), "failed").pop(f"fleet of {name}", None)
             servers = [self.server(name, rank, number) for number in range(max(self.args.fleet))]
             try:
                 self.pool.start(servers)

@@ -250,7 +250,7 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
         "What failed or was left out.",
         ("shape", "arm", "why"),
         [
-            (shape, name, why.splitlines()[0])
+            (shape, name, _short(why))
             for shape, found in results["shapes"].items()
             for group in [
                 found.get("left_out", {}),
@@ -259,6 +259,12 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
             for name, why in group.items()
         ],
     )
+
+
+def _short(why: str) -> str:
+    """The first line and the last one, which is where a log says what happened."""
+    first, *rest = why.strip().splitlines()
+    return f"{first} … {rest[-1][:200]}" if rest else first
 
 
 def _sync_row(results: dict[str, Any], shape: str, rank: str, arm: str, found: dict[str, Any]) -> Row:
