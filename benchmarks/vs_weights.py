@@ -80,13 +80,14 @@ def main() -> None:
 
 def run(args: argparse.Namespace, results: Results) -> bool:
     """Measure what the arguments ask for and the file lacks. Returns whether something went wrong."""
+    clock = Clock(args.budget_s)  # before the imports, which take a while
+    os.environ["OMP_NUM_THREADS"] = "1"  # on hosts of many cores, short operations wait for their threads
     from versus.servers import ServerPool, gpus_here
 
     gpus = {} if args.tiny else gpus_here()
     # Before anything touches CUDA: the trainer would spread its model over all GPUs that it sees.
     os.environ["CUDA_VISIBLE_DEVICES"] = str(next(iter(gpus), ""))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1"}
-    os.environ["OMP_NUM_THREADS"] = "1"  # on hosts of many cores, short operations wait for their threads
     import torch
     from transformers.utils import logging as transformers_logging
     from versus.shapes import model_bytes
@@ -94,9 +95,8 @@ def run(args: argparse.Namespace, results: Results) -> bool:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    clock = Clock(args.budget_s)
     if args.budget_s < NO_BUDGET_S:  # for what no exception can end, such as a collective that hangs
-        faulthandler.dump_traceback_later(args.budget_s + 30, exit=True)
+        faulthandler.dump_traceback_later(clock.left_s() + 30, exit=True)
     trouble = False
     with work_folder(args) as work:
         for shape in args.shapes:
@@ -258,7 +258,8 @@ class Comparison:
                     self.note_failure(rank, phase, f"{type(error).__name__}: {error}"[:2000])
                     continue
                 for arm in turns.arms:
-                    self.results.put(True, *self.place(rank), "complete", phase, arm.name)
+                    if arm.name not in turns.failed:
+                        self.results.put(True, *self.place(rank), "complete", phase, arm.name)
         finally:
             for name, words in turns.failed.items():
                 self.note_failure(rank, name, words)

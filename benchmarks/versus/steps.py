@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from trl_lora_sync import _trl
 from versus.arms import Arm
-from versus.clock import Clock
+from versus.clock import Clock, OutOfTimeError
 from versus.kinds import STEP_PROMPT_TOKENS
 from versus.measure import Save, medians
 from versus.workbench import Workbench
@@ -105,7 +105,11 @@ class _StepTimes(TrainerCallback):
 def measure_steps(
     arms: Sequence[Arm], bench: Workbench, batch: Batch, steps: int, work: Path, clock: Clock, save: Save
 ) -> None:
-    """One step of each arm to warm up, and `steps` of each in turns; the numbers come as medians."""
+    """One step of each arm to warm up, and `steps` of each in turns; the numbers come as medians.
+
+    Raises:
+        OutOfTimeError: fewer steps were made, and what they took is kept.
+    """
     from trl import GRPOConfig, GRPOTrainer
 
     generations = {arm.name: arm.generation for arm in arms if arm.generation is not None}
@@ -151,11 +155,14 @@ def measure_steps(
             callbacks=[_StepTimes(turns, bench, len(generations), clock, save)],
         )
     trainer.train()
+    is_cut_short = trainer.state.global_step < config.max_steps
     del trainer
     bench.renew_accelerator()
     bench.give_back_memory()
     for arm in arms:
         arm.use(bench.model)
+    if is_cut_short:
+        raise OutOfTimeError("no time is left for another GRPO step")
 
 
 def _reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
