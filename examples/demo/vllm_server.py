@@ -119,11 +119,11 @@ class VLLMServer:
             *("--logprobs-mode", "processed_logprobs"),
             *("--max-logprobs", "-1"),
             *_lora_args(enable_lora, max_lora_rank, max_loras, max_cpu_loras),
-            *_CPU_ARGS,
+            *CPU_ARGS,
             *extra_args,
         ]
         self._env = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
-        self._env |= _CPU_ENV | {"OMP_NUM_THREADS": str(threads)}
+        self._env |= CPU_ENV | {"OMP_NUM_THREADS": str(threads)}
         if runtime_updating:
             self._env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         if dev_mode:
@@ -227,7 +227,7 @@ class VLLMServer:
 
 # 0.31.0, 2 cores: 18 s instead of 30 s to the first answer, mostly because the engine loads in two processes
 # instead of three, and because the warm-up runs the largest batch that the scheduler may build.
-_CPU_ARGS = [
+CPU_ARGS = [
     *("--dtype", "bfloat16"),
     "--enforce-eager",
     *("--distributed-executor-backend", "uni"),
@@ -236,7 +236,7 @@ _CPU_ARGS = [
     *("--kv-cache-memory-bytes", str(256 * 1024**2)),
 ]
 
-_CPU_ENV = {
+CPU_ENV = {
     # Otherwise the CPU platform turns the "uni" executor back into "mp".
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # vLLM binds its worker to the first core that it finds; two servers, or a trainer, would then share that one.

@@ -14,7 +14,7 @@ import pytest
 from support.models import peft_model, randomize_adapter
 from support.processes import run
 from support.servers import adapters_on
-from vllm_server import _CPU_ARGS, _CPU_ENV, DEFAULT_PYTHON, PYTHON_VARIABLE, VLLMServer, hold_free_port
+from vllm_server import CPU_ARGS, CPU_ENV, DEFAULT_PYTHON, PYTHON_VARIABLE, VLLMServer, hold_free_port
 
 from trl_lora_sync import export_adapter
 from trl_lora_sync.adapter.store import AdapterStore
@@ -45,8 +45,8 @@ def served_by_command(base_model: Path, tmp_path: Path) -> Iterator[str]:
     command = [*CLI, "serve", "vllm", str(base_model), "--python", python, "--lora-rank", "9", "--port", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, "--", *_CPU_ARGS, "--max-model-len", "256"],
-            env=os.environ | _CPU_ENV | {"OMP_NUM_THREADS": "1"},
+            [*command, "--", *CPU_ARGS, "--max-model-len", "256"],
+            env=os.environ | CPU_ENV | {"OMP_NUM_THREADS": "1"},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -12,6 +12,10 @@ _COLOURS = 6
 # More bars than this are thinner than the eye or the screen can tell apart, so neighbours are averaged.
 _MOST_BARS = 220
 _FEW_POINTS = 120
+_STANDALONE_STYLE = (
+    "svg { --soft: #737d8c; --line: #a7b0bd55; --s0: #4b83e0; --s1: #de8425; --s2: #2b9c83; --s3: #a45fc7; "
+    "--s4: #cf5570; --s5: #7f8a98; } text { fill: var(--soft); font: 12px system-ui, sans-serif; }"
+)
 
 Point = tuple[float, float]
 
@@ -48,7 +52,8 @@ class _Plane:
     def y(self, value: float) -> float:
         return HEIGHT - _BOTTOM - (value - self._y0) / (self._y1 - self._y0) * (HEIGHT - _TOP - _BOTTOM)
 
-    def axes(self) -> str:
+    def axes(self, x_label: str, x_names: Sequence[str] = ()) -> str:
+        """Both axes; `x_names` stand at 0, 1 and so on in place of numbers."""
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
@@ -56,24 +61,36 @@ class _Plane:
                 f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>'
                 f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>'
             )
-        for tick in nice_ticks(self._x0, self._x1, count=10, whole=True):
-            if self._x0 <= tick <= self._x1:
-                x = self.x(tick)
-                parts.append(
-                    f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{_number(tick)}</text>'
-                )
-        parts.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 2}" text-anchor="end">step</text>')
+        marks = [(float(place), name) for place, name in enumerate(x_names)] or [
+            (tick, _number(tick))
+            for tick in nice_ticks(self._x0, self._x1, count=10, whole=True)
+            if self._x0 <= tick <= self._x1
+        ]
+        for place, words in marks:
+            x = self.x(place)
+            parts.append(
+                f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{html.escape(words)}</text>'
+            )
+        label = html.escape(x_label)
+        parts.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 2}" text-anchor="end">{label}</text>')
         parts.append(f'<text x="8" y="16">{html.escape(self._y_label)}</text>')
         return "".join(parts)
 
 
-def line_chart(lines: Sequence[Line], *, y_label: str, from_zero: bool = False, reference: float | None = None) -> str:
-    """Lines over the steps, each with its band; `reference` is a dashed level."""
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    y_label: str,
+    x_label: str = "step",
+    from_zero: bool = False,
+    reference: float | None = None,
+) -> str:
+    """Lines over the steps, or over what `x_label` says, each with its band; `reference` is a dashed level."""
     ys = [y for line in lines for _, y in line.points if math.isfinite(y)]
     ys += [y for line in lines for _, *ends in line.band for y in ends if math.isfinite(y)]
     ys += [0.0] * from_zero + ([] if reference is None else [reference])
     plane = _Plane((x for line in lines for x, _ in line.points), ys or [0.0], y_label)
-    parts = [plane.axes()]
+    parts = [plane.axes(x_label)]
     if reference is not None:
         y = plane.y(reference)
         parts.append(
@@ -92,21 +109,21 @@ def line_chart(lines: Sequence[Line], *, y_label: str, from_zero: bool = False, 
         if len(line.points) <= _FEW_POINTS:
             parts += [
                 f'<circle cx="{plane.x(x):.1f}" cy="{plane.y(y):.1f}" r="3" fill="{colour}">'
-                f"<title>{html.escape(line.name)}, step {_number(x)}: {y:.5g}</title></circle>"
+                f"<title>{html.escape(line.name)}, {html.escape(x_label)} {_number(x)}: {y:.5g}</title></circle>"
                 for x, y in line.points
                 if math.isfinite(y)
             ]
     return _svg([*parts, _legend(lines)], lines, y_label)
 
 
-def stacked_chart(lines: Sequence[Line], *, y_label: str) -> str:
-    """One bar per step, of the lines' values on top of one another."""
+def stacked_chart(lines: Sequence[Line], *, y_label: str, x_label: str = "step", x_names: Sequence[str] = ()) -> str:
+    """One bar per step, of the lines' values on top of one another; or per name, for points at 0, 1 and so on."""
     bars = _thinned(lines)
     totals = [sum(values) for _, values in bars]
     apart = min((right - left for (left, _), (right, _) in pairwise(bars)), default=1.0)
     plane = _Plane([bars[0][0] - apart / 2, bars[-1][0] + apart / 2], [0.0, *totals], y_label)
     width = min(60.0, max(1.0, (plane.x(apart) - plane.x(0.0)) * 0.8))
-    parts = [plane.axes()]
+    parts = [plane.axes(x_label, x_names)]
     for x, values in bars:
         below = 0.0
         left = plane.x(x) - width / 2
@@ -119,6 +136,18 @@ def stacked_chart(lines: Sequence[Line], *, y_label: str) -> str:
                 f"{value:.5g}</title></rect>"
             )
     return _svg([*parts, _legend(lines)], lines, y_label)
+
+
+def standalone(charts: Sequence[str]) -> str:
+    """One SVG file of charts below one another, with colours that can be read on a light and on a dark page."""
+    placed = [
+        f'<g transform="translate(0 {number * HEIGHT})">{chart.partition(">")[2].removesuffix("</svg>")}</g>'
+        for number, chart in enumerate(charts)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * max(1, len(charts))}">'
+        f"<style>{_STANDALONE_STYLE}</style>{''.join(placed)}</svg>\n"
+    )
 
 
 def nice_ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/vs_weights.py`."""

@@ -1,0 +1,27 @@
+"""What is known of the arms without TRL, whose import takes as long as a server takes to read a model."""
+
+from dataclasses import fields
+
+from trl_lora_sync.settings import SyncSettings
+
+ARMS = ("weights", "async trainer", "runtime", "fused")
+OURS = ("runtime", "fused")
+# Of the prompts of a GRPO step.
+STEP_PROMPT_TOKENS = 64
+# Without fused serving in the package there is no such setting, and the arm is left out.
+HAS_SERVING = any(field.name == "serving" for field in fields(SyncSettings))
+
+
+def why_left_out(name: str, device: str, gpus: int) -> str | None:
+    """Why an arm cannot run here."""
+    if name == "fused" and not HAS_SERVING:
+        return "this version of the package cannot serve fused weights"
+    if name != "weights":
+        return None
+    if device == "cpu":
+        return "vLLM's weight transfer for other processes runs on NCCL, which needs CUDA"
+    return "NCCL needs one GPU for the trainer and another for the server" if gpus < 2 else None
+
+
+def server_kind(arm: str) -> str:
+    return "runtime" if arm == "async trainer" else arm

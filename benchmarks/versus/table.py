@@ -1,0 +1,355 @@
+"""The tables, the chart and the limits of a comparison, all made from its JSON."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_lora_sync.cli.charts import Line, line_chart, stacked_chart, standalone
+
+BEGIN, END = "<!-- vs-weights: begin -->", "<!-- vs-weights: end -->"
+_NOT_RUN = "Not run for this release."
+_STOCK = "weights"
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What a number should reach.
+
+    Attributes:
+        at_most: whether it is an upper limit.
+        found: None if it was not measured.
+    """
+
+    what: str
+    limit: float
+    found: float | None
+    at_most: bool = True
+
+    @property
+    def is_reached(self) -> bool | None:
+        if self.found is None:
+            return None
+        return self.found <= self.limit if self.at_most else self.found >= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How the seconds of a sync grow with the bytes of the adapter, by least squares.
+
+    Attributes:
+        exponent: of the bytes in a power law; 1 is linear, less is better than that.
+        r_squared: how well the straight line fits.
+    """
+
+    fixed_s: float
+    s_per_gb: float
+    r_squared: float
+    exponent: float
+
+
+def text(results: dict[str, Any]) -> str:
+    """All tables, for the terminal and the README alike."""
+    if not results.get("shapes"):
+        return _NOT_RUN
+    parts = [_about(results)]
+    for title, header, rows in _tables(results):
+        if rows:
+            parts.append(f"{title}\n\n{_markdown(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def section(results: dict[str, Any]) -> str:
+    return f"{BEGIN}\n{text(results)}\n{END}"
+
+
+def write_section(readme: Path, results: dict[str, Any]) -> None:
+    """Replace what is between the markers.
+
+    Raises:
+        ValueError: the file has no markers.
+    """
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{readme.name} has no lines {BEGIN} and {END}.")
+    readme.write_text(before + section(results) + after)
+
+
+def limits(results: dict[str, Any]) -> list[Limit]:
+    """What was set out to be reached, all against TRL's own sync in the same run."""
+    found = [
+        Limit(what=f"{shape} r=32 sync, {arm}", limit=limit, found=_ratio(results, shape, 32, arm))
+        for shape, arm, limit in (
+            ("8b", "runtime", 0.30), ("8b", "fused", 0.35), ("32b", "runtime", 0.18), ("32b", "fused", 0.20),
+        )
+    ]  # fmt: skip
+    found += [
+        Limit(
+            what=f"{shape} tokens/s at {concurrency}, fused",
+            limit=0.98,
+            found=_speed_ratio(results, shape, 32, "fused", str(concurrency)),
+            at_most=False,
+        )
+        for shape in ("8b", "32b")
+        for concurrency in (32, 256)
+    ]
+    steps = _at(results, "8b", 32, "steps")
+    step_s = {arm: steps[arm]["median"]["step_s"] for arm in steps if "median" in steps[arm]}
+    ratio = step_s["fused"] / step_s[_STOCK] if {"fused", _STOCK} <= step_s.keys() else None
+    found.append(Limit(what="8b whole GRPO step, fused", limit=1.0, found=ratio))
+    for shape, drift in ((shape, _at(results, shape, 32, "drift")) for shape in ("0.6b", "8b", "32b")):
+        for arm in ("runtime", "fused"):
+            if arm in drift:
+                changed = drift[arm]["trainer_changed_share"] + drift[arm]["served_max_logprob_gap"]
+                found.append(
+                    Limit(what=f"{shape} base after {drift[arm]['syncs']} syncs, {arm}", limit=0, found=changed)
+                )
+    return found
+
+
+def growth(results: dict[str, Any], shape: str, arm: str) -> Growth | None:
+    """Over the ranks that were measured; None for fewer than three."""
+    points = [
+        (found["split"]["payload_bytes"], found["median"]["sync_s"])
+        for _, ranks in _ranks(results, shape)
+        if "split" in (found := ranks.get("sync", {}).get(arm, {}))
+    ]
+    if len(points) < 3:
+        return None
+    slope, fixed, r_squared = _line([x / 1e9 for x, _ in points], [y for _, y in points])
+    exponent, _, _ = _line([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
+    return Growth(fixed_s=fixed, s_per_gb=slope, r_squared=r_squared, exponent=exponent)
+
+
+def chart(results: dict[str, Any]) -> str:
+    """One picture: the parts of a sync of each arm, by shape at the first rank, and how ours grow with the bytes."""
+    charts = []
+    for shape, found in results.get("shapes", {}).items():
+        rank, first = next(iter(found.get("ranks", {}).items()), ("", {}))
+        arms = {arm: value["split"] for arm, value in first.get("sync", {}).items() if "split" in value}
+        if arms:
+            lines = [
+                Line(part, [(place, 1000 * arms[arm][f"{part}_s"]) for place, arm in enumerate(arms)])
+                for part in ("gather", "write", "load")
+            ]
+            charts.append(
+                stacked_chart(lines, y_label=f"ms per sync, {shape} r={rank}", x_label="", x_names=list(arms))
+            )
+        grown = [
+            Line(arm, points)
+            for arm in ("async trainer", "runtime", "fused")
+            if len(points := _points(results, shape, arm)) > 2
+        ]
+        if grown:
+            y_label = f"ms per sync, {shape}"
+            charts.append(line_chart(grown, y_label=y_label, x_label="MB of the adapter", from_zero=True))
+    return standalone(charts)
+
+
+def _points(results: dict[str, Any], shape: str, arm: str) -> list[tuple[float, float]]:
+    found = [ranks.get("sync", {}).get(arm, {}) for _, ranks in _ranks(results, shape)]
+    return sorted((v["split"]["payload_bytes"] / 1e6, 1000 * v["median"]["sync_s"]) for v in found if "split" in v)
+
+
+def _about(results: dict[str, Any]) -> str:
+    last = results["runs"][-1]
+    gpus = last["gpus"]
+    hardware = f"{len(gpus)} {gpus[0]}" if gpus else f"CPU ({last['cpu_cores']} cores)"
+    versions = ", ".join(
+        f"{name} {last['versions'][name]}" for name in ("trl", "torch", "peft") if name in last["versions"]
+    )
+    commands = "; ".join(f"`{command}`" for command in dict.fromkeys(run["command"] for run in results["runs"]))
+    return f"{hardware}, {last['server']['engine']} {last['server']['version']}, {versions}, {last['date']}. {commands}"
+
+
+def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
+    yield (
+        "One sync, medians; the parts are from syncs of their own, as TRL's overlap. Gather is merging and unmerging "
+        f"for `{_STOCK}`.",
+        ("shape", "rank", "arm", "MB", "gather ms", "write ms", "load ms", "sync ms", f"/ {_STOCK}", "first token ms"),
+        [_sync_row(results, shape, rank, arm, found) for shape, rank, arm, found in _found(results, "sync")],
+    )
+    loads = sorted({int(load) for _, _, _, found in _found(results, "decode") for load in found if load.isdigit()})
+    yield (
+        f"Serving: completion tokens per second, in brackets against `{_STOCK}`; and memory.",
+        ("shape", "rank", "arm", *(f"tokens/s, {load} at once" for load in loads), "trainer rise MB", "server GB"),
+        [_serving_row(results, shape, rank, arm, loads) for shape, rank, arm, _ in _found(results, "sync")],
+    )
+    yield (
+        "The base weights after many syncs with changing adapters.",
+        ("shape", "arm", "syncs", "trainer's base: changed", "largest change", "served base: largest logprob change"),
+        [
+            (
+                shape,
+                arm,
+                str(found["syncs"]),
+                "bit-identical" if found["trainer_bit_identical"] else f"{found['trainer_changed_share']:.1%}",
+                f"{found['trainer_max_abs']:.2g}",
+                f"{found['served_max_logprob_gap']:.2g}",
+            )
+            for shape, _, arm, found in _found(results, "drift")
+        ],
+    )
+    yield (
+        "A whole GRPO step.",
+        ("shape", "arm", "sync s", "generate s", "train s", "step s", f"/ {_STOCK}"),
+        [_step_row(results, shape, rank, arm, found) for shape, rank, arm, found in _found(results, "steps")],
+    )
+    yield (
+        "Growth with the adapter, rank by rank.",
+        ("shape", "arm", "fixed ms", "ms per 100 MB", "R²", "exponent"),
+        [
+            (
+                shape,
+                arm,
+                f"{1000 * grown.fixed_s:.0f}",
+                f"{100 * grown.s_per_gb:.1f}",
+                f"{grown.r_squared:.3f}",
+                f"{grown.exponent:.2f}",
+            )
+            for shape in results["shapes"]
+            for arm in ("async trainer", "runtime", "fused")
+            if (grown := growth(results, shape, arm)) is not None
+        ],
+    )
+    yield (
+        "Growth with the servers.",
+        ("shape", "arm", "servers", "load ms", "sync ms"),
+        [
+            (
+                shape,
+                arm,
+                count,
+                f"{1000 * value['median']['load_s']:.0f}",
+                f"{1000 * value['median']['sync_s']:.0f}",
+            )
+            for shape, found in results["shapes"].items()
+            for arm, counts in found.get("fleet", {}).items()
+            for count, value in counts.items()
+            if count.isdigit()
+        ],
+    )
+    yield (
+        "What was to be reached.",
+        ("", "limit", "measured", ""),
+        [
+            (
+                limit.what,
+                f"{'≤' if limit.at_most else '≥'} {limit.limit:g}",
+                f"{limit.found:.3g}",
+                "reached" if limit.is_reached else "missed",
+            )
+            for limit in limits(results)
+            if limit.found is not None
+        ],
+    )
+    yield (
+        "What failed or was left out.",
+        ("shape", "arm", "why"),
+        [
+            (shape, name, _short(why))
+            for shape, found in results["shapes"].items()
+            for group in [
+                found.get("left_out", {}),
+                *(ranks.get("failed", {}) for ranks in found.get("ranks", {}).values()),
+            ]
+            for name, why in group.items()
+        ],
+    )
+
+
+def _short(why: str) -> str:
+    """The first line and the last one, which is where a log says what happened."""
+    first, *rest = why.strip().splitlines()
+    return f"{first} … {rest[-1][:200]}" if rest else first
+
+
+def _sync_row(results: dict[str, Any], shape: str, rank: str, arm: str, found: dict[str, Any]) -> Row:
+    split, median = found.get("split"), found["median"]
+    ratio = _ratio(results, shape, int(rank), arm)
+    parts = [f"{1000 * split[part]:.0f}" for part in ("gather_s", "write_s", "load_s")] if split else [""] * 3
+    return (
+        shape,
+        rank,
+        arm,
+        f"{split['payload_bytes'] / 1e6:,.1f}" if split else "",
+        *parts,
+        f"{1000 * median['sync_s']:.0f}",
+        "" if ratio is None else f"{ratio:.2f}",
+        f"{1000 * median['first_token_s']:.0f}",
+    )
+
+
+def _serving_row(results: dict[str, Any], shape: str, rank: str, arm: str, loads: Sequence[int]) -> Row:
+    ranks = results["shapes"][shape]["ranks"][rank]
+    speeds = []
+    for concurrency in map(str, loads):
+        median = ranks.get("decode", {}).get(arm, {}).get(concurrency, {}).get("median")
+        ratio = _speed_ratio(results, shape, int(rank), arm, concurrency)
+        speeds.append("" if median is None else f"{median:,.0f}" + ("" if ratio is None else f" ({ratio:.2f})"))
+    rise = ranks["sync"][arm]["median"].get("trainer_rise_bytes")
+    memory = ranks.get("server_memory", {}).get(arm, {}).get("bytes")
+    return (
+        shape,
+        rank,
+        arm,
+        *speeds,
+        "" if rise is None else f"{rise / 1e6:,.0f}",
+        "" if not memory else f"{memory / 1e9:.1f}",
+    )
+
+
+def _step_row(results: dict[str, Any], shape: str, rank: str, arm: str, found: dict[str, Any]) -> Row:
+    median = found["median"]
+    stock = _at(results, shape, int(rank), "steps").get(_STOCK, {}).get("median")
+    seconds = [f"{median[part]:.3f}" for part in ("sync_s", "generate_s", "train_s", "step_s")]
+    return (shape, arm, *seconds, f"{median['step_s'] / stock['step_s']:.2f}" if stock else "")
+
+
+def _found(results: dict[str, Any], phase: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Shape, rank, arm and what was found, where something was."""
+    for shape in results["shapes"]:
+        for rank, ranks in _ranks(results, shape):
+            for arm, found in ranks.get(phase, {}).items():
+                if phase in ("drift", "decode") or "median" in found:
+                    yield shape, rank, arm, found
+
+
+def _ranks(results: dict[str, Any], shape: str) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(results["shapes"].get(shape, {}).get("ranks", {}).items(), key=lambda item: int(item[0]))
+
+
+def _at(results: dict[str, Any], shape: str, rank: int, phase: str) -> dict[str, Any]:
+    found = results["shapes"].get(shape, {}).get("ranks", {}).get(str(rank), {}).get(phase, {})
+    return dict(found)
+
+
+def _ratio(results: dict[str, Any], shape: str, rank: int, arm: str) -> float | None:
+    sync = _at(results, shape, rank, "sync")
+    if "median" not in sync.get(arm, {}) or "median" not in sync.get(_STOCK, {}):
+        return None
+    return float(sync[arm]["median"]["sync_s"] / sync[_STOCK]["median"]["sync_s"])
+
+
+def _speed_ratio(results: dict[str, Any], shape: str, rank: int, arm: str, concurrency: str) -> float | None:
+    decode = _at(results, shape, rank, "decode")
+    speeds = [decode.get(name, {}).get(concurrency, {}).get("median") for name in (arm, _STOCK)]
+    return None if None in speeds else float(speeds[0] / speeds[1])
+
+
+def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float, float]:
+    """Slope, intercept and R² of the least-squares line."""
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+    fixed = mean_y - slope * mean_x
+    rest = sum((y - fixed - slope * x) ** 2 for x, y in zip(xs, ys, strict=True))
+    spread = sum((y - mean_y) ** 2 for y in ys)
+    return slope, fixed, 1 - rest / spread if spread else 1.0
+
+
+def _markdown(header: Row, rows: list[Row]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

