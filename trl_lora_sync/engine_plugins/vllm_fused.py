@@ -141,7 +141,12 @@ class FusedMiddleware:
 
         async def change(name: str) -> None:
             self._check_known(name)
-            await self._change(_engine_of(scope), name)
+            try:
+                await self._change(_engine_of(scope), name)
+            except Refused as refusal:
+                if refusal.status == 404:  # its files are gone
+                    raise Refused(404, f"The model `{name}` does not exist any more: {refusal.words}") from refusal
+                raise
 
         async with self._gate.sampling(wanted, change, _CHANGE_TIMEOUT_S) as current:
             if self._broken is not None:

@@ -155,8 +155,8 @@ class _FusedModel:
         self._before, self._has_before = self._active, True
         self._active = self._prepared if name is not None else None
         self._prepared = None
+        self._unproved.clear()  # the middleware has looked at what all workers have of them
         self._write()
-        self._unproved.clear()
         return {"fuse_s": time.perf_counter() - started}
 
     def undo(self) -> Answer:
