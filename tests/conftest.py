@@ -36,3 +36,31 @@ def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     log = tmp_path_factory.mktemp("server") / "shared.log"
     with VLLMServer(base_model, log_path=log, extra_args=["--enable-prefix-caching"]) as running:
         yield running
+
+
+FUSED_KEY = "sk-a-key-for-fusing"
+
+
+@pytest.fixture(scope="session")
+def fused_server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["VLLMServer"]:
+    """A real vLLM server with fused serving, both middlewares and the key `FUSED_KEY`; shared like `server`."""
+    from vllm_server import VLLMServer
+
+    from trl_lora_sync.engine_plugins import vllm_fused, vllm_push
+
+    server = VLLMServer(
+        base_model,
+        enable_lora=False,
+        runtime_updating=False,
+        api_key=FUSED_KEY,
+        extra_args=[
+            "--enable-prefix-caching",
+            *("--worker-extension-cls", vllm_fused.WORKER),
+            *("--middleware", vllm_fused.MIDDLEWARE),
+            *("--middleware", vllm_push.MIDDLEWARE),
+        ],
+        extra_env={"PYTHONPATH": str(Path(__file__).parents[1])},
+        log_path=tmp_path_factory.mktemp("server") / "fused.log",
+    )
+    with server:
+        yield server

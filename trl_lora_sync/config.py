@@ -39,6 +39,10 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             memory of the server's host (vLLM with our `--middleware`; SGLang takes tensors), `"tensors"` in the load
             request itself (SGLang only). `"auto"` takes the disk on one host and where `lora_sync_server_dir` is set,
             else whichever of the others the server offers.
+        lora_sync_serving (`str`, *optional*, defaults to `"runtime"`):
+            How the server applies an adapter. `"runtime"`: beside the base weights, at each token. `"fused"`: added to
+            a copy of them, so that tokens cost what the base model's cost; one version at a time, vLLM only, and the
+            server needs `--worker-extension-cls` and `--middleware` (`trl-lora-sync serve vllm MODEL --fused`).
         lora_sync_pause (`str`, *optional*, defaults to `"off"`):
             Whether to stop generation of other clients during a load: `"drain"` lets their requests finish first,
             `"abort"` ends them. Versioned names make it needless for correctness.
@@ -102,6 +106,14 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             "help": "How an adapter reaches the server: 'disk' as files in a folder that both see, 'push' over HTTP "
             "into the memory of the server's host, 'tensors' in the load request itself (SGLang only), 'auto' for the "
             "disk on one host and where lora_sync_server_dir is set, else what the server offers."
+        },
+    )
+    lora_sync_serving: Literal["runtime", "fused"] = field(
+        default="runtime",
+        metadata={
+            "help": "How the server applies an adapter: 'runtime' beside the base weights at each token, 'fused' added "
+            "to them, which makes tokens as fast as the base model's. 'fused' needs vLLM, started with "
+            "`trl-lora-sync serve vllm MODEL --fused`."
         },
     )
     lora_sync_pause: Literal["off", "drain", "abort"] = field(
@@ -179,6 +191,7 @@ def check_sync_fields(args: Any) -> None:
     check_choice("vllm_server_engine", args.vllm_server_engine, ("auto", "vllm", "sglang"))
     check_choice("vllm_server_sleep", args.vllm_server_sleep, ("off", "kv_cache"))
     check_choice("lora_sync_transport", args.lora_sync_transport, ("auto", "disk", "push", "tensors"))
+    check_choice("lora_sync_serving", args.lora_sync_serving, ("runtime", "fused"))
     check_choice("lora_sync_pause", args.lora_sync_pause, ("off", "drain", "abort"))
     check_choice("lora_sync_dtype", args.lora_sync_dtype, ("auto", "bfloat16", "float16", "float32"))
     check_choice("lora_sync_on_server_loss", args.lora_sync_on_server_loss, ("error", "drop"))
@@ -200,6 +213,11 @@ def check_sync_fields(args: Any) -> None:
         raise UnsupportedSettingError(
             f"lora_sync_verify_tolerance={args.lora_sync_verify_tolerance:g} is no tolerance. Give a number above 0; "
             'to verify nothing, set lora_sync_verify="off".'
+        )
+    if args.lora_sync_serving == "fused" and args.vllm_server_engine == "sglang":
+        raise UnsupportedSettingError(
+            'lora_sync_serving="fused" cannot be used with vllm_server_engine="sglang": SGLang cannot add an adapter '
+            'to its weights while it runs. Set lora_sync_serving="runtime", or sample on vLLM.'
         )
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
@@ -295,6 +313,7 @@ def sync_settings(args: GRPOConfig) -> "SyncSettings":
         server_root=args.lora_sync_server_dir,
         keep=args.lora_sync_keep,
         pause=args.lora_sync_pause,
+        serving=args.lora_sync_serving,
         frees_kv_cache=args.vllm_server_sleep == "kv_cache",
         dtype=None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
         sync_timeout_s=args.lora_sync_timeout,

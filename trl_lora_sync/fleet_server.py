@@ -77,7 +77,11 @@ class FleetServer:
             LoRASyncError: see `connect_engine`; or another engine runs there than before.
         """
         engine = connect_engine(
-            self.base_url, engine=self._settings.engine, is_local=self.address.is_local, deadline=deadline
+            self.base_url,
+            engine=self._settings.engine,
+            is_local=self.address.is_local,
+            deadline=deadline,
+            serving=self._settings.serving,
         )
         served = engine.capabilities
         if self._engine is not None and served.engine != self.engine.capabilities.engine:

@@ -38,6 +38,7 @@ class SyncSettings:
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
         generation_timeout_s: for the completions of one generation call.
+        serving: `"runtime"`, or `"fused"` to have adapters added to the servers' weights.
         on_server_loss: `"error"`, or `"drop"` to go on without a server that stays away.
         verify: `"first"` to prove once per server that it samples from the adapter, `"every"` at each sync, or `"off"`.
         verify_tolerance: see `verify.compare`.
@@ -55,6 +56,7 @@ class SyncSettings:
     sync_timeout_s: float
     startup_timeout_s: float
     generation_timeout_s: float
+    serving: str = "runtime"
     on_server_loss: str = "error"
     verify: str = "first"
     verify_tolerance: float = TOLERANCE

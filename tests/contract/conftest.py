@@ -13,6 +13,7 @@ from typing import Any
 import certifi
 import pytest
 import torch
+from conftest import FUSED_KEY
 from fakes.sglang import VERSIONS, FakeSGLang
 
 from contract.fleets import FleetAsEngine
@@ -84,9 +85,15 @@ def few(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
         "fleet",
         pytest.param("sglang", marks=pytest.mark.sglang),
         pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("vllm-fused", marks=pytest.mark.vllm),
     ]
 )
-def served(request: pytest.FixtureRequest, serve: Callable[..., Served], store: AdapterStore) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest,
+    serve: Callable[..., Served],
+    store: AdapterStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Served]:
     """Every server there is, and two as one. Real ones are shared, so no adapter may be left on them."""
     if request.param in VERSIONS:
         yield serve(request.param)
@@ -97,7 +104,9 @@ def served(request: pytest.FixtureRequest, serve: Callable[..., Served], store: 
         assert fakes[1]
         yield Served(FleetAsEngine([fakes[0], fakes[1]], store.root, soon()), FakeReference(fakes[0]), store)  # type: ignore[arg-type]
         return
-    base_url, model = request.getfixturevalue(f"{request.param}_at")
+    base_url, model = request.getfixturevalue(f"{request.param.replace('-', '_')}_at")
+    if request.param == "vllm-fused":
+        monkeypatch.setenv("VLLM_API_KEY", FUSED_KEY)
     engine = engine_at(base_url, request.param)
     before = set(engine.loaded(soon()))
     try:
@@ -122,6 +131,13 @@ def vllm_at(request: pytest.FixtureRequest) -> tuple[str, str]:
     if "TRL_LORA_SYNC_TEST_VLLM_URL" in os.environ:
         return _from_environment("TRL_LORA_SYNC_TEST_VLLM_URL")
     shared = request.getfixturevalue("server")
+    return shared.base_url, str(shared.model)
+
+
+@pytest.fixture(scope="session")
+def vllm_fused_at(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """URL and model folder of a real vLLM that adds adapters to its weights."""
+    shared = request.getfixturevalue("fused_server")
     return shared.base_url, str(shared.model)
 
 

@@ -72,7 +72,9 @@ class Served:
 
 def engine_at(base_url: str, kind: str, *, connect: bool = True) -> Engine:
     if connect:
-        return connect_engine(base_url, engine=kind, is_local=True, deadline=soon(60))
+        engine, _, serving = kind.partition("-")
+        deadline = soon(60)
+        return connect_engine(base_url, engine=engine, is_local=True, deadline=deadline, serving=serving or "runtime")
     return (SGLangEngine if kind == "sglang" else VLLMEngine)(base_url, is_local=True)
 
 

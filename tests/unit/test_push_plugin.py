@@ -128,8 +128,8 @@ from trl_lora_sync.engine_plugins.vllm_push import PushMiddleware
 print(PushMiddleware.__name__, [name for name in sys.modules if name.startswith("trl_lora_sync.")])
 """
     assert run_python(source).strip() == (
-        "PushMiddleware ['trl_lora_sync.engine_plugins', 'trl_lora_sync.engine_plugins.push_store', "
-        "'trl_lora_sync.engine_plugins.vllm_push']"
+        "PushMiddleware ['trl_lora_sync.engine_plugins', 'trl_lora_sync.engine_plugins.routes', "
+        "'trl_lora_sync.engine_plugins.push_store', 'trl_lora_sync.engine_plugins.vllm_push']"
     )
 
 

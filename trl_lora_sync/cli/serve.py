@@ -19,6 +19,8 @@ from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.support import FUSED_LAYERS, check_saved_config, saved_rank
 from trl_lora_sync.cli.console import UsageError, err, out
+from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE as FUSED_MIDDLEWARE
+from trl_lora_sync.engine_plugins.vllm_fused import WORKER as FUSED_WORKER
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, KNOWN_VERSIONS, allowed_max_lora_rank
 
@@ -80,6 +82,7 @@ class Wanted:
         keep: `lora_sync_keep` of the trainer.
         sleeps: whether `vllm_server_sleep="kv_cache"` will be used.
         takes_pushes: whether adapters will be pushed to it over HTTP.
+        is_fused: whether adapters are added to its weights, `lora_sync_serving="fused"` of the trainer.
         host, port: where to listen.
         extra: the engine arguments that were typed.
     """
@@ -90,6 +93,7 @@ class Wanted:
     keep: int = 2
     sleeps: bool = False
     takes_pushes: bool = False
+    is_fused: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     extra: tuple[str, ...] = ()
@@ -154,20 +158,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--push", action="store_true", help="let trainers that share no folder push adapters; vLLM only"
     )
+    parser.add_argument(
+        "--fused", action="store_true", help='add adapters to the weights, for lora_sync_serving="fused"; vLLM only'
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
     parser.add_argument(
         "--python", type=Path, metavar="PATH", help="interpreter of the engine's environment (default: this one)"
     )
-    parser.add_argument("--fused", action="store_true", help="serve merged weights; not available yet")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    if args.fused:
-        raise UsageError(
-            "--fused is not available in this release: the server applies the adapter to each token. Leave it out."
-        )
     launch = plan(find_engine(args.engine, args.python), wanted(args, rest), os.environ)
     for note in launch.notes:
         err().print(f"note: {note}", style="yellow")
@@ -207,6 +209,7 @@ def wanted(args: argparse.Namespace, rest: Sequence[str]) -> Wanted:
         keep=args.keep,
         sleeps=args.sleep,
         takes_pushes=args.push,
+        is_fused=args.fused,
         host=args.host,
         port=args.port,
         extra=tuple(rest),
@@ -294,22 +297,28 @@ def _plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str]
     _check_vllm(given, request, environ)
     notes: list[str] = []
     slots = 2
-    if installed.parsed() < _ONE_SLOT_BELOW:
+    if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
         slots = 1
         notes.append(
             f"vLLM {installed.version} may mix up adapters that are loaded while requests run if it has two slots, so "
             "it gets one (--max-loras 1). vLLM 0.26 has the fix."
         )
-    flags = {
+    flags: dict[str, str | None] = {
         "--host": request.host,
         "--port": str(request.port),
-        "--enable-lora": None,
-        "--max-lora-rank": str(allowed_max_lora_rank(request.lora_rank)),
-        "--max-loras": str(slots),
-        "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
         "--logprobs-mode": "processed_logprobs",
     }
-    env = {RUNTIME_LORA: "True"}
+    env: dict[str, str] = {}
+    if request.is_fused:
+        flags |= {"--worker-extension-cls": FUSED_WORKER, "--max-logprobs": "-1"}
+    else:
+        flags |= {
+            "--enable-lora": None,
+            "--max-lora-rank": str(allowed_max_lora_rank(request.lora_rank)),
+            "--max-loras": str(slots),
+            "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
+        }
+        env[RUNTIME_LORA] = "True"
     if given.number("--data-parallel-size", "-dp", default=1) > 1:
         flags["--api-server-count"] = "1"  # vLLM starts one per replica otherwise, and refuses runtime loading then
     if request.sleeps:
@@ -318,18 +327,20 @@ def _plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str]
         notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
     notes += _port_notes(given.get("--host") or request.host, "VLLM_API_KEY", environ)
     command = [*_vllm_program(installed, request.model), *_added(flags, given)]
-    if request.takes_pushes:
+    middlewares = {"--push": MIDDLEWARE} if request.takes_pushes else {}
+    middlewares |= {"--fused": FUSED_MIDDLEWARE} if request.is_fused else {}
+    for option, middleware in middlewares.items():
         notes.append(
-            "--push needs this package next to vLLM, where it brings nothing with it: "
+            f"{option} needs this package next to vLLM, where it brings nothing with it: "
             f"{installed.python} -m pip install --no-deps trl-lora-sync"
         )
-        if not _names_push_route(request.extra):
-            command += ["--middleware", MIDDLEWARE]  # may be given several times, so one that was typed stays
+        if not _names_middleware(middleware, request.extra):
+            command += ["--middleware", middleware]  # may be given several times, so one that was typed stays
     return Launch(command=(*command, *request.extra), env=env, notes=tuple(notes))
 
 
-def _names_push_route(extra: Sequence[str]) -> bool:
-    return any(argument.removeprefix("--middleware=") == MIDDLEWARE for argument in extra)
+def _names_middleware(middleware: str, extra: Sequence[str]) -> bool:
+    return any(argument.removeprefix("--middleware=") == middleware for argument in extra)
 
 
 def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:
@@ -349,7 +360,9 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
             "to start with runtime loading. Leave it out; for more throughput, start several servers on ports of "
             "their own."
         )
-    if given.has("--no-enable-lora"):
+    if request.is_fused:
+        _check_fused(given)
+    elif given.has("--no-enable-lora"):
         raise UsageError("--no-enable-lora cannot be used: adapters are what is loaded. Leave it out.")
     mode = given.get("--logprobs-mode")
     if mode not in (None, "processed_logprobs"):
@@ -362,6 +375,8 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
             "VLLM_SKIP_MODEL_NAME_VALIDATION is set: a request for an adapter that is not there would be answered by "
             "the base model, silently. Unset it."
         )
+    if request.is_fused:
+        return  # any rank, and any number of versions
     if request.lora_rank > ALLOWED_MAX_LORA_RANKS[-1]:
         raise UsageError(
             f"vLLM serves ranks up to {ALLOWED_MAX_LORA_RANKS[-1]}, and the adapter has rank {request.lora_rank}. "
@@ -370,6 +385,28 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
     _check_rank(given, request, allowed_max_lora_rank(request.lora_rank))
     consequence = "vLLM would evict versions that are still in use, and dies if their files are gone"
     _check_room(given, "--max-cpu-loras", request, consequence)
+
+
+def _check_fused(given: EngineArguments) -> None:
+    if given.has("--enable-lora"):
+        raise UsageError(
+            "--enable-lora cannot be used with --fused: an adapter could be applied twice. Leave one of them out."
+        )
+    replicas = given.number("--data-parallel-size", "-dp", default=1)
+    if replicas > 1:
+        raise UsageError(
+            f"--data-parallel-size {replicas} cannot be used with --fused: vLLM tells of one replica only whether the "
+            "weights were changed. Start one server for each, and give the trainer all URLs."
+        )
+    quantization = given.get("--quantization", "-q")
+    if quantization is not None:
+        raise UsageError(
+            f"--quantization {quantization} cannot be used with --fused: an adapter cannot be added to quantised "
+            "weights without changing them. Leave one of them out."
+        )
+    extension = given.get("--worker-extension-cls")
+    if extension not in (None, FUSED_WORKER):
+        raise UsageError(f"--worker-extension-cls {extension} cannot be used with --fused, which needs its own.")
 
 
 def _plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
@@ -403,6 +440,11 @@ def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted,
         raise UsageError(
             "--push cannot be used with SGLang, which takes adapters in the load request as it is. Leave it out; the "
             "trainer needs no setting for it."
+        )
+    if request.is_fused:
+        raise UsageError(
+            "--fused cannot be used with SGLang, which cannot add an adapter to its weights while it runs. Leave it "
+            "out, or serve with vLLM."
         )
     replicas = given.number("--dp-size", "--data-parallel-size", "--dp", default=1)
     if replicas > 1:

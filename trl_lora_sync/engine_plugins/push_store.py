@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import json
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -22,30 +21,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from trl_lora_sync.engine_plugins.routes import Refused, check_name
+
 FOLDER_PREFIX = "trl-lora-sync-push-"
 CONFIG_KEY = "adapter_config"
 """In the metadata of the safetensors file: what becomes `adapter_config.json`."""
 
-# No separator, nothing hidden, nothing a shell or a log would stumble over.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 # Of the file system, left for others: vLLM's own queues are in /dev/shm, and touching one there is no room for kills.
 _SHARE_LEFT_FREE = 0.05
 _MAX_HEADER_BYTES = 16 << 20
-
-
-class Refused(Exception):  # noqa: N818 - it is said to the client, and no error of the server
-    """A request that is not carried out.
-
-    Attributes:
-        status: the HTTP status that says so.
-        words: the reason, for the client.
-    """
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(status, words)
-        self.status = status
-        self.words = words
 
 
 class PushStore:
@@ -243,12 +228,6 @@ class Upload:
             os.close(self._file)
             shutil.rmtree(self.folder, ignore_errors=True)
         self._store.release(self._left)
-
-
-def check_name(name: str) -> None:
-    """Raises Refused for a name that could be more than the name of one folder."""
-    if not _NAME.fullmatch(name):
-        raise Refused(400, "An adapter's name is 1 to 128 of A-Z a-z 0-9 . _ - and begins with a letter or digit.")
 
 
 def sweep_dead_servers(root: Path) -> list[str]:

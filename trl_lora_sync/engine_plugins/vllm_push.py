@@ -6,9 +6,6 @@
     DELETE /v1/lora_sync/adapters/NAME   its files, after it was unloaded
     GET    /v1/lora_sync/adapters        what is there, and the largest adapter that is taken
 
-vLLM's own check of API keys comes after every middleware of this kind, so each request is checked here first, against
-the same keys. Where the server has none, anybody who reaches it may push, as anybody may load.
-
 Environment of the server:
     TRL_LORA_SYNC_PUSH_MAX_MB  largest adapter, in MB; 4096 by default
     TRL_LORA_SYNC_PUSH_DIR     where adapters are kept; /dev/shm by default
@@ -17,17 +14,28 @@ Environment of the server:
 import asyncio
 import atexit
 import base64
-import hashlib
-import hmac
-import json
-import logging
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from trl_lora_sync.engine_plugins.push_store import PushStore, Refused, Upload, check_name, sweep_dead_servers
+from trl_lora_sync.engine_plugins.push_store import PushStore, Upload, sweep_dead_servers
+from trl_lora_sync.engine_plugins.routes import (
+    App,
+    Message,
+    Receive,
+    Refused,
+    Scope,
+    Send,
+    check_key,
+    check_name,
+    header,
+    logger,
+    path_of,
+    refuse,
+    respond,
+)
 
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_push.PushMiddleware"
 ROUTE = "/v1/lora_sync/adapters"
@@ -36,21 +44,11 @@ MAX_MB_VARIABLE = "TRL_LORA_SYNC_PUSH_MAX_MB"
 DIRECTORY_VARIABLE = "TRL_LORA_SYNC_PUSH_DIR"
 
 _DEFAULT_MAX_MB, _DEFAULT_DIRECTORY = "4096", "/dev/shm"
-_KEY_VARIABLE = "VLLM_API_KEY"
 # RFC 9530
 _DIGEST = re.compile(rb"sha-256=:([A-Za-z0-9+/]{43}=):")
 # Hashed and written off the event loop in pieces of this size, so that nobody else's tokens wait for an upload.
 _BATCH_BYTES = 1 << 20
 _UPLOAD_TIMEOUT_S = 600.0
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-# A child of the logger that vLLM sets up, so that its level and format hold here too.
-logger = logging.getLogger("vllm.trl_lora_sync")
 
 
 class PushMiddleware:
@@ -78,16 +76,16 @@ class PushMiddleware:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, self._closing(send))
             return
-        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         if scope["type"] != "http" or not (path == ROUTE or path.startswith(f"{ROUTE}/")):
             await self.app(scope, receive, send)
             return
         try:
-            status, content = 200, await self._answer(scope, path.removeprefix(ROUTE), receive)
+            content = await self._answer(scope, path.removeprefix(ROUTE), receive)
         except Refused as refusal:
-            logger.warning("Refused %s %r: %s", scope["method"], path, refusal.words)
-            status, content = refusal.status, {"error": {"message": refusal.words, "code": refusal.status}}
-        await _respond(send, status, content)
+            await refuse(send, scope, refusal)
+            return
+        await respond(send, 200, content)
 
     def _closing(self, send: Send) -> Send:
         async def send_and_close(message: Message) -> None:
@@ -98,21 +96,20 @@ class PushMiddleware:
         return send_and_close
 
     async def _answer(self, scope: Scope, rest: str, receive: Receive) -> dict[str, Any]:
-        headers = scope["headers"]
-        _check_key(_header(headers, b"authorization"), _keys_of(scope))
+        check_key(scope)
         method = scope["method"]
         if not rest and method == "GET":
             return {"protocol": PROTOCOL, "max_bytes": self._store.max_bytes, "adapters": self._store.sizes()}
         name = rest.removeprefix("/")
         check_name(name)
         if method == "PUT":
-            return await self._take(name, headers, receive)
+            return await self._take(name, scope, receive)
         if method == "DELETE":
             return {"name": name, "deleted": await asyncio.to_thread(self._store.delete, name)}
         raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
 
-    async def _take(self, name: str, headers: Iterable[tuple[bytes, bytes]], receive: Receive) -> dict[str, Any]:
-        digest, size = _digest_in(headers), _length_in(headers)
+    async def _take(self, name: str, scope: Scope, receive: Receive) -> dict[str, Any]:
+        digest, size = _digest_in(scope), _length_in(scope)
         path = self._store.path_of(name, digest)  # a push that is repeated because its answer was lost
         if path is None:
             upload = self._store.begin(name, size)
@@ -159,70 +156,21 @@ async def _batches(receive: Receive) -> AsyncIterator[bytearray]:
             batch = bytearray()
 
 
-# Keys
+# Headers
 
 
-def _keys_of(scope: Scope) -> list[str]:
-    """The keys that vLLM itself asks for: of its command line or configuration file, else of its environment.
-
-    Raises:
-        Refused: that cannot be told, so nobody is let in.
-    Source: vllm/entrypoints/serve/middleware/register.py; the parsed arguments are on the application (0.31).
-    """
-    args: Any = getattr(getattr(scope.get("app"), "state", None), "args", None)
-    from_environment = os.environ.get(_KEY_VARIABLE)
-    if hasattr(args, "api_key"):
-        given = [args.api_key] if isinstance(args.api_key, str) else list(args.api_key or [])
-    elif from_environment:
-        given = []
-    else:
-        raise Refused(
-            403,
-            "This version of vLLM does not let a middleware see whether it was given an --api-key. Start it with "
-            f"{_KEY_VARIABLE} in its environment instead.",
-        )
-    return [key for key in given or [from_environment] if key]
-
-
-def _check_key(authorization: bytes | None, keys: list[str]) -> None:
-    if not keys:
-        return
-    scheme, _, key = (authorization or b"").partition(b" ")
-    offered = hashlib.sha256(key).digest()
-    # All are compared, and as digests, so that the time taken tells nothing about any of them.
-    matches = [hmac.compare_digest(offered, hashlib.sha256(known.encode()).digest()) for known in keys]
-    if scheme.lower() != b"bearer" or not any(matches):
-        raise Refused(401, "Unauthorized")
-
-
-# Headers and answers
-
-
-def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The value of a header, if it is there exactly once."""
-    values = [value for key, value in headers if key.lower() == name]
-    return values[0] if len(values) == 1 else None
-
-
-def _digest_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    found = _DIGEST.fullmatch(_header(headers, b"content-digest") or b"")
+def _digest_in(scope: Scope) -> bytes:
+    found = _DIGEST.fullmatch(header(scope, b"content-digest") or b"")
     if found is None:
         raise Refused(400, "The header Content-Digest with sha-256=:BASE64: of the body is needed.")
     return base64.b64decode(found[1])
 
 
-def _length_in(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    length = _header(headers, b"content-length") or b""
+def _length_in(scope: Scope) -> int:
+    length = header(scope, b"content-length") or b""
     if not re.fullmatch(rb"[0-9]{1,15}", length):
         raise Refused(411, "The header Content-Length is needed.")
     return int(length)
-
-
-async def _respond(send: Send, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _max_bytes_from_environment() -> int:

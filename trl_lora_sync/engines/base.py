@@ -68,6 +68,7 @@ class Capabilities:
         survives_misfit: whether it refuses an adapter of other shapes instead of dying of it.
         takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
         takes_pushes: whether an adapter can be sent to a route of its own first, without a shared file system.
+        is_fused: whether a loaded adapter is added to the weights, so that one at a time is served.
     """
 
     engine: str
@@ -83,6 +84,7 @@ class Capabilities:
     survives_misfit: bool = True
     takes_tensors: bool = False
     takes_pushes: bool = False
+    is_fused: bool = False
 
     def serves_module(self, module: str) -> bool:
         """Whether layers of this name, such as `q_proj`, can be adapted; true if the server does not tell."""

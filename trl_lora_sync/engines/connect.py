@@ -8,7 +8,8 @@ from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.vllm import VLLMEngine
-from trl_lora_sync.errors import ServerAuthError, ServerUnreachableError
+from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
+from trl_lora_sync.errors import ServerAuthError, ServerSetupError, ServerUnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -17,11 +18,14 @@ _STILL_STARTING = frozenset({502, 503, 504})
 _SGLANG_ROUTE, _VLLM_ROUTE = "/model_info", "/version"
 
 
-def connect_engine(base_url: str, *, engine: str, is_local: bool, deadline: Deadline) -> Engine:
+def connect_engine(
+    base_url: str, *, engine: str, is_local: bool, deadline: Deadline, serving: str = "runtime"
+) -> Engine:
     """Wait until the server at `base_url` is up and connect to it.
 
     Args:
         engine: `"vllm"`, `"sglang"`, or `"auto"` to ask the server.
+        serving: `"runtime"`, or `"fused"` to have adapters added to the weights.
 
     Raises:
         ServerUnreachableError: nobody answered before the deadline.
@@ -34,8 +38,16 @@ def connect_engine(base_url: str, *, engine: str, is_local: bool, deadline: Dead
         is_sglang = engine == "sglang" or (engine == "auto" and _is_sglang(http, deadline))
     finally:
         http.close()
+    if is_sglang and serving == "fused":
+        raise ServerSetupError(
+            f"{base_url} runs SGLang, which cannot add an adapter to its weights while it runs. Set "
+            'lora_sync_serving="runtime", or sample on vLLM.'
+        )
     connected: Engine
-    connected = SGLangEngine(base_url, is_local=is_local) if is_sglang else VLLMEngine(base_url, is_local=is_local)
+    if is_sglang:
+        connected = SGLangEngine(base_url, is_local=is_local)
+    else:
+        connected = (VLLMFusedEngine if serving == "fused" else VLLMEngine)(base_url, is_local=is_local)
     try:
         connected.connect(deadline)
     except BaseException:

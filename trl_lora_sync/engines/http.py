@@ -132,7 +132,7 @@ class HTTPClient:
         Args:
             body: sent as JSON.
             content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
-            headers: of `content`, if it is something else than JSON.
+            headers: added to the request; those of `content` if it is something else than JSON.
             api_key: another key than the client's own.
             watch: called every few seconds of waiting; what it raises ends the request.
 
@@ -143,7 +143,7 @@ class HTTPClient:
         """
         exchange = _Exchange(
             lambda running: self._send(
-                running, method, path, deadline, body, content, headers or _JSON, api_key or self.api_key
+                running, method, path, deadline, body, content, headers or {}, api_key or self.api_key
             )
         )
         deadline.remaining_s()
@@ -172,7 +172,7 @@ class HTTPClient:
                     path,
                     json=body,
                     content=_until(deadline, content) if content is not None else None,
-                    headers={**headers, "Content-Length": str(len(content))} if content is not None else None,
+                    headers=headers if content is None else {**(headers or _JSON), "Content-Length": str(len(content))},
                     auth=api_key,
                     timeout=httpx.Timeout(left, connect=min(left, _CONNECT_TIMEOUT_S)),
                     extensions={"trace": exchange.trace},

@@ -131,11 +131,13 @@ class ServerEngine(ABC):
             )
         return response
 
-    def _retried(self, method: str, path: str, deadline: Deadline, *, body: Any = None) -> httpx.Response:
+    def _retried(
+        self, method: str, path: str, deadline: Deadline, *, body: Any = None, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
         """For reading and for sampling, which do no harm again: repeated while the server is down or busy."""
         for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S, on_repeat=self._count_retry):
             with attempt:
-                response = self._request(method, path, deadline, body=body, watch=self._watch())
+                response = self._request(method, path, deadline, body=body, headers=headers, watch=self._watch())
         return response
 
     def _watch(self) -> Callable[[], None] | None:

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 # A name that stays behind costs little, so a dead server may not hold up the end of a run by more.
-_UNLOAD_RETRY_S = 2.0
+UNLOAD_RETRY_S = 2.0
 # What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 _UNDO_S = 10.0
@@ -69,7 +69,7 @@ class VLLMEngine(ServerEngine):
     def connect(self, deadline: Deadline) -> Capabilities:
         version = str(json_object(self._get("/version", deadline), ServerSetupError).get("version", "unknown"))
         base = self._base_model(deadline)
-        self._check_lora_is_on(deadline)
+        self._check_serving(deadline)
         self._capabilities = Capabilities(
             engine="vllm",
             version=version,
@@ -91,7 +91,7 @@ class VLLMEngine(ServerEngine):
             )
         return base
 
-    def _check_lora_is_on(self, deadline: Deadline) -> None:
+    def _check_serving(self, deadline: Deadline) -> None:
         """Send a load of a directory that does not exist: how it is refused tells both switches, and leaves nothing.
 
         Source: vLLM 0.31: 404 "Not Found" without the route, 500 without LoRA, 404 "No adapter found" with both.
@@ -101,6 +101,11 @@ class VLLMEngine(ServerEngine):
             "/v1/load_lora_adapter", {"lora_name": "trl-lora-sync-probe", "lora_path": nowhere}, deadline
         )
         words = server_words(response)
+        if (response.status_code, "fused serving" in words) == (409, True):
+            raise ServerSetupError(
+                f"The vLLM server at {self.base_url} adds adapters to its weights and loads none beside them. Set "
+                f'lora_sync_serving="fused", or restart it with --enable-lora instead. It said: {words!r}'
+            )
         if response.status_code == 404 and "No adapter found" not in words:
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not let adapters be loaded while it runs. "
@@ -229,7 +234,7 @@ class VLLMEngine(ServerEngine):
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         # Releases the name only; vLLM frees memory by displacement. It may answer 500 for an evicted adapter.
         try:
-            for attempt in retrying(deadline, is_unreachable, at_most_s=_UNLOAD_RETRY_S):
+            for attempt in retrying(deadline, is_unreachable, at_most_s=UNLOAD_RETRY_S):
                 with attempt:
                     response = self._post("/v1/unload_lora_adapter", {"lora_name": adapter_name}, deadline)
         except LoRASyncError as error:
@@ -325,7 +330,7 @@ class VLLMEngine(ServerEngine):
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
         if groups[0].images:
-            path, body = vllm_images.request_for(self._post, model, groups[0], sampling, deadline)
+            path, body = vllm_images.request_for(self._post, self._name_in(model), groups[0], sampling, deadline)
         else:
             path = "/v1/completions"
             body = {
@@ -341,7 +346,7 @@ class VLLMEngine(ServerEngine):
         return self._completions(content, groups, sampling)
 
     def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
-        response = self._retried("POST", path, deadline, body=body)
+        response = self._post_sampling(path, body, model, deadline)
         words = server_words(response)
         if response.status_code == 404 and "does not exist" in words:
             raise AdapterLostError(
@@ -354,6 +359,13 @@ class VLLMEngine(ServerEngine):
                 f"correct generation_kwargs; else look at its log. It said: {words!r}"
             )
         return response
+
+    def _name_in(self, model: str) -> str:
+        """What a request's body calls `model`."""
+        return model
+
+    def _post_sampling(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
+        return self._retried("POST", path, deadline, body=body)
 
     def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
         with self._distrusting_connections():

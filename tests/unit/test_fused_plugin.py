@@ -1,0 +1,517 @@
+"""Unit tier: the routes of fused serving as vLLM runs them, with an engine that records what is asked of it."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trl_lora_sync.engine_plugins import vllm_fused
+from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE, WORKER, FusedMiddleware
+
+WHOLE = {"q": {"shape": [8, 4], "pieces": [[0, 8, 0, 4]]}}
+
+
+class Engine:
+    """What vLLM's engine client does for the routes, in order; two workers that hold one version.
+
+    Attributes:
+        fails: what a worker answers to a method instead of doing it, by (worker, method).
+        placed: what each worker has of a new adapter's modules.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.active: list[str | None] = [None, None]
+        self.before: list[str | None] = [None, None]
+        self.has_before = [False, False]
+        self.prepared: str | None = None
+        self.fails: dict[tuple[int, str], str] = {}
+        self.placed: list[dict[str, Any]] = [WHOLE, WHOLE]
+        self.cache_is_free = True
+        self.paused = self.asleep = False
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(worker_extension_cls=WORKER, _api_process_count=1, data_parallel_size=1),
+            lora_config=None,
+        )
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        name = method.removeprefix("lora_sync_")
+        self.events.append(" ".join([name, *(str(arg) for arg in args)]))
+        await asyncio.sleep(0)
+        return [self._work(rank, name, *args) for rank in range(2)]
+
+    def _work(self, rank: int, name: str, *args: Any) -> dict[str, Any]:
+        if (rank, name) in self.fails:
+            if name == "apply":
+                self.before[rank], self.active[rank], self.has_before[rank] = self.active[rank], "half", True
+            return {"ok": False, "status": 422, "error": self.fails[rank, name]}
+        if name == "prepare":
+            if args[1] == "/gone":
+                return {"ok": False, "status": 404, "error": "No adapter found for /gone"}
+            return {"ok": True, "read_s": 0.1, "place_s": 0.2, "placed": self.placed[rank]}
+        if name == "apply":
+            self.before[rank], self.active[rank], self.has_before[rank] = self.active[rank], args[0], True
+            return {"ok": True, "fuse_s": 0.1}
+        if name == "undo" and self.has_before[rank]:
+            self.active[rank] = self.before[rank]
+        if name in ("undo", "commit"):
+            self.has_before[rank] = False
+        return {"ok": True, "active": self.active[rank]}
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("wait", False)
+        self.events.append("pause")
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.events.append("resume")
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def is_sleeping(self) -> bool:
+        return self.asleep
+
+    async def reset_prefix_cache(self) -> bool:
+        assert self.paused
+        self.events.append("reset")
+        return self.cache_is_free
+
+    async def reset_encoder_cache(self) -> None:
+        pass
+
+
+@dataclass
+class Server:
+    """The middleware in front of an application whose requests go on until they are let go."""
+
+    engine: Engine = field(default_factory=Engine)
+    key: str | None = None
+    sampling: list[str] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.done.set()
+        self.middleware = FusedMiddleware(self._app)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await send({"type": "lifespan.startup.complete"})
+            return
+        self.sampling.append(str(self.engine.active[0] or BASE))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
+        await send({"type": "http.response.body", "body": b"{", "more_body": True})
+        await self.done.wait()
+        assert str(self.engine.active[0] or BASE) == self.sampling[-1] or not self.done.is_set()
+        await send({"type": "http.response.body", "body": b"}"})
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, headers: list[tuple[str, str]] | None = None, query: str = ""
+    ) -> tuple[int, Any, str | None]:
+        """Status, JSON and the version that the answer names."""
+        answer: list[Any] = []
+        messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+        async def receive() -> Any:
+            return next(messages)
+
+        async def send(message: Any) -> None:
+            answer.append(message)
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": query.encode(),
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers or []],
+            "app": self.app,
+        }
+        await self.middleware(scope, receive, send)
+        content = b"".join(message.get("body", b"") for message in answer[1:])
+        named = dict(answer[0]["headers"]).get(HEADER.lower().encode())
+        return answer[0]["status"], json.loads(content), named.decode() if named else None
+
+    @property
+    def app(self) -> Any:
+        return SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=self.key), engine_client=self.engine))
+
+    async def load(self, name: str, path: str = "/a", **body: Any) -> tuple[int, Any]:
+        status, content, _ = await self.ask("PUT", f"{ROUTE}/{name}", {"path": path, **body})
+        return status, content
+
+    async def sample(self, name: str | None = None, path: str = "/v1/completions") -> tuple[int, Any, str | None]:
+        return await self.ask("POST", path, {}, [(HEADER, name)] if name else None)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def in_time() -> None:
+        async with asyncio.timeout(20):
+            await test
+
+    asyncio.run(in_time())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_a_fuse_pauses_checks_and_clears_the_cache_before_it_touches_a_weight() -> None:
+    async def test() -> None:
+        server = Server()
+        status, answer = await server.load("v1")
+        assert (status, answer["current"], answer["path"]) == (200, "v1", "/a")
+        events = server.engine.events
+        assert sorted(events[:2]) == ["pause", "prepare v1 /a"]
+        assert events[2:] == ["reset", "apply v1", "commit", "resume"]
+        assert server.engine.active == ["v1", "v1"]
+
+    run(test())
+
+
+def test_the_same_load_again_does_nothing_and_another_path_is_refused() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        count = len(server.engine.events)
+        assert (await server.load("v1"))[0] == 200
+        assert (await server.load("v1", "/b"))[0] == 409
+        assert len(server.engine.events) == count
+
+    run(test())
+
+
+def test_requests_are_sampled_from_what_they_ask_for_and_the_answer_says_so() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        await server.load("v2")
+        for name in ("v1", "v2", BASE, "v2"):
+            assert (await server.sample(name))[::2] == (200, name)
+        assert (await server.sample(None))[::2] == (200, "v2")
+        assert server.sampling == ["v1", "v2", BASE, "v2", "v2"]
+
+    run(test())
+
+
+def test_an_unknown_version_does_not_exist() -> None:
+    async def test() -> None:
+        server = Server()
+        status, answer, _ = await server.sample("v7")
+        assert status == 404
+        assert "does not exist" in answer["error"]["message"]
+        assert server.sampling == []
+
+    run(test())
+
+
+def test_a_version_whose_files_are_gone_does_not_exist() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        await server.load("v2")
+        server.middleware._adapters["v1"] = "/gone"
+        status, answer, _ = await server.sample("v1")
+        assert (status, "does not exist" in answer["error"]["message"]) == (404, True)
+        assert (await server.sample("v2"))[::2] == (200, "v2")
+
+    run(test())
+
+
+def test_weights_change_when_the_last_request_is_done_and_not_before() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        server.done.clear()
+        running = asyncio.create_task(server.sample("v1"))
+        await until(lambda: len(server.sampling) == 1)
+        loading = asyncio.create_task(server.load("v2"))
+        held = asyncio.create_task(server.sample("v1"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert server.sampling == ["v1"]
+        assert server.engine.active == ["v1", "v1"]
+        server.done.set()
+        assert (await running)[::2] == (200, "v1")
+        assert (await loading)[0] == 200
+        assert (await held)[::2] == (200, "v1")
+
+    run(test())
+
+
+def test_a_load_gives_up_on_requests_that_do_not_end() -> None:
+    async def test() -> None:
+        server = Server()
+        server.done.clear()
+        running = asyncio.create_task(server.sample())
+        await until(lambda: len(server.sampling) == 1)
+        status, answer = await server.load("v1", timeout_s=0.05)
+        assert (status, "1 other requests" in answer["error"]["message"]) == (409, True)
+        held = asyncio.create_task(server.sample())  # nobody holds it back any more
+        await until(lambda: len(server.sampling) == 2)
+        server.done.set()
+        assert (await running)[0] == (await held)[0] == 200
+
+    run(test())
+
+
+def test_requests_for_several_versions_are_all_answered_with_few_changes() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        await server.load("v2")
+        names = ["v1", "v2"] * 20
+        answers = await asyncio.gather(*(server.sample(name) for name in names))
+        assert [answer[::2] for answer in answers] == [(200, name) for name in names]
+        assert sum(event.startswith("apply") for event in server.engine.events) <= 6
+
+    run(test())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("method", ["prepare", "apply"])
+def test_a_fuse_that_fails_on_one_worker_leaves_the_version_before(method: str, rank: int) -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        server.engine.fails[rank, method] = "out of memory"
+        status, answer = await server.load("v2")
+        assert status == 422
+        assert f"out of memory (worker {rank})" in answer["error"]["message"]
+        assert server.engine.active == ["v1", "v1"]
+        assert not server.engine.paused
+        assert (await server.sample("v1"))[::2] == (200, "v1")
+        assert (await server.sample("v2"))[0] == 404
+
+    run(test())
+
+
+def test_a_fuse_that_cannot_be_undone_stops_the_server_until_one_succeeds() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        server.engine.fails = {(1, "apply"): "out of memory", (1, "undo"): "still out of memory"}
+        await server.load("v2")
+        for name in ("v1", None):
+            status, answer, _ = await server.sample(name)
+            assert (status, "unknown state" in answer["error"]["message"]) == (500, True)
+        server.engine.fails = {}
+        assert (await server.load("v2"))[0] == 200
+        assert (await server.sample("v2"))[0] == 200
+
+    run(test())
+
+
+def test_a_cache_in_use_is_a_request_under_way_and_refuses_the_fuse() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.cache_is_free = False
+        status, _ = await server.load("v1")
+        assert status == 409
+        assert server.engine.active == [None, None]
+        assert not any(event.startswith("apply") for event in server.engine.events)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("placed", "status"),
+    [
+        ([{"q": {"shape": [8, 4], "pieces": [[0, 4, 0, 4]]}}, {"q": {"shape": [8, 4], "pieces": [[4, 8, 0, 4]]}}], 200),
+        ([{"q": {"shape": [8, 4], "pieces": [[0, 8, 0, 2]]}}, {"q": {"shape": [8, 4], "pieces": [[0, 8, 2, 4]]}}], 200),
+        ([WHOLE, {"q": {"shape": [8, 4], "pieces": []}}], 200),  # on another stage of the pipeline
+        ([{"q": {"shape": [9, 4], "pieces": [[0, 4, 0, 4]]}}, {"q": {"shape": [9, 4], "pieces": [[4, 8, 0, 4]]}}], 422),
+        ([{"q": {"shape": [8, 4], "pieces": []}}] * 2, 422),
+    ],
+)
+def test_the_workers_must_have_all_of_a_weight_between_them(placed: list[dict[str, Any]], status: int) -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.placed = placed
+        assert (await server.load("v1"))[0] == status
+        assert (server.engine.active == ["v1", "v1"]) == (status == 200)
+
+    run(test())
+
+
+def test_forgetting_the_version_in_the_weights_brings_the_base_back() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        await server.load("v2")
+        for name, current in (("v1", "v2"), ("v2", BASE), ("v2", BASE)):
+            status, answer, _ = await server.ask("DELETE", f"{ROUTE}/{name}")
+            assert (status, answer["current"]) == (200, current)
+        assert server.engine.active == [None, None]
+        assert (await server.ask("GET", ROUTE))[1]["adapters"] == {}
+
+    run(test())
+
+
+def test_a_pause_of_a_client_is_not_ended() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.paused = True
+        assert (await server.load("v1"))[0] == 200
+        assert server.engine.paused
+
+    run(test())
+
+
+def test_a_sleeping_server_is_not_written_to() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.asleep = True
+        status, answer = await server.load("v1")
+        assert (status, "Wake it up" in answer["error"]["message"]) == (409, True)
+
+    run(test())
+
+
+def test_workers_that_hold_something_else_stop_the_server() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        server.engine.active[1] = None
+        assert "instead of 'v1'" in (await server.ask("GET", ROUTE))[1]["broken"]
+        assert (await server.sample("v1"))[0] == 500
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/start_weight_update", "/v1/load_lora_adapter", "/sleep"])
+def test_what_would_change_the_base_is_refused(path: str) -> None:
+    async def test() -> None:
+        server = Server()
+        assert (await server.ask("POST", path, query="level=2"))[0] == 409
+        assert server.sampling == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/wake_up", "/tokenize", "/v1/lora_sync/adapters/x"])
+def test_routes_that_sample_nothing_are_never_held_back(path: str) -> None:
+    async def test() -> None:
+        server = Server()
+        async with server.middleware._gate.changing(1.0):
+            assert (await server.ask("POST", path))[0] == 200
+
+    run(test())
+
+
+def test_only_the_key_of_the_server_opens_the_routes_and_chooses_a_version() -> None:
+    async def test() -> None:
+        server = Server(key="right")
+        wrong = [("Authorization", "Bearer wrong")]
+        for headers in (None, wrong):
+            assert (await server.ask("GET", ROUTE, headers=headers))[0] == 401
+            assert (await server.ask("PUT", f"{ROUTE}/v1", {"path": "/a"}, headers))[0] == 401
+            assert (await server.ask("DELETE", f"{ROUTE}/v1", headers=headers))[0] == 401
+            assert (await server.ask("POST", "/v1/completions", {}, [*(headers or []), (HEADER, BASE)]))[0] == 401
+        assert (await server.ask("GET", ROUTE, headers=[("Authorization", "Bearer right")]))[0] == 200
+        # vLLM checks these itself.
+        assert (await server.ask("POST", "/v1/completions", {}))[0] == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/../x", {"path": "/a"}, 400),
+        ("/.hidden", {"path": "/a"}, 400),
+        ("/(base)", {"path": "/a"}, 400),
+        ("/v1", {"path": "relative"}, 400),
+        ("/v1", {"path": 7}, 400),
+        ("/v1", {}, 400),
+        ("/v1", [], 400),
+        ("/v1", {"path": "/a", "timeout_s": "x"}, 400),
+        ("/v1", {"path": "/" + "a" * 70000}, 413),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(path: str, body: Any, status: int) -> None:
+    async def test() -> None:
+        server = Server()
+        assert (await server.ask("PUT", f"{ROUTE}{path}", body))[0] == status
+        assert server.engine.events == []
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda config: setattr(config.parallel_config, "worker_extension_cls", ""), "--worker-extension-cls"),
+        (lambda config: setattr(config.parallel_config, "_api_process_count", 2), "--api-server-count 1"),
+        (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "--data-parallel-size"),
+        (lambda config: setattr(config, "lora_config", object()), "--enable-lora"),
+    ],
+)
+def test_a_server_that_was_started_wrongly_does_not_start(change: Callable[[Any], None], words: str) -> None:
+    async def test() -> None:
+        server = Server()
+        change(server.engine.vllm_config)
+        said: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "lifespan.startup"}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        await server.middleware({"type": "lifespan", "app": server.app}, receive, send)
+        assert [message["type"] for message in said] == ["lifespan.startup.failed"]
+        assert words in said[0]["message"]
+        assert (await server.load("v1"))[0] == 503
+
+    run(test())
+
+
+def test_two_names_in_one_request_are_refused() -> None:
+    async def test() -> None:
+        server = Server()
+        assert (await server.ask("POST", "/v1/completions", {}, [(HEADER, BASE), (HEADER, "v1")]))[0] == 400
+
+    run(test())
+
+
+def test_the_routes_import_where_nothing_but_the_standard_library_is_installed(
+    run_python: Callable[..., str],
+) -> None:
+    source = """
+import sys
+for name in ("trl", "peft", "torch", "transformers", "httpx", "safetensors", "starlette", "vllm"):
+    sys.modules[name] = None
+from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE, FusedMiddleware
+print(f"{FusedMiddleware.__module__}.{FusedMiddleware.__name__}" == MIDDLEWARE)
+"""
+    assert run_python(source).strip() == "True"
+
+
+def test_the_worker_needs_torch_and_nothing_of_the_rest_of_this_package(run_python: Callable[..., str]) -> None:
+    source = """
+import sys
+for name in ("trl", "peft", "transformers", "httpx", "safetensors"):
+    sys.modules[name] = None
+from trl_lora_sync.engine_plugins.vllm_fused import WORKER
+from trl_lora_sync.engine_plugins.vllm_fused_worker import FusedWorker
+print(f"{FusedWorker.__module__}.{FusedWorker.__name__}" == WORKER)
+print([name for name in sys.modules if name.startswith("trl_lora_sync.") and ".engine_plugins" not in name])
+print([name for name in dir(FusedWorker) if not name.startswith(("__", "lora_sync_"))])
+"""
+    assert run_python(source).split() == ["True", "[]", "[]"]
+
+
+def test_what_trainer_and_server_must_agree_on() -> None:
+    """The trainer and the server are installed apart, so these may change with the protocol's number only."""
+    assert (HEADER, BASE, ROUTE, vllm_fused.PROTOCOL) == (
+        "X-LoRA-Sync-Adapter",
+        "(base)",
+        "/v1/lora_sync/fused",
+        1,
+    )

@@ -1,0 +1,213 @@
+"""Unit tier: the arithmetic of fused serving, and what is refused of an adapter's files."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
+from trl_lora_sync.engine_plugins.fused_placement import Piece
+from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, InPlace, Reader, copies_of, finite, fuse
+
+R, IN, OUT = 2, 8, 16
+PREFIX = "base_model.model.layers.0."
+Write = Callable[..., Path]
+
+
+def matrices(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(R, IN, generator=random).to(dtype), torch.randn(OUT, R, generator=random).to(dtype)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes an adapter's folder, with its tensors or configuration changed."""
+
+    def write_folder(tensors: dict[str, Tensor] | None = None, **config: Any) -> Path:
+        if tensors is None:
+            lora_A, lora_B = matrices()
+            tensors = {f"{PREFIX}q_proj.lora_A.weight": lora_A, f"{PREFIX}q_proj.lora_B.weight": lora_B}
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        plain = {"peft_type": "LORA", "r": R, "lora_alpha": R, "bias": "none", "target_modules": ["q_proj"]}
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**plain, **config}))
+        return tmp_path
+
+    return write_folder
+
+
+class Layer:
+    """A stacked parameter: q in rows 0 to 16, k in 16 to 32; and its base."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.weight = torch.randn(2 * OUT, IN, generator=torch.Generator().manual_seed(9)).to(dtype)
+        self.weight[0, :4] = -0.0
+        self.base = self.weight.clone()
+        self.targets = {"qkv": InPlace(weight=self.weight, base=self.base)}
+        self.pieces = {
+            "q": [Piece("qkv", (0, OUT), (0, IN), 0, 0)],
+            "k": [Piece("qkv", (0, OUT), (0, IN), OUT, 0)],
+        }
+
+    def fuse(self, scaling: float = 1.0, **adapted: tuple[Tensor, Tensor]) -> None:
+        fuse(finite("a", scaling, adapted) if adapted else None, self.targets, self.pieces)
+
+    def is_base(self, rows: slice = slice(None)) -> bool:
+        return torch.equal(self.weight[rows].view(torch.int16), self.base[rows].view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("adapter_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_product_and_sum_are_rounded_once(dtype: torch.dtype, adapter_dtype: torch.dtype) -> None:
+    layer = Layer(dtype)
+    lora_A, lora_B = matrices(1, adapter_dtype)
+    layer.fuse(scaling=0.5, q=(lora_A, lora_B))
+    expected = layer.base[:OUT].float() + 0.5 * lora_B.float() @ lora_A.float()
+    assert (layer.weight[:OUT].float() - expected).abs().max() <= expected.abs().max() * torch.finfo(dtype).eps / 2
+    assert torch.equal(layer.base[OUT:], layer.weight[OUT:])
+
+
+def test_each_fuse_starts_from_the_base() -> None:
+    layer, once = Layer(), Layer()
+    for seed in range(5):
+        layer.fuse(q=matrices(seed), k=matrices(seed + 10))
+    once.fuse(q=matrices(4), k=matrices(14))
+    assert torch.equal(layer.weight, once.weight)
+
+
+def test_the_base_comes_back_bit_for_bit() -> None:
+    layer = Layer()
+    layer.fuse(q=matrices(1), k=matrices(2))
+    assert not layer.is_base()
+    layer.fuse()
+    assert layer.is_base()
+
+
+def test_an_adapter_of_zeros_is_the_base_bit_for_bit() -> None:
+    """W0 holds -0.0, to which adding a zero would give +0.0."""
+    layer = Layer()
+    lora_A, lora_B = matrices(1)
+    layer.fuse(q=(lora_A, torch.zeros_like(lora_B)), k=(torch.zeros_like(lora_A), lora_B))
+    assert layer.is_base()
+
+
+def test_a_module_that_the_next_adapter_lacks_is_the_base_again() -> None:
+    layer = Layer()
+    layer.fuse(q=matrices(1), k=matrices(2))
+    layer.fuse(k=matrices(3))
+    assert layer.is_base(slice(0, OUT))
+    assert not layer.is_base(slice(OUT, None))
+
+
+def test_shards_get_their_rows_and_columns_of_the_product() -> None:
+    lora_A, lora_B = matrices(1)
+    weight = torch.zeros(4, 3)
+    piece = Piece("w", (5, 9), (2, 5), 0, 0)
+    fuse(FusedAdapter("a", 1.0, {"m": (lora_A, lora_B)}), {"w": InPlace(weight, weight.clone())}, {"m": [piece]})
+    assert torch.allclose(weight, (lora_B.float() @ lora_A.float())[5:9, 2:5], atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_adapter_that_is_not_finite_is_refused_by_name(value: float, place: int) -> None:
+    pair = matrices()
+    pair[place][0, 0] = value
+    with pytest.raises(AdapterFileError, match=f"q.lora_{'AB'[place]}"):
+        finite("a", 1.0, {"q": pair})
+
+
+def test_the_base_copy_is_no_alias() -> None:
+    weight = torch.ones(2, 2)
+    [copy], place = copies_of([weight], "auto")
+    weight.zero_()
+    assert copy.sum() == 4
+    assert place == "host"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_adapter_is_read_as_it_was_written(write: Write, dtype: torch.dtype) -> None:
+    pair = matrices(3, dtype)
+    names = [f"{PREFIX}self_attn.q_proj.lora_{kind}.weight" for kind in "AB"]
+    head = read_head(str(write(dict(zip(names, pair, strict=True)), lora_alpha=3)))
+    assert head.scaling == 1.5
+    [(module, found)] = Reader(torch.device("cpu")).read(head).items()
+    assert module == "layers.0.self_attn.q_proj"
+    assert all(torch.equal(one, other) for one, other in zip(found, pair, strict=True))
+
+
+def test_two_adapters_that_were_read_are_both_kept(write: Write) -> None:
+    reader = Reader(torch.device("cpu"))
+    first = reader.read(read_head(str(write())))["layers.0.q_proj"]
+    kept = [tensor.clone() for tensor in first]
+    other = dict(zip([f"{PREFIX}q_proj.lora_{kind}.weight" for kind in "AB"], matrices(7), strict=True))
+    reader.read(read_head(str(write(other))))
+    assert all(torch.equal(one, copy) for one, copy in zip(first, kept, strict=True))
+
+
+def test_rank_stabilised_scaling_is_known(write: Write) -> None:
+    assert read_head(str(write(use_rslora=True, lora_alpha=3))).scaling == 3 / math.sqrt(R)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"rank_pattern": {"q_proj": 4}},
+        {"alpha_pattern": {"q_proj": 4}},
+        {"peft_type": "IA3"},
+        {"fan_in_fan_out": True},
+        {"target_parameters": ["experts"]},
+    ],
+)
+def test_what_is_no_plain_lora_is_refused(write: Write, config: dict[str, Any]) -> None:
+    with pytest.raises(AdapterFileError, match=f"no plain LoRA.*{next(iter(config))}"):
+        read_head(str(write(**config)))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"base_model.model.lm_head.weight": torch.ones(2, 2)}, "no lora_A or lora_B"),
+        ({f"{PREFIX}q_proj.lora_A.weight": torch.ones(2, 2)}, "do not belong together"),
+        (
+            {f"{PREFIX}q.lora_A.weight": torch.ones(2, 8), f"{PREFIX}q.lora_B.weight": torch.ones(8, 3)},
+            "do not belong together",
+        ),
+        ({f"{PREFIX}q.lora_A.weight": torch.ones(2)}, "cannot be used"),
+        ({f"{PREFIX}q.lora_A.weight": torch.ones(2, 2, dtype=torch.int8)}, "cannot be used"),
+    ],
+)
+def test_tensors_that_are_no_adapter_are_refused(write: Write, tensors: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(AdapterFileError, match=words):
+        read_head(str(write(tensors)))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_called_missing(write: Write, name: str) -> None:
+    folder = write()
+    (folder / name).unlink()
+    with pytest.raises(AdapterFileError, match="No adapter found") as caught:
+        read_head(str(folder))
+    assert caught.value.is_missing
+
+
+@pytest.mark.parametrize("length", [0, 4, 60, -10])
+def test_a_file_that_was_cut_short_is_refused(write: Write, length: int) -> None:
+    file = write() / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(AdapterFileError):
+        read_head(str(file.parent))
+
+
+def test_a_file_that_shrinks_after_its_head_was_read_is_refused(write: Write) -> None:
+    head = read_head(str(write()))
+    head.file.write_bytes(head.file.read_bytes()[:-1])
+    with pytest.raises(AdapterFileError, match="not written completely"):
+        Reader(torch.device("cpu")).read(head)

@@ -1,0 +1,159 @@
+"""What is in an adapter's folder, told from its configuration and the head of its safetensors file; reads no tensors.
+
+Takes plain LoRA only. Everything else is refused here, before any weight is touched.
+"""
+
+import json
+import os
+import struct
+from collections import defaultdict
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_PREFIX = "base_model.model."
+_MAX_HEADER_BYTES = 64 << 20
+_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+# Fields of the configuration that change what is computed; with these values they change nothing.
+# Source: peft/tuners/lora/config.py (0.21).
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+}
+
+
+class AdapterFileError(Exception):
+    """An adapter that cannot be fused.
+
+    Attributes:
+        is_missing: whether there is no adapter at all.
+    """
+
+    def __init__(self, words: str, is_missing: bool = False) -> None:
+        super().__init__(words, is_missing)
+        self.words = words
+        self.is_missing = is_missing
+
+    def __str__(self) -> str:
+        return self.words
+
+
+class Slot(NamedTuple):
+    """Where one tensor is in the data region of the file."""
+
+    dtype: str
+    shape: tuple[int, int]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFile:
+    """One adapter on disk.
+
+    Attributes:
+        data_start, data_bytes: the region of the file that holds all tensors.
+        modules: lora_A `(r, in_features)` and lora_B `(out_features, r)` by the module's name in the checkpoint.
+        scaling: what `lora_B @ lora_A` is multiplied with.
+    """
+
+    file: Path
+    data_start: int
+    data_bytes: int
+    modules: dict[str, tuple[Slot, Slot]]
+    scaling: float
+
+
+def read_head(folder: str) -> AdapterFile:
+    """What is in `folder`.
+
+    Raises:
+        AdapterFileError: it holds no adapter, or one that is no plain LoRA.
+    """
+    root = Path(folder)
+    try:
+        config = json.loads((root / "adapter_config.json").read_bytes())
+        file = root / "adapter_model.safetensors"
+        start, size, entries = _head_of(file)
+        scaling = _scaling_of(config)
+    except FileNotFoundError as error:
+        raise AdapterFileError(f"No adapter found for {folder} ({error.strerror}: {error.filename})", True) from error
+    except OSError as error:
+        raise AdapterFileError(f"{folder} cannot be read ({error.strerror})") from error
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise AdapterFileError(
+            f"{folder} holds no adapter that can be read ({type(error).__name__}: {error})"
+        ) from error
+    return AdapterFile(
+        file=file, data_start=start, data_bytes=size, modules=_modules_in(entries, size), scaling=scaling
+    )
+
+
+def _head_of(file: Path) -> tuple[int, int, dict[str, Any]]:
+    """Source: https://github.com/huggingface/safetensors#format"""
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length} bytes")
+        entries = json.loads(opened.read(length))
+    entries.pop("__metadata__", None)
+    return 8 + length, size - 8 - length, entries
+
+
+def _scaling_of(config: dict[str, Any]) -> float:
+    strange = {name: config[name] for name, plain in _PLAIN.items() if name in config and config[name] not in plain}
+    if strange:
+        raise AdapterFileError(
+            f"The adapter is no plain LoRA: its configuration has {strange}. Fused serving adds scaling * lora_B @ "
+            "lora_A and nothing else; export the adapter with trl_lora_sync.export_adapter."
+        )
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _modules_in(entries: dict[str, Any], size: int) -> dict[str, tuple[Slot, Slot]]:
+    found: dict[str, dict[str, Slot]] = defaultdict(dict)
+    for name, entry in entries.items():
+        module, _, kind = name.removesuffix(".weight").rpartition(".lora_")
+        if kind not in ("A", "B") or not name.endswith(".weight") or not name.startswith(_PREFIX):
+            raise AdapterFileError(
+                f"The adapter holds {name!r}, which is no lora_A or lora_B of a linear layer. Fused serving takes no "
+                "other tensors; train linear layers only."
+            )
+        found[module.removeprefix(_PREFIX)][kind] = _slot(name, entry, size)
+    if not found:
+        raise AdapterFileError("The adapter holds no tensors.")
+    modules = {}
+    for module, pair in found.items():
+        if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1] or pair["A"].dtype != pair["B"].dtype:
+            raise AdapterFileError(f"lora_A and lora_B of {module!r} do not belong together: {pair}.")
+        modules[module] = (pair["A"], pair["B"])
+    return modules
+
+
+def _slot(name: str, entry: Any, size: int) -> Slot:
+    try:
+        dtype, (rows, columns), (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        item = _ITEM_BYTES[dtype]
+        is_whole = 0 <= start <= end <= size and end - start == rows * columns * item and start % item == 0
+        if not is_whole or min(rows, columns) < 1:
+            raise ValueError
+    except (KeyError, ValueError, TypeError) as error:
+        raise AdapterFileError(
+            f"The tensor {name!r} of the adapter cannot be used: {entry!r} in a file of {size} bytes of tensors. A "
+            "matrix in float32, bfloat16 or float16 was expected; was the file written completely?"
+        ) from error
+    return Slot(dtype, (rows, columns), start, end)

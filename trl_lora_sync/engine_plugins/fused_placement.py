@@ -1,0 +1,154 @@
+"""Where a tensor of the checkpoint lands in the parameters of a served model, asked of the model's own loading rules.
+
+The model is given a tensor without contents to load; what it would copy where is noted down, and not copied. So
+stacked parameters (q, k and v in one) and shards (tensor parallel) are right for every architecture, by its own rules.
+Knows torch and no engine.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+
+class PlacementError(Exception):
+    """The model's loading rules do something else with a weight than copying rectangles of it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a checkpoint's weight, and where it is in a parameter.
+
+    Attributes:
+        owner: the key of the parameter.
+        rows, columns: first and end, in the checkpoint's weight.
+        top, left: of the rectangle in the parameter.
+    """
+
+    owner: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    top: int
+    left: int
+
+    @property
+    def bottom(self) -> int:
+        return self.top + self.rows[1] - self.rows[0]
+
+    @property
+    def right(self) -> int:
+        return self.left + self.columns[1] - self.columns[0]
+
+    def overlaps(self, other: "Piece") -> bool:
+        """Whether both write to one place."""
+        return (
+            self.owner == other.owner
+            and max(self.top, other.top) < min(self.bottom, other.bottom)
+            and max(self.left, other.left) < min(self.right, other.right)
+        )
+
+
+def find_pieces(
+    load_weights: LoadWeights, parameters: dict[str, Tensor], shapes: dict[str, tuple[int, int]], dtype: torch.dtype
+) -> dict[str, list[Piece]]:
+    """Find where weights of a checkpoint would go, without changing anything.
+
+    Args:
+        load_weights: the model's.
+        parameters: those of the model that may be written to; as they are now, on any device.
+        shapes: `(out_features, in_features)` of each weight, by the name of its module in the checkpoint.
+
+    Returns:
+        The pieces of each module; none for a module that is not on this process.
+
+    Raises:
+        PlacementError: the model does not know a name, the shape does not fit it, or it does more than copying.
+    """
+    recorder = _Recorder(parameters)
+    found: dict[str, list[Piece]] = {}
+    with torch.no_grad():
+        for module, shape in shapes.items():
+            recorder.begin(torch.empty(shape, dtype=dtype, device="meta"))
+            with recorder:
+                try:
+                    load_weights([(f"{module}.weight", recorder.source)])
+                except Exception as error:  # whatever a model's own code raises for what it cannot load
+                    if isinstance(error, PlacementError):
+                        raise PlacementError(f"{module!r}: {error}") from error
+                    raise PlacementError(
+                        f"{module!r} with a weight of shape {shape} is nothing that the served model can load "
+                        f"({type(error).__name__}: {error})"
+                    ) from error
+            found[module] = recorder.pieces
+    return found
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes down copies into the parameters instead of making them."""
+
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.source = torch.empty(0)
+        self.pieces: list[Piece] = []
+        self._parameters = {_storage(parameter): (key, parameter) for key, parameter in parameters.items()}
+
+    def begin(self, source: Tensor) -> None:
+        self.source, self.pieces = source, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
+            self._note(args[0], args[1])
+            return args[0]
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
+                raise PlacementError(f"the model changes its weight with {func}, which is no plain copy")
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, target: Tensor, source: Tensor) -> None:
+        key, parameter = self._parameters[_storage(target)]
+        if _storage(source) != _storage(self.source):
+            raise PlacementError("the model computes something from its weight before it keeps it")
+        top, left = _corner(target, parameter)
+        row, column = _corner(source, self.source)
+        rows, columns = source.shape
+        self.pieces.append(Piece(key, (row, row + rows), (column, column + columns), top, left))
+
+
+class copying_only(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801 - a context manager
+    """Inside, copies go to `targets` and nowhere else: what a model loads for other parameters is passed over."""
+
+    def __init__(self, targets: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._targets = {_storage(target) for target in targets}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and _storage(args[0]) not in self._targets:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _corner(part: Tensor, whole: Tensor) -> tuple[int, int]:
+    """First row and column of a rectangle of a matrix.
+
+    Raises:
+        PlacementError: it is something else.
+    """
+    if part.ndim != 2 or whole.ndim != 2 or not whole.is_contiguous():
+        raise PlacementError(f"a part of shape {tuple(part.shape)} of a weight of shape {tuple(whole.shape)} is copied")
+    width = whole.shape[1]
+    top, left = divmod(int(part.storage_offset()) - int(whole.storage_offset()), width)
+    steps = [step for step, count in zip(part.stride(), part.shape, strict=True) if count > 1]
+    wanted = [step for step, count in zip((width, 1), part.shape, strict=True) if count > 1]
+    if steps != wanted or top < 0 or top + part.shape[0] > whole.shape[0] or left + part.shape[1] > width:
+        raise PlacementError("the model reorders the rows or columns of its weight")
+    return top, left
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

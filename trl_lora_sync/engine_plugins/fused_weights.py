@@ -1,0 +1,253 @@
+"""W = W0 + scaling * lora_B @ lora_A, written over the served weights, and the copy of W0 that makes it repeatable.
+
+Every fuse starts from W0, so nothing drifts, and the base comes back bit for bit because it is copied. Product and sum
+are computed in float32 and rounded once. Knows torch and no engine.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Slot
+from trl_lora_sync.engine_plugins.fused_placement import Piece
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Reading is copying out of the page cache, which one thread does at a fraction of the memory's speed.
+_READERS = 4
+_CHUNK_BYTES = 16 << 20
+# Of a product in float32 that has no kernel of its own.
+_PRODUCT_BYTES = 64 << 20
+# Left to the engine, whose graphs and kernels allocate now and then.
+_GPU_RESERVE_BYTES = 1 << 30
+
+
+class Target(Protocol):
+    """One parameter of the served model."""
+
+    base: Tensor
+
+    def changing(self) -> AbstractContextManager[Tensor]:
+        """The weight to write to; in use once the block ends."""
+
+
+@dataclass
+class InPlace:
+    """A parameter whose memory the engine reads at each step, so that graphs and compiled code stay valid.
+
+    Attributes:
+        weight: `(out_features, in_features)` of this process, written to.
+        base: what it held at first, on the same device or in pinned host memory.
+    """
+
+    weight: Tensor
+    base: Tensor
+
+    @contextmanager
+    def changing(self) -> Iterator[Tensor]:
+        yield self.weight
+
+
+@dataclass
+class FusedAdapter:
+    """An adapter in the memory of the device.
+
+    Attributes:
+        matrices: lora_A and lora_B of each module that changes anything; all-zero ones are left out, so that their
+            weights are copies of W0, -0.0 included.
+    """
+
+    name: str
+    scaling: float
+    matrices: dict[str, tuple[Tensor, Tensor]] = field(repr=False)
+
+
+class Reader:
+    """Brings the tensors of a file to the device in one go; keeps its buffer, as pinning memory is slow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="lora-sync-read")
+
+    def read(self, head: AdapterFile) -> dict[str, tuple[Tensor, Tensor]]:
+        """The matrices of each module, as views of one buffer on the device.
+
+        Raises:
+            AdapterFileError: the file is gone or shorter than its head says.
+        """
+        try:
+            file = os.open(head.file, os.O_RDONLY)
+        except OSError as error:
+            raise AdapterFileError(f"{head.file} cannot be read ({error.strerror})", True) from error
+        try:
+            data = self._read(file, head.data_start, head.data_bytes)
+        finally:
+            os.close(file)
+        return {name: (_view(data, a), _view(data, b)) for name, (a, b) in head.modules.items()}
+
+    def _read(self, file: int, start: int, size: int) -> Tensor:
+        on_gpu = self.device.type == "cuda"
+        if not on_gpu:
+            # New memory each time, because the matrices are views of it.
+            staging = torch.empty(size, dtype=torch.uint8)
+        else:
+            if self._staging.numel() < size:
+                self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            staging = self._staging
+        data = torch.empty(size, dtype=torch.uint8, device=self.device) if on_gpu else staging[:size]
+        array: Any = staging.numpy()
+        view = memoryview(array)
+        places = range(0, size, _CHUNK_BYTES)
+        reads = [
+            self._pool.submit(_read_into, file, view[place : min(place + _CHUNK_BYTES, size)], start + place)
+            for place in places
+        ]
+        try:
+            for place, read in zip(places, reads, strict=True):
+                read.result()
+                if on_gpu:
+                    end = min(place + _CHUNK_BYTES, size)
+                    data[place:end].copy_(staging[place:end], non_blocking=True)
+        finally:
+            for read in reads:
+                read.cancel()
+            for read in reads:
+                if not read.cancelled():
+                    read.exception()  # none may still use the file or the buffer
+            if on_gpu:
+                torch.cuda.current_stream(self.device).synchronize()
+        return data
+
+
+def _read_into(file: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.preadv(file, [view], offset)
+        if not count:
+            raise AdapterFileError("The adapter's file is shorter than its head says; it was not written completely.")
+        view, offset = view[count:], offset + count
+
+
+def _view(data: Tensor, slot: Slot) -> Tensor:
+    return data[slot.start : slot.end].view(_DTYPES[slot.dtype]).view(slot.shape)
+
+
+def finite(name: str, scaling: float, matrices: dict[str, tuple[Tensor, Tensor]]) -> FusedAdapter:
+    """The adapter without its all-zero modules.
+
+    Raises:
+        AdapterFileError: it holds NaN or infinity.
+    """
+    tensors = [tensor for pair in matrices.values() for tensor in pair]
+    largest = torch.stack([one.float() for one in torch._foreach_norm(tensors, float("inf"))]).tolist()
+    if not all(value < float("inf") for value in largest):
+        names = [f"{module}.{kind}" for module in matrices for kind in ("lora_A", "lora_B")]
+        bad = [one for one, value in zip(names, largest, strict=True) if not value < float("inf")]
+        raise AdapterFileError(f"The adapter holds NaN or infinity, in {', '.join(bad[:3])}.")
+    sizes = zip(largest[::2], largest[1::2], strict=True)
+    moved = {name: pair for (name, pair), (a, b) in zip(matrices.items(), sizes, strict=True) if a and b}
+    return FusedAdapter(name, scaling, moved if scaling else {})
+
+
+def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]) -> None:
+    """Put an adapter, or the base for None, into all weights that any adapter has ever changed.
+
+    Args:
+        targets: the parameters by their keys.
+        pieces: of every module that was ever adapted.
+    """
+    matrices = adapter.matrices if adapter is not None else {}
+    by_target: dict[str, list[tuple[str, Piece]]] = {key: [] for key in targets}
+    for module, found in pieces.items():
+        for piece in found:
+            by_target[piece.owner].append((module, piece))
+    for key, target in targets.items():
+        with target.changing() as weight, torch.no_grad():
+            # Bases first: a layer may have been adapted as a whole by one adapter and in parts by another.
+            for module, piece in by_target[key]:
+                if module not in matrices:
+                    _part(weight, piece).copy_(_part(target.base, piece), non_blocking=True)
+            for module, piece in by_target[key]:
+                if module in matrices:
+                    assert adapter is not None
+                    _fuse_piece(
+                        _part(weight, piece), _part(target.base, piece), *matrices[module], piece, adapter.scaling
+                    )
+
+
+def _part(whole: Tensor, piece: Piece) -> Tensor:
+    return whole[piece.top : piece.bottom, piece.left : piece.right]
+
+
+def _fuse_piece(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, piece: Piece, scaling: float) -> None:
+    rows, columns = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)]
+    if base.device != weight.device:
+        weight.copy_(base, non_blocking=True)
+        base = weight
+    if weight.is_cuda and rows.dtype == weight.dtype:
+        # cuBLAS accumulates in float32, adds W0 there, and rounds once.
+        if base is weight:
+            weight.addmm_(rows, columns, alpha=scaling)
+        else:
+            torch.addmm(base, rows, columns, alpha=scaling, out=weight)
+        return
+    columns = columns.float()
+    step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
+    for start in range(0, weight.shape[0], step):
+        part = slice(start, start + step)
+        weight[part] = torch.addmm(base[part].float(), rows[part].float(), columns, alpha=scaling)
+
+
+def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]:
+    """Copies of weights, and where they are: `"gpu"`, or `"host"` in pinned memory.
+
+    Args:
+        place: `"gpu"`, `"host"`, or `"auto"` for the GPU as long as there is room.
+
+    Raises:
+        MemoryError: there is no room; what to change.
+    """
+    weights = list(weights)
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    if not weights or weights[0].device.type != "cuda":
+        return [weight.clone() for weight in weights], "host"
+    free, _ = torch.cuda.mem_get_info(weights[0].device)
+    has_room = free > size + _GPU_RESERVE_BYTES
+    if place == "gpu" and not has_room:
+        raise MemoryError(
+            f"The copy of the base weights takes {size / 2**30:.1f} GiB of GPU memory and {free / 2**30:.1f} GiB are "
+            "free, of which 1 GiB is left to the engine. Lower --gpu-memory-utilization, or keep the copy in host "
+            "memory."
+        )
+    if has_room and place != "host":
+        return [weight.clone() for weight in weights], "gpu"
+    available = _available_host_bytes()
+    if available is not None and available < size * 1.1:
+        raise MemoryError(
+            f"The copy of the base weights takes {size / 2**30:.1f} GiB, and neither the GPU ({free / 2**30:.1f} GiB "
+            f"free) nor the host ({available / 2**30:.1f} GiB) has room. Lower --gpu-memory-utilization."
+        )
+    return [_pinned_copy(weight) for weight in weights], "host"
+
+
+def _pinned_copy(weight: Tensor) -> Tensor:
+    copy = torch.empty(weight.shape, dtype=weight.dtype)
+    # torch's own allocator of pinned memory rounds each size up to a power of two.
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(copy.data_ptr(), copy.numel() * copy.element_size(), 0))
+    return copy.copy_(weight)
+
+
+def _available_host_bytes() -> int | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,429 @@
+"""Fused serving: routes through which an adapter is added to the weights that a stock vLLM server serves.
+
+    vllm serve MODEL --worker-extension-cls trl_lora_sync.engine_plugins.vllm_fused_worker.FusedWorker \
+        --middleware trl_lora_sync.engine_plugins.vllm_fused.FusedMiddleware ...
+
+    GET    /v1/lora_sync/fused        which adapter is in the weights, and which are registered
+    PUT    /v1/lora_sync/fused/NAME   {"path": FOLDER}: register an adapter and put it into the weights
+    DELETE /v1/lora_sync/fused/NAME   forget it; if it is in the weights, they become the base's again
+
+A request for tokens says in the header X-LoRA-Sync-Adapter which adapter it is for, or `(base)`; if another is in the
+weights, they are changed first. Each answer says in the same header what it was sampled from. A request without the
+header is answered from whatever is in the weights. No request is under way while the weights change: requests over
+HTTP are counted here, the engine's own are waited for with its pause.
+
+The development mode of vLLM is not needed. Each request here is checked against the server's API keys.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+from urllib.parse import parse_qs
+
+from trl_lora_sync.engine_plugins.fused_gate import Gate
+from trl_lora_sync.engine_plugins.routes import (
+    App,
+    Message,
+    Receive,
+    Refused,
+    Scope,
+    Send,
+    check_key,
+    check_name,
+    header,
+    logger,
+    path_of,
+    refuse,
+    respond,
+)
+
+MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_fused.FusedMiddleware"
+WORKER = "trl_lora_sync.engine_plugins.vllm_fused_worker.FusedWorker"
+ROUTE = "/v1/lora_sync/fused"
+HEADER = "X-LoRA-Sync-Adapter"
+BASE = "(base)"
+PROTOCOL = 1
+
+_HEADER = HEADER.lower().encode()
+_MAX_BODY_BYTES = 1 << 16
+_LOAD_TIMEOUT_S = 60.0
+# For a request that wants another version than the one which requests before it are sampled from.
+_CHANGE_TIMEOUT_S = 600.0
+# POST routes that sample nothing, of which some must work while requests are held back. Source: vLLM 0.26 and 0.31.
+_CONTROL = frozenset(
+    {
+        "/abort_requests",
+        "/collective_rpc",
+        "/detokenize",
+        "/is_scaling_elastic_ep",
+        "/pause",
+        "/release_kv_cache_memory",
+        "/reset_encoder_cache",
+        "/reset_mm_cache",
+        "/reset_prefix_cache",
+        "/resume",
+        "/scale_elastic_ep",
+        "/sleep",
+        "/start_profile",
+        "/stop_profile",
+        "/tokenize",
+        "/update_weight_version",
+        "/wake_up",
+    }
+)
+# They would change the base weights, of which the workers keep a copy.
+_CHANGES_BASE = frozenset(
+    {
+        "/finish_weight_update",
+        "/init_weight_transfer_engine",
+        "/start_draft_weight_update",
+        "/start_weight_update",
+        "/update_weights",
+        "/v1/load_lora_adapter",
+    }
+)
+
+
+class FusedMiddleware:
+    """Answers the fused routes, and lets requests for tokens through while the weights are what they ask for.
+
+    Args:
+        app: the server behind it.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self._adapters: dict[str, str] = {}
+        self._gate = Gate(BASE)
+        self._broken: str | None = None
+        logger.info("Adapters can be fused into the weights of this server, at %s.", ROUTE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+            return
+        path = path_of(scope)
+        try:
+            if scope["type"] == "http" and (path == ROUTE or path.startswith(f"{ROUTE}/")):
+                check_key(scope)
+                await respond(send, 200, await self._answer(scope, path.removeprefix(ROUTE), receive))
+            elif scope["type"] == "websocket" or (scope["type"] == "http" and _may_sample(scope, path)):
+                await self._pass_on(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+        except Refused as refusal:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1013, "reason": refusal.words[:120]})
+            else:
+                await refuse(send, scope, refusal)
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the server start only if it was started in a way that fused serving works with."""
+        try:
+            _engine_of(scope)
+        except Refused as refusal:
+            logger.error("%s", refusal.words)
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": refusal.words})
+            return
+        await self.app(scope, receive, send)
+
+    # Requests for tokens
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wanted = _wanted(scope)
+        if wanted is not None:
+            check_key(scope)
+            self._check_known(wanted)
+
+        async def change(name: str) -> None:
+            self._check_known(name)
+            try:
+                await self._change(_engine_of(scope), name)
+            except Refused as refusal:
+                if refusal.status == 404:  # its files are gone
+                    raise Refused(404, f"The model `{name}` does not exist any more: {refusal.words}") from refusal
+                raise
+
+        async with self._gate.sampling(wanted, change, _CHANGE_TIMEOUT_S) as current:
+            if self._broken is not None:
+                raise Refused(500, self._broken)
+            await self.app(scope, receive, _naming(send, current))
+
+    def _check_known(self, name: str) -> None:
+        if name != BASE and name not in self._adapters:
+            raise Refused(404, f"The model `{name}` does not exist.")
+
+    # The fused routes
+
+    async def _answer(self, scope: Scope, rest: str, receive: Receive) -> dict[str, Any]:
+        engine, method, name = _engine_of(scope), scope["method"], rest.removeprefix("/")
+        if not rest and method == "GET":
+            query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+            return await self._state(engine, compares=query.get("compare") == ["base"])
+        check_name(name)
+        if method in ("PUT", "POST"):
+            return await self._load(engine, name, await _body(receive))
+        if method == "DELETE":
+            return await self._forget(engine, name)
+        raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
+
+    async def _state(self, engine: Any, *, compares: bool) -> dict[str, Any]:
+        before = self._gate.at_rest
+        workers = _good(await _call(engine, "lora_sync_state"))
+        current, is_at_rest = self._gate.current, before is not None and before == self._gate.at_rest
+        if is_at_rest and self._broken is None and any((worker["active"] or BASE) != current for worker in workers):
+            self._broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
+        state = {
+            "protocol": PROTOCOL,
+            "current": current,
+            "adapters": dict(self._adapters),
+            "workers": workers,
+            "broken": self._broken,
+        }
+        if compares:
+            async with self._gate.changing(_LOAD_TIMEOUT_S):
+                state["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
+        return state
+
+    async def _load(self, engine: Any, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        path, timeout_s = body.get("path"), body.get("timeout_s", _LOAD_TIMEOUT_S)
+        if not isinstance(path, str) or not path.startswith("/"):
+            raise Refused(400, 'The body must be {"path": FOLDER} with an absolute path.')
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
+            raise Refused(400, "timeout_s is no number of seconds.")
+        started = time.perf_counter()
+        async with self._gate.changing(timeout_s):
+            waited_s = time.perf_counter() - started
+            known = self._adapters.get(name)
+            if known not in (None, path):
+                raise Refused(409, f"{name} is registered already, with the path {known}. A name is used once.")
+            if self._gate.current == name and self._broken is None:
+                seconds = {}  # a request that is repeated because its answer was lost
+            else:
+                seconds = await self._fuse(engine, name, path, timeout_s)
+            self._adapters[name] = path
+        return {"name": name, "path": path, "current": self._gate.current, "seconds": {"wait": waited_s, **seconds}}
+
+    async def _forget(self, engine: Any, name: str) -> dict[str, Any]:
+        if self._gate.current == name:
+            async with self._gate.changing(_LOAD_TIMEOUT_S):
+                if self._gate.current == name:
+                    await self._change(engine, BASE)
+        return {"name": name, "deleted": self._adapters.pop(name, None) is not None, "current": self._gate.current}
+
+    # Changing the weights; all of it with nobody sampling
+
+    async def _change(self, engine: Any, name: str) -> None:
+        path = self._adapters[name] if name != BASE else None
+        await self._fuse(engine, name, path, _CHANGE_TIMEOUT_S)
+
+    async def _fuse(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
+        """Put an adapter, or the base for no path, into the weights of all workers, or leave them as they are.
+
+        Raises:
+            Refused: it was not done; the weights are what they were.
+        """
+        started = time.perf_counter()
+        async with _paused(engine, timeout_s) as paused:
+            try:
+                # Reading and checking change nothing, so they need not wait for the pause.
+                answers = await _call(engine, "lora_sync_prepare", name, path) if path is not None else []
+                prepared = time.perf_counter()
+                _check_placed(_good(answers))
+                await paused
+                # First of all, because it proves that nothing runs, and no entry can come between it and the fuse.
+                if not await engine.reset_prefix_cache():
+                    raise Refused(409, "The prefix cache could not be reset, because requests still use it.")
+                await engine.reset_encoder_cache()
+                reset = time.perf_counter()
+                applied = _good(await _call(engine, "lora_sync_apply", name if path is not None else None))
+            except BaseException as error:
+                await self._undo(engine, error)
+                raise
+            await _call(engine, "lora_sync_commit")
+        self._gate.current, self._broken = name, None
+        done = time.perf_counter()
+        seconds = {
+            "read": max((answer["read_s"] for answer in answers), default=0.0),
+            "place": max((answer["place_s"] for answer in answers), default=0.0),
+            "prepare": prepared - started,
+            "pause_and_reset": reset - prepared,
+            "fuse": max((answer["fuse_s"] for answer in applied), default=0.0),
+            "total": done - started,
+        }
+        logger.info("The weights hold %s now, after %.0f ms.", name, 1000 * seconds["total"])
+        return seconds
+
+    async def _undo(self, engine: Any, error: BaseException) -> None:
+        """Put back what was there; if that fails as well, refuse everything until a fuse succeeds."""
+        try:
+            _good(await _call(engine, "lora_sync_undo"))
+        except BaseException as second:
+            self._broken = (
+                f"The weights of this server are in an unknown state: changing them failed ({error}), and so did "
+                f"changing them back ({second}). Fuse an adapter, or restart the server."
+            )
+            logger.exception("%s", self._broken)
+
+
+# The engine
+
+
+def _engine_of(scope: Scope) -> Any:
+    """The engine behind the server.
+
+    Raises:
+        Refused: the server was started in a way that fused serving does not work with; what to change.
+    Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
+    """
+    engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    if engine is None:
+        raise Refused(503, "The engine of this server is not there yet, or this version of vLLM keeps it elsewhere.")
+    parallel = engine.vllm_config.parallel_config
+    if parallel.worker_extension_cls != WORKER:
+        raise Refused(
+            503,
+            f"Fused serving needs --worker-extension-cls {WORKER} as well, "
+            f"and the server was started with {parallel.worker_extension_cls or 'none'!r}.",
+        )
+    if parallel._api_process_count > 1:
+        raise Refused(503, "Fused serving needs --api-server-count 1: each API server would know other requests.")
+    if parallel.data_parallel_size > 1:
+        raise Refused(
+            503,
+            "Fused serving cannot be used with --data-parallel-size above 1, because vLLM tells of one replica only "
+            "whether a fuse succeeded. Start one server for each.",
+        )
+    if engine.vllm_config.lora_config is not None:
+        raise Refused(
+            503, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
+        )
+    return engine
+
+
+async def _call(engine: Any, method: str, *args: str | None) -> list[dict[str, Any]]:
+    # Without a timeout, after which vLLM would take a late answer for that to its next call.
+    answers: list[dict[str, Any]] = await engine.collective_rpc(method, args=args)
+    return answers
+
+
+def _good(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers of all workers.
+
+    Raises:
+        Refused: one of them failed.
+    """
+    for rank, answer in enumerate(answers):
+        if not answer["ok"]:
+            where = f" (worker {rank})" if len(answers) > 1 else ""
+            raise Refused(answer["status"], f"{answer['error']}{where}")
+    return answers
+
+
+def _check_placed(answers: list[dict[str, Any]]) -> None:
+    """Refuse an adapter of which the workers do not have every element between them, as one that is too wide."""
+    pieces: dict[str, set[tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for answer in answers:
+        for module, placed in answer["placed"].items():
+            shapes[module] = tuple(placed["shape"])
+            pieces.setdefault(module, set()).update(map(tuple, placed["pieces"]))
+    for module, found in pieces.items():
+        rows, columns = shapes[module]
+        if sum((bottom - top) * (right - left) for top, bottom, left, right in found) != rows * columns:
+            raise Refused(
+                422,
+                f"The adapter's {module!r} has a weight of shape {rows, columns}, of which the served model has "
+                f"{sorted(found) or 'nothing'} (first and end of rows and columns). It belongs to another base model.",
+            )
+
+
+@contextlib.asynccontextmanager
+async def _paused(engine: Any, timeout_s: float) -> AsyncIterator["asyncio.Task[None]"]:
+    """Pause the engine, for requests that are answered in the background; done when the task is.
+
+    Raises:
+        Refused: the engine sleeps.
+    """
+    if await engine.is_sleeping():
+        raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
+    was_paused = await engine.is_paused()
+
+    async def pause() -> None:
+        if was_paused:  # by a client, who resumes it
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await engine.pause_generation(mode="wait", clear_cache=False)
+        except TimeoutError as error:
+            raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
+
+    pausing = asyncio.create_task(pause())
+    try:
+        yield pausing
+    finally:
+        with contextlib.suppress(Exception):
+            await pausing
+        if not was_paused:
+            await engine.resume_generation()
+
+
+# Requests
+
+
+def _may_sample(scope: Scope, path: str) -> bool:
+    """Whether a request may run the model; unknown routes are taken to.
+
+    Raises:
+        Refused: it would change the base weights.
+    """
+    if scope["method"] != "POST" or path.startswith("/v1/lora_sync/"):
+        return False
+    path = path.rstrip("/")
+    levels = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("level", [])
+    if path in _CHANGES_BASE or (path == "/sleep" and levels and levels[-1].strip() not in ("0", "1")):
+        raise Refused(409, f"{path} would change the base weights under the adapter, so fused serving refuses it.")
+    return path not in _CONTROL
+
+
+def _wanted(scope: Scope) -> str | None:
+    value = header(scope, _HEADER)
+    if value is None and any(name.lower() == _HEADER for name, _ in scope["headers"]):
+        raise Refused(400, f"The header {HEADER} is there more than once.")
+    return None if value is None else value.decode("latin-1")
+
+
+def _naming(send: Send, current: str) -> Send:
+    """Adds to the head of an answer what it is sampled from."""
+
+    async def send_with_name(message: Message) -> None:
+        if message["type"] in ("http.response.start", "websocket.accept"):
+            others: Iterable[tuple[bytes, bytes]] = message.get("headers", [])
+            kept = [(name, value) for name, value in others if name.lower() != _HEADER]
+            message = {**message, "headers": [*kept, (_HEADER, current.encode())]}
+        await send(message)
+
+    return send_with_name
+
+
+async def _body(receive: Receive) -> dict[str, Any]:
+    data, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "The connection closed before the body was complete.")
+        data += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(data) > _MAX_BODY_BYTES:
+            raise Refused(413, "The body is too large.")
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise Refused(400, "The body is no JSON.") from error
+    if not isinstance(content, dict):
+        raise Refused(400, "The body is no JSON object.")
+    return content

@@ -1,0 +1,379 @@
+"""What each worker of a vLLM server does for fused serving; given to vLLM as its `--worker-extension-cls`.
+
+    vllm serve MODEL --worker-extension-cls trl_lora_sync.engine_plugins.vllm_fused_worker.FusedWorker ...
+
+Its methods are called through `collective_rpc`, on all workers alike, by the middleware in `vllm_fused`. They answer
+with plain values and raise nothing: vLLM (0.26 to 0.31) stops collecting answers at the first worker that fails, and
+would take those of the others for the answers to its next call.
+
+Environment of the server:
+    TRL_LORA_SYNC_FUSED_BASE   where W0 is kept: gpu, host, or auto (the default) for the GPU if it has room
+"""
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
+from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
+from trl_lora_sync.engine_plugins.fused_weights import (
+    FusedAdapter,
+    InPlace,
+    Reader,
+    Target,
+    copies_of,
+    finite,
+    fuse,
+)
+from trl_lora_sync.engine_plugins.routes import logger
+
+PLACE_VARIABLE = "TRL_LORA_SYNC_FUSED_BASE"
+
+_PLACES = ("auto", "gpu", "host")
+Answer = dict[str, Any]
+
+
+class FusedWorker:
+    """Mixed into vLLM's worker, whose `model_runner` and `vllm_config` it uses. All names begin with `lora_sync_`."""
+
+    def lora_sync_state(self) -> Answer:
+        """Which adapter is in the weights of this worker, and where the base is kept."""
+        return _answer(lambda: _model_of(self).state())
+
+    def lora_sync_prepare(self, name: str, path: str) -> Answer:
+        """Read and check an adapter and find where it goes; touches no weight."""
+        return _answer(lambda: _model_of(self).prepare(name, path))
+
+    def lora_sync_apply(self, name: str | None) -> Answer:
+        """Put the prepared adapter into the weights, or the base for None."""
+        return _answer(lambda: _model_of(self).apply(name))
+
+    def lora_sync_undo(self) -> Answer:
+        """Put back what was there before `lora_sync_apply`; nothing to do if it did not come to that."""
+        return _answer(lambda: _model_of(self).undo())
+
+    def lora_sync_commit(self) -> Answer:
+        """Forget what `lora_sync_undo` would put back."""
+        return _answer(lambda: _model_of(self).commit())
+
+    def lora_sync_equals_base(self) -> Answer:
+        """Whether all weights that were ever changed are W0, bit for bit."""
+        return _answer(lambda: _model_of(self).equals_base())
+
+
+def _answer(act: Callable[[], Answer]) -> Answer:
+    try:
+        return {"ok": True, **act()}
+    except AdapterFileError as error:
+        return {"ok": False, "status": 404 if error.is_missing else 422, "error": str(error)}
+    except (PlacementError, _UnsuitableError) as error:
+        return {"ok": False, "status": 422, "error": str(error)}
+    except Exception as error:  # whatever it is, it is said to the client, and the worker lives on
+        logger.error("%s", traceback.format_exc())
+        return {"ok": False, "status": 500, "error": f"{type(error).__name__}: {error}"}
+
+
+class _UnsuitableError(Exception):
+    """The served model is none whose weights can be replaced."""
+
+
+def _model_of(worker: Any) -> "_FusedModel":
+    if not hasattr(worker, "_lora_sync_model"):
+        worker._lora_sync_model = _FusedModel(worker)
+    model: _FusedModel = worker._lora_sync_model
+    return model
+
+
+class _FusedModel:
+    """The served model of one worker.
+
+    All of its adapters are in the memory of the device: the one in the weights, to go back to, and the next one.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._config = worker.vllm_config
+        self._model: Any = worker.model_runner.get_model()
+        _check_server(self._config)
+        place = os.environ.get(PLACE_VARIABLE) or "auto"
+        if place not in _PLACES:
+            raise _UnsuitableError(f"{PLACE_VARIABLE}={place!r} is not known. Set it to one of {', '.join(_PLACES)}.")
+        self._place = place
+        self._kept_in = ""
+        self._linears = _linears_of(self._model)
+        self._packed = {owner for owner, layer in self._linears.items() if layer.weight.numel() == 0}
+        self._reader = Reader(next(self._model.parameters()).device)
+        self._targets: dict[str, Target] = {}
+        self._pieces: dict[str, list[Piece]] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        # Placed, and not yet seen to be complete over all workers.
+        self._unproved: set[str] = set()
+        self._active: FusedAdapter | None = None
+        self._prepared: FusedAdapter | None = None
+        self._before: FusedAdapter | None = None
+        self._has_before = False
+
+    def state(self) -> Answer:
+        return {
+            "active": self._active.name if self._active is not None else None,
+            "base_copy": self._kept_in,
+            "base_copy_bytes": sum(one.base.numel() * one.base.element_size() for one in self._targets.values()),
+            "modules": sorted(self._pieces),
+        }
+
+    def prepare(self, name: str, path: str) -> Answer:
+        started = time.perf_counter()
+        self._prepared = None
+        head = read_head(path)
+        self._place_modules({module: (b.shape[0], a.shape[1]) for module, (a, b) in head.modules.items()})
+        self._check_overlaps(head.modules)
+        placed = time.perf_counter()
+        self._prepared = finite(name, head.scaling, self._reader.read(head))
+        return {
+            "place_s": placed - started,
+            "read_s": time.perf_counter() - placed,
+            "bytes": head.data_bytes,
+            "placed": {
+                module: {
+                    "shape": list(self._shapes[module]),
+                    "pieces": [[*piece.rows, *piece.columns] for piece in self._pieces[module]],
+                }
+                for module in sorted(self._unproved & head.modules.keys())
+            },
+        }
+
+    def apply(self, name: str | None) -> Answer:
+        if name is not None and (self._prepared is None or self._prepared.name != name):
+            raise _UnsuitableError(f"The adapter {name!r} was not prepared on this worker.")
+        started = time.perf_counter()
+        self._before, self._has_before = self._active, True
+        self._active = self._prepared if name is not None else None
+        self._prepared = None
+        self._unproved.clear()  # the middleware has looked at what all workers have of them
+        self._write()
+        return {"fuse_s": time.perf_counter() - started}
+
+    def undo(self) -> Answer:
+        self._prepared = None
+        # Modules that fit no model as a whole: the next adapter that has them is looked at again.
+        for module in self._unproved:
+            del self._pieces[module], self._shapes[module]
+        self._unproved.clear()
+        if self._has_before:
+            self._active = self._before
+            self._write()
+        return self.commit()
+
+    def commit(self) -> Answer:
+        self._before, self._has_before = None, False
+        return {}
+
+    def equals_base(self) -> Answer:
+        readable = [one for one in self._targets.values() if isinstance(one, InPlace)]
+        different = sum(not _same_bits(one.weight, one.base.to(one.weight.device)) for one in readable)
+        return {"compared": len(readable), "different": different}
+
+    def _write(self) -> None:
+        fuse(self._active, self._targets, self._pieces)
+        if torch.cuda.is_available() and self._reader.device.type == "cuda":
+            torch.cuda.synchronize(self._reader.device)
+
+    # Where modules go
+
+    def _place_modules(self, shapes: dict[str, tuple[int, int]]) -> None:
+        """Find out for modules that are seen for the first time, and copy their base weights.
+
+        Raises:
+            PlacementError: the model does not take such a weight.
+            _UnsuitableError: it is part of a layer that cannot be fused.
+        """
+        for module, shape in shapes.items():
+            known = self._shapes.get(module, shape)
+            if known != shape:
+                raise PlacementError(f"{module!r} has a weight of shape {known} in the served model, not {shape}.")
+        new = {module: shape for module, shape in shapes.items() if module not in self._shapes}
+        if not new:
+            return
+        with self._whole_weights():
+            parameters = _parameters_of(self._model)
+            found = find_pieces(self._model.load_weights, parameters, new, self._config.model_config.dtype)
+            owners = list(dict.fromkeys(piece.owner for pieces in found.values() for piece in pieces))
+            for owner in owners:
+                _check_layer(self._model, owner, self._linears)
+            self._add_targets([owner for owner in owners if owner not in self._targets])
+        self._pieces |= found
+        self._shapes |= new
+        self._unproved |= new.keys()
+
+    def _check_overlaps(self, modules: Any) -> None:
+        by_owner: dict[str, list[Piece]] = {}
+        for module in modules:
+            for piece in self._pieces[module]:
+                others = by_owner.setdefault(piece.owner, [])
+                if any(piece.overlaps(other) for other in others):
+                    raise PlacementError(f"{module!r} is adapted twice, once as a part of another module.")
+                others.append(piece)
+
+    def _add_targets(self, owners: list[str]) -> None:
+        packed = {owner: self._linears[owner] for owner in owners if owner in self._packed}
+        plain = {owner: self._linears[owner].weight.data for owner in owners if owner not in packed}
+        copies, kept_in = copies_of(plain.values(), self._place)
+        self._kept_in = kept_in or self._kept_in
+        for (owner, weight), base in zip(plain.items(), copies, strict=True):
+            self._targets[owner] = InPlace(weight=weight, base=base)
+        if packed:
+            for owner, base in self._checkpoint_weights(packed).items():
+                self._targets[owner] = _Packed(layer=self._linears[owner], base=base)
+
+    # Layers whose weights vLLM has packed into another form
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """Let packed layers have a weight of the original shape, without memory, to ask the loading rules with.
+
+        Source: on a CPU, vLLM 0.26 and 0.31 leave an empty tensor after packing (model_executor/layers/utils.py
+        `dispatch_cpu_unquantized_gemm`).
+        """
+        packed = [self._linears[owner] for owner in self._packed]
+        kept = [layer.weight for layer in packed]
+        try:
+            for layer in packed:
+                _create_weight(layer, "meta")
+            yield
+        finally:
+            for layer, weight in zip(packed, kept, strict=True):
+                layer.register_parameter("weight", weight)
+
+    def _checkpoint_weights(self, layers: dict[str, Any]) -> dict[str, Tensor]:
+        """The weights of packed layers, loaded from the checkpoint once more; nothing else of it is."""
+        from vllm.model_executor.model_loader import get_model_loader
+
+        loader: Any = get_model_loader(self._config.load_config)
+        if not hasattr(loader, "get_all_weights"):
+            raise _UnsuitableError(
+                f"The weights are packed, and {type(loader).__name__} cannot read them a second time. Leave out "
+                "--load-format."
+            )
+        for layer in layers.values():
+            _create_weight(layer, "cpu")
+        weights = {owner: layer.weight.data for owner, layer in layers.items()}
+        for weight in weights.values():
+            weight.fill_(float("nan"))
+        with torch.no_grad(), copying_only(weights.values()):
+            self._model.load_weights(loader.get_all_weights(self._config.model_config, self._model))
+        missing = [owner for owner, weight in weights.items() if not torch.isfinite(weight).all()]
+        if missing:
+            raise _UnsuitableError(f"The weights of {missing[0]!r} could not be read from the checkpoint again.")
+        return weights
+
+
+@dataclass
+class _Packed:
+    """A layer that computes with a packed form of its weight, which is made anew after each change."""
+
+    layer: Any
+    base: Tensor
+
+    @contextmanager
+    def changing(self) -> Iterator[Tensor]:
+        weight = self.base.clone()
+        yield weight
+        self.layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+        self.layer.quant_method.process_weights_after_loading(self.layer)
+
+
+# What the served model must be
+
+
+def _check_server(config: Any) -> None:
+    """Raises _UnsuitableError for a server whose weights cannot be replaced, with what to change."""
+    if config.lora_config is not None:
+        raise _UnsuitableError(
+            "The server was started with --enable-lora as well, so an adapter could be applied twice. Restart it "
+            "without --enable-lora."
+        )
+    if config.model_config.quantization is not None:
+        raise _UnsuitableError(
+            f"The base model is quantised ({config.model_config.quantization}), and an adapter cannot be added to "
+            'quantised weights without changing them. Serve the unquantised model, or use lora_sync_serving="runtime".'
+        )
+    if config.parallel_config.data_parallel_size > 1:
+        raise _UnsuitableError(
+            "--data-parallel-size above 1 cannot be used: vLLM tells of one replica only whether a fuse succeeded. "
+            "Start one server for each, and give the trainer all URLs with commas in between."
+        )
+
+
+def _linears_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The layers with plain weights, by their names."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)
+    }
+
+
+def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """All parameters: weights of linear layers by the layer's name, others by their own."""
+    return {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
+
+
+def _check_layer(model: torch.nn.Module, owner: str, linears: dict[str, Any]) -> None:
+    if owner not in linears:
+        found = type(_module_at(model, owner)).__name__
+        raise _UnsuitableError(
+            f"The adapter changes {owner!r}, which is a {found} and no unquantised linear layer. MoE experts, "
+            "embeddings and output layers cannot be fused. Leave them out of target_modules, or use "
+            'lora_sync_serving="runtime".'
+        )
+    layer = linears[owner]
+    for name, module in model.named_modules():
+        has_own_form = module is not layer and callable(getattr(module, "process_weights_after_loading", None))
+        if has_own_form and any(child is layer for child in module.modules()):
+            raise _UnsuitableError(
+                f"The adapter changes {owner!r}, whose weights {type(module).__name__} ({name!r}) also keeps in "
+                "another form, which would stay as it is. Leave it out of target_modules, or use "
+                'lora_sync_serving="runtime".'
+            )
+
+
+def _module_at(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    while name:
+        try:
+            return model.get_submodule(name)
+        except AttributeError:
+            name = name.rpartition(".")[0]
+    return model
+
+
+def _create_weight(layer: Any, device: str) -> None:
+    """Give a layer a weight as it had before it was loaded.
+
+    Source: the layers of vllm/model_executor/layers/linear.py (0.26, 0.31).
+    """
+    from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
+
+    is_v2 = type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED
+    with torch.device(device):
+        layer.quant_method.create_weights(
+            layer=layer,
+            input_size_per_partition=getattr(layer, "input_size_per_partition", layer.input_size),
+            output_partition_sizes=layer.output_partition_sizes,
+            input_size=layer.input_size,
+            output_size=layer.output_size,
+            params_dtype=layer.params_dtype,
+            weight_loader=getattr(layer, "weight_loader_v2", layer.weight_loader) if is_v2 else layer.weight_loader,
+        )
+    layer.update_param_tp_status()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.equal(one.contiguous().view(torch.int8), other.contiguous().view(torch.int8)))

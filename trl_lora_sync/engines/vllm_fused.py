@@ -1,0 +1,119 @@
+"""A vLLM server that adds adapters to its weights: the trainer's side of `engine_plugins.vllm_fused`.
+
+Requests name the base model, and the adapter in a header; the server puts it into its weights if it is not there
+already. Each answer must say in the same header that it was sampled from that adapter.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, PROTOCOL, ROUTE, WORKER
+from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.vllm import UNLOAD_RETRY_S, VLLMEngine, logger
+from trl_lora_sync.errors import (
+    AdapterNotVisibleError,
+    AdapterRejectedError,
+    LoRASyncError,
+    ServerError,
+    ServerSetupError,
+    WrongPolicyError,
+)
+
+# So that the server gives up before we do, and says why.
+_SHARE_FOR_WAITING = 0.9
+
+
+class VLLMFusedEngine(VLLMEngine):
+    """One vLLM server with fused serving; see the `Engine` protocol."""
+
+    def connect(self, deadline: Deadline) -> Capabilities:
+        self._capabilities = replace(super().connect(deadline), is_fused=True)
+        return self._capabilities
+
+    def _check_serving(self, deadline: Deadline) -> None:
+        response = self._retried("GET", ROUTE, deadline)
+        words = server_words(response)
+        if response.status_code == 404:
+            raise ServerSetupError(
+                f"The vLLM server at {self.base_url} does not add adapters to its weights. Restart it with "
+                "`trl-lora-sync serve vllm MODEL --fused`, or with --worker-extension-cls "
+                f"{WORKER} --middleware {MIDDLEWARE} and without --enable-lora; or set "
+                f'lora_sync_serving="runtime". It said: {words!r}'
+            )
+        if response.status_code != 200:
+            raise ServerSetupError(
+                f"Fused serving does not work on the vLLM server at {self.base_url} (HTTP {response.status_code}). "
+                f"It said: {words!r}"
+            )
+        protocol = json_object(response, ServerSetupError).get("protocol")
+        if protocol != PROTOCOL:
+            raise ServerSetupError(
+                f"The server at {self.base_url} speaks version {protocol!r} of the fused routes, and this trainer "
+                f"version {PROTOCOL}. Install the same trl-lora-sync next to both."
+            )
+
+    # Adapters
+
+    def loaded(self, deadline: Deadline) -> dict[str, str]:
+        adapters = json_object(self._get(ROUTE, deadline), ServerSetupError).get("adapters")
+        return {str(name): str(path) for name, path in adapters.items()} if isinstance(adapters, dict) else {}
+
+    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        body = {"path": adapter.server_path, "timeout_s": deadline.remaining_s() * _SHARE_FOR_WAITING}
+        response = self._request("PUT", f"{ROUTE}/{adapter.name}", deadline, body=body)
+        words = server_words(response)
+        if response.status_code != 200:
+            raise self._load_error(adapter, response.status_code, words)
+        answer = json_object(response, AdapterRejectedError)
+        found = (answer.get("current"), answer.get("path"))
+        if found != (adapter.name, adapter.server_path):
+            raise AdapterRejectedError(
+                f"{self.base_url} accepted the adapter {adapter.name!r} from {adapter.server_path!r} but holds "
+                f"{found!r}. Does another process use this server, or does a proxy spread requests over several?"
+            )
+
+    def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
+        if "not written completely" in words:
+            return AdapterNotVisibleError(
+                f"{self.base_url} does not see all of {adapter.server_path}. The trainer had finished writing it to "
+                f"{adapter.path}; a network file system may show files late. If it goes on, look at that file system. "
+                f"It said: {words!r}"
+            )
+        return super()._load_error(adapter, status, words)
+
+    def unload(self, adapter_name: str, deadline: Deadline) -> bool:
+        try:
+            for attempt in retrying(deadline, is_unreachable, at_most_s=UNLOAD_RETRY_S):
+                with attempt:
+                    response = self._request("DELETE", f"{ROUTE}/{adapter_name}", deadline)
+        except LoRASyncError as error:
+            logger.debug("Unloading %s failed: %s", adapter_name, error)
+            return False
+        finally:
+            self._pushed.retire(adapter_name, deadline)
+        return response.status_code in (200, 404)
+
+    # Sampling
+
+    def _name_in(self, model: str) -> str:
+        return self.capabilities.base_model
+
+    def _post_sampling(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
+        base = self.capabilities.base_model
+        wanted = BASE if model == base else model
+        response = self._retried("POST", path, deadline, body={**body, "model": base}, headers={HEADER: wanted})
+        found = response.headers.get(HEADER)
+        if response.status_code == 200 and found != wanted:
+            raise WrongPolicyError(
+                f"{self.base_url} answered with completions of {found!r} where {wanted!r} was asked for. They were "
+                f"not used. Is there a proxy in between that drops the header {HEADER}?"
+            )
+        return response
+
+    def _check_policy(self, content: dict[str, Any], model: str) -> None:
+        """The header, which has been checked, says more; the model in the answer is the base's."""
+        super()._check_policy(content, self.capabilities.base_model)
