@@ -71,7 +71,7 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
         lora_sync_verify (`str`, *optional*, defaults to `"first"`):
             Whether to prove that a server samples from the adapter it has loaded, by scoring one short prompt there and
             in the trainer, before the version is used: `"first"` until each server has proved it once, which it cannot
-            while the adapter is zero; `"every"` at each sync; `"off"` never.
+            while the adapter is zero or too small to show; `"every"` at each sync; `"off"` never.
         lora_sync_verify_tolerance (`float`, *optional*, defaults to `3.0`):
             How far the change by the adapter on a server may be from that in the trainer, in multiples of the distance
             between the two base models without any adapter.

@@ -176,7 +176,7 @@ class Fleet:
         return found
 
     def _wants_proof(self, server: FleetServer) -> bool:
-        return self._settings.verify == "every" or (self._settings.verify == "first" and not server.is_proven)
+        return self._settings.verify == "every" or (self._settings.verify == "first" and server.is_proof_due)
 
     def _on_all_or_none(
         self, servers: Sequence[FleetServer], act: Callable[[FleetServer, threading.Event], None]
@@ -218,6 +218,8 @@ class Fleet:
 
     def activate(self, stored: StoredAdapter) -> None:
         """From here on a server that restarts is given this version."""
+        for server in self.in_service:
+            server.versions += 1
         sends_content = any(server.sends_content for server in self.servers)
         self.active = stored if sends_content else replace(stored, content=None)
 

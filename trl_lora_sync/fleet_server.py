@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _UNLOAD_TIMEOUT_S = 30.0
 # How long the end of a run, and the release of the KV cache, wait for unloads.
 CLOSE_TIMEOUT_S = 5.0
+_PROOFS_IN_A_ROW = 8
 # A version that is lost again as often as this after it was loaded is no accident.
 _MAX_LOSSES = 3
 
@@ -35,6 +36,7 @@ class FleetServer:
         lacks: name of the active version if it could not be given to it again; None otherwise.
         base_logprobs: of `PROBE_PROMPT`, as its base model computed them when it was last checked.
         is_proven: whether this process of the server has been seen to sample from an adapter it was sent.
+        versions: how many it has been given.
     """
 
     def __init__(self, address: ServerAddress, settings: SyncSettings) -> None:
@@ -45,6 +47,7 @@ class FleetServer:
         self.lacks: str | None = None
         self.base_logprobs: list[float] = []
         self.is_proven = False
+        self.versions = 0
         self.sends_content = False
         self._settings = settings
         self._engine: Engine | None = None
@@ -96,6 +99,7 @@ class FleetServer:
         self._engine = engine
         self._is_asleep = False
         self.is_proven = False
+        self.versions = 0
 
     def disconnect(self) -> None:
         self._unloader.shutdown(wait=False)
@@ -151,6 +155,15 @@ class FleetServer:
 
     def warm_up(self, stored: StoredAdapter, deadline: Deadline) -> None:
         self.engine.warm_up(self.form_of(stored), deadline)
+
+    @property
+    def is_proof_due(self) -> bool:
+        """Whether to try and prove it with the next version.
+
+        An adapter that is still too small to show will be so for a while, so the pauses between attempts grow.
+        """
+        is_power_of_two = not self.versions & (self.versions - 1)
+        return not self.is_proven and (self.versions < _PROOFS_IN_A_ROW or is_power_of_two)
 
     def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> Evidence:
         """Compare what it computes under a loaded version with what the trainer computes.

@@ -97,7 +97,7 @@ def make_arm(name: str, bench: Workbench, server: ServerSpec, urls: Sequence[str
 class _Plain(VLLMEngine):
     """The package's client for a vLLM server that may have no LoRA."""
 
-    def _check_lora_is_on(self, deadline: Deadline) -> None:
+    def _check_serving(self, deadline: Deadline) -> None:
         pass
 
 

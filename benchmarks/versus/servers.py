@@ -353,8 +353,13 @@ def server_environment(gpu: int) -> dict[str, str]:
 
 
 def gpus_here() -> dict[int, int]:
-    """Memory in bytes of each GPU; empty without any."""
-    return {int(index): int(mib) * 1024**2 for index, mib in _nvidia_smi("--query-gpu=index,memory.total")}
+    """Memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves; empty without any."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {
+        int(index): int(mib) * 1024**2
+        for index, mib in _nvidia_smi("--query-gpu=index,memory.total")
+        if visible is None or index in visible.split(",")
+    }
 
 
 def gpu_names() -> list[str]:

@@ -119,6 +119,14 @@ class VerifiedRun(FleetRun):
         adapter = self.lies() if self.lies else self.read[-1]
         return FakeReference(self.fakes[0]).logprobs(adapter, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
 
+    def publish_zero(self) -> SyncReport:
+        """An adapter as before the first step."""
+        self.asked += self.sync.wants_proof
+        some = another_adapter()
+        zero = replace(some, tensors={name: value * 0 for name, value in some.tensors.items()})
+        base = FakeReference(self.fakes[0]).logprobs(None, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
+        return self.sync.publish(lambda served: zero, None, lambda: base)
+
 
 StartRun = Callable[..., VerifiedRun]
 
@@ -200,15 +208,21 @@ def test_an_adapter_that_the_server_ignores_is_found_out(run: StartRun) -> None:
 
 def test_while_the_adapter_is_zero_nothing_is_proved_and_the_next_sync_tries_again(run: StartRun) -> None:
     training = run(verify="first")
-    zero = replace(another_adapter(), tensors={k: v * 0 for k, v in another_adapter().tensors.items()})
-    training.step += 1
-    report = training.sync.publish(lambda served: zero, None, lambda: FakeReference(training.fakes[0]).logprobs(
-        None, PROBE_PROMPT[:1], PROBE_PROMPT[1:]
-    ))  # fmt: skip
+    report = training.publish_zero()
     assert report.is_verified is False
     assert report.verify_gap is not None
     assert report.metrics()["lora_sync/verified"] == 0.0
     assert training.publish().is_verified
+
+
+def test_an_adapter_that_stays_too_small_to_show_is_looked_at_ever_more_rarely(run: StartRun) -> None:
+    training = run(verify="first")
+    attempts = []
+    for number in range(1, 41):
+        before = training.asked
+        assert training.publish_zero().is_verified is False
+        attempts += [number] * (training.asked - before)
+    assert attempts == [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33]
 
 
 def test_a_server_that_was_restarted_has_to_prove_itself_again(run: StartRun) -> None:
