@@ -291,7 +291,8 @@ def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
 ARGUMENTS = [
     "--vllm_sync_strategy", "lora_adapter", "--vllm_server_engine", "vllm", "--lora_sync_keep", "3",
     "--vllm_server_sleep", "kv_cache", "--lora_sync_transport", "disk", "--lora_sync_pause", "drain",
-    "--lora_sync_serving", "fused", "--lora_sync_timeout", "30", "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
+    "--lora_sync_serving", "fused", "--lora_sync_timeout", "30",
+    "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
     "--lora_sync_on_server_loss", "drop", "--lora_sync_generation_timeout", "600", "--lora_sync_dtype", "bfloat16",
     "--use_vllm", "--vllm_mode", "server", "--use_cpu", "--bf16", "False",
 ]  # fmt: skip

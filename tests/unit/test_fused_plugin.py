@@ -467,7 +467,7 @@ def test_a_server_that_was_started_wrongly_does_not_start(change: Callable[[Any]
         await server.middleware({"type": "lifespan", "app": server.app}, receive, send)
         assert [message["type"] for message in said] == ["lifespan.startup.failed"]
         assert words in said[0]["message"]
-        assert (await server.load("v1"))[0] == 503
+        assert (await server.load("v1"))[0] == 500
 
     run(test())
 

@@ -89,7 +89,7 @@ def test_what_goes_wrong_in_a_worker_is_an_answer() -> None:
 def test_a_worker_of_a_wrong_server_says_so_each_time() -> None:
     extended = type("Worker", (worker.FusedWorker,), {})()
     extended.vllm_config = config(quantization="fp8")
-    extended.model_runner = SimpleNamespace(get_model=Model)
+    extended.get_model = Model
     for _ in range(2):
         answer = extended.lora_sync_prepare("a", "/a")
         assert (answer["ok"], answer["status"]) == (False, 422)

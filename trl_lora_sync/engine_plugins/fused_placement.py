@@ -107,7 +107,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
-                raise PlacementError(f"the model changes its weight with {func}, which is no plain copy")
+                raise PlacementError(
+                    f"the model changes its weight with {func}, which is no plain copy. It is no linear layer: MoE "
+                    "experts, embeddings and output layers cannot be fused. Leave it out of target_modules"
+                )
         return func(*args, **(kwargs or {}))
 
     def _note(self, target: Tensor, source: Tensor) -> None:

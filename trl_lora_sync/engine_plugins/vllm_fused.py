@@ -286,21 +286,21 @@ def _engine_of(scope: Scope) -> Any:
     parallel = engine.vllm_config.parallel_config
     if parallel.worker_extension_cls != WORKER:
         raise Refused(
-            503,
+            500,
             f"Fused serving needs --worker-extension-cls {WORKER} as well, "
             f"and the server was started with {parallel.worker_extension_cls or 'none'!r}.",
         )
     if parallel._api_process_count > 1:
-        raise Refused(503, "Fused serving needs --api-server-count 1: each API server would know other requests.")
+        raise Refused(500, "Fused serving needs --api-server-count 1: each API server would know other requests.")
     if parallel.data_parallel_size > 1:
         raise Refused(
-            503,
+            500,
             "Fused serving cannot be used with --data-parallel-size above 1, because vLLM tells of one replica only "
             "whether a fuse succeeded. Start one server for each.",
         )
     if engine.vllm_config.lora_config is not None:
         raise Refused(
-            503, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
+            500, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
         )
     return engine
 
@@ -363,6 +363,8 @@ async def _paused(engine: Any, timeout_s: float) -> AsyncIterator["asyncio.Task[
             raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
 
     pausing = asyncio.create_task(pause())
+    # The engine takes calls in order, and ends a pause after a moment of its own, which need not be waited for twice.
+    await asyncio.sleep(0)
     try:
         yield pausing
     finally:

@@ -41,7 +41,7 @@ Answer = dict[str, Any]
 
 
 class FusedWorker:
-    """Mixed into vLLM's worker, whose `model_runner` and `vllm_config` it uses. All names begin with `lora_sync_`."""
+    """Mixed into vLLM's worker, whose `get_model` and `vllm_config` it uses. All names begin with `lora_sync_`."""
 
     def lora_sync_state(self) -> Answer:
         """Which adapter is in the weights of this worker, and where the base is kept."""
@@ -99,7 +99,7 @@ class _FusedModel:
 
     def __init__(self, worker: Any) -> None:
         self._config = worker.vllm_config
-        self._model: Any = worker.model_runner.get_model()
+        self._model: Any = worker.get_model()
         _check_server(self._config)
         place = os.environ.get(PLACE_VARIABLE) or "auto"
         if place not in _PLACES:
