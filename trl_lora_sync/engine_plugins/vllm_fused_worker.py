@@ -223,6 +223,12 @@ class _FusedModel:
     def _add_targets(self, owners: list[str]) -> None:
         packed = {owner: self._linears[owner] for owner in owners if owner in self._packed}
         plain = {owner: self._linears[owner].weight.data for owner in owners if owner not in packed}
+        elsewhere = [owner for owner, weight in plain.items() if weight.device != self._reader.device]
+        if elsewhere:
+            raise _UnsuitableError(
+                f"The weight of {elsewhere[0]!r} is on {plain[elsewhere[0]].device}, apart from others on "
+                f"{self._reader.device}. Offloaded weights cannot be changed; leave out --cpu-offload-gb."
+            )
         copies, kept_in = copies_of(plain.values(), self._place)
         self._kept_in = kept_in or self._kept_in
         for (owner, weight), base in zip(plain.items(), copies, strict=True):
