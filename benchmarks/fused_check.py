@@ -196,7 +196,7 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
         ],
         "first_sync_s": versions[0]["seconds"],
         "sync_s_median": {key: statistics.median(one[key] for one in steady) for key in steady[0]},
-        "versions": versions,
+        "syncs": versions,
         "decoding_tokens_per_s": decoding,
         "back_to_base": {
             "seconds_with_one_token": back_s,
