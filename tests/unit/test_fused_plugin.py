@@ -280,6 +280,26 @@ def test_requests_for_several_versions_are_all_answered_with_few_changes() -> No
     run(test())
 
 
+def test_requests_that_are_cancelled_wherever_they_are_hold_nobody_up() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        await server.load("v2")
+        for pauses in range(30):
+            tasks = [asyncio.create_task(server.sample(name)) for name in ("v1", "v2", None, "v1", "v2")]
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert (server.middleware._gate._running, server.middleware._gate._waiting) == (0, [])
+            assert (await server.load("v1"))[0] == (await server.load("v2"))[0] == 200
+            assert not server.engine.paused
+            assert server.middleware._broken is None
+
+    run(test())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("method", ["prepare", "apply"])
 def test_a_fuse_that_fails_on_one_worker_leaves_the_version_before(method: str, rank: int) -> None:

@@ -19,8 +19,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from trl_lora_sync.engine_plugins.fused_gate import Gate
@@ -46,6 +46,8 @@ ROUTE = "/v1/lora_sync/fused"
 HEADER = "X-LoRA-Sync-Adapter"
 BASE = "(base)"
 PROTOCOL = 1
+
+T = TypeVar("T")
 
 _HEADER = HEADER.lower().encode()
 _MAX_BODY_BYTES = 1 << 16
@@ -247,6 +249,9 @@ class FusedMiddleware:
         Raises:
             Refused: it was not done; the weights are what they were.
         """
+        return await _to_the_end(self._fuse_now(engine, name, path, timeout_s))
+
+    async def _fuse_now(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
         started = time.perf_counter()
         async with self._weights, _paused(engine, timeout_s) as paused:
             try:
@@ -330,6 +335,20 @@ def _engine_of(scope: Scope) -> Any:
 def _has_connector(engine: Any) -> bool:
     """Whether the KV cache has a part outside the engine."""
     return getattr(engine.vllm_config, "kv_transfer_config", None) is not None
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Carry out `work` even if its request is cancelled meanwhile, which then comes after it."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # said to nobody, as nobody listens
+        raise cancelled
+    return task.result()
 
 
 async def _call(engine: Any, method: str, *args: str | None) -> list[dict[str, Any]]:
