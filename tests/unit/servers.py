@@ -33,7 +33,7 @@ class Request(BaseHTTPRequestHandler):
         self.server.requests.append(Seen(self.path, self.headers, self.body))
         self.server.answer(self)
 
-    do_GET = do_POST = answer
+    do_GET = do_POST = do_PUT = do_DELETE = answer
 
     def send(self, status: int = 200, body: "str | bytes | dict[str, Any] | list[Any]" = "", **headers: str) -> None:
         """A whole answer."""

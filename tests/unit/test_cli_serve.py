@@ -14,6 +14,7 @@ import pytest
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.cli.serve import Installed, Launch, Wanted, plan
+from trl_lora_sync.engine_plugins import vllm_fused
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 
 Main = Callable[..., int]
@@ -137,6 +138,45 @@ def test_pushed_to_sglang_is_refused_as_it_takes_tensors_as_it_is() -> None:
 def test_vllm_combination_that_breaks_is_refused(extra: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         launch("0.31.0", *extra)
+
+
+def test_vllm_with_fused_serving_gets_the_worker_and_the_routes_and_no_lora() -> None:
+    found = launch("0.31.0", takes_pushes=True, is_fused=True)
+    assert found.env == {}
+    assert values(found) == {
+        "--host": ["127.0.0.1"],
+        "--port": ["8000"],
+        "--logprobs-mode": ["processed_logprobs"],
+        "--max-logprobs": ["-1"],
+        "--worker-extension-cls": [vllm_fused.WORKER],
+        "--middleware": [vllm_fused.MIDDLEWARE],  # the last of two
+    }
+    assert found.command.count("--middleware") == 2
+    assert any("pip install --no-deps trl-lora-sync" in note for note in found.notes)
+
+
+def test_fused_serving_takes_any_rank() -> None:
+    assert launch("0.31.0", is_fused=True, lora_rank=1000).command
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--enable-lora"], "applied twice"),
+        (["--data-parallel-size", "2"], "one replica only"),
+        (["--api-server-count", "2"], "cannot be used"),
+        (["--quantization", "fp8"], "quantised weights"),
+        (["--worker-extension-cls", "mine.Worker"], "needs its own"),
+    ],
+)
+def test_what_breaks_fused_serving_is_refused(extra: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        launch("0.31.0", *extra, is_fused=True)
+
+
+def test_sglang_with_fused_serving_is_refused() -> None:
+    with pytest.raises(UsageError, match="--fused cannot be used with SGLang"):
+        launch("0.5.23", engine="sglang", is_fused=True)
 
 
 def test_vllm_that_would_answer_for_missing_adapters_is_refused() -> None:
@@ -284,7 +324,6 @@ def test_adapter_that_no_server_serves_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--fused"], "--fused is not available in this release"),
         (["--lora-rank", "0"], "--lora-rank 0 is too small"),
         (["--peft-config", "/nonexistent"], "cannot be read"),
     ],

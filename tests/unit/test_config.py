@@ -43,6 +43,7 @@ def test_added_fields_have_these_names_types_and_defaults() -> None:
         "vllm_server_engine": (Literal["auto", "vllm", "sglang"], "auto"),
         "vllm_server_sleep": (Literal["off", "kv_cache"], "off"),
         "lora_sync_transport": (Literal["auto", "disk", "push", "tensors"], "auto"),
+        "lora_sync_serving": (Literal["runtime", "fused"], "runtime"),
         "lora_sync_pause": (Literal["off", "drain", "abort"], "off"),
         "lora_sync_dir": (str | None, None),
         "lora_sync_server_dir": (str | None, None),
@@ -125,6 +126,7 @@ def test_contradiction_is_refused_with_the_value_the_fix_and_the_way_out(
         ("vllm_server_engine", "'auto', 'vllm', 'sglang'"),
         ("vllm_server_sleep", "'off', 'kv_cache'"),
         ("lora_sync_transport", "'auto', 'disk', 'push', 'tensors'"),
+        ("lora_sync_serving", "'runtime', 'fused'"),
         ("lora_sync_pause", "'off', 'drain', 'abort'"),
         ("lora_sync_on_server_loss", "'error', 'drop'"),
         ("lora_sync_verify", "'first', 'every', 'off'"),
@@ -144,6 +146,11 @@ def test_field_that_chooses_the_policy_or_the_answers_shape_is_refused_in_genera
 ) -> None:
     with pytest.raises(UnsupportedSettingError, match=f"generation_kwargs with '{name}'"):
         make(generation_kwargs={name: 1})
+
+
+def test_fused_serving_on_sglang_is_refused(make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match=r'lora_sync_serving="runtime", or sample on vLLM'):
+        make(lora_sync_serving="fused", vllm_server_engine="sglang")
 
 
 def test_other_generation_kwargs_are_accepted(make: Callable[..., GRPOConfig]) -> None:
@@ -295,7 +302,8 @@ def test_a_tolerance_that_is_none_is_refused(tolerance: float, make: Callable[..
 ARGUMENTS = [
     "--vllm_sync_strategy", "lora_adapter", "--vllm_server_engine", "vllm", "--lora_sync_keep", "3",
     "--vllm_server_sleep", "kv_cache", "--lora_sync_transport", "disk", "--lora_sync_pause", "drain",
-    "--lora_sync_timeout", "30", "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
+    "--lora_sync_serving", "fused", "--lora_sync_timeout", "30",
+    "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
     "--lora_sync_on_server_loss", "drop", "--lora_sync_generation_timeout", "600", "--lora_sync_dtype", "bfloat16",
     "--lora_sync_verify", "every", "--lora_sync_verify_tolerance", "2.5",
     "--use_vllm", "--vllm_mode", "server", "--use_cpu", "--bf16", "False",
@@ -315,6 +323,7 @@ PARSED = {
     "vllm_server_engine": "vllm",
     "vllm_server_sleep": "kv_cache",
     "lora_sync_transport": "disk",
+    "lora_sync_serving": "fused",
     "lora_sync_pause": "drain",
     "lora_sync_dir": "/mnt/a",
     "lora_sync_server_dir": "/mnt/b",
@@ -402,6 +411,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "engine": "vllm",
         "transport": "disk",
         "pause": "drain",
+        "serving": "fused",
         "frees_kv_cache": True,
         "root": Path("/mnt/a"),
         "server_root": "/mnt/b",

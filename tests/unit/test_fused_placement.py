@@ -84,6 +84,17 @@ def test_rules_that_do_more_than_copying_rectangles_are_refused(rule: Callable[.
         pieces_of(rule)
 
 
+def test_an_expert_among_others_is_refused_as_one() -> None:
+    experts = torch.zeros(4, OUT, IN)
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, source in weights:
+            experts[2].copy_(source)
+
+    with pytest.raises(PlacementError, match=r"of shape \(4, 12, 8\).*MoE experts cannot be fused"):
+        find_pieces(load_weights, {"w13": experts}, {"experts.2.gate_proj": (OUT, IN)}, torch.bfloat16)
+
+
 def test_pieces_that_write_to_one_place_overlap() -> None:
     left, right = Piece("w", (0, 4), (0, 4), 0, 0), Piece("w", (0, 4), (0, 4), 3, 3)
     assert left.overlaps(right)

@@ -32,7 +32,7 @@ class Engine:
         self.fails: dict[tuple[int, str], str] = {}
         self.placed: list[dict[str, Any]] = [WHOLE, WHOLE]
         self.cache_is_free = True
-        self.paused = self.asleep = False
+        self.paused = False
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(worker_extension_cls=WORKER, _api_process_count=1, data_parallel_size=1),
             lora_config=None,
@@ -74,12 +74,9 @@ class Engine:
     async def is_paused(self) -> bool:
         return self.paused
 
-    async def is_sleeping(self) -> bool:
-        return self.asleep
-
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_connector: bool) -> bool:
         assert self.paused
-        self.events.append("reset")
+        self.events.append("reset outside too" if reset_connector else "reset")
         return self.cache_is_free
 
     async def reset_encoder_cache(self) -> None:
@@ -170,6 +167,16 @@ def test_a_fuse_pauses_checks_and_clears_the_cache_before_it_touches_a_weight() 
         assert sorted(events[:2]) == ["pause", "prepare v1 /a"]
         assert events[2:] == ["reset", "apply v1", "commit", "resume"]
         assert server.engine.active == ["v1", "v1"]
+
+    run(test())
+
+
+def test_a_cache_outside_the_engine_is_cleared_as_well() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.vllm_config.kv_transfer_config = object()
+        assert (await server.load("v1"))[0] == 200
+        assert "reset outside too" in server.engine.events
 
     run(test())
 
@@ -273,6 +280,26 @@ def test_requests_for_several_versions_are_all_answered_with_few_changes() -> No
     run(test())
 
 
+def test_requests_that_are_cancelled_wherever_they_are_hold_nobody_up() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        await server.load("v2")
+        for pauses in range(30):
+            tasks = [asyncio.create_task(server.sample(name)) for name in ("v1", "v2", None, "v1", "v2")]
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert (server.middleware._gate._running, server.middleware._gate._waiting) == (0, [])
+            assert (await server.load("v1"))[0] == (await server.load("v2"))[0] == 200
+            assert not server.engine.paused
+            assert server.middleware._broken is None
+
+    run(test())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("method", ["prepare", "apply"])
 def test_a_fuse_that_fails_on_one_worker_leaves_the_version_before(method: str, rank: int) -> None:
@@ -366,9 +393,18 @@ def test_a_pause_of_a_client_is_not_ended() -> None:
 def test_a_sleeping_server_is_not_written_to() -> None:
     async def test() -> None:
         server = Server()
-        server.engine.asleep = True
-        status, answer = await server.load("v1")
-        assert (status, "Wake it up" in answer["error"]["message"]) == (409, True)
+        for query in ("level=1", ""):
+            await server.ask("POST", "/sleep", query=query)
+            status, answer = await server.load("v1")
+            assert (status, "Wake it up" in answer["error"]["message"]) == (409, True)
+            await server.ask("POST", "/wake_up", query="tags=kv_cache")
+            assert (await server.load("v1"))[0] == 409
+            assert server.engine.active == [None, None]
+            await server.ask("POST", "/wake_up")
+            assert (await server.load("v1"))[0] == 200
+            await server.ask("DELETE", f"{ROUTE}/v1")
+        await server.ask("POST", "/sleep", query="level=0")  # which is a pause
+        assert (await server.load("v1"))[0] == 200
 
     run(test())
 
@@ -467,7 +503,7 @@ def test_a_server_that_was_started_wrongly_does_not_start(change: Callable[[Any]
         await server.middleware({"type": "lifespan", "app": server.app}, receive, send)
         assert [message["type"] for message in said] == ["lifespan.startup.failed"]
         assert words in said[0]["message"]
-        assert (await server.load("v1"))[0] == 503
+        assert (await server.load("v1"))[0] == 500
 
     run(test())
 

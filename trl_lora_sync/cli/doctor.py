@@ -206,7 +206,11 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
             diagnosis.add("adapter features", OK, "plain LoRA, which both engines serve exactly")
     try:
         engine = connect_engine(
-            url, engine="auto", is_local=is_local_url(url), deadline=case.deadline(f"Waiting for {url}")
+            url,
+            engine="auto",
+            is_local=is_local_url(url),
+            deadline=case.deadline(f"Waiting for {url}"),
+            serving="auto",
         )
     except LoRASyncError as error:
         _identify(diagnosis, case)
@@ -265,7 +269,10 @@ class _Examination:
     def run(self) -> None:
         served, found = self._served, self._diagnosis
         found.engine, found.version, found.base_model = served.engine, served.version, served.base_model
-        found.add("adapters at run time", OK, "they can be loaded")
+        how = (
+            'they are added to the weights; set lora_sync_serving="fused"' if served.is_fused else "they can be loaded"
+        )
+        found.add("adapters at run time", OK, how)
         self._check_version()
         self._check_logprobs_mode()
         self._check_modules()
@@ -353,6 +360,9 @@ class _Examination:
         from trl_lora_sync.adapter.support import saved_rank
         from trl_lora_sync.engines.known import allowed_max_lora_rank
 
+        if self._served.is_fused:
+            self._diagnosis.add("rank", OK, f"{saved_rank(config)} fits, as any does")
+            return
         rank, reserved = saved_rank(config), self._reserved_rank()
         if reserved is None:
             words = (

@@ -75,7 +75,9 @@ def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
     is_local = is_local_url(url)
     root = (args.dir or default_sync_dir(is_local, ".")).absolute()
     seen_as = (args.server_dir or str(root)).rstrip("/")
-    engine = connect_engine(url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"))
+    engine = connect_engine(
+        url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"), serving="auto"
+    )
     try:
         # Listed first: a live run has its folder, locked, from before its first load until after its last unload.
         loaded = engine.loaded(deadline("Listing adapters"))

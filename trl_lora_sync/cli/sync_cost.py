@@ -368,7 +368,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     is_local = is_local_url(args.url)
     args.dir = args.dir or default_sync_dir(is_local, "sync-cost-output")
     engine = connect_engine(
-        args.url, engine="auto", is_local=is_local, deadline=Deadline.after(TIMEOUT_S, "Waiting for the server")
+        args.url,
+        engine="auto",
+        is_local=is_local,
+        deadline=Deadline.after(TIMEOUT_S, "Waiting for the server"),
+        serving="auto",
     )
     store = AdapterStore(args.dir, server_root=args.server_dir)
     stores = {

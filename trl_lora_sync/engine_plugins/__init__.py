@@ -1,4 +1,5 @@
 """Code that runs inside an inference server's own process, next to which neither TRL nor PEFT need be installed.
 
-Nothing here imports them, nor torch, nor the rest of this package.
+Nothing here imports them, nor the rest of this package. What runs in vLLM's workers (`fused_placement`,
+`fused_weights`, `vllm_fused_worker`) imports torch, which is there; everything else the standard library only.
 """

@@ -1,13 +1,14 @@
 """Who may sample, and when the weights may change: any number of requests, or one change, never both.
 
-All requests run on one event loop, so there are no locks. A request that wants another version than the one in the
-weights changes them itself, once those before it are done; whoever waits for the same version goes in with it.
+All requests run on one event loop, and every decision is made between two awaits, so there are no locks and a request
+that is cancelled leaves nothing behind. A request that wants another version than the one in the weights changes them
+itself, once those before it are done; whoever waits for the same version goes in with it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
 from trl_lora_sync.engine_plugins.routes import Refused
 
@@ -19,11 +20,14 @@ class _Waiting:
     Attributes:
         wanted: the version to sample from; None for whichever is there.
         changes: whether it comes to change the weights, whatever is there.
+        goes_next: whether it waited for the version that was put into the weights just now.
+        is_let_in: becomes true for one who may sample, false for one who may change the weights.
     """
 
     wanted: str | None = None
     changes: bool = False
     goes_next: bool = False
+    is_let_in: "asyncio.Future[bool]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Gate:
@@ -35,17 +39,11 @@ class Gate:
         self._is_changing = False
         self._changes = 0
         self._waiting: list[_Waiting] = []
-        self._moved = asyncio.Condition()
 
     @property
     def at_rest(self) -> int | None:
         """How many changes there were, or None while there is one."""
         return None if self._is_changing else self._changes
-
-    @property
-    def running(self) -> int:
-        """How many requests are sampling."""
-        return self._running
 
     @asynccontextmanager
     async def sampling(
@@ -60,52 +58,53 @@ class Gate:
         Raises:
             Refused: they were not done by then; or what `change` raises.
         """
-        me = _Waiting(wanted)
-        changes = await self._wait(me, lambda: self._may_run(me), timeout_s)
-        if changes:
+        if not await self._wait(_Waiting(wanted), timeout_s):
             assert wanted is not None
-            async with self._changed():
+            with self._changed():
                 await change(wanted)
                 self._running += 1
         try:
             yield self.current
         finally:
             self._running -= 1
-            await self._notify()
+            self._let_in()
 
     @asynccontextmanager
     async def changing(self, timeout_s: float) -> AsyncIterator[None]:
         """Inside, nobody samples; errors as for `sampling`."""
-        me = _Waiting(changes=True)
-        await self._wait(me, lambda: False, timeout_s)
-        async with self._changed():
+        await self._wait(_Waiting(changes=True), timeout_s)
+        with self._changed():
             yield
 
-    async def _wait(self, me: _Waiting, may_run: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until it may sample (False, and counted), or may change the weights (True)."""
+    async def _wait(self, me: _Waiting, timeout_s: float) -> bool:
+        """Wait until it may sample (True), or may change the weights (False); counted in either case."""
         self._waiting.append(me)
+        self._let_in()
         try:
-            async with self._moved:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        await self._moved.wait_for(lambda: may_run() or self._may_change(me))
-                except TimeoutError as error:
-                    raise Refused(
-                        409,
-                        f"{self._running} other requests were still being answered after {timeout_s:.0f} s, and the "
-                        "weights cannot change under them. Wait for them, or end them.",
-                    ) from error
-                if may_run():
-                    self._running += 1
-                    return False
-                self._is_changing = True
-                return True
-        finally:
-            self._waiting.remove(me)
-            await self._notify()
+            async with asyncio.timeout(timeout_s):
+                return await me.is_let_in
+        except BaseException as error:
+            self._leave(me)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise Refused(
+                409,
+                f"{self._running} other requests were still being answered after {timeout_s:.0f} s, and the weights "
+                "cannot change under them. Wait for them, or end them.",
+            ) from error
 
-    @asynccontextmanager
-    async def _changed(self) -> AsyncIterator[None]:
+    def _leave(self, me: _Waiting) -> None:
+        """Forget one who does not wait any longer, even if it was let in at that moment."""
+        if me in self._waiting:
+            self._waiting.remove(me)
+        elif me.is_let_in.result():
+            self._running -= 1
+        else:
+            self._is_changing = False
+        self._let_in()
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
         try:
             yield
         finally:
@@ -113,23 +112,28 @@ class Gate:
             self._changes += 1
             for one in self._waiting:
                 one.goes_next = self._fits(one)
-            await self._notify()
+            self._let_in()
 
     def _fits(self, one: _Waiting) -> bool:
         return not one.changes and one.wanted in (None, self.current)
 
-    def _may_run(self, me: _Waiting) -> bool:
-        if self._is_changing or not self._fits(me):
-            return False
-        older = self._waiting[: self._waiting.index(me)]
-        return me.goes_next or all(self._fits(one) for one in older)
+    def _let_in(self) -> None:
+        """Let in whoever may: those that go next, then the others in order up to one that needs another version."""
+        if self._is_changing:
+            return
+        for one in [one for one in self._waiting if one.goes_next]:
+            self._admit(one, samples=True)
+        while self._waiting and self._fits(self._waiting[0]):
+            self._admit(self._waiting[0], samples=True)
+        if self._waiting and not self._running:
+            self._admit(self._waiting[0], samples=False)
 
-    def _may_change(self, me: _Waiting) -> bool:
-        if self._is_changing or self._running or self._fits(me):
-            return False
-        first = next(one for one in self._waiting if not self._fits(one))
-        return first is me and not any(one.goes_next and self._fits(one) for one in self._waiting)
-
-    async def _notify(self) -> None:
-        async with self._moved:
-            self._moved.notify_all()
+    def _admit(self, one: _Waiting, *, samples: bool) -> None:
+        self._waiting.remove(one)
+        if samples:
+            self._running += 1
+        else:
+            self._is_changing = True
+        if one.is_let_in.cancelled():  # its request is gone, and has not been told yet
+            one.is_let_in = asyncio.get_running_loop().create_future()
+        one.is_let_in.set_result(samples)

@@ -107,7 +107,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
-                raise PlacementError(f"the model changes its weight with {func}, which is no plain copy")
+                raise PlacementError(
+                    f"the model changes its weight with {func}, which is no plain copy. It is no linear layer: MoE "
+                    "experts, embeddings and output layers cannot be fused. Leave it out of target_modules"
+                )
         return func(*args, **(kwargs or {}))
 
     def _note(self, target: Tensor, source: Tensor) -> None:
@@ -140,7 +143,10 @@ def _corner(part: Tensor, whole: Tensor) -> tuple[int, int]:
         PlacementError: it is something else.
     """
     if part.ndim != 2 or whole.ndim != 2 or not whole.is_contiguous():
-        raise PlacementError(f"a part of shape {tuple(part.shape)} of a weight of shape {tuple(whole.shape)} is copied")
+        raise PlacementError(
+            f"it becomes a part of shape {tuple(part.shape)} of a weight of shape {tuple(whole.shape)}, which is no "
+            "matrix of a linear layer. MoE experts cannot be fused; leave them out of target_modules"
+        )
     width = whole.shape[1]
     top, left = divmod(int(part.storage_offset()) - int(whole.storage_offset()), width)
     steps = [step for step, count in zip(part.stride(), part.shape, strict=True) if count > 1]

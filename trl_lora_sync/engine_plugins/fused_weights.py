@@ -146,7 +146,7 @@ def finite(name: str, scaling: float, matrices: dict[str, tuple[Tensor, Tensor]]
         AdapterFileError: it holds NaN or infinity.
     """
     tensors = [tensor for pair in matrices.values() for tensor in pair]
-    largest = torch.stack([one.float() for one in torch._foreach_norm(tensors, float("inf"))]).tolist()
+    largest = torch.stack(list(torch._foreach_norm(tensors, float("inf")))).float().tolist()
     if not all(value < float("inf") for value in largest):
         names = [f"{module}.{kind}" for module in matrices for kind in ("lora_A", "lora_B")]
         bad = [one for one, value in zip(names, largest, strict=True) if not value < float("inf")]

@@ -19,8 +19,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 from trl_lora_sync.engine_plugins.fused_gate import Gate
@@ -46,6 +46,8 @@ ROUTE = "/v1/lora_sync/fused"
 HEADER = "X-LoRA-Sync-Adapter"
 BASE = "(base)"
 PROTOCOL = 1
+
+T = TypeVar("T")
 
 _HEADER = HEADER.lower().encode()
 _MAX_BODY_BYTES = 1 << 16
@@ -99,6 +101,8 @@ class FusedMiddleware:
         self._adapters: dict[str, str] = {}
         self._gate = Gate(BASE)
         self._broken: str | None = None
+        self._is_asleep = False
+        self._weights = asyncio.Lock()  # who may touch their memory: a fuse, or vLLM's sleep
         logger.info("Adapters can be fused into the weights of this server, at %s.", ROUTE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,6 +116,8 @@ class FusedMiddleware:
                 await respond(send, 200, await self._answer(scope, path.removeprefix(ROUTE), receive))
             elif scope["type"] == "websocket" or (scope["type"] == "http" and _may_sample(scope, path)):
                 await self._pass_on(scope, receive, send)
+            elif scope["type"] == "http" and path.rstrip("/") in ("/sleep", "/wake_up"):
+                await self._pass_on_sleep(scope, receive, send, path.rstrip("/"))
             else:
                 await self.app(scope, receive, send)
         except Refused as refusal:
@@ -130,6 +136,23 @@ class FusedMiddleware:
             await send({"type": "lifespan.startup.failed", "message": refusal.words})
             return
         await self.app(scope, receive, send)
+
+    async def _pass_on_sleep(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
+        """Note whether the weights are in their place. vLLM calls a pause a sleep as well, so it cannot be asked."""
+        query, succeeded = _query(scope), False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal succeeded
+            if message["type"] == "http.response.start":
+                succeeded = message["status"] == 200
+            await send(message)
+
+        async with self._weights:
+            await self.app(scope, receive, send_and_note)
+            if succeeded and path == "/sleep":
+                self._is_asleep = query.get("level") != ["0"]
+            elif succeeded and ("tags" not in query or "weights" in query["tags"]):
+                self._is_asleep = False
 
     # Requests for tokens
 
@@ -162,8 +185,7 @@ class FusedMiddleware:
     async def _answer(self, scope: Scope, rest: str, receive: Receive) -> dict[str, Any]:
         engine, method, name = _engine_of(scope), scope["method"], rest.removeprefix("/")
         if not rest and method == "GET":
-            query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
-            return await self._state(engine, compares=query.get("compare") == ["base"])
+            return await self._state(engine, compares=_query(scope).get("compare") == ["base"])
         check_name(name)
         if method in ("PUT", "POST"):
             return await self._load(engine, name, await _body(receive))
@@ -227,16 +249,21 @@ class FusedMiddleware:
         Raises:
             Refused: it was not done; the weights are what they were.
         """
+        return await _to_the_end(self._fuse_now(engine, name, path, timeout_s))
+
+    async def _fuse_now(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
         started = time.perf_counter()
-        async with _paused(engine, timeout_s) as paused:
+        async with self._weights, _paused(engine, timeout_s) as paused:
             try:
+                if self._is_asleep:
+                    raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
                 # Reading and checking change nothing, so they need not wait for the pause.
                 answers = await _call(engine, "lora_sync_prepare", name, path) if path is not None else []
                 prepared = time.perf_counter()
                 _check_placed(_good(answers))
                 await paused
                 # First of all, because it proves that nothing runs, and no entry can come between it and the fuse.
-                if not await engine.reset_prefix_cache():
+                if not await engine.reset_prefix_cache(reset_connector=_has_connector(engine)):
                     raise Refused(409, "The prefix cache could not be reset, because requests still use it.")
                 await engine.reset_encoder_cache()
                 reset = time.perf_counter()
@@ -244,8 +271,8 @@ class FusedMiddleware:
             except BaseException as error:
                 await self._undo(engine, error)
                 raise
+            self._gate.current, self._broken = name, None
             await _call(engine, "lora_sync_commit")
-        self._gate.current, self._broken = name, None
         done = time.perf_counter()
         seconds = {
             "read": max((answer["read_s"] for answer in answers), default=0.0),
@@ -286,23 +313,42 @@ def _engine_of(scope: Scope) -> Any:
     parallel = engine.vllm_config.parallel_config
     if parallel.worker_extension_cls != WORKER:
         raise Refused(
-            503,
+            500,
             f"Fused serving needs --worker-extension-cls {WORKER} as well, "
             f"and the server was started with {parallel.worker_extension_cls or 'none'!r}.",
         )
     if parallel._api_process_count > 1:
-        raise Refused(503, "Fused serving needs --api-server-count 1: each API server would know other requests.")
+        raise Refused(500, "Fused serving needs --api-server-count 1: each API server would know other requests.")
     if parallel.data_parallel_size > 1:
         raise Refused(
-            503,
+            500,
             "Fused serving cannot be used with --data-parallel-size above 1, because vLLM tells of one replica only "
             "whether a fuse succeeded. Start one server for each.",
         )
     if engine.vllm_config.lora_config is not None:
         raise Refused(
-            503, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
+            500, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
         )
     return engine
+
+
+def _has_connector(engine: Any) -> bool:
+    """Whether the KV cache has a part outside the engine."""
+    return getattr(engine.vllm_config, "kv_transfer_config", None) is not None
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Carry out `work` even if its request is cancelled meanwhile, which then comes after it."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # said to nobody, as nobody listens
+        raise cancelled
+    return task.result()
 
 
 async def _call(engine: Any, method: str, *args: str | None) -> list[dict[str, Any]]:
@@ -344,13 +390,7 @@ def _check_placed(answers: list[dict[str, Any]]) -> None:
 
 @contextlib.asynccontextmanager
 async def _paused(engine: Any, timeout_s: float) -> AsyncIterator["asyncio.Task[None]"]:
-    """Pause the engine, for requests that are answered in the background; done when the task is.
-
-    Raises:
-        Refused: the engine sleeps.
-    """
-    if await engine.is_sleeping():
-        raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
+    """Pause the engine, for requests that are answered in the background; done when the task is."""
     was_paused = await engine.is_paused()
 
     async def pause() -> None:
@@ -363,6 +403,8 @@ async def _paused(engine: Any, timeout_s: float) -> AsyncIterator["asyncio.Task[
             raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
 
     pausing = asyncio.create_task(pause())
+    # The engine takes calls in order, and ends a pause after a moment of its own, which need not be waited for twice.
+    await asyncio.sleep(0)
     try:
         yield pausing
     finally:
@@ -375,6 +417,10 @@ async def _paused(engine: Any, timeout_s: float) -> AsyncIterator["asyncio.Task[
 # Requests
 
 
+def _query(scope: Scope) -> dict[str, list[str]]:
+    return parse_qs(scope.get("query_string", b"").decode("latin-1"))
+
+
 def _may_sample(scope: Scope, path: str) -> bool:
     """Whether a request may run the model; unknown routes are taken to.
 
@@ -384,7 +430,7 @@ def _may_sample(scope: Scope, path: str) -> bool:
     if scope["method"] != "POST" or path.startswith("/v1/lora_sync/"):
         return False
     path = path.rstrip("/")
-    levels = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("level", [])
+    levels = _query(scope).get("level", [])
     if path in _CHANGES_BASE or (path == "/sleep" and levels and levels[-1].strip() not in ("0", "1")):
         raise Refused(409, f"{path} would change the base weights under the adapter, so fused serving refuses it.")
     return path not in _CONTROL

@@ -41,7 +41,7 @@ Answer = dict[str, Any]
 
 
 class FusedWorker:
-    """Mixed into vLLM's worker, whose `model_runner` and `vllm_config` it uses. All names begin with `lora_sync_`."""
+    """Mixed into vLLM's worker, whose `get_model` and `vllm_config` it uses. All names begin with `lora_sync_`."""
 
     def lora_sync_state(self) -> Answer:
         """Which adapter is in the weights of this worker, and where the base is kept."""
@@ -99,7 +99,7 @@ class _FusedModel:
 
     def __init__(self, worker: Any) -> None:
         self._config = worker.vllm_config
-        self._model: Any = worker.model_runner.get_model()
+        self._model: Any = worker.get_model()
         _check_server(self._config)
         place = os.environ.get(PLACE_VARIABLE) or "auto"
         if place not in _PLACES:
@@ -223,6 +223,12 @@ class _FusedModel:
     def _add_targets(self, owners: list[str]) -> None:
         packed = {owner: self._linears[owner] for owner in owners if owner in self._packed}
         plain = {owner: self._linears[owner].weight.data for owner in owners if owner not in packed}
+        elsewhere = [owner for owner, weight in plain.items() if weight.device != self._reader.device]
+        if elsewhere:
+            raise _UnsuitableError(
+                f"The weight of {elsewhere[0]!r} is on {plain[elsewhere[0]].device}, apart from others on "
+                f"{self._reader.device}. Offloaded weights cannot be changed; leave out --cpu-offload-gb."
+            )
         copies, kept_in = copies_of(plain.values(), self._place)
         self._kept_in = kept_in or self._kept_in
         for (owner, weight), base in zip(plain.items(), copies, strict=True):

@@ -3,6 +3,7 @@
 import logging
 import threading
 
+from trl_lora_sync.engine_plugins.vllm_fused import ROUTE as FUSED_ROUTE
 from trl_lora_sync.engines import sglang_server, vllm
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying
@@ -25,7 +26,7 @@ def connect_engine(
 
     Args:
         engine: `"vllm"`, `"sglang"`, or `"auto"` to ask the server.
-        serving: `"runtime"`, or `"fused"` to have adapters added to the weights.
+        serving: `"runtime"`, `"fused"` to have adapters added to the weights, or `"auto"` for what the server does.
 
     Raises:
         ServerUnreachableError: nobody answered before the deadline.
@@ -47,13 +48,22 @@ def connect_engine(
     if is_sglang:
         connected = SGLangEngine(base_url, is_local=is_local)
     else:
-        connected = (VLLMFusedEngine if serving == "fused" else VLLMEngine)(base_url, is_local=is_local)
+        is_fused = serving == "fused" or (serving == "auto" and _is_fused(base_url, is_local, deadline))
+        connected = (VLLMFusedEngine if is_fused else VLLMEngine)(base_url, is_local=is_local)
     try:
         connected.connect(deadline)
     except BaseException:
         connected.close()
         raise
     return connected
+
+
+def _is_fused(base_url: str, is_local: bool, deadline: Deadline) -> bool:
+    http = HTTPClient(base_url, api_key=APIKey(vllm.API_KEY_VARIABLE), is_local=is_local)
+    try:
+        return http.request("GET", FUSED_ROUTE, deadline).status_code == 200
+    finally:
+        http.close()
 
 
 def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, halt: threading.Event) -> None:

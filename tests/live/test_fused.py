@@ -1,0 +1,362 @@
+"""Live tier: adapters added to the weights of a real vLLM server.
+
+What every server must do is in `contract/test_engine_contract.py`, which runs against this one too.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from conftest import FUSED_KEY
+from contract.reference import PeftReference
+from contract.served import sampling, soon
+from safetensors.torch import load_file, save_file
+from support.models import randomize_adapter
+from support.policies import is_policy_of, sample, token_ids
+from support.trainers import grpo_trainer, steps_of, wait_for_unloads
+from vllm_server import VLLMServer
+
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
+from trl_lora_sync.engines.base import PromptGroup
+from trl_lora_sync.engines.connect import connect_engine
+from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
+from trl_lora_sync.errors import AdapterRejectedError, ServerSetupError
+
+ROOT = Path(__file__).parents[2]
+RIGHT = {"Authorization": f"Bearer {FUSED_KEY}"}
+# Several blocks of the prefix cache.
+LONG = token_ids(3, 100)
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+
+
+@dataclass
+class Fused:
+    """The shared server, an engine that is connected to it, and the truth about its base model."""
+
+    server: VLLMServer
+    engine: VLLMFusedEngine
+    reference: PeftReference
+    store: AdapterStore
+    versions: int = 0
+
+    @property
+    def base(self) -> str:
+        return self.engine.capabilities.base_model
+
+    def write(self, seed: int, **changes: Any) -> StoredAdapter:
+        self.versions += 1
+        return self.store.write(self.versions, self.reference.adapter(seed, **changes))
+
+    def load(self, seed: int) -> str:
+        stored = self.write(seed)
+        self.engine.load(stored, soon(60))
+        return stored.name
+
+    def score(self, model: str) -> list[float]:
+        return self.engine.score(model, LONG, soon(60))
+
+    def gap(self, found: list[float], seed: int | None, ids: list[int] = LONG, prompt: int = 1) -> float:
+        """Mean distance to the adapter of a seed, or to the base."""
+        adapter = None if seed is None else self.reference.adapter(seed)
+        expected = self.reference.logprobs(adapter, ids[:prompt], ids[prompt:])
+        return sum(abs(one - other) for one, other in zip(found, expected, strict=True)) / len(expected)
+
+    def state(self) -> dict[str, Any]:
+        return self.ask("GET").json()
+
+    def ask(self, method: str, rest: str = "", body: Any = None, headers: dict[str, str] = RIGHT) -> httpx.Response:
+        url = f"{self.server.base_url}{ROUTE}{rest}"
+        return httpx.request(method, url, headers=headers, json=body, timeout=60, trust_env=False)
+
+
+@pytest.fixture(scope="module")
+def reference(base_model: Path) -> PeftReference:
+    return PeftReference(base_model)
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", FUSED_KEY)
+
+
+@pytest.fixture
+def fused(fused_server: VLLMServer, reference: PeftReference, tmp_path: Path) -> Iterator[Fused]:
+    """The server, alive, with the base in its weights and no adapter before and after the test."""
+    store = AdapterStore(tmp_path / "store")
+    engine = VLLMFusedEngine(fused_server.base_url, is_local=True)
+    engine.connect(soon(60))
+    fused = Fused(fused_server, engine, reference, store)
+    try:
+        yield fused
+        for name in engine.loaded(soon()):
+            if name.startswith(store.run_id):
+                assert engine.unload(name, soon(60))
+        state = fused.state()
+        assert (state["current"], state["adapters"], state["broken"]) == (BASE, {}, None)
+    finally:
+        engine.close()
+        store.close()
+
+
+def test_the_base_comes_back_bit_for_bit_after_many_versions(fused: Fused) -> None:
+    before = fused.score(fused.base)
+    for seed in range(6):
+        name = fused.load(seed)
+        assert fused.gap(fused.score(name), seed) < fused.reference.tolerance
+        assert fused.gap(fused.score(name), None) > 5 * fused.reference.tolerance
+    assert fused.score(fused.base) == before
+
+
+def test_an_adapter_of_zeros_is_the_base_bit_for_bit(fused: Fused) -> None:
+    before = fused.score(fused.base)
+    stored = fused.write(1)
+    assert stored.path
+    file = stored.path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor * ("lora_A" in name) for name, tensor in tensors.items()}, file)
+    fused.engine.load(stored, soon(60))
+    assert fused.score(stored.name) == before
+    assert fused.state()["current"] == stored.name
+
+
+def test_a_prompt_that_was_cached_is_computed_anew_for_each_version(fused: Fused) -> None:
+    names = [fused.load(seed) for seed in (1, 2)]
+    for seed, name in [(1, names[0]), (2, names[1]), (None, fused.base), (1, names[0])]:
+        for _ in range(2):
+            group = PromptGroup(prompt=LONG, count=2)
+            for row in fused.engine.generate(name, [group], sampling(max_tokens=4), soon(60))[0]:
+                assert row.logprobs is not None
+                found = [token[0] for token in row.logprobs]
+                assert None not in found
+                assert fused.gap(found, seed, LONG + row.token_ids, len(LONG)) < 2 * fused.reference.tolerance  # type: ignore[arg-type]
+
+
+def test_a_version_that_is_loaded_during_a_request_waits_for_it(fused: Fused) -> None:
+    first = fused.load(1)
+    group = PromptGroup(prompt=LONG, count=1)
+    finished: list[str] = []
+
+    def generate() -> Any:
+        fields = {"max_tokens": 200, "extra": {"ignore_eos": True}}
+        row = fused.engine.generate(first, [group], sampling(**fields), soon(60))[0][0]
+        finished.append("request")
+        return row
+
+    def load() -> str:
+        assert sampled.wait(30)
+        name = fused.load(2)
+        finished.append("load")
+        return name
+
+    sampled = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(generate)
+        until_running(fused.server)
+        sampled.set()
+        loading = pool.submit(load)
+        row, second = running.result(60), loading.result(60)
+    assert finished == ["request", "load"]
+    found = [token[0] for token in row.logprobs]
+    assert len(found) == 200
+    assert fused.gap(found, 1, LONG + row.token_ids, len(LONG)) < fused.reference.tolerance
+    assert fused.gap(fused.score(second), 2) < fused.reference.tolerance
+
+
+def until_running(server: VLLMServer) -> None:
+    for _ in range(3000):
+        text = httpx.get(f"{server.base_url}/metrics", timeout=30, trust_env=False).text
+        if any(
+            line.startswith("vllm:num_requests_running{") and not line.endswith(" 0.0") for line in text.split("\n")
+        ):
+            return
+    raise AssertionError("no request ever ran")
+
+
+def test_requests_for_two_versions_at_once_are_each_sampled_from_their_own(fused: Fused) -> None:
+    names = {seed: fused.load(seed) for seed in (1, 2)}
+    seeds = [1, 2, 2, 1, 1, 2, 1, 2]
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        for seed, found in zip(seeds, pool.map(lambda seed: fused.score(names[seed]), seeds), strict=True):
+            assert fused.gap(found, seed) < fused.reference.tolerance
+
+
+def with_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[FIRST][0, 0] = float("nan")
+
+
+def of_another_width(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[FIRST] = torch.cat([tensors[FIRST], torch.ones(1, 8)])
+
+
+def narrower(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[FIRST] = tensors[FIRST][:-1].contiguous()
+
+
+def with_an_unknown_module(tensors: dict[str, torch.Tensor]) -> None:
+    for kind in "AB":
+        tensors[f"base_model.model.model.layers.0.mlp.strange_proj.lora_{kind}.weight"] = torch.ones(8, 8)
+
+
+def with_a_layer_too_many(tensors: dict[str, torch.Tensor]) -> None:
+    for kind in "AB":
+        name = FIRST.replace("lora_B", f"lora_{kind}")
+        tensors[name.replace("layers.0", "layers.7")] = tensors[name].clone()
+
+
+def with_an_output_layer(tensors: dict[str, torch.Tensor]) -> None:
+    for kind, shape in {"A": (8, 128), "B": (260, 8)}.items():
+        tensors[f"base_model.model.lm_head.lora_{kind}.weight"] = torch.ones(shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_nan, "NaN or infinity, in model.layers.0.self_attn.q_proj.lora_B"),
+        (of_another_width, r"of shape \(128, 128\) in the served model, not \(129, 128\)"),
+        (narrower, r"of shape \(128, 128\) in the served model, not \(127, 128\)"),
+        (with_an_unknown_module, "strange_proj"),
+        (with_a_layer_too_many, "layers.7"),
+        (with_an_output_layer, "embeddings and output layers cannot be fused"),
+    ],
+)
+def test_a_version_that_is_refused_changes_nothing(
+    fused: Fused, change: Callable[[dict[str, torch.Tensor]], None], words: str
+) -> None:
+    base = fused.score(fused.base)
+    good = fused.load(1)
+    before = fused.score(good)
+    stored = fused.write(2)
+    assert stored.path
+    file = stored.path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(AdapterRejectedError, match=words):
+        fused.engine.load(stored, soon(60))
+    assert (fused.state()["current"], list(fused.engine.loaded(soon()))) == (good, [good])
+    assert fused.score(good) == before
+    assert fused.score(fused.base) == base
+    assert fused.gap(fused.score(fused.load(3)), 3) < fused.reference.tolerance
+
+
+def test_only_the_key_of_the_server_opens_the_routes(fused: Fused) -> None:
+    stored = fused.write(1)
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert fused.ask("GET", headers=headers).status_code == 401
+        assert fused.ask("PUT", f"/{stored.name}", {"path": stored.server_path}, headers).status_code == 401
+        assert fused.ask("DELETE", f"/{stored.name}", headers=headers).status_code == 401
+        url, body = f"{fused.server.base_url}/v1/completions", {"model": fused.base, "prompt": [1], "max_tokens": 1}
+        for name in ({}, {HEADER: BASE}):
+            assert httpx.post(url, json=body, headers=headers | name, trust_env=False).status_code == 401
+    assert fused.state()["adapters"] == {}
+
+
+def test_a_request_of_any_client_is_told_what_it_was_sampled_from(fused: Fused) -> None:
+    name = fused.load(1)
+    url, body = f"{fused.server.base_url}/v1/completions", {"model": fused.base, "prompt": [1], "max_tokens": 1}
+    assert httpx.post(url, json=body, headers=RIGHT, timeout=60, trust_env=False).headers[HEADER] == name
+    streamed = httpx.post(url, json={**body, "stream": True}, headers=RIGHT, timeout=60, trust_env=False)
+    assert streamed.headers[HEADER] == name
+
+
+def test_the_setting_must_fit_the_server(fused: Fused, server: VLLMServer) -> None:
+    with pytest.raises(ServerSetupError, match=r'lora_sync_serving="fused"'):
+        connect_engine(fused.server.base_url, engine="auto", is_local=True, deadline=soon(60))
+    with pytest.raises(ServerSetupError, match=r"serve vllm MODEL --fused.*--worker-extension-cls"):
+        connect_engine(server.base_url, engine="auto", is_local=True, deadline=soon(60), serving="fused")
+
+
+@pytest.mark.parametrize("transport", ["disk", "push"])
+def test_a_run_trains_the_policy_it_samples_from_and_leaves_the_base(
+    fused: Fused, base_model: Path, tmp_path: Path, transport: str
+) -> None:
+    before = fused.score(fused.base)
+    trainer = grpo_trainer(
+        fused.server.base_url,
+        base_model,
+        tmp_path,
+        lora_sync_serving="fused",
+        lora_sync_transport=transport,
+        max_steps=4,
+    )
+    trainer.train()
+    steps = steps_of(trainer)
+    assert [step["lora_sync/version"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["sampling/sampling_logp_difference/mean"] < 0.02 for step in steps)
+    randomize_adapter(trainer.model, seed=1)
+    trainer.vllm_generation.sync_weights()
+    assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(seed) for seed in range(4)]))
+    trainer.vllm_generation.close()
+    wait_for_unloads(trainer)
+    assert fused.state()["current"] == BASE
+    assert fused.score(fused.base) == before
+    assert not (tmp_path / "sync").exists()
+
+
+def test_a_server_that_was_restarted_is_given_the_active_version_again(
+    fused: Fused, base_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = grpo_trainer(
+        fused.server.base_url, base_model, tmp_path, lora_sync_serving="fused", lora_sync_timeout=120.0
+    )
+    randomize_adapter(trainer.model, seed=1)
+    trainer.vllm_generation.sync_weights()
+    fused.server.kill()
+    fused.server.start()
+    assert fused.state()["current"] == BASE
+
+    rows = sample(trainer.vllm_generation, [token_ids(seed) for seed in range(4)])
+
+    assert is_policy_of(trainer.model, rows)
+    assert "was given it again" in caplog.text
+    trainer.vllm_generation.close()
+    wait_for_unloads(trainer)
+
+
+def test_every_worker_gets_its_shard(base_model: Path, reference: PeftReference, tmp_path: Path) -> None:
+    """Tensor parallel: heads split in two for q, k and v, rows for gate and up, columns for o and down."""
+    server = VLLMServer(
+        base_model,
+        enable_lora=False,
+        runtime_updating=False,
+        extra_args=[
+            *("--worker-extension-cls", WORKER),
+            *("--middleware", MIDDLEWARE),
+            *("--tensor-parallel-size", "2"),
+            *("--distributed-executor-backend", "mp"),
+        ],
+        extra_env={"PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        log_path=tmp_path / "log",
+    )
+    store = AdapterStore(tmp_path / "store")
+    with server:
+        engine = VLLMFusedEngine(server.base_url, is_local=True)
+        engine.connect(soon(60))
+        fused = Fused(server, engine, reference, store)
+        before = fused.score(fused.base)
+        # First, while nothing is known of the layer: each worker takes its rows of what is too wide without a word.
+        wide = fused.write(3)
+        assert wide.path
+        tensors = load_file(wide.path / "adapter_model.safetensors")
+        of_another_width(tensors)
+        save_file(tensors, wide.path / "adapter_model.safetensors")
+        with pytest.raises(AdapterRejectedError, match="another base model"):
+            engine.load(wide, soon(60))
+        names = {seed: fused.load(seed) for seed in (1, 2)}
+        for seed, name in names.items():
+            assert fused.gap(fused.score(name), seed) < reference.tolerance
+        assert fused.gap(fused.score(names[2]), 2) < reference.tolerance
+        workers = fused.state()["workers"]
+        assert [worker["active"] for worker in workers] == [names[2]] * 2
+        assert len({json.dumps(worker["modules"]) for worker in workers}) == 1
+        assert fused.score(fused.base) == before
+        engine.close()
+    store.close()

@@ -1,0 +1,95 @@
+"""Unit tier: the servers and layers that fused serving refuses, and what it says; with layers that look like vLLM's."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trl_lora_sync.engine_plugins import vllm_fused_worker as worker
+
+
+def config(**changes: Any) -> Any:
+    plain: dict[str, Any] = {"lora_config": None, "quantization": None, "data_parallel_size": 1} | changes
+    return SimpleNamespace(
+        lora_config=plain["lora_config"],
+        model_config=SimpleNamespace(quantization=plain["quantization"]),
+        parallel_config=SimpleNamespace(data_parallel_size=plain["data_parallel_size"]),
+    )
+
+
+def test_a_plain_server_is_taken() -> None:
+    worker._check_server(config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization": "fp8"}, r"quantised \(fp8\).*Serve the unquantised model"),
+        ({"quantization": "bitsandbytes"}, r"quantised \(bitsandbytes\)"),
+        ({"lora_config": object()}, "Restart it without --enable-lora"),
+        ({"data_parallel_size": 2}, "Start one server for each"),
+    ],
+)
+def test_a_server_whose_weights_cannot_be_replaced_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(worker._UnsuitableError, match=words):
+        worker._check_server(config(**changes))
+
+
+class FusedMoE(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.ones(2, 4, 4))
+
+
+class LatentAttention(torch.nn.Module):
+    """As vLLM's MLA: it holds the layer, and makes matrices of its own from it."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.kv_b_proj = layer
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        pass
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = torch.nn.Linear(4, 4)
+        self.experts = FusedMoE()
+        self.kv_b_proj = torch.nn.Linear(4, 4)
+        self.attention = LatentAttention(self.kv_b_proj)
+
+
+def test_a_linear_layer_is_taken() -> None:
+    model = Model()
+    worker._check_layer(model, "q_proj", {"q_proj": model.q_proj})
+
+
+def test_experts_are_refused_by_name() -> None:
+    with pytest.raises(worker._UnsuitableError, match=r"'experts\.w13_weight', which is a FusedMoE.*target_modules"):
+        worker._check_layer(Model(), "experts.w13_weight", {})
+
+
+def test_a_layer_that_is_kept_in_another_form_as_well_is_refused() -> None:
+    model = Model()
+    with pytest.raises(worker._UnsuitableError, match=r"LatentAttention \('attention'\) also keeps"):
+        worker._check_layer(model, "kv_b_proj", {"kv_b_proj": model.kv_b_proj})
+
+
+def test_what_goes_wrong_in_a_worker_is_an_answer() -> None:
+    def fail() -> dict[str, Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    answer = worker._answer(fail)
+    assert (answer["ok"], answer["status"], answer["error"]) == (False, 500, "OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_worker_of_a_wrong_server_says_so_each_time() -> None:
+    extended = type("Worker", (worker.FusedWorker,), {})()
+    extended.vllm_config = config(quantization="fp8")
+    extended.get_model = Model
+    for _ in range(2):
+        answer = extended.lora_sync_prepare("a", "/a")
+        assert (answer["ok"], answer["status"]) == (False, 422)
