@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from accelerate.utils import gather_object
+from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -23,6 +24,9 @@ from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.shards import is_sharded, whole_in_forward
 from trl_lora_sync.sync import AdapterSync, ReadAdapter
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_logprobs
+
+# What FSDP1 puts into the names of the modules that it wraps.
+_FSDP1_PART = "_fsdp_wrapped_module."
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -92,6 +96,22 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             return read_adapter(self.model, dtype=self._dtype, fused_siblings=siblings, gathered=gathered)
 
         return read
+
+    def adapter_state_dict(self) -> dict[str, Tensor]:
+        """**Collective.** Copies of the adapter's matrices as they are trained, by their names in PEFT's files.
+
+        Only process 0 gets them.
+        """
+        linears = run_on_all(self.accelerator, lambda: lora_linears(self.model))
+        gathered = gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
+        if not self.accelerator.is_main_process:
+            return {}
+        wanted = set(linears)
+        return {
+            _saved_name(path, self.model.active_adapter): gathered.get(module, module.weight).detach().clone()
+            for path, module in self.model.named_modules()
+            if module in wanted
+        }
 
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
@@ -190,6 +210,11 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._active_name = None
         if self._sync is not None:
             self._sync.close()
+
+
+def _saved_name(path: str, adapter_name: str) -> str:
+    """The name in PEFT's files of the matrix that a module of the model holds."""
+    return f"{path}.weight".replace(_FSDP1_PART, "").removesuffix(f".{adapter_name}.weight") + ".weight"
 
 
 def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:
