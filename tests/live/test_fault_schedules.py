@@ -25,7 +25,7 @@ from support.faults import (
 from support.models import peft_model, randomize_adapter
 from support.policies import sample, token_ids
 from support.schedules import SURROUNDINGS, Arena, Checker, Schedule, SmallTrainer, Step, schedule_of
-from support.servers import adapters_on
+from support.servers import adapters_on, version_of
 from transformers import AutoTokenizer
 from vllm_server import VLLMServer
 
@@ -136,8 +136,12 @@ def test_one_of_several_servers_without_the_active_version_breaks_the_rule(
     """It confirms that it has the version, and forgets it without a restart that would explain it."""
 
     def tamper(proxy: FaultProxy) -> None:
+        def forget(path: str, body: dict[str, Any]) -> None:
+            if path == MODELS and any(version_of(name) == 1 for name in adapters_on(proxy.target)):
+                forget_all(proxy.target)
+
         if proxy.target != clean_server.base_url:
-            proxy.on_answer = lambda path, body: forget_all(proxy.target) if path == MODELS else None
+            proxy.on_answer = forget
 
     outcome = arena.run(replace(QUIET, servers=2), tmp_path, tamper)
 
