@@ -5,9 +5,9 @@
     python benchmarks/soak.py --cpu-server --syncs 2000
 
 The second form makes a tiny model and starts a vLLM server for it on this CPU. Every round changes the adapter a
-little, publishes it through the same path as the trainer, samples a few completions and checks that the server computes
-the log-probabilities of the version just published, not of the one before. The slope of each quantity over the rounds
-(least squares, the first tenth left out as warm-up) is what to look at.
+little, publishes it through the same path as the trainer, samples a few completions and checks that their
+log-probabilities are those of the version just published, not of the one before. The slope of each quantity over the
+rounds (least squares, the first tenth left out as warm-up) is what to look at.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.cli.surroundings import surroundings
-from trl_lora_sync.engines.base import Capabilities, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.scoring import base_logprobs
 from trl_lora_sync.settings import ServerAddress, SyncSettings
@@ -39,7 +39,16 @@ from trl_lora_sync.verify import TrainedBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
 
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=16, logprobs=0)
+SAMPLING = Sampling(
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    max_tokens=16,
+    logprobs=0,
+    extra={"ignore_eos": True},
+)
 MEASURED = (
     "total_s", "write_s", "load_s", "server_rss_mb", "server_threads", "server_open_files", "trainer_rss_mb",
     "trainer_threads", "trainer_open_files", "gpu_used_mb", "adapters_on_server", "files", "disk_mb",
@@ -161,18 +170,20 @@ def reader(model: PeftModel) -> ReadAdapter:
 
 
 def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> dict[str, float]:
-    prompt = torch.randint(0, 200, (32,)).tolist()
-    before = reference(model, prompt)
+    before = [parameter.detach().clone() for parameter in moving(model)]
     perturb(model)
     report = sync.publish(reader(model))
-    wanted = reference(model, prompt)
-    served = sync.fleet.servers[0].engine.score(report.adapter_name, prompt, deadline())
     groups = [PromptGroup(prompt=torch.randint(0, 200, (16,)).tolist(), count=2) for _ in range(8)]
-    sync.fleet.generate(report.adapter_name, groups, SAMPLING, deadline())
+    answers = sync.fleet.generate(report.adapter_name, groups, SAMPLING, deadline())
     sync.sleep()
+    looked_at = [answer[0] for answer in answers[:4]]
+    served = [token[0] for completion in looked_at for token in completion.logprobs or []]
+    wanted = reference(model, looked_at)
+    with held(model, before):
+        former = reference(model, looked_at)
     # A server that sleeps between the rounds is not asked what it has loaded.
     on_server = {} if args.sleep else {"adapters_on_server": len(sync.fleet.loaded(deadline()))}
-    gap, change = distance(served, wanted), distance(served, before)
+    gap, change = distance(served, wanted), distance(served, former)
     if not gap < change / 2:
         raise SystemExit(f"{report.adapter_name}: {gap:.4f} from its own version, {change:.4f} from the one before")
     return {
@@ -198,16 +209,34 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
 @torch.no_grad()
 def perturb(model: PeftModel) -> None:
     """A new adapter that differs clearly from the last one, of bounded size."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.copy_(torch.randn_like(parameter) * 0.05)
+    for parameter in moving(model):
+        parameter.copy_(torch.randn_like(parameter) * 0.05)
+
+
+def moving(model: PeftModel) -> list[torch.nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+
+
+@contextlib.contextmanager
+def held(model: PeftModel, values: list[torch.Tensor]) -> Iterator[None]:
+    """Other values of what moves while the block lasts."""
+    newest = [parameter.data for parameter in moving(model)]
+    for parameter, value in zip(moving(model), values, strict=True):
+        parameter.data = value
+    try:
+        yield
+    finally:
+        for parameter, value in zip(moving(model), newest, strict=True):
+            parameter.data = value
 
 
 @torch.no_grad()
-def reference(model: PeftModel, prompt: list[int]) -> list[float]:
-    ids = torch.tensor([prompt], device=model.device)
-    logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-    return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+def reference(model: PeftModel, completions: list[Completion]) -> list[float]:
+    """The log-probabilities of all tokens of equally long completions, as the model itself computes them."""
+    ids = torch.tensor([one.prompt_ids + one.token_ids for one in completions], device=model.device)
+    start = len(completions[0].prompt_ids)
+    logprobs = model(input_ids=ids).logits[:, start - 1 : -1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[:, start:, None])[..., 0].flatten().tolist()
 
 
 def distance(a: list[float], b: list[float]) -> float:

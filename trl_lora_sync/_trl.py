@@ -7,6 +7,8 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 - `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
 - what `VLLMGeneration.__init__` stores under the names of `_INIT_PARAMETERS`, and that it calls `_init_vllm()` last.
 - `GRPOTrainer.vllm_generation`, `._metrics`, `._last_loaded_step`, which exist on instances only.
+- `Trainer._save(output_dir, state_dict)` and `.is_fsdp_enabled` of Transformers; the former can go once its
+  `save_model` saves PEFT adapters under FSDP with sharded state dicts.
 - `trl.scripts.grpo`: `make_parser(prog=...)` and `main(*parsed)` take `GRPOConfig` and `GRPOTrainer` from `trl` when
   they are called; there is no argument to pass other classes.
 - `trl.models.utils`: `remove_hooks(engine)` and `add_hooks(engine)` take DeepSpeed's ZeRO-3 hooks off a model and put
@@ -18,11 +20,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import trl
 from packaging.version import Version
+from safetensors.torch import save_file
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
@@ -105,6 +110,26 @@ def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozens
 def forget_last_sync(trainer: Any) -> None:
     """Make the trainer sync before it generates again, even at the same `global_step`."""
     trainer._last_loaded_step = -1
+
+
+def saves_shards_only(trainer: Any) -> bool:
+    """Whether Transformers' `save_model` leaves the model out because FSDP's state dicts are sharded."""
+    if not trainer.is_fsdp_enabled:
+        return False
+    return "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+
+
+def save_adapter(trainer: Any, output_dir: str | None, matrices: dict[str, torch.Tensor]) -> None:
+    """Save adapter, tokenizer and arguments as Transformers' `save_model` does where nothing is sharded.
+
+    The matrices are written by ourselves: PEFT 0.21 looks for the names of FSDP1's wrappers among them, finds none, and
+    writes an empty file.
+
+    Args:
+        matrices: by their names in PEFT's files.
+    """
+    trainer._save(output_dir, state_dict={})
+    save_file(matrices, Path(output_dir or trainer.args.output_dir) / "adapter_model.safetensors", {"format": "pt"})
 
 
 def check_trl() -> None:

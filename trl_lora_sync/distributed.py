@@ -146,6 +146,11 @@ def outermost(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return wrappers[-1] if wrappers else model
 
 
+def models_prepared(accelerator: Accelerator) -> int:
+    """How many models accelerate has wrapped so far; FSDP2 shards a model without another object around it."""
+    return len(accelerator._models)
+
+
 def check_launcher(accelerator: Accelerator) -> None:
     """Refuse the ways of training whose parameters cannot be read, by what accelerate really set up.
 

@@ -11,13 +11,21 @@ from itertools import groupby
 from typing import Any
 
 from accelerate.utils import gather_object
+from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync._trl import zero3_hooks_removed
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader, base_dtype
 from trl_lora_sync.client import RolloutClient
-from trl_lora_sync.distributed import check_launcher, gather_weights, outermost, run_on_all, run_on_main
+from trl_lora_sync.distributed import (
+    check_launcher,
+    gather_weights,
+    models_prepared,
+    outermost,
+    run_on_all,
+    run_on_main,
+)
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import adapter_logprobs, base_logprobs
@@ -25,6 +33,9 @@ from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.shards import is_partitioned, is_sharded, whole_in_forward
 from trl_lora_sync.sync import AdapterSync, ReadAdapter, ScoreAdapter
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
+
+# What FSDP1 puts into the names of the modules that it wraps.
+_FSDP1_PART = "_fsdp_wrapped_module."
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -44,6 +55,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._active_name: str | None = None
         self._sync: AdapterSync | None = None
         self._reader = AdapterReader()
+        self._sharded: tuple[int, bool] | None = None
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -91,7 +103,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     def _score_adapter(self, timer: PhaseTimer) -> ScoreAdapter:
         """**Collective** if the model is sharded, as its forward pass is then, and a server is to be verified."""
         model, device = self.model, self.accelerator.device
-        if self._settings.verify == "off" or not is_sharded(model):
+        if self._settings.verify == "off" or not self._is_sharded():
             return lambda: adapter_logprobs(model, PROBE_PROMPT)
         if not run_on_main(self.accelerator, self._wants_proof):
             return lambda: None
@@ -100,6 +112,13 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
                 self.accelerator, lambda: adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
             )
         return lambda: computed
+
+    def _is_sharded(self) -> bool:
+        """Whether a forward pass of the model needs every process; looked at again once a launcher has wrapped it."""
+        prepared = models_prepared(self.accelerator)
+        if self._sharded is None or self._sharded[0] != prepared:
+            self._sharded = (prepared, is_sharded(self.model))
+        return self._sharded[1]
 
     @contextmanager
     def _computing(self) -> Iterator[Any]:
@@ -123,6 +142,22 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             return self._reader.read(self.model, dtype=self._dtype, fused_siblings=siblings, gathered=gathered)
 
         return read
+
+    def adapter_state_dict(self) -> dict[str, Tensor]:
+        """**Collective.** Copies of the adapter's matrices as they are trained, by their names in PEFT's files.
+
+        Only process 0 gets them.
+        """
+        linears = run_on_all(self.accelerator, lambda: self._reader.linears(self.model))
+        gathered = gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
+        if not self.accelerator.is_main_process:
+            return {}
+        wanted = set(linears)
+        return {
+            _saved_name(path, self.model.active_adapter): gathered.get(module, module.weight).detach().clone()
+            for path, module in self.model.named_modules()
+            if module in wanted
+        }
 
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
@@ -222,6 +257,11 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         if self._sync is not None:
             self._sync.close()
         self._reader.release()
+
+
+def _saved_name(path: str, adapter_name: str) -> str:
+    """The name in PEFT's files of the matrix that a module of the model holds."""
+    return f"{path}.weight".replace(_FSDP1_PART, "").removesuffix(f".{adapter_name}.weight") + ".weight"
 
 
 def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:

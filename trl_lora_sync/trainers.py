@@ -54,6 +54,21 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             self._release_adapters()
             self._sum_up()
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """**Collective.** TRL's `save_model`; under FSDP with sharded state dicts it saves the adapter as well.
+
+        There, Transformers (5.23) saves nothing and says nothing; only its checkpoints hold the adapter, as shards.
+        """
+        if self._syncs_adapters and not _internal_call and _trl.saves_shards_only(self):
+            self._save_adapter(output_dir)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_adapter(self, output_dir: str | None) -> None:
+        from trl_lora_sync.distributed import run_on_main
+
+        matrices = self.vllm_generation.adapter_state_dict()
+        run_on_main(self.accelerator, lambda: _trl.save_adapter(self, output_dir, matrices))
+
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `compute_loss`, before which a server that sleeps between steps is sent to sleep."""
         if self._syncs_adapters and self.model.training:

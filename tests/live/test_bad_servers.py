@@ -5,9 +5,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from make_model import make_model
 from support.models import lora, randomize_adapter
@@ -223,6 +225,34 @@ def test_another_base_model_that_takes_the_adapter_is_warned_about_if_nothing_is
     assert clean_server.served_model_name in by_name
     assert "another policy" in by_name
     assert "computes other log-probabilities than the trainer's: mean |served - trained|" in by_logprobs
+
+
+def test_a_run_may_start_while_somebody_else_samples(
+    make_trainer: Make, clean_server: VLLMServer, base_model: Path, end_of_test: threading.Event
+) -> None:
+    """The start scored a prompt by `prompt_logprobs`, of which a vLLM that was computing anything else died."""
+    body = {"model": clean_server.served_model_name, "prompt": token_ids(1), "max_tokens": 50, "ignore_eos": True}
+    under_way = threading.Event()
+
+    def sample_on() -> int:
+        answered = 0
+        with httpx.Client(base_url=clean_server.base_url, timeout=120, trust_env=False) as client:
+            while not end_of_test.is_set():
+                client.post("/v1/completions", json=body).raise_for_status()
+                answered += 1
+                under_way.set()
+        return answered
+
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(sample_on) for _ in range(3)]
+        try:
+            assert under_way.wait(60)
+            trainer = make_trainer(clean_server.base_url, base_model, **PATIENT)
+            trainer.vllm_generation.sync_weights()
+            assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
+        finally:
+            end_of_test.set()
+        assert all(other.result() for other in others)
 
 
 def test_the_same_base_model_is_not_warned_about(

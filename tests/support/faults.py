@@ -1,6 +1,7 @@
 """A proxy that breaks things on purpose, by a script: which request, what happens to it.
 
 Stands between the trainer and a real server, with real sockets on both sides. For several servers, run one per server.
+Where there are fewer server processes than servers, proxies with a `tenant` of their own make several out of one.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ TRUNCATIONS = ("cut", "clip")
 DUPLICATES = ("ask twice", "answer twice", "answer the next one as well", "answer from before")
 STATUSES = ("500 before", "503 before", "500 after", "503 after")
 LOSSES = ("restart",)
-KINDS = (*DROPS, *DELAYS, *HANGS, *TRUNCATIONS, *DUPLICATES, *STATUSES, *LOSSES)
+OUTAGES = ("outage", "outage and restart")
+KINDS = (*DROPS, *DELAYS, *HANGS, *TRUNCATIONS, *DUPLICATES, *STATUSES, *LOSSES, *OUTAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Fault:
         nth: which request to that route, counted from 1 when the fault is armed.
         seconds: of a delay.
         fraction: of an answer's bytes that come through before it is cut, clipped or hangs.
-        times: how many requests in a row a server refuses that is down.
+        times: how many requests in a row a server refuses that is down; of an outage, how many steps it lasts.
     """
 
     kind: str
@@ -61,16 +63,21 @@ class FaultProxy:
     """Passes requests on to a server, except where a fault is armed.
 
     Attributes:
+        tenant: put in front of the names that adapters have on the server, where no other name is seen through this
+            proxy. So several proxies make several servers out of one process.
         on_request: called with (path, body) before anything else happens to a request; may kill the server.
         on_answer: called with (path, body) when the server has answered, before anything is sent back.
         while_asking: called with (path, body) when the server has got the request, before its answer is waited for.
         rewrite: changes the body that the server gets.
         rewrite_answer: changes what the server has answered, before any fault.
         fired: the faults that have happened, with the routes they hit.
+        sampled: the models that completions were asked of, in order.
+        restarts: how often the server has forgotten its adapters.
         calmed: how often `calm_down` has been called; faults that are still to come from before then do not.
     """
 
     target: str
+    tenant: str = ""
     base_url: str = ""
     on_request: Callable[[str, dict[str, Any]], None] = lambda path, body: None
     on_answer: Callable[[str, dict[str, Any]], None] = lambda path, body: None
@@ -78,9 +85,14 @@ class FaultProxy:
     rewrite: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda path, body: body
     rewrite_answer: Callable[[str, bytes], bytes] = lambda path, answer: answer
     fired: list[tuple[Fault, str]] = field(default_factory=list)
+    sampled: list[str] = field(default_factory=list)
+    restarts: int = 0
     calmed: int = 0
+    _names: set[str] = field(default_factory=set)
     _armed: list[list[Any]] = field(default_factory=list)
     _refusals: int = 0
+    _outage: Fault | None = None
+    _outage_steps: int = 0
     _answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _released: threading.Event = field(default_factory=threading.Event)
@@ -96,15 +108,35 @@ class FaultProxy:
     def calm_down(self, timeout_s: float = 30.0) -> None:
         """Let no more faults happen, end those that hang, and wait until every request has been answered."""
         self.arm([])
+        self.end_outage()
         self.calmed += 1
         self._released.set()
         with self._idle:
             assert self._idle.wait_for(lambda: self._in_flight == 0, timeout_s), "a request never ends"
         self._released.clear()
 
+    def end_step(self) -> None:
+        """Disarm what has not happened; an outage goes on for as many steps as it has left."""
+        self.arm([])
+        self._outage_steps -= 1
+        if self._outage_steps <= 0:
+            self.end_outage()
+
+    def end_outage(self) -> None:
+        with self._lock:
+            ended, self._outage = self._outage, None
+        if ended is not None and ended.kind == "outage and restart":
+            self.restart()
+
+    def restart(self) -> None:
+        self.restarts += 1
+        forget_all(self.target, self.tenant)
+
     def hits(self, path: str) -> Fault | None:
         """The fault that happens to this request to `path`, if any; it is then used up."""
         with self._lock:
+            if self._outage is not None:
+                return Fault(kind="close before")
             if self._refusals:
                 self._refusals -= 1
                 return Fault(kind="close before")
@@ -121,8 +153,11 @@ class FaultProxy:
             self.fired.append((fault, path))
             if fault.kind in ("refuse", "restart"):
                 self._refusals = fault.times - 1
+            if fault.kind in OUTAGES:
+                self._outage, self._outage_steps = fault, fault.times
+                return Fault(kind="close before")
         if fault.kind == "restart":
-            forget_all(self.target)
+            self.restart()
         return fault
 
     def wait(self, seconds: float | None) -> None:
@@ -151,31 +186,55 @@ class FaultProxy:
             raise ConnectionAbortedError from None  # the server is gone, and so is this connection
         finally:
             connection.close()
-        self._answers[urlsplit(path).path] = answer
         return answer
+
+    def as_tenant(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The request with the names that adapters have on the server."""
+        if "lora_name" in body:
+            self._names.add(body["lora_name"])
+        return body | {key: self.tenant + body[key] for key in ("lora_name", "model") if body.get(key) in self._names}
+
+    def without_tenants(self, path: str, answer: bytes) -> bytes:
+        """The answer with the names that the client knows, and without other tenants' adapters."""
+        if not self.tenant:
+            return answer
+        if path == MODELS:
+            listing = json.loads(answer)
+            listing["data"] = [
+                model for model in listing["data"] if not model["parent"] or model["id"].startswith(self.tenant)
+            ]
+            answer = json.dumps(listing).encode()
+        return answer.replace(self.tenant.encode(), b"")
+
+    def remember(self, path: str, status: int, answer: bytes) -> None:
+        self._answers[path] = (status, answer)
 
     def answer_from_before(self, path: str) -> tuple[int, bytes] | None:
         return self._answers.get(path)
 
 
-def forget_all(base_url: str) -> None:
+def forget_all(base_url: str, tenant: str = "") -> None:
     """Take every adapter from a server, which is what a restart does to it."""
     with httpx.Client(base_url=base_url, timeout=60, trust_env=False) as client:
         for model in client.get(MODELS).json()["data"]:
-            if model["parent"]:
+            if model["parent"] and model["id"].startswith(tenant):
                 client.post(UNLOAD, json={"lora_name": model["id"]})
 
 
 @contextlib.contextmanager
 def fault_proxies(base_urls: Sequence[str]) -> Iterator[list[FaultProxy]]:
-    """A proxy in front of each server while the block lasts."""
+    """A proxy for each URL while the block lasts; those of the same URL are servers of their own all the same."""
+    shared = {url for url in base_urls if base_urls.count(url) > 1}
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(fault_proxy(url)) for url in base_urls]
+        yield [
+            stack.enter_context(fault_proxy(url, tenant=f"tenant-{place}-of-" if url in shared else ""))
+            for place, url in enumerate(base_urls)
+        ]
 
 
 @contextlib.contextmanager
-def fault_proxy(base_url: str) -> Iterator[FaultProxy]:
-    proxy = FaultProxy(base_url)
+def fault_proxy(base_url: str, tenant: str = "") -> Iterator[FaultProxy]:
+    proxy = FaultProxy(base_url, tenant)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy))
     server.daemon_threads = True
     server.block_on_close = False
@@ -208,6 +267,8 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
 
         def _handle(self, path: str, sent: bytes) -> None:
             body = json.loads(sent or b"{}")
+            if path == COMPLETIONS:
+                proxy.sampled.append(body["model"])
             proxy.on_request(path, body)
             fault = proxy.hits(path) or Fault(kind="none")
             if self.left_over and self.left_over[1] == proxy.calmed:
@@ -274,8 +335,11 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
 
         def _ask(self, path: str, sent: bytes) -> tuple[int, bytes]:
             headers = {name: self.headers[name] for name in ("Content-Type", "Authorization") if name in self.headers}
-            body = json.dumps(proxy.rewrite(path, json.loads(sent))).encode() if sent else b""
-            return proxy.ask(self.command, self.path, body, headers)
+            body = json.dumps(proxy.as_tenant(proxy.rewrite(path, json.loads(sent)))).encode() if sent else b""
+            status, answer = proxy.ask(self.command, self.path, body, headers)
+            answer = proxy.without_tenants(path, answer)
+            proxy.remember(path, status, answer)
+            return status, answer
 
         def _send(self, status: int, answer: bytes) -> None:
             self.wfile.write(_head(status, len(answer)) + answer)

@@ -47,3 +47,31 @@ def read_only(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         folder.chmod(0o700)
+
+
+@contextlib.contextmanager
+def becomes_read_only(folder: Path) -> Iterator[bool]:
+    """Let nobody change anything below a folder that is in use; others go on reading it.
+
+    Yields:
+        Whether that was possible: root, whom modes do not hold back, has to mount the folder over itself.
+    """
+    if os.geteuid() != 0:
+        modes = {path: path.stat().st_mode for path in [folder, *folder.rglob("*")] if path.is_dir()}
+        for path, mode in modes.items():
+            path.chmod(mode & ~0o222)
+        try:
+            yield True
+        finally:
+            for path, mode in modes.items():
+                path.chmod(mode)
+        return
+    if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
+        yield False
+        return
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        yield True
+    finally:
+        # Also while somebody has a file open there, as a run has its lock.
+        subprocess.run(["umount", "--lazy", folder], check=True)

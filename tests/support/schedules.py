@@ -3,8 +3,10 @@
 **Every completion that the trainer accepts was sampled by the version it believes active, or the step raised.**
 
 What a completion was sampled by is found out from its log-probabilities alone: the trainer's own model, with the
-adapter as it was at the last sync that succeeded, must give the same ones. Nothing that the package believes is asked.
-A schedule is a pure function of its seed, so a failing one can be run again by itself.
+adapter as it was at the last sync that succeeded, must give the same ones. After each sync, accepted or not, every
+server in service is asked beneath its proxy what it samples in the name of that version, which is on all of them or on
+none. Nothing else that the package believes is asked. A schedule is a pure function of its seed, so a failing one can
+be run again by itself.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import httpx
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
@@ -30,6 +33,7 @@ from support.faults import (
     LOAD,
     LOSSES,
     MODELS,
+    OUTAGES,
     STATUSES,
     TRUNCATIONS,
     UNLOAD,
@@ -38,19 +42,20 @@ from support.faults import (
     fault_proxies,
     forget_all,
 )
-from support.folders import largest_file
+from support.folders import becomes_read_only, largest_file
 from support.models import peft_model, randomize_adapter
 from support.policies import NOISE_MAX, NOISE_MEAN, OTHER_POLICY_MEAN, Row, distance, sample, token_ids
-from support.servers import adapters_on
+from support.servers import adapters_on, version_of
 from support.settings import plain_settings
 from support.trainers import change_settings
 from trl_lora_sync.errors import LoRASyncError
+from trl_lora_sync.fleet_server import FleetServer
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.settings import SyncSettings
 
 # Things that happen around the trainer instead of on the wire.
-SURROUNDINGS = ("full disk", "clock forward", "clock back", "folder deleted", "shown late")
+SURROUNDINGS = ("full disk", "read-only folder", "clock forward", "clock back", "folder deleted", "shown late")
 # Where faults hit, by what the trainer is about to do; the empty one is any route.
 _PATHS = {
     "start": ("", COMPLETIONS, LOAD, MODELS, UNLOAD),
@@ -58,8 +63,11 @@ _PATHS = {
     "generate": ("", COMPLETIONS, COMPLETIONS),
     "close": ("", UNLOAD),
 }
-_KINDS_BY_WEIGHT = ((DROPS, 4), (STATUSES, 4), (TRUNCATIONS, 3), (DUPLICATES, 3), (DELAYS, 2), (LOSSES, 2), (HANGS, 1))
-# What a hang costs in a schedule that has one; all others get as much time as a busy machine may take.
+_SHORT_KINDS_BY_WEIGHT = ((DROPS, 4), (STATUSES, 4), (TRUNCATIONS, 3), (DUPLICATES, 3), (DELAYS, 2), (LOSSES, 2))
+_KINDS_BY_WEIGHT = (*_SHORT_KINDS_BY_WEIGHT, (HANGS, 2), (OUTAGES, 2))
+# How often something goes wrong on each of so many servers, so that about as many steps succeed.
+_OFTEN = {1: 1.0, 2: 0.6, 3: 0.4}
+# What a hang or an outage costs in a schedule that has one; all others get as much time as a busy machine may take.
 _SHORT_S, _LONG_S = 1.5, 60.0
 _DAY_S = 86_400.0
 # A policy further away than any other, so a completion that fits no known version is not mistaken for noise.
@@ -73,14 +81,14 @@ class Step:
     Attributes:
         trainer: its index.
         action: `"start"`, `"sync"`, `"generate"` or `"close"`.
-        faults: armed on every server's proxy just before.
+        faults: for each server, what is armed on its proxy just before.
         around: one of `SURROUNDINGS`, or empty.
         prompts: how many different prompts, for `"generate"`.
     """
 
     trainer: int
     action: str
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[tuple[Fault, ...], ...] = ()
     around: str = ""
     prompts: int = 1
 
@@ -92,10 +100,17 @@ class Schedule:
     seed: int
     trainers: int
     steps: tuple[Step, ...]
+    servers: int = 1
+    on_server_loss: str = "error"
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [fault for step in self.steps for faults in step.faults for fault in faults]
 
     @property
     def has_hang(self) -> bool:
-        return self._has(HANGS)
+        """Whether something lasts until a deadline ends the wait for it."""
+        return self._has((*HANGS, *OUTAGES))
 
     @property
     def has_stale_answers(self) -> bool:
@@ -103,7 +118,7 @@ class Schedule:
         return self._has(DUPLICATES)
 
     def _has(self, kinds: Sequence[str]) -> bool:
-        return any(fault.kind in kinds for step in self.steps for fault in step.faults)
+        return any(fault.kind in kinds for fault in self.faults)
 
 
 @dataclass
@@ -113,6 +128,8 @@ class Outcome:
     Attributes:
         violations: completions that were accepted although another version sampled them; must be empty.
         accepted: completions that were accepted.
+        seen: completions that servers in service were asked for beneath their proxies, after a sync.
+        dropped: how often a server was gone on without.
         raised: how often each error ended an action.
         fired: how often each kind of fault happened.
         gap: largest mean distance between the log-probabilities of accepted completions and their version's own.
@@ -122,6 +139,8 @@ class Outcome:
 
     violations: list[str] = field(default_factory=list)
     accepted: int = 0
+    seen: int = 0
+    dropped: int = 0
     raised: Counter[str] = field(default_factory=Counter)
     fired: Counter[str] = field(default_factory=Counter)
     gap: float = 0.0
@@ -133,33 +152,47 @@ def schedule_of(seed: int) -> Schedule:
     """The schedule of a seed, always the same one."""
     rng = random.Random(seed)
     trainers = 2 if rng.random() < 0.25 else 1
-    steps = [_step(rng, index, "start", often=0.25) for index in range(trainers)]
+    servers = rng.choices((1, 2, 3), weights=(3, 4, 2))[0]
+    on_server_loss = rng.choice(("error", "drop")) if servers > 1 else "error"
+    # What is waited out takes long, so that only some schedules have it.
+    kinds = _KINDS_BY_WEIGHT if rng.random() < 0.4 else _SHORT_KINDS_BY_WEIGHT
+    steps = [_step(rng, index, "start", servers, kinds, often=0.25) for index in range(trainers)]
     for _ in range(rng.randint(2, 5)):
         trainer = rng.randrange(trainers)
         # Mostly what training does; at times a second generation, a sync without one, or an end and a new start.
         actions = rng.choices((["sync", "generate"], ["generate"], ["sync"], ["close"]), weights=(6, 2, 1, 1))[0]
-        steps += [_step(rng, trainer, action, often=0.8) for action in actions]
-    return Schedule(seed=seed, trainers=trainers, steps=tuple(steps))
+        steps += [_step(rng, trainer, action, servers, kinds, often=0.8) for action in actions]
+    return Schedule(seed=seed, trainers=trainers, steps=tuple(steps), servers=servers, on_server_loss=on_server_loss)
 
 
-def _step(rng: random.Random, trainer: int, action: str, often: float) -> Step:
-    faults, around = [], ""
-    if rng.random() < often:
-        faults = [_fault(rng, action) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
-        if rng.random() < 0.15:
-            around = rng.choice(SURROUNDINGS)
-    return Step(trainer=trainer, action=action, faults=tuple(faults), around=around, prompts=rng.randint(1, 3))
+def _step(
+    rng: random.Random,
+    trainer: int,
+    action: str,
+    servers: int,
+    kinds: Sequence[tuple[Sequence[str], int]],
+    often: float,
+) -> Step:
+    faults = tuple(
+        tuple(_fault(rng, action, kinds) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+        if rng.random() < often * _OFTEN[servers]
+        else ()
+        for _ in range(servers)
+    )
+    around = rng.choice(SURROUNDINGS) if rng.random() < often * 0.2 else ""
+    # Enough prompts for every server to get one.
+    return Step(trainer=trainer, action=action, faults=faults, around=around, prompts=rng.randint(servers, servers + 2))
 
 
-def _fault(rng: random.Random, action: str) -> Fault:
-    kinds = rng.choices([kinds for kinds, _ in _KINDS_BY_WEIGHT], [weight for _, weight in _KINDS_BY_WEIGHT])[0]
+def _fault(rng: random.Random, action: str, kinds: Sequence[tuple[Sequence[str], int]]) -> Fault:
+    chosen = rng.choices([names for names, _ in kinds], [weight for _, weight in kinds])[0]
     return Fault(
-        kind=rng.choice(kinds),
+        kind=rng.choice(chosen),
         path=rng.choice(_PATHS[action]),
         nth=rng.choice((1, 1, 1, 2, 3, 5) if action == "start" else (1, 1, 1, 1, 2)),
         seconds=rng.choice((0.01, 0.1, 0.3)),
         fraction=rng.choice((0.0, 0.1, 0.5, 0.9, 0.99)),
-        times=rng.choice((1, 2, 3, 4)),
+        times=1 if action == "start" else rng.choice((1, 2, 3, 4)),  # nothing else happens before a start succeeds
     )
 
 
@@ -205,16 +238,27 @@ class SmallTrainer:
     Attributes:
         believed: seed of the adapter that this trainer believes active: the one the model held at the last sync that
             was reported as accepted.
+        accepted: the names of all versions that were reported as accepted, in order.
     """
 
-    def __init__(self, model: PeftModel, tokenizer: Any, urls: Sequence[str], folder: Path, first_seed: int) -> None:
+    def __init__(
+        self,
+        model: PeftModel,
+        tokenizer: Any,
+        urls: Sequence[str],
+        folder: Path,
+        first_seed: int,
+        on_server_loss: str = "error",
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.urls = urls
         self.folder = folder
+        self.on_server_loss = on_server_loss
         self.checker = Checker(model)
         self.believed: int | None = None
         self.versions: list[int] = []
+        self.accepted: list[str] = []
         self.generation: LoRASyncGeneration | None = None
         self._next_seed = first_seed
         self._held: int | None = None
@@ -228,7 +272,7 @@ class SmallTrainer:
             mode="server",
             max_completion_length=8,
             logprobs=0,
-            settings=settings_for(self.urls, self.folder, timeout_s),
+            settings=settings_for(self.urls, self.folder, timeout_s, self.on_server_loss),
             on_sync=self._accept,
         )
 
@@ -251,6 +295,7 @@ class SmallTrainer:
 
     def _accept(self, report: SyncReport) -> None:
         self.believed = self._held
+        self.accepted.append(report.adapter_name)
 
     def close(self) -> None:
         self.believed = None
@@ -258,7 +303,7 @@ class SmallTrainer:
             self.generation.close()
 
 
-def settings_for(urls: Sequence[str], folder: Path, timeout_s: float) -> SyncSettings:
+def settings_for(urls: Sequence[str], folder: Path, timeout_s: float, on_server_loss: str) -> SyncSettings:
     return plain_settings(
         urls,
         folder / "sync",
@@ -267,6 +312,7 @@ def settings_for(urls: Sequence[str], folder: Path, timeout_s: float) -> SyncSet
         transport="disk",
         server_root=str(folder / "seen"),
         dtype=torch.bfloat16,
+        on_server_loss=on_server_loss,
     )
 
 
@@ -274,7 +320,8 @@ class Arena:
     """Runs schedules against running servers, one after the other.
 
     Args:
-        targets: base URLs of vLLM servers that serve `base`, without adapters.
+        targets: base URLs of vLLM servers that serve `base`, without adapters. A schedule with more servers than these
+            has several on the last one, as tenants that know nothing of each other.
         base: folder of the model.
     """
 
@@ -291,69 +338,125 @@ class Arena:
         Args:
             tamper: changes the proxies before the run; for tests of the rule itself.
         """
-        outcome = Outcome()
         (folder / "sync").mkdir(parents=True)
         (folder / "seen").symlink_to(folder / "sync", target_is_directory=True)
-        with fault_proxies(self.targets) as proxies:
+        targets = [self.targets[min(place, len(self.targets) - 1)] for place in range(schedule.servers)]
+        with fault_proxies(targets) as proxies:
             for proxy in proxies:
                 tamper(proxy)
             urls = [proxy.base_url for proxy in proxies]
             trainers = [
-                SmallTrainer(self.models[index], self.tokenizer, urls, folder, 10_000 * schedule.seed + 5_000 * index)
+                SmallTrainer(
+                    self.models[index],
+                    self.tokenizer,
+                    urls,
+                    folder,
+                    10_000 * schedule.seed + 5_000 * index,
+                    schedule.on_server_loss,
+                )
                 for index in range(schedule.trainers)
             ]
-            timeout_s = _SHORT_S if schedule.has_hang else _LONG_S
-            for number, step in enumerate(schedule.steps):
-                self._step(step, number, trainers, proxies, folder, timeout_s, outcome)
-            for proxy in proxies:
-                proxy.calm_down()
-                outcome.fired.update(fault.kind for fault, _ in proxy.fired)
-            for trainer in trainers:
-                self._recover(trainer, outcome)
-            for trainer in trainers:
-                trainer.close()
+            outcome = _Run(schedule, trainers, proxies, folder).play()
         outcome.left = self._left(folder)
         return outcome
 
-    def _step(
-        self,
-        step: Step,
-        number: int,
-        trainers: list[SmallTrainer],
-        proxies: list[FaultProxy],
-        folder: Path,
-        timeout_s: float,
-        outcome: Outcome,
+    def _left(self, folder: Path) -> list[str]:
+        left = [f"adapter {name}" for url in self.targets for name in adapters_on(url)]
+        left += [f"file {path.relative_to(folder)}" for path in (folder / "sync").rglob("*")]
+        for url in self.targets:
+            forget_all(url)
+        return left
+
+
+class _Run:
+    """One schedule, step by step."""
+
+    def __init__(
+        self, schedule: Schedule, trainers: list[SmallTrainer], proxies: list[FaultProxy], folder: Path
     ) -> None:
-        trainer = trainers[step.trainer]
+        self.schedule = schedule
+        self.trainers = trainers
+        self.proxies = proxies
+        self.folder = folder
+        self.outcome = Outcome()
+        self.timeout_s = _SHORT_S if schedule.has_hang else _LONG_S
+        # How often each server had restarted before the step in which a trainer's version was accepted.
+        self._restarts: dict[SmallTrainer, list[int]] = {}
+
+    def play(self) -> Outcome:
+        for number, step in enumerate(self.schedule.steps):
+            self._step(step, number)
+        for proxy in self.proxies:
+            proxy.calm_down()
+            self.outcome.fired.update(fault.kind for fault, _ in proxy.fired)
+        for trainer in self.trainers:
+            self._recover(trainer)
+        for trainer in self.trainers:
+            trainer.close()
+        accepted = {name for trainer in self.trainers for name in trainer.accepted}
+        for proxy in self.proxies:
+            wrong = {name for name in proxy.sampled if (version_of(name) or 0) > 0} - accepted
+            if wrong:
+                self.outcome.violations.append(f"versions that were never accepted were sampled: {sorted(wrong)}")
+        return self.outcome
+
+    def _step(self, step: Step, number: int) -> None:
+        trainer, when = self.trainers[step.trainer], f"step {number}"
         if trainer.generation is None and step.action != "start":  # a start that failed is made good without faults
+            for proxy in self.proxies:
+                proxy.end_outage()
             trainer.start(_LONG_S)
-            give_time(trainer.generation, timeout_s)
-        for proxy in proxies:
-            proxy.arm(step.faults)
-        if step.around:
-            outcome.fired[step.around] += 1
+            give_time(trainer.generation, self.timeout_s)
+        for proxy, faults in zip(self.proxies, step.faults or [()] * len(self.proxies), strict=True):
+            proxy.arm(faults)
+        restarts, versions = [proxy.restarts for proxy in self.proxies], len(trainer.accepted)
+        error, dropped = None, _dropped(trainer)
         try:
-            with surroundings(step.around, folder, proxies):
+            with surroundings(step.around, self.folder, self.proxies) as happens:
+                self.outcome.fired[step.around] += bool(happens)
                 match step.action:
                     case "start":
-                        trainer.start(timeout_s)
+                        trainer.start(self.timeout_s)
                     case "sync":
                         trainer.sync()
                     case "close":
                         trainer.close()
                     case "generate":
                         prompts = [token_ids(100 * number + i) for i in range(step.prompts) for _ in range(2)]
-                        rows = trainer.generate(prompts)
-                        self._judge(trainer, rows, prompts, f"step {number}", outcome)
-        except LoRASyncError as error:
-            outcome.raised[type(error).__name__] += 1
-        for proxy in proxies:
-            proxy.arm([])
+                        self._judge(trainer, trainer.generate(prompts), prompts, when)
+        except LoRASyncError as raised:
+            error = raised
+            self.outcome.raised[type(raised).__name__] += 1
+        if len(trainer.accepted) > versions:
+            self._restarts[trainer] = restarts
+        if step.action == "sync" and error is None and len(trainer.accepted) == versions:
+            self.outcome.violations.append(f"{when}: a sync did not raise, and accepted nothing")
+        self.outcome.dropped += _dropped(trainer) > dropped
+        for proxy in self.proxies:
+            proxy.end_step()
+        if step.action in ("sync", "generate"):
+            self._look_beneath(trainer, when)
 
-    def _recover(self, trainer: SmallTrainer, outcome: Outcome, again: bool = False) -> None:
+    def _look_beneath(self, trainer: SmallTrainer, when: str) -> None:
+        """Whether every server in service samples the active version in its name, unless it has restarted since."""
+        if trainer.believed is None:
+            return
+        name, prompt = trainer.accepted[-1], token_ids(3)
+        for place, (server, proxy) in enumerate(zip(servers_of(trainer), self.proxies, strict=True)):
+            if server.is_dropped:
+                continue
+            if proxy.tenant + name not in adapters_on(proxy.target):
+                if proxy.restarts == self._restarts[trainer][place]:
+                    self.outcome.violations.append(f"{when}: server {place} does not have the active version {name}")
+                continue
+            rows = [sampled_directly(proxy.target, proxy.tenant + name, prompt)]
+            self.outcome.seen += 1
+            if not trainer.checker.sampled_by(rows, trainer.believed):
+                self.outcome.violations.append(f"{when}: server {place} samples another version in the name of {name}")
+
+    def _recover(self, trainer: SmallTrainer, again: bool = False) -> None:
         """Without faults, the next step must succeed."""
-        prompts, when = [token_ids(7), token_ids(8)], "the step after all faults"
+        outcome, prompts, when = self.outcome, [token_ids(7), token_ids(8)], "the step after all faults"
         # A connection that is one answer ahead, which nobody can see, is met once more.
         may_fail = any(outcome.fired[kind] for kind in DUPLICATES)
         try:
@@ -367,34 +470,49 @@ class Arena:
                 outcome.violations.append(f"{when}: {type(error).__name__}: {error}")
             else:
                 outcome.raised[type(error).__name__] += 1
-                self._recover(trainer, outcome, again=True)
+                self._recover(trainer, again=True)
             return
-        self._judge(trainer, rows, prompts, when, outcome)
+        self._restarts[trainer] = [proxy.restarts for proxy in self.proxies]
+        self._judge(trainer, rows, prompts, when)
+        self._look_beneath(trainer, when)
+        if _dropped(trainer):
+            outcome.violations.append(f"{when}: {_dropped(trainer)} servers are still dropped")
 
-    def _judge(
-        self, trainer: SmallTrainer, rows: list[Row], prompts: list[list[int]], when: str, outcome: Outcome
-    ) -> None:
+    def _judge(self, trainer: SmallTrainer, rows: list[Row], prompts: list[list[int]], when: str) -> None:
+        outcome = self.outcome
         outcome.accepted += len(rows)
         if [row[0] for row in rows] != prompts:
             outcome.violations.append(f"{when}: the completions belong to other prompts")
+        gap = trainer.checker.distances(rows, trainer.believed)
         if not trainer.checker.sampled_by(rows, trainer.believed):
-            gap = trainer.checker.distances(rows, trainer.believed)
             outcome.violations.append(
                 f"{when}: not sampled by the version believed active (mean {gap.mean():.3f}, largest {gap.max():.3f})"
             )
             return
-        outcome.gap = max(outcome.gap, float(trainer.checker.distances(rows, trainer.believed).mean()))
+        outcome.gap = max(outcome.gap, float(gap.mean()))
         others = [None, *(seed for seed in trainer.versions[-3:] if seed != trainer.believed)]
         outcome.margin = min(
             [outcome.margin, *(float(trainer.checker.distances(rows, other).mean()) for other in others)]
         )
 
-    def _left(self, folder: Path) -> list[str]:
-        left = [f"adapter {name}" for url in self.targets for name in adapters_on(url)]
-        left += [f"file {path.relative_to(folder)}" for path in (folder / "sync").rglob("*")]
-        for url in self.targets:
-            forget_all(url)
-        return left
+
+def servers_of(trainer: SmallTrainer) -> list[FleetServer]:
+    assert trainer.generation is not None
+    servers: list[FleetServer] = trainer.generation._sync.fleet.servers
+    return servers
+
+
+def _dropped(trainer: SmallTrainer) -> int:
+    return sum(server.is_dropped for server in servers_of(trainer)) if trainer.generation is not None else 0
+
+
+def sampled_directly(base_url: str, model: str, prompt: list[int]) -> Row:
+    """One completion of a model, by nothing but HTTP."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+    body |= {"temperature": 1.0, "return_token_ids": True}
+    response = httpx.post(f"{base_url}{COMPLETIONS}", json=body, timeout=60, trust_env=False)
+    [choice] = response.raise_for_status().json()["choices"]
+    return prompt, choice["token_ids"], torch.tensor(choice["logprobs"]["token_logprobs"])
 
 
 def give_time(generation: Any, timeout_s: float) -> None:
@@ -405,26 +523,30 @@ def give_time(generation: Any, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def surroundings(what: str, folder: Path, proxies: list[FaultProxy]) -> Iterator[None]:
-    """Let something happen around the trainer while the block lasts."""
+def surroundings(what: str, folder: Path, proxies: list[FaultProxy]) -> Iterator[bool]:
+    """Let something happen around the trainer while the block lasts; yields whether it does."""
     match what:
         case "full disk":
             with largest_file(20_000):
-                yield
+                yield True
+        case "read-only folder":
+            with becomes_read_only(folder / "sync") as is_read_only:
+                yield is_read_only
         case "clock forward" | "clock back":
             jump = _DAY_S if what == "clock forward" else -_DAY_S
             with wall_clock_off_by(jump):
-                yield
+                yield True
         case "folder deleted":
             # As a cleaner of temporary files does it, under the feet of a run; its lock goes as well.
             for path in (folder / "sync").glob("*/*-v*"):
                 path.rename(folder / f"deleted-{path.name}-{time.monotonic_ns()}")
-            yield
+            yield True
         case "shown late":
-            with shown_late(folder, proxies):
-                yield
+            # Each server looks once in vain.
+            with shown_late(folder, proxies, requests=1 + len(proxies)):
+                yield True
         case _:
-            yield
+            yield False
 
 
 @contextlib.contextmanager
@@ -440,7 +562,7 @@ def wall_clock_off_by(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown_late(folder: Path, proxies: Sequence[FaultProxy], requests: int = 2) -> Iterator[None]:
+def shown_late(folder: Path, proxies: Sequence[FaultProxy], requests: int) -> Iterator[None]:
     """Let the server see nothing of the sync folder until it has been asked for the `requests`-th load.
 
     As a network file system does it whose clients remember for a while what a folder held.

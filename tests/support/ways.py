@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 import trl_lora_sync.distributed
 import trl_lora_sync.generation
@@ -28,8 +31,13 @@ from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.shards import is_sharded
 
 # FSDP1 as accelerate wraps by default, as it wraps LoRA layers by PEFT's policy, and two more layouts of a shard.
-FSDP1 = {"fsdp_version": 1, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
-FSDP2 = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+COMMON = {
+    "auto_wrap_policy": "transformer_based_wrap",
+    "cpu_ram_efficient_loading": False,
+    "state_dict_type": "SHARDED_STATE_DICT",  # as in examples/accelerate
+}
+FSDP1 = COMMON | {"fsdp_version": 1}
+FSDP2 = COMMON | {"fsdp_version": 2}
 FSDP: dict[str, dict[str, Any]] = {
     "fsdp1": FSDP1 | {"use_orig_params": False},
     "fsdp1-orig": FSDP1 | {"use_orig_params": True},
@@ -209,6 +217,20 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         finally:
             trl_lora_sync.generation.adapter_logprobs = score
 
+    def saved() -> Outcome | None:
+        """What the end of a script saves, compared with what PEFT saves of the policy in one piece."""
+        trainer.save_model(str(folder / "saved"))
+        if process != 0:
+            return None
+        with_plain_names = load_file(folder / "saved" / "adapter_model.safetensors")
+        wanted = get_peft_model_state_dict(copy)
+        restored = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder / "saved")
+        return {
+            "names": with_plain_names.keys() == wanted.keys(),
+            "same": all(torch.equal(with_plain_names[name].float(), value) for name, value in wanted.items()),
+            "restored": same_tensors(get_peft_model_state_dict(restored), wanted),
+        }
+
     def refused() -> None:
         if process == 0:
             (folder / "damage-the-next-version").touch()
@@ -230,6 +252,8 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     seen["published"] = attempt(published)
     seen["verified"] = attempt(verified)
     seen["disproved"] = attempt(disproved)
+    if way.removesuffix(QLORA) in FSDP:
+        seen["saved"] = attempt(saved)
     seen["refused"] = attempt(refused)
     seen["after_refusal"] = attempt(sampled)
     seen["failing_gather"] = attempt(failing_gather)

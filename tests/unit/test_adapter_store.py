@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.folders import becomes_read_only
 
 from trl_lora_sync.adapter import store as store_module
 from trl_lora_sync.adapter.store import AdapterStore, new_run_id, sweep_leftovers, write_adapter
@@ -450,6 +451,26 @@ def test_store_may_be_written_again_after_close(store: AdapterStore) -> None:
     store.write(1, canonical())
     store.close()
     assert_whole(store.write(2, canonical()).path)
+
+
+def test_store_may_be_written_again_although_close_could_delete_nothing(tmp_path: Path) -> None:
+    """The folder of the run was in the way of the next one for good, once the disk had been read-only at the end."""
+    store = AdapterStore(tmp_path / "sync")
+    left = store.write(1, big_adapter(1000))
+    with becomes_read_only(tmp_path / "sync") as is_read_only:
+        if not is_read_only:
+            pytest.skip("only a privileged user can mount a file system here")
+        store.close()
+    assert left.path is not None
+    assert left.path.exists()
+
+    written = store.write(2, big_adapter(1000))
+
+    assert written.path is not None
+    assert_whole(written.path)
+    assert not left.path.exists()
+    store.close()
+    assert everything_under(tmp_path) == []
 
 
 def test_failed_open_leaves_nothing_and_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

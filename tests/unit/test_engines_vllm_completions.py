@@ -5,9 +5,17 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 from trl_lora_sync.engines.base import PromptGroup, Sampling
-from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS, read_completion, read_logprobs, sampling_fields
+from trl_lora_sync.engines.vllm_completions import (
+    RESERVED_FIELDS,
+    read_completion,
+    read_logprobs,
+    sampling_fields,
+    scoring_sampling,
+    unforced,
+)
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, max_tokens=64, logprobs=0)
 GROUP = PromptGroup(prompt=[1, 2, 3], count=2)
@@ -233,3 +241,34 @@ def test_text_prompt_comes_back_as_the_servers_token_ids() -> None:
 def test_text_prompt_without_token_ids_is_refused() -> None:
     with pytest.raises(ValueError, match="a text prompt came back without its token ids"):
         read_completion(choice(prompt_token_ids=None), PromptGroup(prompt="hello", count=1), SAMPLING)
+
+
+# Scoring
+
+
+def ranked(logits: torch.Tensor, sampled: int) -> dict[int, float]:
+    """What a server says of the next token: the five likeliest, and the sampled one."""
+    logprobs = logits.log_softmax(-1)
+    tokens = {*logprobs.topk(5).indices.tolist(), sampled}
+    return {token: float(logprobs[token]) for token in tokens}
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_a_forced_token_has_the_log_probability_that_it_has_without_force(mode: str) -> None:
+    logits = 6.0 * torch.randn(300, generator=torch.Generator().manual_seed(1))
+    expected = logits.log_softmax(-1)
+    assert expected.min() < -20
+    free = ranked(logits, sampled=int(logits.argmax()))
+    for token in range(300):
+        [(key, force)] = scoring_sampling(token).extra["logit_bias"].items()
+        assert key == str(token)
+        biased = logits.clone()
+        biased[token] += force
+        forced = ranked(biased if mode == "processed_logprobs" else logits, sampled=token)
+
+        assert unforced(token, free, forced) == pytest.approx(float(expected[token]), abs=1e-4)
+
+
+def test_a_forced_token_without_another_to_compare_with_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing tells how likely token 7 is"):
+        unforced(7, {1: -0.5}, {7: 0.0, 2: -100.0})

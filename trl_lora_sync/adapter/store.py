@@ -205,6 +205,8 @@ class AdapterStore:
             self._lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
             os.write(self._lock, json.dumps({"pid": os.getpid(), "host": _host(), "boot": _boot_id()}).encode())
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # What `close` could not delete, on a file system that was read-only then, would be in the way.
+            shutil.rmtree(self.directory, ignore_errors=True)
             starting.rename(self.directory)
         except OSError as error:
             self.close()

@@ -30,7 +30,13 @@ from trl_lora_sync.engines.base import (
 from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.known import allowed_max_lora_rank
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
-from trl_lora_sync.engines.vllm_completions import read_completion, sampling_fields
+from trl_lora_sync.engines.vllm_completions import (
+    ranked_logprobs,
+    read_completion,
+    sampling_fields,
+    scoring_sampling,
+    unforced,
+)
 from trl_lora_sync.engines.vllm_push import PushedAdapters
 from trl_lora_sync.errors import (
     AdapterLostError,
@@ -51,6 +57,7 @@ UNLOAD_RETRY_S = 2.0
 # What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 _UNDO_S = 10.0
+_SCORED_AT_ONCE = 8
 
 
 class VLLMEngine(ServerEngine):
@@ -144,20 +151,26 @@ class VLLMEngine(ServerEngine):
         return "out of vocabulary" not in server_words(self._post("/v1/completions", body, deadline))
 
     def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
-        body = {
-            "model": model,
-            "prompt": prompt_ids,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-            "stream": False,
-        }
-        content = json_object(self._sample("/v1/completions", body, model, deadline), GenerationError)
-        try:
-            entries = content["choices"][0]["prompt_logprobs"][1:]
-            return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, prompt_ids[1:], strict=True)]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise self._unscored() from error
+        """See `Engine`. Each token is sampled after what comes before it, by force if it is not a likely one.
+
+        `prompt_logprobs` would be one request, but vLLM 0.31 dies on a CPU if it computes them in a batch with requests
+        of anybody else while LoRA is on (vllm#16668).
+        """
+        prefixes = [PromptGroup(prompt=prompt_ids[:end], count=1) for end in range(1, len(prompt_ids))]
+        free = self.generate(model, prefixes, scoring_sampling(), deadline)
+
+        def logprob(prefix: PromptGroup, token_id: int, likely: dict[int, float]) -> float:
+            if token_id in likely:
+                return likely[token_id]
+            [[forced]] = self.generate(model, [prefix], scoring_sampling(token_id), deadline)
+            return unforced(token_id, likely, ranked_logprobs(forced))
+
+        with ThreadPoolExecutor(max_workers=_SCORED_AT_ONCE) as pool:
+            try:
+                likely = [ranked_logprobs(found) for (found,) in free]
+                return list(pool.map(logprob, prefixes, prompt_ids[1:], likely))
+            except ValueError as error:
+                raise self._unscored() from error
 
     # Adapters
 

@@ -96,3 +96,55 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
 
 def _token_id(token: str) -> int:
     return int(token.removeprefix("token_id:"))
+
+
+# Scoring a prompt. vLLM adds a bias to a logit after it was cast to float32, and takes none beyond this.
+_FORCE = 100.0
+
+
+def scoring_sampling(token_id: int | None = None) -> Sampling:
+    """How to sample the next token for its log-probabilities: freely, or `token_id` and nothing else."""
+    extra = {"ignore_eos": True} | ({} if token_id is None else {"logit_bias": {str(token_id): _FORCE}})
+    return Sampling(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        max_tokens=1,
+        logprobs=5,
+        extra=extra,
+    )
+
+
+def ranked_logprobs(completion: Completion) -> dict[int, float]:
+    """Log-probabilities of the likeliest tokens, and of the sampled one, at the only position of a completion.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not completion.logprobs or not completion.logprob_token_ids:
+        raise ValueError("the next token came back without log-probabilities")
+    pairs = zip(completion.logprob_token_ids[0], completion.logprobs[0], strict=True)
+    return {token_id: logprob for token_id, logprob in pairs if logprob is not None}
+
+
+def unforced(token_id: int, free: dict[int, float], forced: dict[int, float]) -> float:
+    """The log-probability that a token has when it is not forced.
+
+    Processed log-probabilities are shifted by the force, all others' by the same; raw ones do not know it.
+
+    Args:
+        free: log-probabilities without the force.
+        forced: with it; has `token_id`.
+
+    Raises:
+        ValueError: no other token is in both.
+    """
+    others = (free.keys() & forced.keys()) - {token_id}
+    if not others or token_id not in forced:
+        raise ValueError(f"nothing tells how likely token {token_id} is")
+    other = max(others, key=lambda one: free[one])
+    shift = forced[other] - free[other]
+    # A shift of nearly nothing would be a token of probability exp(-100).
+    return forced[token_id] if abs(shift) < 1.0 else forced[token_id] - shift - _FORCE
