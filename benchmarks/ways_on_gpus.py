@@ -98,6 +98,8 @@ def work(args: argparse.Namespace) -> None:
         "collective_bytes": {name: sum(sizes) for name, sizes in traffic.bytes.items()},
         "logp_difference": [step["sampling/sampling_logp_difference/mean"] for step in steps_of(trainer)],
         "importance_ratio": [step["sampling/importance_sampling_ratio/mean"] for step in steps_of(trainer)],
+        "verify_gap": [step.get("lora_sync/verify_gap") for step in steps_of(trainer)],
+        "verified": [step["lora_sync/verified"] for step in steps_of(trainer)],
     }
     generation.close()
     (folder / f"process-{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
