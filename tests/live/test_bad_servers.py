@@ -14,7 +14,7 @@ import pytest
 from make_model import make_model
 from support.models import lora, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
-from support.servers import Proxy, adapters_on, damage, nobody_listening, silent_server
+from support.servers import Proxy, adapters_on, damage, is_scoring, nobody_listening, silent_server
 from support.trainers import mean_byte, shorten, steps_of
 from vllm_server import VLLMServer
 
@@ -404,7 +404,7 @@ def test_a_server_that_stops_answering_during_generation_is_reported_in_time(
     trainer = make_trainer(proxy.base_url, base_model, **PATIENT | {"lora_sync_generation_timeout": 2.0})
 
     def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if path == "/v1/completions" and "prompt_logprobs" not in body:  # sampling, not scoring
+        if path == "/v1/completions" and not is_scoring(body):
             end_of_test.wait(120)
             raise ConnectionAbortedError
         return body

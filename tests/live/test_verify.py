@@ -7,6 +7,7 @@ to all of these.
 import json
 import shutil
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from make_model import make_model
 from safetensors.torch import load_file, save_file
 from support.models import peft_model, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
-from support.servers import Proxy, adapters_on, version_of
+from support.servers import Proxy, adapters_on, is_scoring, version_of
 from support.trainers import steps_of
 from vllm_server import VLLMServer
 
@@ -117,20 +118,15 @@ def test_a_run_proves_itself_at_its_first_adapter_that_is_not_zero(
     assert [step["lora_sync/verified"] for step in steps] == [0.0, 1.0, 1.0]
     assert [step.get("lora_sync/verify_gap", 1.0) < 0.02 for step in steps] == [True, True, False]
     assert all(step["lora_sync/verify_gap"] <= step["lora_sync/verify_gap_max"] for step in steps[:2])
-    scored = [body for body in proxy.requests("/v1/completions") if version_of(body["model"]) and is_probe(body)]
-    assert [version_of(body["model"]) for body in scored] == [1, 2]
+    assert scored(proxy) == [1, 2]
 
 
-def test_every_sync_of_a_run_can_be_verified_for_one_short_request_each(
-    make_trainer: Make, proxy: Proxy, base_model: Path
-) -> None:
+def test_every_sync_of_a_run_can_be_verified(make_trainer: Make, proxy: Proxy, base_model: Path) -> None:
     trainer = make_trainer(proxy.base_url, base_model, max_steps=3, learning_rate=0.02, lora_sync_verify="every")
 
     trainer.train()
 
-    scored = [body for body in proxy.requests("/v1/completions") if version_of(body["model"]) and is_probe(body)]
-    assert [version_of(body["model"]) for body in scored] == [1, 2, 3]
-    assert all(len(body["prompt"]) <= 64 and body["max_tokens"] == 1 for body in scored)
+    assert scored(proxy) == [1, 2, 3]
     assert all(step["lora_sync/verify_gap"] < 0.02 for step in steps_of(trainer))
 
 
@@ -144,5 +140,9 @@ def test_a_known_difference_can_be_tolerated(make_trainer: Make, proxy: Proxy, b
     assert len(adapters_on(proxy.target)) == 1
 
 
-def is_probe(body: dict[str, Any]) -> bool:
-    return "prompt_logprobs" in body
+def scored(proxy: Proxy) -> list[int | None]:
+    """The versions under which the prompt was scored, in order."""
+    bodies = [body for body in proxy.requests("/v1/completions") if is_scoring(body) and version_of(body["model"])]
+    prompts = [one for body in bodies for one in (body["prompt"] if isinstance(body["prompt"][0], list) else [[]])]
+    assert all(len(prompt) <= 64 for prompt in prompts)
+    return [version for version, _ in groupby(version_of(body["model"]) for body in bodies)]

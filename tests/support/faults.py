@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from support.servers import is_scoring
+
 COMPLETIONS, LOAD, UNLOAD, MODELS = (
     "/v1/completions",
     "/v1/load_lora_adapter",
@@ -71,7 +73,7 @@ class FaultProxy:
         rewrite: changes the body that the server gets.
         rewrite_answer: changes what the server has answered, before any fault.
         fired: the faults that have happened, with the routes they hit.
-        sampled: the models that completions were asked of, in order.
+        sampled: the models that completions were asked of, in order; scoring is none.
         restarts: how often the server has forgotten its adapters.
         calmed: how often `calm_down` has been called; faults that are still to come from before then do not.
     """
@@ -267,7 +269,7 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
 
         def _handle(self, path: str, sent: bytes) -> None:
             body = json.loads(sent or b"{}")
-            if path == COMPLETIONS:
+            if path == COMPLETIONS and not is_scoring(body):
                 proxy.sampled.append(body["model"])
             proxy.on_request(path, body)
             fault = proxy.hits(path) or Fault(kind="none")

@@ -77,8 +77,13 @@ class Proxy:
     def generations(self) -> list[dict[str, Any]]:
         """The sampling requests of a run, without the probes at its start."""
         bodies = self.requests("/v1/completions") + self.requests("/v1/chat/completions")
-        sampled = [body for body in bodies if "prompt_logprobs" not in body]
+        sampled = [body for body in bodies if not is_scoring(body)]
         return [body for body in sampled if (version_of(str(body.get("model"))) or 0) > 0]
+
+
+def is_scoring(body: dict[str, Any]) -> bool:
+    """Whether a request for completions is one of those that score a prompt; nothing of these is trained on."""
+    return body.get("max_tokens") == 1 and body.get("logprobs") == 5
 
 
 def version_of(adapter_name: str) -> int | None:

@@ -57,7 +57,7 @@ UNLOAD_RETRY_S = 2.0
 # What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 _UNDO_S = 10.0
-_SCORED_AT_ONCE = 8
+_SCORED_AT_ONCE = 32
 
 
 class VLLMEngine(ServerEngine):
@@ -157,7 +157,7 @@ class VLLMEngine(ServerEngine):
         of anybody else while LoRA is on (vllm#16668).
         """
         prefixes = [PromptGroup(prompt=prompt_ids[:end], count=1) for end in range(1, len(prompt_ids))]
-        free = self.generate(model, prefixes, scoring_sampling(), deadline)
+        free = self.generate(model, prefixes, scoring_sampling(), deadline, at_once=1)
 
         def logprob(prefix: PromptGroup, token_id: int, likely: dict[int, float]) -> float:
             if token_id in likely:
