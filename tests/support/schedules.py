@@ -102,6 +102,7 @@ class Schedule:
     steps: tuple[Step, ...]
     servers: int = 1
     on_server_loss: str = "error"
+    verify: str = "first"
 
     @property
     def faults(self) -> list[Fault]:
@@ -248,13 +249,13 @@ class SmallTrainer:
         urls: Sequence[str],
         folder: Path,
         first_seed: int,
-        on_server_loss: str = "error",
+        **changes: str,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.urls = urls
         self.folder = folder
-        self.on_server_loss = on_server_loss
+        self.changes = changes
         self.checker = Checker(model)
         self.believed: int | None = None
         self.versions: list[int] = []
@@ -272,7 +273,7 @@ class SmallTrainer:
             mode="server",
             max_completion_length=8,
             logprobs=0,
-            settings=settings_for(self.urls, self.folder, timeout_s, self.on_server_loss),
+            settings=settings_for(self.urls, self.folder, timeout_s, **self.changes),
             on_sync=self._accept,
         )
 
@@ -303,7 +304,7 @@ class SmallTrainer:
             self.generation.close()
 
 
-def settings_for(urls: Sequence[str], folder: Path, timeout_s: float, on_server_loss: str) -> SyncSettings:
+def settings_for(urls: Sequence[str], folder: Path, timeout_s: float, **changes: str) -> SyncSettings:
     return plain_settings(
         urls,
         folder / "sync",
@@ -312,7 +313,7 @@ def settings_for(urls: Sequence[str], folder: Path, timeout_s: float, on_server_
         transport="disk",
         server_root=str(folder / "seen"),
         dtype=torch.bfloat16,
-        on_server_loss=on_server_loss,
+        **changes,
     )
 
 
@@ -352,7 +353,8 @@ class Arena:
                     urls,
                     folder,
                     10_000 * schedule.seed + 5_000 * index,
-                    schedule.on_server_loss,
+                    on_server_loss=schedule.on_server_loss,
+                    verify=schedule.verify,
                 )
                 for index in range(schedule.trainers)
             ]
