@@ -31,7 +31,7 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync import export_adapter
 
-SEEDS = range(24)
+SEEDS = range(12)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ UNLOAD_RETRY_S = 2.0
 # What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 _UNDO_S = 10.0
-_SCORED_AT_ONCE = 32
+_SCORED_AT_ONCE = 8
 
 
 class VLLMEngine(ServerEngine):
