@@ -34,7 +34,19 @@ STORED = StoredAdapter(
 )
 COMPLETION = {
     "model": "base",
-    "choices": [{"index": 0, "prompt_logprobs": [None, {"2": {"logprob": -1.0}}]}],
+    "choices": [
+        {
+            "index": 0,
+            "prompt_token_ids": [1],
+            "token_ids": [2],
+            "finish_reason": "length",
+            "logprobs": {
+                "tokens": ["token_id:2"],
+                "token_logprobs": [-1.0],
+                "top_logprobs": [{"token_id:2": -1.0, "token_id:3": -2.0}],
+            },
+        }
+    ],
 }
 
 
