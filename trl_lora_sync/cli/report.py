@@ -128,7 +128,7 @@ def _verify_gap(history: Sequence[Row]) -> tuple[str, str | None]:
     lines = [Line("mean", mean)]
     if largest := series(history, f"{VERIFY_GAP}/max") or series(history, f"{VERIFY_GAP}_max"):
         lines.append(Line("max", largest))
-    note = "|served - trained log-probability| of the probe prompt, right after each load."
+    note = "|served - trained log-probability| of the probe prompt, where a version was verified."
     return name, line_chart(lines, y_label="nats", from_zero=True) + _note(note)
 
 
