@@ -228,10 +228,9 @@ def choice(
         takes_tensors=tensors,
         takes_pushes=pushes,
     )
-    settings = settings_for([], Path("nowhere"), transport=choice, server_root=server_root)
-    return type(
-        transport_for(settings, [is_sent_content(settings, ServerAddress(base_url=URL, is_local=is_local), served)])
-    )
+    address = ServerAddress(base_url=URL, is_local=is_local)
+    settings = settings_for([], Path("nowhere"), transport=choice, server_root=server_root, servers=(address,))
+    return type(transport_for(settings, [is_sent_content(settings, address, served)]))
 
 
 @pytest.mark.parametrize(
