@@ -39,16 +39,7 @@ from trl_lora_sync.verify import TrainedBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
 
-SAMPLING = Sampling(
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    max_tokens=16,
-    logprobs=0,
-    extra={"ignore_eos": True},
-)
+SAMPLING = Sampling.unrestricted(max_tokens=16, logprobs=0, ignore_eos=True)
 MEASURED = (
     "total_s", "write_s", "load_s", "server_rss_mb", "server_threads", "server_open_files", "trainer_rss_mb",
     "trainer_threads", "trainer_open_files", "gpu_used_mb", "adapters_on_server", "files", "disk_mb",

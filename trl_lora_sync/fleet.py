@@ -167,7 +167,7 @@ class Fleet:
                     found.append(server.verify(stored, trained, deadline))
                     return
                 except LoRASyncError as error:
-                    if not _is_loss(error) or halt.is_set() or deadline.is_over():
+                    if not _can_be_waited_for(error, deadline, halt):
                         raise
                     server.note_loss(error, engine)
                 self._bring(server, stored, deadline, halt)
@@ -260,7 +260,7 @@ class Fleet:
                 self._check_memory(server, deadline)
                 server.warm_up(stored, deadline)
             except LoRASyncError as error:
-                if not _is_loss(error) or halt.is_set() or deadline.is_over():
+                if not _can_be_waited_for(error, deadline, halt):
                     raise
                 server.note_loss(error, engine)
             else:
@@ -294,7 +294,7 @@ class Fleet:
                     raise trouble from error  # names the server
                 raise
             except LoRASyncError as error:
-                if not _is_loss(error) or halt.is_set() or deadline.is_over():
+                if not _can_be_waited_for(error, deadline, halt):
                     raise
                 server.note_loss(error, engine)
 
@@ -473,6 +473,10 @@ class Fleet:
 
 def _is_loss(error: BaseException) -> bool:
     return isinstance(error, ServerUnreachableError | AdapterLostError)
+
+
+def _can_be_waited_for(error: LoRASyncError, deadline: Deadline, halt: threading.Event) -> bool:
+    return _is_loss(error) and not halt.is_set() and not deadline.is_over()
 
 
 def _reason_to_be_down(server: FleetServer) -> ServerUnreachableError | None:

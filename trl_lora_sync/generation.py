@@ -5,18 +5,18 @@ prompts go in and completions come out in the order of the rows.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync._trl import zero3_hooks_removed
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.export import AdapterReader, base_dtype
+from trl_lora_sync.adapter.export import AdapterReader, base_dtype, unwrapped_path
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import (
     check_launcher,
@@ -33,9 +33,6 @@ from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.shards import is_partitioned, is_sharded, whole_in_forward
 from trl_lora_sync.sync import AdapterSync, ReadAdapter, ScoreAdapter
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
-
-# What FSDP1 puts into the names of the modules that it wraps.
-_FSDP1_PART = "_fsdp_wrapped_module."
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -134,8 +131,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     def _gather_adapter(self, timer: PhaseTimer) -> ReadAdapter:
         """**Collective.** Gather what is sharded of the adapter, and return what reads all of it on process 0."""
         with timer.phase("gather"):
-            linears = run_on_all(self.accelerator, lambda: self._reader.linears(self.model))
-            gathered = gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
+            _, gathered = self._gather_matrices()
 
         def read(served: Capabilities) -> CanonicalAdapter:
             siblings = served.needs_fused_siblings
@@ -143,13 +139,17 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
 
         return read
 
+    def _gather_matrices(self) -> tuple[Sequence[nn.Module], dict[nn.Module, Tensor]]:
+        """**Collective.** The linear modules of the adapter and, on process 0, the whole weights of sharded ones."""
+        linears = run_on_all(self.accelerator, lambda: self._reader.linears(self.model))
+        return linears, gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
+
     def adapter_state_dict(self) -> dict[str, Tensor]:
         """**Collective.** Copies of the adapter's matrices as they are trained, by their names in PEFT's files.
 
         Only process 0 gets them.
         """
-        linears = run_on_all(self.accelerator, lambda: self._reader.linears(self.model))
-        gathered = gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
+        linears, gathered = self._gather_matrices()
         if not self.accelerator.is_main_process:
             return {}
         wanted = set(linears)
@@ -162,7 +162,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
         model = self.model
-        is_collective = run_on_all(self.accelerator, lambda: is_sharded(model))
+        is_collective = run_on_all(self.accelerator, self._is_sharded)
         computed = self._base_logprobs_on_all() if is_collective else None
         return TrainedBase(
             name=model.active_peft_config.base_model_name_or_path,
@@ -261,7 +261,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
 
 def _saved_name(path: str, adapter_name: str) -> str:
     """The name in PEFT's files of the matrix that a module of the model holds."""
-    return f"{path}.weight".replace(_FSDP1_PART, "").removesuffix(f".{adapter_name}.weight") + ".weight"
+    return f"{unwrapped_path(path).removesuffix(f'.{adapter_name}')}.weight"
 
 
 def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:

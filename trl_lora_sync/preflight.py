@@ -19,9 +19,7 @@ from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
 logger = logging.getLogger(__name__)
 
 _TRIAL_PROMPT = PromptGroup(prompt=[0, 1, 2, 3], count=1)
-_TRIAL_SAMPLING = Sampling(
-    temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, logprobs=0
-)
+_TRIAL_SAMPLING = Sampling.unrestricted(max_tokens=1, logprobs=0)
 
 
 class Preflight:

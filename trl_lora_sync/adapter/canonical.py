@@ -65,6 +65,17 @@ class CanonicalAdapter:
         """The same with tensors on the CPU that nothing overwrites; only a `FlatAdapter` has others."""
         return self
 
+    def with_tensors(self, tensors: dict[str, Tensor]) -> "CanonicalAdapter":
+        """A plain adapter like this one that holds `tensors` instead."""
+        return CanonicalAdapter(
+            tensors=tensors,
+            rank=self.rank,
+            dtype=self.dtype,
+            target_modules=self.target_modules,
+            base_model=self.base_model,
+            fan_in_fan_out=self.fan_in_fan_out,
+        )
+
     @property
     def payload_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
@@ -211,14 +222,7 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
         key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + wider, device="cpu"),
         key_B: lora_B.new_zeros(lora_B.shape[0] + taller, adapter.rank, device="cpu"),
     }
-    return CanonicalAdapter(
-        tensors=tensors,
-        rank=adapter.rank,
-        dtype=adapter.dtype,
-        target_modules=adapter.target_modules,
-        base_model=adapter.base_model,
-        fan_in_fan_out=adapter.fan_in_fan_out,
-    )
+    return adapter.with_tensors(tensors)
 
 
 def _kind(key: str) -> str:

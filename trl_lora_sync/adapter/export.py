@@ -299,9 +299,13 @@ def _carries(layer: Any, adapter_name: str) -> bool:
     return adapter_name in layer.lora_A or adapter_name in layer.lora_embedding_A
 
 
+def unwrapped_path(path: str) -> str:
+    """A module path without the components that FSDP, activation checkpointing and torch.compile put into it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPER_COMPONENTS)
+
+
 def _served_path(path: str) -> str:
-    components = [part for part in path.split(".") if part not in _WRAPPER_COMPONENTS]
-    return ".".join(components).removeprefix(_PEFT_PREFIX)
+    return unwrapped_path(path).removeprefix(_PEFT_PREFIX)
 
 
 def _matrices(layer: Any, adapter_name: str) -> tuple[Any, Any]:

@@ -44,14 +44,7 @@ class FlatAdapter(CanonicalAdapter):
 
     def on_host(self) -> CanonicalAdapter:
         host = self.flat.to("cpu", copy=True)
-        return CanonicalAdapter(
-            tensors=_views(host, {key: tensor.shape for key, tensor in self.tensors.items()}),
-            rank=self.rank,
-            dtype=self.dtype,
-            target_modules=self.target_modules,
-            base_model=self.base_model,
-            fan_in_fan_out=self.fan_in_fan_out,
-        )
+        return self.with_tensors(_views(host, {key: tensor.shape for key, tensor in self.tensors.items()}))
 
 
 @dataclass(frozen=True)

@@ -246,16 +246,7 @@ def say(progress: str) -> None:
 
 
 def plain_sampling(*, max_tokens: int, logprobs: int | None) -> Sampling:
-    return Sampling(
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        extra={"ignore_eos": True},
-    )
+    return Sampling.unrestricted(max_tokens=max_tokens, logprobs=logprobs, ignore_eos=True)
 
 
 def make_adapter(base: Any, rank: int) -> PeftModel:

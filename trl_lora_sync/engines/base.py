@@ -132,6 +132,22 @@ class Sampling:
     image_token_id: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def unrestricted(
+        cls, *, max_tokens: int, logprobs: int | None, temperature: float = 1.0, **extra: Any
+    ) -> "Sampling":
+        """From the whole distribution, with nothing cut off and nothing penalised."""
+        return cls(
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            extra=extra,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 # A name that stays behind costs little, so a dead server may not hold up the end of a run by more.
-UNLOAD_RETRY_S = 2.0
+_UNLOAD_RETRY_S = 2.0
 # What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 _UNDO_S = 10.0
@@ -127,9 +127,7 @@ class VLLMEngine(ServerEngine):
 
     def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
         """The gap between the first and the fifth most probable token, or None if the server does not tell."""
-        sampling = Sampling(
-            temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, logprobs=5
-        )
+        sampling = Sampling.unrestricted(max_tokens=1, logprobs=5, temperature=temperature)
         body = {
             "model": base_model,
             "prompt": [0, 1, 2, 3],
@@ -245,17 +243,20 @@ class VLLMEngine(ServerEngine):
         """See `Engine`. Nothing is left to go wrong: vLLM copies the weights to where they are used as it loads."""
 
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
-        # Releases the name only; vLLM frees memory by displacement. It may answer 500 for an evicted adapter.
         try:
-            for attempt in retrying(deadline, is_unreachable, at_most_s=UNLOAD_RETRY_S):
+            for attempt in retrying(deadline, is_unreachable, at_most_s=_UNLOAD_RETRY_S):
                 with attempt:
-                    response = self._post("/v1/unload_lora_adapter", {"lora_name": adapter_name}, deadline)
+                    response = self._ask_to_unload(adapter_name, deadline)
         except LoRASyncError as error:
             logger.debug("Unloading %s failed: %s", adapter_name, error)
             return False
         finally:
             self._pushed.retire(adapter_name, deadline)
         return response.status_code in (200, 404)
+
+    def _ask_to_unload(self, adapter_name: str, deadline: Deadline) -> httpx.Response:
+        # Releases the name only; vLLM frees memory by displacement. It may answer 500 for an evicted adapter.
+        return self._post("/v1/unload_lora_adapter", {"lora_name": adapter_name}, deadline)
 
     # Pausing and memory, on routes of the development mode
 

@@ -104,17 +104,8 @@ _FORCE = 100.0
 
 def scoring_sampling(token_id: int | None = None) -> Sampling:
     """How to sample the next token for its log-probabilities: freely, or `token_id` and nothing else."""
-    extra = {"ignore_eos": True} | ({} if token_id is None else {"logit_bias": {str(token_id): _FORCE}})
-    return Sampling(
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        max_tokens=1,
-        logprobs=5,
-        extra=extra,
-    )
+    forced: dict[str, Any] = {} if token_id is None else {"logit_bias": {str(token_id): _FORCE}}
+    return Sampling.unrestricted(max_tokens=1, logprobs=5, ignore_eos=True, **forced)
 
 
 def ranked_logprobs(completion: Completion) -> dict[int, float]:

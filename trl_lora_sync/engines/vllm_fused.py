@@ -12,12 +12,11 @@ import httpx
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, PROTOCOL, ROUTE, WORKER
 from trl_lora_sync.engines.base import Capabilities, Deadline
-from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
-from trl_lora_sync.engines.vllm import UNLOAD_RETRY_S, VLLMEngine, logger
+from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
     AdapterRejectedError,
-    LoRASyncError,
     ServerError,
     ServerSetupError,
     WrongPolicyError,
@@ -85,17 +84,8 @@ class VLLMFusedEngine(VLLMEngine):
             )
         return super()._load_error(adapter, status, words)
 
-    def unload(self, adapter_name: str, deadline: Deadline) -> bool:
-        try:
-            for attempt in retrying(deadline, is_unreachable, at_most_s=UNLOAD_RETRY_S):
-                with attempt:
-                    response = self._request("DELETE", f"{ROUTE}/{adapter_name}", deadline)
-        except LoRASyncError as error:
-            logger.debug("Unloading %s failed: %s", adapter_name, error)
-            return False
-        finally:
-            self._pushed.retire(adapter_name, deadline)
-        return response.status_code in (200, 404)
+    def _ask_to_unload(self, adapter_name: str, deadline: Deadline) -> httpx.Response:
+        return self._request("DELETE", f"{ROUTE}/{adapter_name}", deadline)
 
     # Sampling
 
