@@ -396,7 +396,7 @@ class Comparison:
 
 def vllm_version(python: Path) -> str:
     from trl_lora_sync.cli.console import UsageError
-    from trl_lora_sync.cli.serve import find_engine
+    from trl_lora_sync.cli.installed import find_engine
 
     try:
         return find_engine("vllm", python).version

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from trl_lora_sync.cli.console import UsageError
+from trl_lora_sync.cli.installed import Installed
+from trl_lora_sync.cli.launch import Launch, Wanted
 from trl_lora_sync.cli.main import main
-from trl_lora_sync.cli.serve import Installed, Launch, Wanted, plan
+from trl_lora_sync.cli.serve import plan
 from trl_lora_sync.engine_plugins import vllm_fused
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 
@@ -55,6 +57,20 @@ def test_vllm_gets_the_flags_and_the_variable_of_adapter_sync() -> None:
 @pytest.mark.parametrize(("rank", "flag"), [(1, "1"), (2, "8"), (16, "16"), (17, "32"), (129, "256"), (512, "512")])
 def test_vllm_rank_is_rounded_up_to_an_allowed_one(rank: int, flag: str) -> None:
     assert values(launch("0.31.0", lora_rank=rank))["--max-lora-rank"] == [flag]
+
+
+@pytest.mark.parametrize(
+    ("version", "extra", "is_noted"),
+    [
+        ("0.31.0", ("--quantization", "bitsandbytes"), True),
+        ("0.31.0", ("-q=bitsandbytes",), True),
+        ("0.31.0", ("--quantization", "fp8"), False),
+        ("0.27.1", ("--quantization", "bitsandbytes"), False),
+    ],
+)
+def test_a_4bit_base_may_need_a_plugin(version: str, extra: tuple[str, ...], is_noted: bool) -> None:
+    noted = any("pip install vllm-bnb-plugin" in note for note in launch(version, *extra).notes)
+    assert noted == is_noted
 
 
 def test_vllm_script_is_used_if_there_is_one() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_lora_sync.cli.console import UsageError, out
+from trl_lora_sync.cli.urls import checked_url
 
 QUICK: dict[str, Any] = {"ranks": [8], "repeats": 3, "warmup": 1}
 QUICK |= {"concurrency": [1, 4], "new_tokens": 16, "decode_repeats": 2}
@@ -39,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_server: bool = True)
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    from trl_lora_sync.cli.doctor import checked_url
-
     if rest:
         raise UsageError(f"nothing may follow --, but {' '.join(rest)} does.")
     if not args.model.is_dir():

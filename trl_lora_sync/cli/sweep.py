@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_lora_sync.cli.console import UsageError, out, working
-from trl_lora_sync.cli.doctor import checked_url
+from trl_lora_sync.cli.urls import checked_url
 from trl_lora_sync.places import default_sync_dir, is_local_url
 
 if TYPE_CHECKING:

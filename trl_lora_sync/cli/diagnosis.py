@@ -1,0 +1,80 @@
+"""What `doctor` is asked to look at, and what it finds."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trl_lora_sync.adapter.saved import SavedAdapter
+    from trl_lora_sync.engines.base import Deadline
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+
+
+@dataclass
+class Finding:
+    """One thing that was looked at: its name, how it is (`ok`, `note` or `problem`), and the words for it."""
+
+    name: str
+    status: str
+    words: str
+
+
+@dataclass
+class Diagnosis:
+    """What was found at one URL."""
+
+    url: str
+    engine: str | None = None
+    version: str | None = None
+    base_model: str | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, name: str, status: str, words: str) -> None:
+        self.findings.append(Finding(name, status, words))
+
+    @property
+    def is_good(self) -> bool:
+        return all(finding.status != PROBLEM for finding in self.findings)
+
+    @contextlib.contextmanager
+    def reporting(self, name: str) -> Iterator[None]:
+        """Turn an error of ours into a finding."""
+        from trl_lora_sync.errors import LoRASyncError
+
+        try:
+            yield
+        except LoRASyncError as error:
+            self.add(name, PROBLEM, str(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What the servers are checked for.
+
+    Attributes:
+        config: a saved `adapter_config.json`, if one was given.
+        adapter: folder of a saved adapter, if one was given.
+        saved: the same, read; None as well if it could not be served.
+        unusable: why it could not.
+        base: folder of the base model on this host, if there is one to compare with.
+        folder: where to write what a server shall read, if it was given.
+        server_folder: the same folder as the servers see it, if that differs.
+        timeout_s: for each server to answer, and for each of the checks.
+    """
+
+    config: dict[str, Any] | None
+    adapter: Path | None
+    saved: "SavedAdapter | None"
+    unusable: str | None
+    base: Path | None
+    folder: Path | None
+    server_folder: str | None
+    timeout_s: float
+
+    def deadline(self, task: str) -> "Deadline":
+        from trl_lora_sync.engines.base import Deadline
+
+        return Deadline.after(self.timeout_s, task)

@@ -1,0 +1,129 @@
+"""What a server should be able to do, the command that starts it, and the checks that all engines have in common."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl_lora_sync.cli.console import UsageError
+from trl_lora_sync.cli.peft_config import USUAL_MODULES
+
+_ON = ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a server should be able to do.
+
+    Attributes:
+        model: what the engine is told to load.
+        lora_rank: the largest rank of the adapters.
+        modules: the adapted layers by their last name.
+        keep: `lora_sync_keep` of the trainer.
+        sleeps: whether `vllm_server_sleep="kv_cache"` will be used.
+        takes_pushes: whether adapters will be pushed to it over HTTP.
+        is_fused: whether adapters are added to its weights, `lora_sync_serving="fused"` of the trainer.
+        host, port: where to listen.
+        extra: the engine arguments that were typed.
+    """
+
+    model: str
+    lora_rank: int
+    modules: tuple[str, ...] = USUAL_MODULES
+    keep: int = 2
+    sleeps: bool = False
+    takes_pushes: bool = False
+    is_fused: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A command that starts a server, with what is added to the environment and what to know about it."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def shell_line(self) -> str:
+        """The command as it would be typed."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " ".join([*settings, shlex.join(self.command)])
+
+
+class EngineArguments:
+    """Engine arguments as typed: `--name value`, `--name=value`, with `_` for `-`, or a short name."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._values: dict[str, list[str]] = {}
+        name = ""
+        for argument in arguments:
+            if argument.startswith("-") and not _is_number(argument):
+                name, _, value = argument.partition("=")
+                name = name.replace("_", "-")
+                self._values[name] = [value] if "=" in argument else []
+            elif name:
+                self._values[name].append(argument)
+
+    def has(self, *names: str) -> bool:
+        return any(name in self._values for name in names)
+
+    def get(self, *names: str) -> str | None:
+        """The first value of the flag that goes by `names`, if it is there."""
+        return next((self._values[name][0] for name in names if self._values.get(name)), None)
+
+    def number(self, *names: str, default: int) -> int:
+        value = self.get(*names)
+        try:
+            return default if value is None else int(value)
+        except ValueError as error:
+            raise UsageError(f"{names[0]} {value} is no number.") from error
+
+
+def is_on(environ: Mapping[str, str], name: str) -> bool:
+    """Whether a variable of the engine is set to one of the words for yes."""
+    return environ.get(name, "").lower() in _ON
+
+
+def check_rank(given: EngineArguments, request: Wanted, advised: int) -> None:
+    reserved = given.number("--max-lora-rank", default=request.lora_rank)
+    if reserved < request.lora_rank:
+        raise UsageError(
+            f"--max-lora-rank {reserved} is below the adapter's rank {request.lora_rank}. Leave it out, or give "
+            f"{advised}."
+        )
+
+
+def check_room(given: EngineArguments, flag: str, request: Wanted, consequence: str) -> None:
+    """Versions that stay registered, the next one, and the one whose files go last."""
+    needed = request.keep + 2
+    found = given.number(flag, default=needed)
+    if found < needed:
+        raise UsageError(
+            f"{flag} {found} is too few: with lora_sync_keep={request.keep}, {consequence}. Leave it out, or give "
+            f"{needed}."
+        )
+
+
+def port_notes(host: str, key: str, environ: Mapping[str, str] | None) -> list[str]:
+    if host in ("127.0.0.1", "localhost", "::1") or environ is None or environ.get(key):
+        return []
+    return [
+        f"the server listens on {host}. Whoever reaches it can load adapters, and so make it read any folder: keep the "
+        f"port private, and set a key with {key}."
+    ]
+
+
+def added(flags: Mapping[str, Any], given: EngineArguments) -> list[str]:
+    """The flags that were not typed."""
+    found: list[str] = []
+    for name, value in flags.items():
+        if not given.has(name):
+            found += [name, *([] if value is None else [value] if isinstance(value, str) else value)]
+    return found
+
+
+def _is_number(argument: str) -> bool:
+    return argument.lstrip("-").replace(".", "", 1).isdigit()

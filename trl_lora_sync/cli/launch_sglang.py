@@ -1,0 +1,95 @@
+"""The command that starts SGLang for adapter sync, and what is refused because it is known to break."""
+
+import json
+from collections.abc import Mapping
+
+from packaging.version import Version
+
+from trl_lora_sync.cli.console import UsageError
+from trl_lora_sync.cli.installed import Installed
+from trl_lora_sync.cli.launch import (
+    EngineArguments,
+    Launch,
+    Wanted,
+    added,
+    check_rank,
+    check_room,
+    is_on,
+    port_notes,
+)
+
+# Source: sglang#36894; a request with n > 1 leaves its adapter in use for ever, so that no unload ends.
+_SAMPLES_SAFELY_FROM = Version("0.5.22")
+
+
+def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
+    """The command for `request`; see `serve.plan`."""
+    given = EngineArguments(request.extra)
+    _check_sglang(installed, given, request, environ)
+    notes: list[str] = []
+    if installed.parsed() < _SAMPLES_SAFELY_FROM:
+        notes.append(
+            f"no client of SGLang {installed.version} may sample with n > 1: its adapter could never be unloaded "
+            "again. Adapter sync never does. SGLang 0.5.22 has the fix."
+        )
+    flags: dict[str, str | tuple[str, ...] | None] = {
+        "--host": request.host,
+        "--port": str(request.port),
+        "--enable-lora": None,
+        "--max-lora-rank": str(request.lora_rank),
+        "--max-loras-per-batch": str(request.keep + 2),  # one of them is the base model
+        "--lora-target-modules": request.modules,
+    }
+    if request.sleeps:
+        flags["--enable-memory-saver"] = None
+    notes += port_notes(
+        given.get("--host") or request.host, "--api-key", environ if not given.has("--api-key") else None
+    )
+    program = (str(installed.python), "-m", "sglang.launch_server", "--model-path", request.model)
+    return Launch(command=(*program, *added(flags, given), *request.extra), notes=tuple(notes))
+
+
+def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted, environ: Mapping[str, str]) -> None:
+    if request.takes_pushes:
+        raise UsageError(
+            "--push cannot be used with SGLang, which takes adapters in the load request as it is. Leave it out; the "
+            "trainer needs no setting for it."
+        )
+    if request.is_fused:
+        raise UsageError(
+            "--fused cannot be used with SGLang, which cannot add an adapter to its weights while it runs. Leave it "
+            "out, or serve with vLLM."
+        )
+    replicas = given.number("--dp-size", "--data-parallel-size", "--dp", default=1)
+    if replicas > 1:
+        raise UsageError(
+            f"--dp-size {replicas} cannot be used: SGLang loads adapters into one replica only. Start independent "
+            "servers, one URL each."
+        )
+    workers = given.number("--tokenizer-worker-num", default=1)
+    if workers > 1:
+        raise UsageError(
+            f"--tokenizer-worker-num {workers} cannot be used: each worker keeps a list of adapters of its own, so "
+            "requests to the others would fail. Leave it out."
+        )
+    if is_on(environ, "SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        raise UsageError(
+            "SGLANG_RETURN_ORIGINAL_LOGPROB is set: log-probabilities would come before the temperature, and TRL's "
+            "importance ratios would be wrong. Unset it."
+        )
+    samples = _preferred_samples(given)
+    if samples > 1 and installed.parsed() < _SAMPLES_SAFELY_FROM:
+        raise UsageError(
+            f"--preferred-sampling-params with n={samples} cannot be used with SGLang {installed.version}: an adapter "
+            "that was sampled with n > 1 can never be unloaded again. Use n=1, or SGLang 0.5.22 or later."
+        )
+    check_rank(given, request, request.lora_rank)
+    consequence = "a load would have to wait for requests that still use an older version"
+    check_room(given, "--max-loaded-loras", request, consequence)
+
+
+def _preferred_samples(given: EngineArguments) -> int:
+    try:
+        return int(json.loads(given.get("--preferred-sampling-params") or "{}").get("n", 1))
+    except (ValueError, AttributeError, TypeError):
+        return 1  # SGLang itself says what is wrong with it

@@ -1,0 +1,152 @@
+"""The command that starts vLLM for adapter sync, and what is refused because it is known to break."""
+
+from collections.abc import Mapping, Sequence
+
+from packaging.version import Version
+
+from trl_lora_sync.cli.console import UsageError
+from trl_lora_sync.cli.installed import Installed
+from trl_lora_sync.cli.launch import (
+    EngineArguments,
+    Launch,
+    Wanted,
+    added,
+    check_rank,
+    check_room,
+    is_on,
+    port_notes,
+)
+from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE as FUSED_MIDDLEWARE
+from trl_lora_sync.engine_plugins.vllm_fused import WORKER as FUSED_WORKER
+from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
+from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
+
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+# vLLM 0.22 to 0.25 may serve running requests from the wrong slot after a load with two slots or more.
+# Source: `set_adapter_mapping` in vllm/lora/model_manager.py, fixed in 0.26.
+_ONE_SLOT_BELOW = Version("0.26")
+# Source: vllm#43529, which moved bitsandbytes out of vLLM.
+_BITSANDBYTES_IN_A_PLUGIN_FROM = Version("0.28")
+
+
+def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
+    """The command for `request`; see `serve.plan`."""
+    given = EngineArguments(request.extra)
+    _check_vllm(given, request, environ)
+    notes: list[str] = []
+    slots = 2
+    if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
+        slots = 1
+        notes.append(
+            f"vLLM {installed.version} may mix up adapters that are loaded while requests run if it has two slots, so "
+            "it gets one (--max-loras 1). vLLM 0.26 has the fix."
+        )
+    is_4bit = "bitsandbytes" in (given.get("--quantization", "-q"), given.get("--load-format"))
+    if is_4bit and installed.parsed() >= _BITSANDBYTES_IN_A_PLUGIN_FROM:
+        notes.append(
+            f"vLLM {installed.version} has bitsandbytes in a plugin: {installed.python} -m pip install vllm-bnb-plugin"
+        )
+    flags: dict[str, str | None] = {
+        "--host": request.host,
+        "--port": str(request.port),
+        "--logprobs-mode": "processed_logprobs",
+    }
+    env: dict[str, str] = {}
+    if request.is_fused:
+        flags |= {"--worker-extension-cls": FUSED_WORKER, "--max-logprobs": "-1"}
+    else:
+        flags |= {
+            "--enable-lora": None,
+            "--max-lora-rank": str(allowed_max_lora_rank(request.lora_rank)),
+            "--max-loras": str(slots),
+            "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
+        }
+        env[RUNTIME_LORA] = "True"
+    if given.number("--data-parallel-size", "-dp", default=1) > 1:
+        flags["--api-server-count"] = "1"  # vLLM starts one per replica otherwise, and refuses runtime loading then
+    if request.sleeps:
+        flags["--enable-sleep-mode"] = None
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+        notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
+    notes += port_notes(given.get("--host") or request.host, "VLLM_API_KEY", environ)
+    command = [*_vllm_program(installed, request.model), *added(flags, given)]
+    middlewares = {"--push": MIDDLEWARE} if request.takes_pushes else {}
+    middlewares |= {"--fused": FUSED_MIDDLEWARE} if request.is_fused else {}
+    for option, middleware in middlewares.items():
+        notes.append(
+            f"{option} needs this package next to vLLM, where it brings nothing with it: "
+            f"{installed.python} -m pip install --no-deps trl-lora-sync"
+        )
+        if not _names_middleware(middleware, request.extra):
+            command += ["--middleware", middleware]  # may be given several times, so one that was typed stays
+    return Launch(command=(*command, *request.extra), env=env, notes=tuple(notes))
+
+
+def _names_middleware(middleware: str, extra: Sequence[str]) -> bool:
+    return any(argument.removeprefix("--middleware=") == middleware for argument in extra)
+
+
+def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:
+    if installed.distribution != "vllm":
+        # Its console script asks for the version of a distribution called `vllm`, finds none, and ends (0.31.0).
+        return (str(installed.python), "-m", "vllm.entrypoints.openai.api_server", "--model", model)
+    if installed.script is not None:
+        return (str(installed.script), "serve", model)
+    return (str(installed.python), "-m", "vllm.entrypoints.cli.main", "serve", model)
+
+
+def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, str]) -> None:
+    servers = given.number("--api-server-count", "-asc", default=1)
+    if servers > 1:
+        raise UsageError(
+            f"--api-server-count {servers} cannot be used: each API server would know other adapters, and vLLM refuses "
+            "to start with runtime loading. Leave it out; for more throughput, start several servers on ports of "
+            "their own."
+        )
+    if request.is_fused:
+        _check_fused(given)
+    elif given.has("--no-enable-lora"):
+        raise UsageError("--no-enable-lora cannot be used: adapters are what is loaded. Leave it out.")
+    mode = given.get("--logprobs-mode")
+    if mode not in (None, "processed_logprobs"):
+        raise UsageError(
+            f"--logprobs-mode {mode} cannot be used: TRL compares log-probabilities after the temperature with its "
+            "own, so its importance ratios would be wrong. Leave it out."
+        )
+    if is_on(environ, "VLLM_SKIP_MODEL_NAME_VALIDATION"):
+        raise UsageError(
+            "VLLM_SKIP_MODEL_NAME_VALIDATION is set: a request for an adapter that is not there would be answered by "
+            "the base model, silently. Unset it."
+        )
+    if request.is_fused:
+        return  # any rank, and any number of versions
+    if request.lora_rank > ALLOWED_MAX_LORA_RANKS[-1]:
+        raise UsageError(
+            f"vLLM serves ranks up to {ALLOWED_MAX_LORA_RANKS[-1]}, and the adapter has rank {request.lora_rank}. "
+            "Lower it."
+        )
+    check_rank(given, request, allowed_max_lora_rank(request.lora_rank))
+    consequence = "vLLM would evict versions that are still in use, and dies if their files are gone"
+    check_room(given, "--max-cpu-loras", request, consequence)
+
+
+def _check_fused(given: EngineArguments) -> None:
+    if given.has("--enable-lora"):
+        raise UsageError(
+            "--enable-lora cannot be used with --fused: an adapter could be applied twice. Leave one of them out."
+        )
+    replicas = given.number("--data-parallel-size", "-dp", default=1)
+    if replicas > 1:
+        raise UsageError(
+            f"--data-parallel-size {replicas} cannot be used with --fused: vLLM tells of one replica only whether the "
+            "weights were changed. Start one server for each, and give the trainer all URLs."
+        )
+    quantization = given.get("--quantization", "-q")
+    if quantization is not None:
+        raise UsageError(
+            f"--quantization {quantization} cannot be used with --fused: an adapter cannot be added to quantised "
+            "weights without changing them. Leave one of them out."
+        )
+    extension = given.get("--worker-extension-cls")
+    if extension not in (None, FUSED_WORKER):
+        raise UsageError(f"--worker-extension-cls {extension} cannot be used with --fused, which needs its own.")
