@@ -58,7 +58,8 @@ class VLLMFusedEngine(VLLMEngine):
     # Adapters
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
-        adapters = json_object(self._get(ROUTE, deadline), ServerSetupError).get("adapters")
+        # The workers have said what they hold with the last change; asking them anew would cost each sync a moment.
+        adapters = json_object(self._get(f"{ROUTE}?workers=no", deadline), ServerSetupError).get("adapters")
         return {str(name): str(path) for name, path in adapters.items()} if isinstance(adapters, dict) else {}
 
     def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
