@@ -8,6 +8,9 @@ The second form makes a tiny model and starts a vLLM server for it on this CPU. 
 little, publishes it through the same path as the trainer, samples a few completions and checks that their
 log-probabilities are those of the version just published, not of the one before. The slope of each quantity over the
 rounds (least squares, the first tenth left out as warm-up) is what to look at.
+
+A server's memory also grows by sampling alone. With --controls, each round is followed by one that samples and syncs
+nothing, and the result says what the rounds of either kind have added.
 """
 
 import argparse
@@ -19,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -44,6 +49,8 @@ MEASURED = (
     "total_s", "write_s", "load_s", "server_rss_mb", "server_threads", "server_open_files", "trainer_rss_mb",
     "trainer_threads", "trainer_open_files", "gpu_used_mb", "adapters_on_server", "files", "disk_mb",
 )  # fmt: skip
+# Of the server on this CPU: all of it has been used, and so counts as its memory, before the warm-up is over.
+KV_CACHE_BYTES = 16 << 20
 
 
 def main() -> None:
@@ -66,7 +73,8 @@ def server_for(args: argparse.Namespace) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         args.model = make_model(Path(folder) / "tiny-qwen3")
         args.rank = min(args.rank, 16)
-        with VLLMServer(args.model, served_model_name="tiny-qwen3") as server:
+        cache = ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+        with VLLMServer(args.model, served_model_name="tiny-qwen3", extra_args=cache) as server:
             args.url, args.server_pid = server.base_url, server.pid
             yield
 
@@ -79,10 +87,14 @@ def soak(args: argparse.Namespace) -> None:
         name=str(args.model), vocab_size=model.config.vocab_size, logprobs=lambda ids: base_logprobs(model, ids)
     )
     print(sync.start(reader(model), base), flush=True)
-    rounds = []
+    rounds, memory = [], []
     try:
         for number in range(1, args.syncs + 1):
             rounds.append(one_round(model, sync, args))
+            memory.append(("with a sync", rounds[-1]["server_rss_mb"]))
+            if args.controls:
+                sample(sync)
+                memory.append(("without", total(args.server_pid, rss_mb)))
             if number % max(1, args.syncs // 10) == 0:
                 print(number, {name: round(rounds[-1][name], 4) for name in (*measured, "gap", "change")}, flush=True)
     finally:
@@ -98,6 +110,7 @@ def soak(args: argparse.Namespace) -> None:
         "median": {name: statistics.median(row[name] for row in rounds) for name in (*measured, "gap", "change")},
         "max": {name: max(row[name] for row in rounds) for name in (*measured, "gap")},
         "slope_per_100_syncs": {name: 100 * slope([row[name] for row in rounds]) for name in measured},
+        **({"server_rss_mb_added_by_100_rounds": added(memory)} if args.controls else {}),
         "adapters_left_on_server": left,
         "rounds": rounds[:: max(1, len(rounds) // 200)],
     }
@@ -106,6 +119,8 @@ def soak(args: argparse.Namespace) -> None:
     for name in measured:
         median, change = result["median"][name], result["slope_per_100_syncs"][name]
         print(f"{name:20} median {median:10.4f}   per 100 syncs {change:+.4f}")
+    for kind, change in result.get("server_rss_mb_added_by_100_rounds", {}).items():
+        print(f"server_rss_mb added by 100 rounds {kind}: {change:+.4f}")
     if left:
         raise SystemExit(f"adapters left on the server: {left}")
 
@@ -117,6 +132,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cpu-server", action="store_true", help="serve a tiny model with vLLM on this CPU")
     parser.add_argument("--server-pid", type=int, help="process whose memory, with its children's, is the server's")
     parser.add_argument("--syncs", type=int, default=200)
+    parser.add_argument("--controls", action="store_true", help="also rounds that sync nothing")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--transport", choices=["auto", "disk", "tensors"], default="auto")
     parser.add_argument("--sleep", action="store_true", help="release the KV cache between the rounds")
@@ -164,8 +180,7 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
     before = [parameter.detach().clone() for parameter in moving(model)]
     perturb(model)
     report = sync.publish(reader(model))
-    groups = [PromptGroup(prompt=torch.randint(0, 200, (16,)).tolist(), count=2) for _ in range(8)]
-    answers = sync.fleet.generate(report.adapter_name, groups, SAMPLING, deadline())
+    answers = sample(sync)
     sync.sleep()
     looked_at = [answer[0] for answer in answers[:4]]
     served = [token[0] for completion in looked_at for token in completion.logprobs or []]
@@ -195,6 +210,13 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
         "gpu_used_mb": gpu_used_mb(),
         "files": count_files(sync),
     }
+
+
+def sample(sync: AdapterSync) -> list[list[Completion]]:
+    """Completions of the active version for prompts that no server has seen."""
+    assert sync.fleet.active is not None
+    groups = [PromptGroup(prompt=torch.randint(0, 200, (16,)).tolist(), count=2) for _ in range(8)]
+    return sync.fleet.generate(sync.fleet.active.name, groups, SAMPLING, deadline())
 
 
 @torch.no_grad()
@@ -265,6 +287,14 @@ def gpu_used_mb() -> float:
 def count_files(sync: AdapterSync) -> int:
     directory = getattr(sync.transport, "directory", None)
     return sum(1 for _ in directory.rglob("*")) if directory is not None else 0
+
+
+def added(memory: list[tuple[str, float]]) -> dict[str, float]:
+    """What 100 rounds of each kind have added, without the first tenth."""
+    changes = defaultdict(list)
+    for (_, before), (kind, after) in pairwise(memory[len(memory) // 10 :]):
+        changes[kind].append(after - before)
+    return {kind: 100 * statistics.fmean(values) for kind, values in changes.items()}
 
 
 def slope(values: list[float]) -> float:
