@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 WAYS = sorted(file.stem for file in (ROOT / "examples" / "accelerate").glob("*.yaml"))
 
 
-def launch(way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def launch(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        seen = launch_in(Path(folder), way, args)
+    print(way, json.dumps(seen), flush=True)
+    return seen
+
+
+def launch_in(folder: Path, way: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     command += ["--config_file", f"examples/accelerate/{way}.yaml", "--num_processes", str(args.processes)]
-    command += [
-        __file__,
-        "--model",
-        args.model,
-        "--url",
-        args.url,
-        "--steps",
-        str(args.steps),
-        "--rank",
-        str(args.rank),
-    ]
+    command += [__file__, "--model", args.model, "--url", args.url]
+    command += ["--steps", str(args.steps), "--rank", str(args.rank)]
     command += ["--load-in-4bit"] * args.load_in_4bit + ["--worker", str(folder)]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout_s)
@@ -112,6 +111,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--load-in-4bit", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=1, help="ways side by side; the seconds are then no measure")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--timeout-s", type=float, default=500.0)
@@ -124,12 +124,9 @@ def main() -> None:
     import httpx
 
     version = httpx.get(f"{args.url}/version", timeout=30, trust_env=False).json()["version"]
-    ways = {}
-    for way in args.ways:
-        with tempfile.TemporaryDirectory() as folder:
-            ways[way] = launch(way, args, Path(folder))
-        print(way, json.dumps(ways[way]), flush=True)
-    result = surroundings("vllm", version) | {"ways": ways}
+    with ThreadPoolExecutor(args.at_once) as pool:
+        ways = dict(zip(args.ways, pool.map(lambda way: launch(way, args), args.ways), strict=True))
+    result = surroundings("vllm", version) | {"at_once": args.at_once, "ways": ways}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
