@@ -9,8 +9,8 @@ SOURCES := trl_lora_sync tests examples benchmarks tools
 # Older TRL versions that the tests run as well; 1.16 is the one in $(TRAINER).
 TRL_VERSIONS := 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0
 # What the tests of the ways of training need besides: two extras of the package, and what DeepSpeed imports. einops to
-# py-cpuinfo are DeepSpeed's own requirements that $(TRAINER) lacks.
-LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpuinfo
+# py-cpuinfo are DeepSpeed's own requirements that $(TRAINER) lacks. The last is for a vLLM server with a 4-bit base.
+LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpuinfo vllm-bnb-plugin==0.0.3
 
 .PHONY: help demo test lint docs bench venv venv-vllm trl-versions launchers clean
 .DELETE_ON_ERROR:

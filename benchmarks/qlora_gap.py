@@ -5,12 +5,11 @@ The trainer holds a 4-bit base (bitsandbytes, NF4) and a LoRA adapter; the serve
 - `bf16`: the unquantised checkpoint,
 - `dequantised`: the values that the 4-bit base stands for, written as bfloat16. The same numbers as the trainer's, so
   what is left is rounding,
-- `4bit`: the checkpoint quantised by the server. Needs a GPU and a server started by hand, whose URL is given:
-  `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve CHECKPOINT --enable-lora --quantization bitsandbytes
-  --logprobs-mode processed_logprobs`, and `--arms 4bit --checkpoint CHECKPOINT --url http://localhost:8000`. Not run
-  for this release.
+- `4bit`: the checkpoint quantised by the server (`--quantization bitsandbytes`). From 0.28 on, vLLM needs a plugin for
+  it in its environment: `pip install vllm-bnb-plugin`.
 
-Reports the distance between the server's log-probabilities of sampled tokens and the trainer's for the same tokens.
+Each arm has two parts: the distance between the server's log-probabilities of sampled tokens and the trainer's for the
+same tokens, with an adapter that moves the policy clearly; and what a short GRPO run logs, from its own adapter.
 A random-weight model spreads its weights evenly, which quantises worse than a trained one.
 """
 
@@ -29,6 +28,20 @@ from trl_lora_sync.cli.surroundings import surroundings
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
 ARMS = ("bf16", "dequantised", "4bit")
+# As the server quantises: NF4 in blocks of 64, and the scales of the blocks quantised once more.
+QUANTISATION = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": torch.bfloat16,
+    "bnb_4bit_use_double_quant": True,
+}
+LOGGED = {
+    "logp_difference_mean": "sampling/sampling_logp_difference/mean",
+    "logp_difference_max": "sampling/sampling_logp_difference/max",
+    "importance_ratio_mean": "sampling/importance_sampling_ratio/mean",
+    "verify_gap": "lora_sync/verify_gap",
+    "verified": "lora_sync/verified",
+}
 
 
 def trained_model(checkpoint: Path, seed: int) -> Any:
@@ -37,9 +50,7 @@ def trained_model(checkpoint: Path, seed: int) -> Any:
     from support.models import lora, randomize_adapter
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
+    quantization = BitsAndBytesConfig(**QUANTISATION)
     base = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=quantization, dtype=torch.bfloat16)
     model = get_peft_model(base, lora(lora_dropout=0.0))
     randomize_adapter(model, seed)
@@ -82,17 +93,40 @@ def measure(model: Any, adapter: Path, base_url: str, rows: int, tokens: int) ->
             choice = http.post(f"{base_url}/v1/completions", json=request).raise_for_status().json()["choices"][0]
             trained = per_token_logps(model, prompt, choice["token_ids"])
             distances.append((torch.tensor(choice["logprobs"]["token_logprobs"]) - trained).abs())
+        http.post(f"{base_url}/v1/unload_lora_adapter", json={"lora_name": "adapter"}).raise_for_status()
     every = torch.cat(distances)
     return {"mean": every.mean().item(), "max": every.max().item(), "tokens": every.numel(), "engine_version": version}
 
 
+def train(checkpoint: Path, base_url: str, folder: Path, steps: int) -> list[dict[str, Any]]:
+    """A QLoRA run on the server, and what it logs at each step; a base that is none of the trainer's is no error."""
+    from support.trainers import grpo_trainer, steps_of
+    from transformers import BitsAndBytesConfig
+
+    trainer = grpo_trainer(
+        base_url,
+        checkpoint,
+        folder,
+        trainer_kwargs={"quantization_config": BitsAndBytesConfig(**QUANTISATION)},
+        model_init_kwargs={"dtype": "bfloat16"},
+        max_steps=steps,
+        max_completion_length=32,
+        use_cpu=not torch.cuda.is_available(),
+        learning_rate=1e-2,
+    )
+    trainer.train()
+    trainer.vllm_generation.close()
+    return [{name: step.get(key) for name, key in LOGGED.items()} for step in steps_of(trainer)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["bf16", "dequantised"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--checkpoint", type=Path, help="default: a random-weight Qwen3 made on the spot")
     parser.add_argument("--url", help="a server that is running already, instead of one on this CPU for each arm")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=4, help="of the GRPO run (default: 4)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -112,13 +146,14 @@ def main() -> None:
             served["dequantised"] = write_dequantised(checkpoint, model, folder / "dequantised")
         gaps = {}
         for arm in args.arms:
-            with VLLMServer(served[arm]) if not args.url else nullcontext() as server:
+            extra = ["--quantization", "bitsandbytes"] if arm == "4bit" else []
+            with VLLMServer(served[arm], extra_args=extra) if not args.url else nullcontext() as server:
                 url = args.url or server.base_url
                 gaps[arm] = measure(model, adapter, url, args.rows, args.tokens)
-    version = gaps[args.arms[0]].pop("engine_version")
-    for gap in gaps.values():
-        gap.pop("engine_version", None)
-    result = surroundings("vllm", str(version)) | {"quantisation": "NF4, computed in bfloat16", "gaps": gaps}
+                version = gaps[arm].pop("engine_version")
+                gaps[arm]["grpo_steps"] = train(checkpoint, url, folder / arm, args.steps)
+    quantisation = "NF4 with double quantisation, computed in bfloat16"
+    result = surroundings("vllm", version) | {"quantisation": quantisation, "gaps": gaps}
     print(json.dumps(result, indent=1))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
