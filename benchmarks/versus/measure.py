@@ -83,29 +83,35 @@ def measure_syncs(turns: Turns, bench: Workbench, warmup: int, repeats: int, sav
         for check in turns.attempt(name, lambda arm: _sync_and_check(arm, bench)):
             found[name] = {"served": check, "samples": []}
     for turn in range(warmup + repeats):
-        for name, sample in turns.each(lambda arm: _one_sync(arm, bench)):
+        for name, (sample, split) in turns.each(lambda arm: _one_sync(arm, bench)):
             if turn >= warmup:
                 found[name]["samples"].append(sample)
                 found[name]["median"] = medians(found[name]["samples"])
+                if split is not None:
+                    found[name].setdefault("splits", []).append(asdict(split))
         save(found)
+    told = {name for name, one in found.items() if "splits" in one}
     for _ in range(_SPLITS):
-        for name, split in turns.each(lambda arm: _one_split(arm, bench)):
-            found[name].setdefault("splits", []).append(asdict(split))
-            found[name]["split"] = medians(found[name]["splits"])
+        for name, split in turns.each(lambda arm: None if arm.name in told else _one_split(arm, bench)):
+            if split is not None:
+                found[name].setdefault("splits", []).append(asdict(split))
+    for one in found.values():
+        if "splits" in one:
+            one["split"] = medians(one["splits"])
     save(found)
 
 
-def _one_sync(arm: Arm, bench: Workbench) -> dict[str, float]:
+def _one_sync(arm: Arm, bench: Workbench) -> tuple[dict[str, float], Phases | None]:
     bench.change_adapter()
     (prompt,) = bench.prompts(1, _SCORED_TOKENS)
     with bench.watched_memory() as memory:
         start = time.perf_counter()
-        arm.sync()
+        split = arm.sync()
         bench.settle()
         synced = time.perf_counter()
     asked = time.perf_counter()
     arm.sample([prompt], plain_sampling(max_tokens=1, logprobs=None))
-    return {"sync_s": synced - start, "first_token_s": time.perf_counter() - asked, **memory}
+    return {"sync_s": synced - start, "first_token_s": time.perf_counter() - asked, **memory}, split
 
 
 def _one_split(arm: Arm, bench: Workbench) -> Phases:

@@ -289,7 +289,8 @@ class FusedMiddleware:
             "fuse": max((answer["fuse_s"] for answer in applied), default=0.0),
             "total": done - started,
         }
-        logger.info("The weights hold %s now, after %.0f ms.", name, 1000 * seconds["total"])
+        parts = ", ".join(f"{part} {1000 * spent:.0f}" for part, spent in seconds.items() if part != "total")
+        logger.info("The weights hold %s now, after %.0f ms (%s).", name, 1000 * seconds["total"], parts)
         return seconds
 
     async def _undo(self, engine: Any, error: BaseException) -> None:
