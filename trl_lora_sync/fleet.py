@@ -255,9 +255,9 @@ class Fleet:
             self._recover(server, deadline, halt, needs_active=False)
             engine = server.engine
             try:
-                server.load(stored, deadline)
+                loaded = server.load(stored, deadline)
                 # Between loading and the first use, which an engine with another base model may not survive.
-                self._check_memory(server, deadline)
+                self._check_memory(server, loaded)
                 server.warm_up(stored, deadline)
             except LoRASyncError as error:
                 if not _can_be_waited_for(error, deadline, halt):
@@ -267,11 +267,11 @@ class Fleet:
                 server.note_success()
                 return
 
-    def _check_memory(self, server: FleetServer, deadline: Deadline) -> None:
+    def _check_memory(self, server: FleetServer, loaded: dict[str, str]) -> None:
         """Notice a server that was started anew since the last sync, whose base model nobody has looked at."""
         if self.active is None or self.active.name == server.lacks:
             return
-        if self.active.name not in server.engine.loaded(deadline):
+        if self.active.name not in loaded:
             raise AdapterLostError(f"{server.base_url} no longer knows {self.active.name!r}; it was restarted.")
 
     # Lost and found

@@ -147,11 +147,11 @@ class FleetServer:
             return replace(stored, path=None, server_path=None)
         return replace(stored, content=None)
 
-    def load(self, stored: StoredAdapter, deadline: Deadline) -> None:
-        """Load a version, awake and inside a pause if there is to be one; errors as for `Engine.load`."""
+    def load(self, stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+        """Load a version, awake and inside a pause if there is to be one; result and errors as of `Engine.load`."""
         self.wake(deadline)
         with self._paused(deadline):
-            self.engine.load(self.form_of(stored), deadline)
+            return self.engine.load(self.form_of(stored), deadline)
 
     def warm_up(self, stored: StoredAdapter, deadline: Deadline) -> None:
         self.engine.warm_up(self.form_of(stored), deadline)

@@ -33,8 +33,9 @@ class FleetAsEngine:
         assert first == second
         return first
 
-    def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         self.fleet.load(adapter, deadline)
+        return self.loaded(deadline)
 
     def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         pass

@@ -195,6 +195,16 @@ def test_score_is_the_policys_own_opinion_of_a_prompt(served: Served) -> None:
         assert gap(served.engine.score(model, PROMPT, soon()), expected) < served.reference.tolerance
 
 
+def test_a_load_tells_all_that_is_loaded_then(served: Served) -> None:
+    first, _ = served.load(1)
+    second = served.write(served.reference.adapter(2))
+
+    told = served.engine.load(second, soon())
+
+    assert told == served.engine.loaded(soon())
+    assert {first.name, second.name} <= told.keys()
+
+
 def test_loading_the_same_version_twice_succeeds(served: Served) -> None:
     stored, adapter = served.load(1)
     served.engine.load(stored, soon())

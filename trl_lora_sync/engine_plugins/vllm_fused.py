@@ -235,7 +235,13 @@ class FusedMiddleware:
             else:
                 seconds = await self._fuse(engine, name, path, timeout_s)
             self._adapters[name] = path
-        return {"name": name, "path": path, "current": self._gate.current, "seconds": {"wait": waited_s, **seconds}}
+        return {
+            "name": name,
+            "path": path,
+            "current": self._gate.current,
+            "adapters": dict(self._adapters),
+            "seconds": {"wait": waited_s, **seconds},
+        }
 
     async def _forget(self, engine: Any, name: str) -> dict[str, Any]:
         if self._gate.current == name:

@@ -198,8 +198,11 @@ class Engine(Protocol):
     def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         """Log-probability of each prompt token after the first, at temperature 1; errors as for `generate`."""
 
-    def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         """Make `adapter.name` selectable. Loading the same name and path again succeeds.
+
+        Returns:
+            What `loaded` would return now.
 
         Raises:
             AdapterRejectedError: the server refused it; it is not selectable.

@@ -104,7 +104,7 @@ class ServerEngine(ABC):
         content = json_object(self._get("/v1/models", deadline), ServerSetupError)
         return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
 
-    def _until_visible(self, load: Callable[[], None], deadline: Deadline) -> None:
+    def _until_visible(self, load: Callable[[], dict[str, str]], deadline: Deadline) -> dict[str, str]:
         """Load, again after a broken connection, and for a while if the server does not see the files yet."""
         grace_s = self.local_visibility_grace_s if self._is_local else _VISIBILITY_GRACE_S
         grace = Deadline.after(grace_s, "waiting for the directory to appear")
@@ -117,7 +117,8 @@ class ServerEngine(ABC):
 
         for attempt in retrying(deadline, may_repeat, on_repeat=self._count_retry):
             with attempt:
-                load()
+                loaded = load()
+        return loaded
 
     # Requests
 

@@ -153,12 +153,12 @@ class SGLangEngine(SGLangServer):
 
     # Adapters
 
-    def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         self._check_fits(adapter)
         if self._stuck_unload and not self._has_recovered(deadline):
             raise AdapterRejectedError(self._stuck_words())
         with self._distrusting_connections():
-            self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+            return self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
 
     def _check_fits(self, adapter: StoredAdapter) -> None:
         served = self.capabilities
@@ -176,7 +176,7 @@ class SGLangEngine(SGLangServer):
                 f"Restart it with --lora-target-modules {' '.join(adapter.target_modules)}",
             )
 
-    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         try:
             if adapter.server_path is not None:
                 body = {"lora_name": adapter.name, "lora_path": adapter.server_path, "pinned": False}
@@ -192,12 +192,14 @@ class SGLangEngine(SGLangServer):
         if response.status_code != 200 and "already loaded" not in words:
             raise self._load_error(adapter, response.status_code, words)
         expected = adapter.server_path or _TENSOR_PATH
-        path = self.loaded(deadline).get(adapter.name)
+        loaded = self.loaded(deadline)
+        path = loaded.get(adapter.name)
         if path != expected:
             raise AdapterRejectedError(
                 f"{self.base_url} lists the adapter {adapter.name!r} with path {path!r} instead of {expected!r}. Every "
                 f"version needs a name of its own; does another process load adapters there? It said: {words!r}"
             )
+        return loaded
 
     def _load_tensors(self, adapter: StoredAdapter, deadline: Deadline) -> httpx.Response:
         if adapter.content is None:

@@ -172,19 +172,20 @@ class VLLMEngine(ServerEngine):
 
     # Adapters
 
-    def load(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         """See `Engine`. An adapter that is nowhere on disk is pushed first."""
         if adapter.server_path is None:
             adapter = replace(adapter, server_path=self.push(adapter, deadline))
         with self._distrusting_connections():
-            self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+            loaded = self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
         self._pushed.confirm(adapter.name)
+        return loaded
 
     def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
         """Send an adapter to the server's host and return where the server keeps it, see `PushedAdapters`."""
         return self._pushed.push(adapter, deadline)
 
-    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         response = self._post(
             "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.server_path}, deadline
         )
@@ -192,13 +193,15 @@ class VLLMEngine(ServerEngine):
         # A repeated request finds its own first attempt; the listing below tells it from a stranger's.
         if response.status_code != 200 and "already been loaded" not in words:
             raise self._load_error(adapter, response.status_code, words)
-        path = self.loaded(deadline).get(adapter.name)
+        loaded = self.loaded(deadline)
+        path = loaded.get(adapter.name)
         if path != adapter.server_path:
             raise AdapterRejectedError(
                 f"{self.base_url} accepted the adapter {adapter.name!r} but lists it with path {path!r} instead of "
                 f"{adapter.server_path!r}. Every version needs a name of its own; does another process load adapters "
                 f"on this server, or does a proxy spread requests over several? It said: {words!r}"
             )
+        return loaded
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
         if "No adapter found" in words and adapter.content is not None:

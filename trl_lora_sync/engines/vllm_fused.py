@@ -58,11 +58,10 @@ class VLLMFusedEngine(VLLMEngine):
     # Adapters
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
-        # The workers have said what they hold with the last change; asking them anew would cost each sync a moment.
-        adapters = json_object(self._get(f"{ROUTE}?workers=no", deadline), ServerSetupError).get("adapters")
-        return {str(name): str(path) for name, path in adapters.items()} if isinstance(adapters, dict) else {}
+        # The workers have said what they hold with the last change, and need not be asked anew.
+        return _adapters_in(json_object(self._get(f"{ROUTE}?workers=no", deadline), ServerSetupError))
 
-    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         body = {"path": adapter.server_path, "timeout_s": deadline.remaining_s() * _SHARE_FOR_WAITING}
         response = self._request("PUT", f"{ROUTE}/{adapter.name}", deadline, body=body)
         words = server_words(response)
@@ -75,6 +74,7 @@ class VLLMFusedEngine(VLLMEngine):
                 f"{self.base_url} accepted the adapter {adapter.name!r} from {adapter.server_path!r} but holds "
                 f"{found!r}. Does another process use this server, or does a proxy spread requests over several?"
             )
+        return _adapters_in(answer)
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
         if "not written completely" in words:
@@ -108,3 +108,8 @@ class VLLMFusedEngine(VLLMEngine):
     def _check_policy(self, content: dict[str, Any], model: str) -> None:
         """The header, which has been checked, says more; the model in the answer is the base's."""
         super()._check_policy(content, self.capabilities.base_model)
+
+
+def _adapters_in(answer: dict[str, Any]) -> dict[str, str]:
+    adapters = answer.get("adapters")
+    return {str(name): str(path) for name, path in adapters.items()} if isinstance(adapters, dict) else {}
