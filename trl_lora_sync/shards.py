@@ -135,7 +135,9 @@ def _fsdp1_places(root: nn.Module) -> dict[tuple[int, str], tuple[Any, int]]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     places: dict[tuple[int, str], tuple[Any, int]] = {}
-    # torch takes four times as long to find none.
+    # To look through all modules takes as long as to read the adapter, and torch takes four times as long to find none.
+    if not torch.distributed.is_initialized():
+        return places
     if not any(isinstance(module, FullyShardedDataParallel) for module in root.modules()):
         return places
     for unit in FullyShardedDataParallel.fsdp_modules(root):
