@@ -68,7 +68,7 @@ class Fused:
             request.send(200, {"version": "0.31.0"})
         elif request.path == "/v1/models":
             request.send(200, {"data": [{"id": "base", "root": "base"}]})
-        elif request.path in (ROUTE, f"{ROUTE}?workers=no"):
+        elif request.path == ROUTE:
             request.send(*self.state)
         elif request.path.startswith(ROUTE):
             request.send(*self.put)

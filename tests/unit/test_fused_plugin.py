@@ -420,20 +420,6 @@ def test_workers_that_hold_something_else_stop_the_server() -> None:
     run(test())
 
 
-def test_what_is_registered_is_said_without_a_call_into_the_engine() -> None:
-    async def test() -> None:
-        server = Server()
-        await server.load("v1")
-        server.engine.events.clear()
-        status, answer, _ = await server.ask("GET", ROUTE, query="workers=no")
-
-        assert (status, answer["current"], list(answer["adapters"])) == (200, "v1", ["v1"])
-        assert "workers" not in answer
-        assert server.engine.events == []
-
-    run(test())
-
-
 @pytest.mark.parametrize("path", ["/update_weights", "/start_weight_update", "/v1/load_lora_adapter", "/sleep"])
 def test_what_would_change_the_base_is_refused(path: str) -> None:
     async def test() -> None:

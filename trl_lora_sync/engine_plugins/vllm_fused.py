@@ -3,8 +3,7 @@
     vllm serve MODEL --worker-extension-cls trl_lora_sync.engine_plugins.vllm_fused_worker.FusedWorker \
         --middleware trl_lora_sync.engine_plugins.vllm_fused.FusedMiddleware ...
 
-    GET    /v1/lora_sync/fused        which adapter is in the weights, and which are registered; asks the workers too,
-                                      unless ?workers=no
+    GET    /v1/lora_sync/fused        which adapter is in the weights, and which are registered
     PUT    /v1/lora_sync/fused/NAME   {"path": FOLDER}: register an adapter and put it into the weights
     DELETE /v1/lora_sync/fused/NAME   forget it; if it is in the weights, they become the base's again
 
@@ -186,7 +185,7 @@ class FusedMiddleware:
     async def _answer(self, scope: Scope, rest: str, receive: Receive) -> dict[str, Any]:
         engine, method, name = _engine_of(scope), scope["method"], rest.removeprefix("/")
         if not rest and method == "GET":
-            return await self._state(engine, _query(scope))
+            return await self._state(engine, compares=_query(scope).get("compare") == ["base"])
         check_name(name)
         if method in ("PUT", "POST"):
             return await self._load(engine, name, await _body(receive))
@@ -194,29 +193,23 @@ class FusedMiddleware:
             return await self._forget(engine, name)
         raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
 
-    async def _state(self, engine: Any, query: dict[str, list[str]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if query.get("workers") != ["no"]:
-            found["workers"] = await self._ask_workers(engine)
-        state = {
-            "protocol": PROTOCOL,
-            "current": self._gate.current,
-            "adapters": dict(self._adapters),
-            "broken": self._broken,
-        }
-        if query.get("compare") == ["base"]:
-            async with self._gate.changing(_LOAD_TIMEOUT_S):
-                found["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
-        return state | found
-
-    async def _ask_workers(self, engine: Any) -> list[dict[str, Any]]:
-        """What the workers say that they hold; if it is something else than what is known here, nobody is served."""
+    async def _state(self, engine: Any, *, compares: bool) -> dict[str, Any]:
         before = self._gate.at_rest
         workers = _good(await _call(engine, "lora_sync_state"))
         current, is_at_rest = self._gate.current, before is not None and before == self._gate.at_rest
         if is_at_rest and self._broken is None and any((worker["active"] or BASE) != current for worker in workers):
             self._broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
-        return workers
+        state = {
+            "protocol": PROTOCOL,
+            "current": current,
+            "adapters": dict(self._adapters),
+            "workers": workers,
+            "broken": self._broken,
+        }
+        if compares:
+            async with self._gate.changing(_LOAD_TIMEOUT_S):
+                state["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
+        return state
 
     async def _load(self, engine: Any, name: str, body: dict[str, Any]) -> dict[str, Any]:
         path, timeout_s = body.get("path"), body.get("timeout_s", _LOAD_TIMEOUT_S)

@@ -58,8 +58,7 @@ class VLLMFusedEngine(VLLMEngine):
     # Adapters
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
-        # The workers have said what they hold with the last change, and need not be asked anew.
-        return _adapters_in(json_object(self._get(f"{ROUTE}?workers=no", deadline), ServerSetupError))
+        return _adapters_in(json_object(self._get(ROUTE, deadline), ServerSetupError))
 
     def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         body = {"path": adapter.server_path, "timeout_s": deadline.remaining_s() * _SHARE_FOR_WAITING}
