@@ -399,12 +399,9 @@ def vllm_version(python: Path) -> str:
     from trl_lora_sync.cli.installed import find_engine
 
     try:
-        return find_engine("vllm", python).version
-    except UsageError:
-        raise SystemExit(
-            f"vLLM is not installed for {python}. Give the interpreter of its environment: --server-python "
-            f"PATH/TO/bin/python, or set {PYTHON_VARIABLE}."
-        ) from None
+        return find_engine("vllm", python, option="--server-python").version
+    except UsageError as error:
+        raise SystemExit(str(error)) from error
 
 
 def described(args: argparse.Namespace, gpus: Sequence[str]) -> dict[str, Any]:

@@ -48,8 +48,11 @@ class Installed:
             return Version("9999")
 
 
-def find_engine(engine: str, python: Path | None) -> Installed:
+def find_engine(engine: str, python: Path | None, *, option: str = "--python") -> Installed:
     """The engine in the environment of `python`, or in this one; found by its package's metadata alone.
+
+    Args:
+        option: with which `python` was given, or would be.
 
     Raises:
         UsageError: there is none.
@@ -59,12 +62,12 @@ def find_engine(engine: str, python: Path | None) -> Installed:
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise UsageError(f"--python {interpreter} does not run ({error}).") from error
+        raise UsageError(f"{option} {interpreter} does not run ({error}).") from error
     title = KNOWN_VERSIONS[engine].title
     if not found:
         raise UsageError(
             f"{title} is not installed for {interpreter}. Give the interpreter of its environment: "
-            "--python PATH/TO/bin/python."
+            f"{option} PATH/TO/bin/python."
         )
     distribution, version = json.loads(found)
     script = interpreter.parent / engine

@@ -81,30 +81,36 @@ class EngineArguments:
         except ValueError as error:
             raise UsageError(f"{names[0]} {value} is no number.") from error
 
+    def check_rank(self, request: Wanted, advised: int) -> None:
+        reserved = self.number("--max-lora-rank", default=request.lora_rank)
+        if reserved < request.lora_rank:
+            raise UsageError(
+                f"--max-lora-rank {reserved} is below the adapter's rank {request.lora_rank}. Leave it out, or give "
+                f"{advised}."
+            )
+
+    def check_room(self, flag: str, request: Wanted, consequence: str) -> None:
+        """Versions that stay registered, the next one, and the one whose files go last."""
+        needed = request.keep + 2
+        found = self.number(flag, default=needed)
+        if found < needed:
+            raise UsageError(
+                f"{flag} {found} is too few: with lora_sync_keep={request.keep}, {consequence}. Leave it out, or give "
+                f"{needed}."
+            )
+
+    def missing(self, flags: Mapping[str, Any]) -> list[str]:
+        """Those of the flags that were not typed, as arguments."""
+        missing: list[str] = []
+        for name, value in flags.items():
+            if not self.has(name):
+                missing += [name, *([] if value is None else [value] if isinstance(value, str) else value)]
+        return missing
+
 
 def is_on(environ: Mapping[str, str], name: str) -> bool:
     """Whether a variable of the engine is set to one of the words for yes."""
     return environ.get(name, "").lower() in _ON
-
-
-def check_rank(given: EngineArguments, request: Wanted, advised: int) -> None:
-    reserved = given.number("--max-lora-rank", default=request.lora_rank)
-    if reserved < request.lora_rank:
-        raise UsageError(
-            f"--max-lora-rank {reserved} is below the adapter's rank {request.lora_rank}. Leave it out, or give "
-            f"{advised}."
-        )
-
-
-def check_room(given: EngineArguments, flag: str, request: Wanted, consequence: str) -> None:
-    """Versions that stay registered, the next one, and the one whose files go last."""
-    needed = request.keep + 2
-    found = given.number(flag, default=needed)
-    if found < needed:
-        raise UsageError(
-            f"{flag} {found} is too few: with lora_sync_keep={request.keep}, {consequence}. Leave it out, or give "
-            f"{needed}."
-        )
 
 
 def port_notes(host: str, key: str, environ: Mapping[str, str] | None) -> list[str]:
@@ -114,15 +120,6 @@ def port_notes(host: str, key: str, environ: Mapping[str, str] | None) -> list[s
         f"the server listens on {host}. Whoever reaches it can load adapters, and so make it read any folder: keep the "
         f"port private, and set a key with {key}."
     ]
-
-
-def added(flags: Mapping[str, Any], given: EngineArguments) -> list[str]:
-    """The flags that were not typed."""
-    found: list[str] = []
-    for name, value in flags.items():
-        if not given.has(name):
-            found += [name, *([] if value is None else [value] if isinstance(value, str) else value)]
-    return found
 
 
 def _is_number(argument: str) -> bool:

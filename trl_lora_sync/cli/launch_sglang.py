@@ -7,16 +7,7 @@ from packaging.version import Version
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed
-from trl_lora_sync.cli.launch import (
-    EngineArguments,
-    Launch,
-    Wanted,
-    added,
-    check_rank,
-    check_room,
-    is_on,
-    port_notes,
-)
+from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, port_notes
 
 # Source: sglang#36894; a request with n > 1 leaves its adapter in use for ever, so that no unload ends.
 _SAMPLES_SAFELY_FROM = Version("0.5.22")
@@ -46,7 +37,7 @@ def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str
         given.get("--host") or request.host, "--api-key", environ if not given.has("--api-key") else None
     )
     program = (str(installed.python), "-m", "sglang.launch_server", "--model-path", request.model)
-    return Launch(command=(*program, *added(flags, given), *request.extra), notes=tuple(notes))
+    return Launch(command=(*program, *given.missing(flags), *request.extra), notes=tuple(notes))
 
 
 def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted, environ: Mapping[str, str]) -> None:
@@ -83,9 +74,9 @@ def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted,
             f"--preferred-sampling-params with n={samples} cannot be used with SGLang {installed.version}: an adapter "
             "that was sampled with n > 1 can never be unloaded again. Use n=1, or SGLang 0.5.22 or later."
         )
-    check_rank(given, request, request.lora_rank)
+    given.check_rank(request, request.lora_rank)
     consequence = "a load would have to wait for requests that still use an older version"
-    check_room(given, "--max-loaded-loras", request, consequence)
+    given.check_room("--max-loaded-loras", request, consequence)
 
 
 def _preferred_samples(given: EngineArguments) -> int:

@@ -6,16 +6,7 @@ from packaging.version import Version
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed
-from trl_lora_sync.cli.launch import (
-    EngineArguments,
-    Launch,
-    Wanted,
-    added,
-    check_rank,
-    check_room,
-    is_on,
-    port_notes,
-)
+from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, port_notes
 from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE as FUSED_MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_fused import WORKER as FUSED_WORKER
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
@@ -69,7 +60,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         env["VLLM_SERVER_DEV_MODE"] = "1"
         notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
     notes += port_notes(given.get("--host") or request.host, "VLLM_API_KEY", environ)
-    command = [*_vllm_program(installed, request.model), *added(flags, given)]
+    command = [*_vllm_program(installed, request.model), *given.missing(flags)]
     middlewares = {"--push": MIDDLEWARE} if request.takes_pushes else {}
     middlewares |= {"--fused": FUSED_MIDDLEWARE} if request.is_fused else {}
     for option, middleware in middlewares.items():
@@ -125,9 +116,9 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
             f"vLLM serves ranks up to {ALLOWED_MAX_LORA_RANKS[-1]}, and the adapter has rank {request.lora_rank}. "
             "Lower it."
         )
-    check_rank(given, request, allowed_max_lora_rank(request.lora_rank))
+    given.check_rank(request, allowed_max_lora_rank(request.lora_rank))
     consequence = "vLLM would evict versions that are still in use, and dies if their files are gone"
-    check_room(given, "--max-cpu-loras", request, consequence)
+    given.check_room("--max-cpu-loras", request, consequence)
 
 
 def _check_fused(given: EngineArguments) -> None:
