@@ -125,8 +125,7 @@ def tokens_per_s(engine: Engine, model: str, concurrency: int, new_tokens: int, 
     groups = [
         PromptGroup(prompt=[random.randrange(vocab) for _ in range(PROMPT_TOKENS)], count=1) for _ in range(concurrency)
     ]
-    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": None}
-    sampling = Sampling(**plain, max_tokens=new_tokens, extra={"ignore_eos": True})  # type: ignore[arg-type]
+    sampling = Sampling.unrestricted(max_tokens=new_tokens, logprobs=None, ignore_eos=True)
     started = time.perf_counter()
     answers = engine.generate(model, groups, sampling, soon())
     return sum(len(answer[0].token_ids) for answer in answers) / (time.perf_counter() - started)

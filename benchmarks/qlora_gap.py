@@ -28,13 +28,8 @@ from trl_lora_sync.cli.surroundings import surroundings
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
 ARMS = ("bf16", "dequantised", "4bit")
-# As the server quantises: NF4 in blocks of 64, and the scales of the blocks quantised once more.
-QUANTISATION = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_compute_dtype": torch.bfloat16,
-    "bnb_4bit_use_double_quant": True,
-}
+# As the server quantises: the scales of the blocks once more.
+QUANTISATION = {"bnb_4bit_use_double_quant": True}
 LOGGED = {
     "logp_difference_mean": "sampling/sampling_logp_difference/mean",
     "logp_difference_max": "sampling/sampling_logp_difference/max",
@@ -47,10 +42,10 @@ LOGGED = {
 def trained_model(checkpoint: Path, seed: int) -> Any:
     """A 4-bit base with an adapter that moves the policy clearly."""
     from peft import get_peft_model
-    from support.models import lora, randomize_adapter
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from support.models import lora, nf4, randomize_adapter
+    from transformers import AutoModelForCausalLM
 
-    quantization = BitsAndBytesConfig(**QUANTISATION)
+    quantization = nf4(**QUANTISATION)
     base = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=quantization, dtype=torch.bfloat16)
     model = get_peft_model(base, lora(lora_dropout=0.0))
     randomize_adapter(model, seed)
@@ -84,7 +79,6 @@ def measure(model: Any, adapter: Path, base_url: str, rows: int, tokens: int) ->
     distances: list[torch.Tensor] = []
     prompts = [token_ids(seed) for seed in range(rows)]
     with httpx.Client(timeout=300, trust_env=False) as http, torch.device(model.device):
-        version = http.get(f"{base_url}/version").json()["version"]
         body = {"lora_name": "adapter", "lora_path": str(adapter)}
         http.post(f"{base_url}/v1/load_lora_adapter", json=body).raise_for_status()
         for prompt in prompts:
@@ -95,19 +89,19 @@ def measure(model: Any, adapter: Path, base_url: str, rows: int, tokens: int) ->
             distances.append((torch.tensor(choice["logprobs"]["token_logprobs"]) - trained).abs())
         http.post(f"{base_url}/v1/unload_lora_adapter", json={"lora_name": "adapter"}).raise_for_status()
     every = torch.cat(distances)
-    return {"mean": every.mean().item(), "max": every.max().item(), "tokens": every.numel(), "engine_version": version}
+    return {"mean": every.mean().item(), "max": every.max().item(), "tokens": every.numel()}
 
 
 def train(checkpoint: Path, base_url: str, folder: Path, steps: int) -> list[dict[str, Any]]:
     """A QLoRA run on the server, and what it logs at each step; a base that is none of the trainer's is no error."""
+    from support.models import nf4
     from support.trainers import grpo_trainer, steps_of
-    from transformers import BitsAndBytesConfig
 
     trainer = grpo_trainer(
         base_url,
         checkpoint,
         folder,
-        trainer_kwargs={"quantization_config": BitsAndBytesConfig(**QUANTISATION)},
+        trainer_kwargs={"quantization_config": nf4(**QUANTISATION)},
         model_init_kwargs={"dtype": "bfloat16"},
         max_steps=steps,
         max_completion_length=32,
@@ -130,6 +124,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
+    import httpx
     from make_model import make_model
     from vllm_server import VLLMServer
 
@@ -150,7 +145,7 @@ def main() -> None:
             with VLLMServer(served[arm], extra_args=extra) if not args.url else nullcontext() as server:
                 url = args.url or server.base_url
                 gaps[arm] = measure(model, adapter, url, args.rows, args.tokens)
-                version = gaps[arm].pop("engine_version")
+                version = httpx.get(f"{url}/version", timeout=30, trust_env=False).json()["version"]
                 gaps[arm]["grpo_steps"] = train(checkpoint, url, folder / arm, args.steps)
     quantisation = "NF4 with double quantisation, computed in bfloat16"
     result = surroundings("vllm", version) | {"quantisation": quantisation, "gaps": gaps}

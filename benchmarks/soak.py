@@ -91,8 +91,8 @@ def soak(args: argparse.Namespace) -> None:
     try:
         for number in range(1, args.syncs + 1):
             rounds.append(one_round(model, sync, args))
-            memory.append(("with a sync", rounds[-1]["server_rss_mb"]))
             if args.controls:
+                memory.append(("with a sync", rounds[-1]["server_rss_mb"]))
                 sample(sync)
                 memory.append(("without", total(args.server_pid, rss_mb)))
             if number % max(1, args.syncs // 10) == 0:

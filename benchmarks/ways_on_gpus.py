@@ -54,19 +54,14 @@ def launch_in(folder: Path, way: str, args: argparse.Namespace) -> dict[str, Any
 def work(args: argparse.Namespace) -> None:
     """What each training process does."""
     from peft import LoraConfig
+    from support.models import nf4
     from support.trainers import grpo_trainer, steps_of
     from support.ways import Traffic
-    from transformers import BitsAndBytesConfig
 
     folder = Path(args.worker)
     options: dict[str, Any] = {}
     if args.load_in_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.bfloat16,
-            bnb_4bit_quant_storage=torch.bfloat16,
-        )
+        options["quantization_config"] = nf4(bnb_4bit_quant_storage=torch.bfloat16)
     trainer = grpo_trainer(
         args.url,
         args.model,

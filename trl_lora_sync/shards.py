@@ -136,9 +136,9 @@ def _fsdp1_places(root: nn.Module) -> dict[tuple[int, str], tuple[Any, int]]:
 
     places: dict[tuple[int, str], tuple[Any, int]] = {}
     # To look through all modules takes as long as to read the adapter, and torch takes four times as long to find none.
-    if not torch.distributed.is_initialized():
-        return places
-    if not any(isinstance(module, FullyShardedDataParallel) for module in root.modules()):
+    if not torch.distributed.is_initialized() or not any(
+        isinstance(module, FullyShardedDataParallel) for module in root.modules()
+    ):
         return places
     for unit in FullyShardedDataParallel.fsdp_modules(root):
         if unit._handle is not None:

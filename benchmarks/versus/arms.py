@@ -42,14 +42,12 @@ class Phases:
         write_s: writing for the server; nothing for `weights`.
         load_s: the server's part; for `weights`, sending goes on beside merging, and this is the rest.
         payload_bytes: what went to the server.
-        total_s: all of it; for ours, as the package itself measures it.
     """
 
     gather_s: float
     write_s: float
     load_s: float
     payload_bytes: int
-    total_s: float
 
 
 class Arm(Protocol):
@@ -152,13 +150,7 @@ class WeightsArm:
         sent = (parameter for name, parameter in model.named_parameters() if model.prefix not in name)
         payload_bytes = sum(parameter.numel() * parameter.element_size() for parameter in sent)
         merging_s = sum(merging)
-        return Phases(
-            gather_s=merging_s,
-            write_s=0.0,
-            load_s=total_s - merging_s,
-            payload_bytes=payload_bytes,
-            total_s=total_s,
-        )
+        return Phases(gather_s=merging_s, write_s=0.0, load_s=total_s - merging_s, payload_bytes=payload_bytes)
 
     def sample(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[list[Completion]]:
         return self.engine.generate(self.model_name, groups, sampling, deadline("Sampling"))
@@ -217,7 +209,6 @@ class AsyncTrainerArm:
             write_s=written - ready,
             load_s=(end - written) + (paused - start),
             payload_bytes=tensors.stat().st_size,
-            total_s=end - start,
         )
 
     split = sync
@@ -279,7 +270,6 @@ class OurArm:
             write_s=report.write_s,
             load_s=report.load_s,
             payload_bytes=report.payload_bytes,
-            total_s=report.total_s,
         )
 
     split = sync

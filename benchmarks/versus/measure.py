@@ -87,18 +87,19 @@ def measure_syncs(turns: Turns, bench: Workbench, warmup: int, repeats: int, sav
             if turn >= warmup:
                 found[name]["samples"].append(sample)
                 found[name]["median"] = medians(found[name]["samples"])
-                if split is not None:
-                    found[name].setdefault("splits", []).append(asdict(split))
+                _add_split(found[name], split)
         save(found)
     told = {name for name, one in found.items() if "splits" in one}
     for _ in range(_SPLITS):
         for name, split in turns.each(lambda arm: None if arm.name in told else _one_split(arm, bench)):
-            if split is not None:
-                found[name].setdefault("splits", []).append(asdict(split))
-    for one in found.values():
-        if "splits" in one:
-            one["split"] = medians(one["splits"])
+            _add_split(found[name], split)
     save(found)
+
+
+def _add_split(found: dict[str, Any], split: Phases | None) -> None:
+    if split is not None:
+        found.setdefault("splits", []).append(asdict(split))
+        found["split"] = medians(found["splits"])
 
 
 def _one_sync(arm: Arm, bench: Workbench) -> tuple[dict[str, float], Phases | None]:

@@ -1,6 +1,6 @@
 """What a contract test is given: a server, an engine that is connected to it, and the truth about its base model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fakes.policy import Shapes
 from fakes.sglang import FakeSGLang
@@ -80,13 +80,4 @@ def engine_at(base_url: str, kind: str, *, connect: bool = True) -> Engine:
 
 def sampling(**fields: object) -> Sampling:
     """Plain sampling with the sampled token's log-probability, with fields changed."""
-    plain = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "max_tokens": 6,
-        "logprobs": 0,
-    }
-    return Sampling(**{**plain, **fields})  # type: ignore[arg-type]
+    return replace(Sampling.unrestricted(max_tokens=6, logprobs=0), **fields)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launch import LAUNCHERS
+from support.launch import LAUNCHERS, check_launchers
 from support.policies import NOISE_MEAN
 from support.processes import run
 
@@ -14,21 +14,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "qlora_gap.py"
 
 @pytest.mark.slow
 def test_a_server_with_the_same_4bit_base_is_as_near_as_rounding(tmp_path: Path) -> None:
-    if not LAUNCHERS.is_dir():
-        raise FileNotFoundError("bitsandbytes is not in .launchers; `make launchers` installs it")
-    options = [
-        "--arms",
-        "bf16",
-        "4bit",
-        "--rows",
-        "4",
-        "--tokens",
-        "16",
-        "--steps",
-        "3",
-        "--out",
-        tmp_path / "gap.json",
-    ]
+    check_launchers()
+    size = ["--rows", "4", "--tokens", "16", "--steps", "3"]
+    options = ["--arms", "bf16", "4bit", *size, "--out", tmp_path / "gap.json"]
     # For the server too, which finds bitsandbytes and vLLM's plugin for it there.
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(LAUNCHERS)}
 

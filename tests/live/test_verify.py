@@ -143,6 +143,7 @@ def test_a_known_difference_can_be_tolerated(make_trainer: Make, proxy: Proxy, b
 def scored(proxy: Proxy) -> list[int | None]:
     """The versions under which the prompt was scored, in order."""
     bodies = [body for body in proxy.requests("/v1/completions") if is_scoring(body) and version_of(body["model"])]
-    prompts = [one for body in bodies for one in (body["prompt"] if isinstance(body["prompt"][0], list) else [[]])]
-    assert all(len(prompt) <= 64 for prompt in prompts)
+    prompts = [body["prompt"] for body in bodies]
+    singles = [one for prompt in prompts for one in (prompt if isinstance(prompt[0], list) else [prompt])]
+    assert all(len(prompt) <= 64 for prompt in singles)
     return [version for version, _ in groupby(version_of(body["model"]) for body in bodies)]

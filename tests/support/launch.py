@@ -16,6 +16,12 @@ LAUNCHERS = TESTS.parent / ".launchers"
 CPU_ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
+def check_launchers() -> None:
+    """Raises FileNotFoundError if they are not installed, and what to do."""
+    if not LAUNCHERS.is_dir():
+        raise FileNotFoundError("DeepSpeed and bitsandbytes are not in .launchers; `make launchers` installs them")
+
+
 def two_processes(scenario: str, folder: Path, url: str, model: Path, *, timeout_s: float) -> dict[str, Any]:
     """Run a scenario of `two_processes.py`; returns and raises what `launch` does."""
     script = TESTS / "support" / "two_processes.py"

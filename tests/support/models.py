@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 R, ALPHA = 8, 16
 
@@ -16,6 +16,12 @@ def lora(**changes: Any) -> LoraConfig:
     """A plain LoRA configuration on all linear layers, with the given fields changed."""
     fields = {"r": R, "lora_alpha": ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return LoraConfig(**{**fields, **changes})
+
+
+def nf4(**changes: Any) -> BitsAndBytesConfig:
+    """A base model in 4 bits that computes in bfloat16, with the given fields changed."""
+    fields = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    return BitsAndBytesConfig(**{**fields, **changes})
 
 
 def peft_model(base: Path, **changes: Any) -> PeftModel:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_lora_sync.distributed
 import trl_lora_sync.generation
-from support.models import base_weights, peft_model, randomize_adapter, same_tensors
+from support.models import base_weights, nf4, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
 from support.trainers import grpo_trainer, steps_of
 from support.two_processes import Outcome, attempt
@@ -146,17 +146,9 @@ def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
 
 def four_bit(is_fsdp: bool) -> dict[str, Any]:
     """A 4-bit base; FSDP shards floating-point storage only."""
-    from transformers import BitsAndBytesConfig
-
     storage = torch.bfloat16 if is_fsdp else torch.uint8
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_quant_storage=storage,
-    )
     return {
-        "trainer_kwargs": {"quantization_config": config},
+        "trainer_kwargs": {"quantization_config": nf4(bnb_4bit_quant_storage=storage)},
         "model_init_kwargs": {"dtype": "bfloat16", "device_map": None},
     }
 

@@ -64,9 +64,7 @@ _DTYPES = {
 }  # fmt: skip
 _NEVER_LOADED = "trl-lora-sync-probe"
 _WARM_UP_PROMPT = [0, 1, 2, 3]
-_ONE_TOKEN = Sampling(
-    temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=1, logprobs=None
-)
+_ONE_TOKEN = Sampling.unrestricted(max_tokens=1, logprobs=None)
 _Row = tuple[list[int], dict[str, Any]]  # prompt and sampling parameters of one sample
 
 
