@@ -54,6 +54,7 @@ def launch_in(folder: Path, way: str, args: argparse.Namespace) -> dict[str, Any
 def work(args: argparse.Namespace) -> None:
     """What each training process does."""
     from peft import LoraConfig
+    from support.launch import end_process
     from support.models import nf4
     from support.trainers import grpo_trainer, steps_of
     from support.ways import Traffic
@@ -96,7 +97,7 @@ def work(args: argparse.Namespace) -> None:
         "verified": [step["lora_sync/verified"] for step in steps_of(trainer)],
     }
     generation.close()
-    (folder / f"process-{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
+    end_process(args.worker, seen)
 
 
 def main() -> None:

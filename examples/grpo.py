@@ -54,6 +54,7 @@ def main(script_args: ScriptArguments, training_args: GRPOConfig, model_args: Mo
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     trainer.save_state()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

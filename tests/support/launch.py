@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
 from support.processes import run
 
 TESTS = Path(__file__).parents[1]
@@ -20,6 +22,17 @@ def check_launchers() -> None:
     """Raises FileNotFoundError if they are not installed, and what to do."""
     if not LAUNCHERS.is_dir():
         raise FileNotFoundError("DeepSpeed and bitsandbytes are not in .launchers; `make launchers` installs them")
+
+
+def end_process(folder: str, seen: dict[str, Any]) -> None:
+    """**Collective.** The end of a script that `launch` runs: write what this process saw and leave the group.
+
+    A group that outlives the interpreter may abort the process: a thread of gloo lets go of a tensor too late (torch
+    2.13 on Python 3.11).
+    """
+    state = PartialState()
+    (Path(folder) / f"process-{state.process_index}.json").write_text(json.dumps(seen))
+    state.destroy_process_group()
 
 
 def two_processes(scenario: str, folder: Path, url: str, model: Path, *, timeout_s: float) -> dict[str, Any]:

@@ -4,12 +4,10 @@ Without a server or a trainer: torch's FSDP alone, laid out in ways that acceler
 each process saw to FOLDER/process-<index>.json.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from support.launch import end_process
 from trl_lora_sync.distributed import gather_weights, run_on_main
 
 # Longer than a collective of this test takes on a busy machine, shorter than its patience.
@@ -130,7 +129,7 @@ def main(folder: str) -> None:
     )
     seen = {name: gather(accelerator, wrap) for name, wrap in LAYOUTS.items()}
     seen["never_coming"] = never_coming(accelerator)  # last, as the group is of no use after it
-    (Path(folder) / f"process-{state.process_index}.json").write_text(json.dumps(seen))
+    end_process(folder, seen)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from accelerate import PartialState
 
 from support.folders import largest_file
+from support.launch import end_process
 from support.models import lora, randomize_adapter
 from support.policies import distance, sample, token_ids
 from support.trainers import change_settings, grpo_trainer, steps_of
@@ -155,7 +156,7 @@ def main(scenario: str, folder: str, url: str, model: str) -> None:
     torch.set_num_threads(1)
     scenarios = {"working": working, "failing": failing}
     seen = scenarios[scenario](Path(folder), url, model)
-    (Path(folder) / f"process-{PartialState(cpu=True).process_index}.json").write_text(json.dumps(seen))
+    end_process(folder, seen)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Trains a few steps against the real server, then looks at what a sync gathers, a
 failures of one process. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_lora_sync.distributed
 import trl_lora_sync.generation
+from support.launch import end_process
 from support.models import base_weights, nf4, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
 from support.trainers import grpo_trainer, steps_of
@@ -268,7 +268,7 @@ def broken(*_: Any) -> None:
 def main(way: str, folder: str, url: str, model: str) -> None:
     torch.set_num_threads(1)
     seen = run_way(way, Path(folder), url, Path(model))
-    (Path(folder) / f"process-{PartialState().process_index}.json").write_text(json.dumps(seen))
+    end_process(folder, seen)
 
 
 if __name__ == "__main__":

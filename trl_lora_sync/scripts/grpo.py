@@ -5,6 +5,8 @@ Everything in it is TRL's, whatever the version: its arguments, its datasets, it
 
 from typing import Any
 
+from accelerate import PartialState
+
 from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl
 
 
@@ -17,6 +19,7 @@ def make_parser(prog: str | None = None) -> Any:
 def main() -> None:
     with _trl.grpo_script(GRPOConfig, GRPOTrainer) as script:
         script.main(*script.make_parser().parse_args_and_config(fail_with_unknown_args=False))
+    PartialState().destroy_process_group()  # else a thread of gloo may abort a process that is through (torch 2.13)
 
 
 if __name__ == "__main__":
