@@ -319,7 +319,7 @@ class Comparison:
         elif phase == "drift":
             measure_drift(turns, bench, args.drift_syncs, clock, save)
         elif phase == "profile":
-            measure_profiles(turns, bench, args.repeats, save)
+            measure_profiles(turns, bench, args.repeats, self.work, save)
         elif phase == "steps":
             batch = Batch(completions=args.completions, tokens=args.completion_tokens, micro_batch=args.micro_batch)
             measure_steps(turns.arms, bench, batch, args.steps, self.work, clock, save)

@@ -1,75 +1,62 @@
-"""Where the trainer's threads are while they sync, so that a number which is too large can be explained."""
+"""Where the threads of the trainer and of its server are while they sync, to explain a number that is too large."""
 
-import sys
+import json
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 from versus.arms import Arm
 from versus.measure import Save, Turns
+from versus.sampler import NOTICED_S, SWITCH, Seconds, milliseconds_each, profile_folder, sample_while
 from versus.workbench import Workbench
 
-_EVERY_S = 0.002
-_MOST_LINES = 12
-# A frame of these says what was waited for; what they call is torch's and the standard library's.
-_TELLING = ("trl_lora_sync", "trl", "peft", "vllm", "safetensors")
+# For a server's processes to write down what they saw.
+_WRITTEN_S = 1.0
 
 
-def measure_profiles(turns: Turns, bench: Workbench, syncs: int, save: Save) -> None:
-    """For each arm, the functions in which its threads are found, by their share of the syncs' time."""
+def measure_profiles(turns: Turns, bench: Workbench, syncs: int, work: Path, save: Save) -> None:
+    """For each arm, the functions in which its threads are found, in milliseconds per sync."""
     found = {}
-    for name, shares in turns.each(lambda arm: _profiled(arm, bench, syncs)):
-        found[name] = {"syncs": syncs, "threads": shares}
+    for name, profile in turns.each(lambda arm: _profiled(arm, bench, syncs, profile_folder(work, arm.server.name))):
+        found[name] = profile
         save(found)
 
 
-def _profiled(arm: Arm, bench: Workbench, syncs: int) -> dict[str, dict[str, float]]:
-    counts: dict[str, Counter[str]] = {}
-    samples = 0
-    for _ in range(syncs):
-        bench.change_adapter()
-        with _sampling(counts) as taken:
+def _profiled(arm: Arm, bench: Workbench, syncs: int, folder: Path) -> dict[str, Any]:
+    """The trainer's threads while it syncs, and the server's from the first sync to the last, so with its idling."""
+    trainer: Seconds = {}
+    switch = folder / SWITCH
+    for old in folder.glob("*.json"):
+        old.unlink()
+    switch.touch()
+    try:
+        time.sleep(2 * NOTICED_S)
+        for _ in range(syncs):
+            bench.change_adapter()
+            for thread, places in _sampled_sync(arm, bench).items():
+                trainer.setdefault(thread, Counter()).update(places)
+    finally:
+        switch.unlink()
+    time.sleep(_WRITTEN_S)
+    server = {}
+    for file in folder.glob("*.json"):
+        seen = json.loads(file.read_text())
+        if seen["seconds"]:
+            places = {thread: Counter(spent) for thread, spent in seen["seconds"].items()}
+            server[seen["process"]] = milliseconds_each(places, syncs)
+    return {"syncs": syncs, "trainer_ms": milliseconds_each(trainer, syncs), "server_ms": server}
+
+
+def _sampled_sync(arm: Arm, bench: Workbench) -> Seconds:
+    done = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="profile") as pool:
+        sampled = pool.submit(sample_while, lambda: not done.is_set())
+        try:
             arm.sync()
             bench.settle()
-        samples += taken[0]
-    return {
-        thread: {where: round(count / max(1, samples), 3) for where, count in places.most_common(_MOST_LINES)}
-        for thread, places in counts.items()
-    }
-
-
-@contextmanager
-def _sampling(counts: dict[str, Counter[str]]) -> Iterator[list[int]]:
-    """Look at all threads again and again while the block lasts; yields how often, in a list."""
-    done, taken = threading.Event(), [0]
-
-    def look() -> None:
-        while not done.wait(_EVERY_S):
-            taken[0] += 1
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            for ident, frame in sys._current_frames().items():
-                where = _place(frame)
-                if ident != threading.get_ident() and where:
-                    # Threads of a pool differ by a number only.
-                    counts.setdefault(names.get(ident, "").rstrip("0123456789_-"), Counter())[where] += 1
-
-    looking = threading.Thread(target=look, name="profile")
-    looking.start()
-    try:
-        yield taken
-    finally:
-        done.set()
-        looking.join()
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost function that is one of the packages that sync, with the one it called last; empty if none is."""
-    called = ""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] in _TELLING:
-            return f"{module}.{frame.f_code.co_name}" + (f" > {called}" if called else "")
-        called, frame = f"{module}.{frame.f_code.co_name}", frame.f_back
-    return ""
+        finally:
+            done.set()
+        return sampled.result()

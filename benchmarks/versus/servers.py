@@ -23,6 +23,7 @@ from vllm_server import CPU_ARGS, CPU_ENV, hold_free_port
 
 from trl_lora_sync.engines.known import allowed_max_lora_rank
 from versus.clock import Clock
+from versus.sampler import FOLDER_VARIABLE, profile_folder
 from versus.shapes import adapter_parameters, model_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,13 +280,15 @@ class ServerPool:
         self._ports.append(holder)
         port = int(holder.getsockname()[1])
         log = self._work / f"{spec.name}.log"
+        profiles = profile_folder(self._work, spec.name)
+        profiles.mkdir(exist_ok=True)
         command = serve_command(spec, port, self._python, on_cpu=gpu == HOST)
         if not self._keep:
             command = [sys.executable, "-c", _TIED, str(os.getpid()), *command]
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
-                env=server_environment(gpu),
+                env={**server_environment(gpu), FOLDER_VARIABLE: str(profiles)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -343,7 +346,9 @@ def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) ->
 
 
 def server_environment(gpu: int) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    benchmarks = ROOT / "benchmarks"
+    ours = map(str, [ROOT, benchmarks, benchmarks / "versus" / "in_server"])
+    path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
     if gpu == HOST:

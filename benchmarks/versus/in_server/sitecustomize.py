@@ -1,0 +1,9 @@
+"""Python runs this at its start in every process of a server of the comparison, whose path has this folder."""
+
+import os
+from pathlib import Path
+
+from versus.sampler import FOLDER_VARIABLE, watch
+
+if FOLDER_VARIABLE in os.environ:
+    watch(Path(os.environ[FOLDER_VARIABLE]))
