@@ -33,6 +33,8 @@ class Engine:
         self.placed: list[dict[str, Any]] = [WHOLE, WHOLE]
         self.cache_is_free = True
         self.paused = False
+        self.is_busy = False
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(worker_extension_cls=WORKER, _api_process_count=1, data_parallel_size=1),
             lora_config=None,
@@ -62,10 +64,16 @@ class Engine:
             self.has_before[rank] = False
         return {"ok": True, "active": self.active[rank]}
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+    async def _pause(self, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("wait", False)
         self.events.append("pause")
         self.paused = True
+        while self.is_busy:
+            await asyncio.sleep(0)
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.events.append("pause by name")
+        await self._pause(mode, clear_cache)
 
     async def resume_generation(self) -> None:
         self.events.append("resume")
@@ -163,10 +171,33 @@ def test_a_fuse_pauses_checks_and_clears_the_cache_before_it_touches_a_weight() 
         server = Server()
         status, answer = await server.load("v1")
         assert (status, answer["current"], answer["path"]) == (200, "v1", "/a")
-        events = server.engine.events
-        assert sorted(events[:2]) == ["pause", "prepare v1 /a"]
-        assert events[2:] == ["reset", "apply v1", "commit", "resume"]
+        assert server.engine.events == ["pause", "prepare v1 /a", "reset", "apply v1", "commit", "resume"]
         assert server.engine.active == ["v1", "v1"]
+
+    run(test())
+
+
+def test_an_engine_whose_core_takes_no_pause_is_paused_by_its_own_method() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.engine_core = SimpleNamespace()
+        assert (await server.load("v1"))[0] == 200
+        assert server.engine.events[:2] == ["pause by name", "pause"]
+
+    run(test())
+
+
+def test_an_engine_that_stays_busy_is_left_as_it_was() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        server.engine.is_busy = True
+        status, answer = await server.load("v2", timeout_s=0.1)
+        assert status == 409
+        assert "still busy after" in answer["error"]["message"]
+        assert not server.engine.paused
+        assert server.engine.active == ["v1", "v1"]
+        assert "prepare v2 /a" not in server.engine.events
 
     run(test())
 

@@ -259,19 +259,15 @@ class FusedMiddleware:
 
     async def _fuse_now(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
         started = time.perf_counter()
-        async with self._weights, _paused(engine, timeout_s) as paused:
+        async with self._weights, _paused(engine, timeout_s):
+            paused = time.perf_counter()
             try:
                 if self._is_asleep:
                     raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
-                # Reading and checking change nothing, so they need not wait for the pause.
                 answers = await _call(engine, "lora_sync_prepare", name, path) if path is not None else []
                 prepared = time.perf_counter()
                 _check_placed(_good(answers))
-                await paused
-                # First of all, because it proves that nothing runs, and no entry can come between it and the fuse.
-                if not await engine.reset_prefix_cache(reset_connector=_has_connector(engine)):
-                    raise Refused(409, "The prefix cache could not be reset, because requests still use it.")
-                await engine.reset_encoder_cache()
+                await _reset_caches(engine)
                 reset = time.perf_counter()
                 applied = _good(await _call(engine, "lora_sync_apply", name if path is not None else None))
             except BaseException as error:
@@ -283,8 +279,9 @@ class FusedMiddleware:
         seconds = {
             "read": max((answer["read_s"] for answer in answers), default=0.0),
             "place": max((answer["place_s"] for answer in answers), default=0.0),
-            "prepare": prepared - started,
-            "pause_and_reset": reset - prepared,
+            "pause": paused - started,
+            "prepare": prepared - paused,
+            "reset": reset - prepared,
             "fuse": max((answer["fuse_s"] for answer in applied), default=0.0),
             "total": done - started,
         }
@@ -396,29 +393,45 @@ def _check_placed(answers: list[dict[str, Any]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _paused(engine: Any, timeout_s: float) -> AsyncIterator["asyncio.Task[None]"]:
-    """Pause the engine, for requests that are answered in the background; done when the task is."""
-    was_paused = await engine.is_paused()
-
-    async def pause() -> None:
-        if was_paused:  # by a client, who resumes it
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await engine.pause_generation(mode="wait", clear_cache=False)
-        except TimeoutError as error:
-            raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
-
-    pausing = asyncio.create_task(pause())
-    # The engine takes calls in order, and ends a pause after a moment of its own, which need not be waited for twice.
-    await asyncio.sleep(0)
+async def _paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
+    """Inside, the engine is paused and idle, requests that are answered in the background included."""
+    was_paused = await engine.is_paused()  # by a client, who resumes it
     try:
-        yield pausing
+        if not was_paused:
+            await _pause(engine, timeout_s)
+        yield
     finally:
-        with contextlib.suppress(Exception):
-            await pausing
         if not was_paused:
             await engine.resume_generation()
+
+
+async def _pause(engine: Any, timeout_s: float) -> None:
+    """vLLM's pause without the 20 ms that it sleeps afterwards, which order its answers and protect nothing.
+
+    Raises:
+        Refused: the engine is still busy after `timeout_s`.
+    Source: `pause_generation` in vllm/v1/engine/async_llm.py (0.26, 0.31).
+    """
+    core = getattr(engine, "engine_core", None)
+    pause = getattr(core, "pause_scheduler_async", engine.pause_generation)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await pause(mode="wait", clear_cache=False)
+    except TimeoutError as error:
+        raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
+
+
+async def _reset_caches(engine: Any) -> None:
+    """Forget what was computed with the weights before. That the prefix cache can be reset proves that nothing runs.
+
+    Raises:
+        Refused: something does.
+    """
+    was_reset, _ = await asyncio.gather(
+        engine.reset_prefix_cache(reset_connector=_has_connector(engine)), engine.reset_encoder_cache()
+    )
+    if not was_reset:
+        raise Refused(409, "The prefix cache could not be reset, because requests still use it.")
 
 
 # Requests
