@@ -240,6 +240,37 @@ def test_sglang_gets_the_flags_of_adapter_sync() -> None:
     }
 
 
+USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(("engine", "version"), [("vllm", "0.31.0"), ("sglang", "0.5.23")])
+@pytest.mark.parametrize(
+    ("typed", "missing"),
+    [
+        (["q_proj"], "o_proj, gate_proj, up_proj, down_proj"),
+        (["qkv_proj", "o_proj", "down_proj"], "gate_proj, up_proj"),
+        (["v_proj", "o_proj", "up_proj", "down_proj"], ""),
+        (["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ""),
+        (["all"], ""),
+    ],
+)
+def test_target_modules_that_leave_out_what_the_adapter_changes_are_refused(
+    typed: list[str], missing: str, engine: str, version: str
+) -> None:
+    def start() -> Launch:
+        return launch(version, "--lora-target-modules", *typed, "--seed", "1", engine=engine, modules=USUAL)
+
+    if missing:
+        with pytest.raises(UsageError, match=f"leaves out {missing}, which the adapter changes"):
+            start()
+    else:
+        assert values(start())["--lora-target-modules"] == typed
+
+
+def test_target_modules_of_vllm_are_warned_of_if_nothing_is_known_of_the_adapter() -> None:
+    assert any("without a word" in note for note in launch("0.31.0", "--lora-target-modules", "q_proj").notes)
+
+
 def test_old_sglang_says_that_nobody_may_sample_with_n() -> None:
     assert any("n > 1" in note for note in launch("0.5.21", engine="sglang").notes)
     assert not launch("0.5.22", engine="sglang").notes

@@ -5,10 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trl_lora_sync.adapter.support import FUSED_LAYERS
 from trl_lora_sync.cli.console import UsageError
-from trl_lora_sync.cli.peft_config import USUAL_MODULES
 
 _ON = ("1", "true", "yes", "on")
+_TARGET_MODULES = "--lora-target-modules"
+# What both engines call the layers that they make of several.
+_STACKED = dict(zip(("qkv_proj", "gate_up_proj"), FUSED_LAYERS, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,7 @@ class Wanted:
     Attributes:
         model: what the engine is told to load.
         lora_rank: the largest rank of the adapters.
-        modules: the adapted layers by their last name.
+        modules: the adapted layers by their last name; empty if they are not known.
         keep: `lora_sync_keep` of the trainer.
         sleeps: whether `vllm_server_sleep="kv_cache"` will be used.
         takes_pushes: whether adapters will be pushed to it over HTTP.
@@ -29,7 +32,7 @@ class Wanted:
 
     model: str
     lora_rank: int
-    modules: tuple[str, ...] = USUAL_MODULES
+    modules: tuple[str, ...] = ()
     keep: int = 2
     sleeps: bool = False
     takes_pushes: bool = False
@@ -97,6 +100,19 @@ class EngineArguments:
             raise UsageError(
                 f"{flag} {found} is too few: with lora_sync_keep={request.keep}, {consequence}. Leave it out, or give "
                 f"{needed}."
+            )
+
+    def check_modules(self, request: Wanted, consequence: str) -> None:
+        """Every adapted layer must be among those that were typed, by its name or by that of a layer it is part of."""
+        typed = {name.rpartition(".")[2] for name in self._values.get(_TARGET_MODULES, ())}
+        if not typed or "all" in typed:
+            return
+        covered = typed.union(*(parts for whole, parts in _STACKED.items() if typed & {whole, *parts}))
+        missing = [name for name in request.modules if name not in covered]
+        if missing:
+            raise UsageError(
+                f"{_TARGET_MODULES} leaves out {', '.join(missing)}, which the adapter changes: {consequence}. Leave "
+                "it out, or name all of them."
             )
 
     def missing(self, flags: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from packaging.version import Version
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed
 from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, port_notes
+from trl_lora_sync.cli.peft_config import USUAL_MODULES
 
 # Source: sglang#36894; a request with n > 1 leaves its adapter in use for ever, so that no unload ends.
 _SAMPLES_SAFELY_FROM = Version("0.5.22")
@@ -29,7 +30,7 @@ def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str
         "--enable-lora": None,
         "--max-lora-rank": str(request.lora_rank),
         "--max-loras-per-batch": str(request.keep + 2),  # one of them is the base model
-        "--lora-target-modules": request.modules,
+        "--lora-target-modules": request.modules or USUAL_MODULES,
     }
     if request.sleeps:
         flags["--enable-memory-saver"] = None
@@ -75,6 +76,7 @@ def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted,
             "that was sampled with n > 1 can never be unloaded again. Use n=1, or SGLang 0.5.22 or later."
         )
     given.check_rank(request, request.lora_rank)
+    given.check_modules(request, "SGLang would refuse it")
     consequence = "a load would have to wait for requests that still use an older version"
     given.check_room("--max-loaded-loras", request, consequence)
 

@@ -32,6 +32,11 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
             f"vLLM {installed.version} may mix up adapters that are loaded while requests run if it has two slots, so "
             "it gets one (--max-loras 1). vLLM 0.26 has the fix."
         )
+    if given.has("--lora-target-modules") and not request.modules:
+        notes.append(
+            "vLLM ignores the parts of an adapter that --lora-target-modules leaves out, without a word. With "
+            "--peft-config this is checked."
+        )
     is_4bit = "bitsandbytes" in (given.get("--quantization", "-q"), given.get("--load-format"))
     if is_4bit and installed.parsed() >= _BITSANDBYTES_IN_A_PLUGIN_FROM:
         notes.append(
@@ -117,6 +122,8 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
             "Lower it."
         )
     given.check_rank(request, allowed_max_lora_rank(request.lora_rank))
+    # Source: vllm#55193; seen on 0.31, read in 0.26. Not chosen here, as an adapter of other layers may come any time.
+    given.check_modules(request, "vLLM would load it and ignore those parts, without a word")
     consequence = "vLLM would evict versions that are still in use, and dies if their files are gone"
     given.check_room("--max-cpu-loras", request, consequence)
 

@@ -17,7 +17,7 @@ from trl_lora_sync.cli.installed import Installed, find_engine
 from trl_lora_sync.cli.launch import Launch, Wanted
 from trl_lora_sync.cli.launch_sglang import plan_sglang
 from trl_lora_sync.cli.launch_vllm import plan_vllm
-from trl_lora_sync.cli.peft_config import USUAL_MODULES, read_peft_config, served_modules
+from trl_lora_sync.cli.peft_config import read_peft_config, served_modules
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
 
 _DEFAULT_RANK = 16
@@ -75,7 +75,7 @@ def wanted(args: argparse.Namespace, rest: Sequence[str]) -> Wanted:
         UnsupportedAdapterError: the adapter in `--peft-config` could not be served exactly.
     """
     rank = _DEFAULT_RANK if args.lora_rank is None else args.lora_rank
-    modules = USUAL_MODULES
+    modules: tuple[str, ...] = ()
     if args.peft_config:
         saved = read_peft_config(args.peft_config)
         check_saved_config(saved)
