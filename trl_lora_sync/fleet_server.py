@@ -179,8 +179,9 @@ class FleetServer:
             raise VerificationError(
                 f"{self.base_url} accepted the adapter {stored.name!r} and computes something else with it: {evidence}"
                 ". The version before stays active. Likely causes: the server's base model is another checkpoint or is "
-                "quantised in another way; the tensors have names that the served model does not know; the scaling is "
-                "applied twice or not at all; something between trainer and server answers with another version. "
+                "quantised in another way; it ignores tensors, whose names the served model does not know or whose "
+                "modules its --lora-target-modules leave out; the scaling is applied twice or not at all; something "
+                "between trainer and server answers with another version. "
                 "`trl-lora-sync doctor` looks closer. If the difference is known and wanted, raise "
                 f'lora_sync_verify_tolerance (now {tolerance:g}), or set lora_sync_verify="off".'
             )

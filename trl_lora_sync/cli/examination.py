@@ -223,7 +223,10 @@ class Examination:
                 "PEFT", PROBLEM, f"{words}. The server serves another base model than {self._case.base}."
             )
         elif evidence.contradicts:
-            fix = "The server applies another adapter or another scaling, or leaves out layers."
+            fix = (
+                "The server applies another adapter or another scaling, or leaves out layers, as vLLM does with "
+                "--lora-target-modules."
+            )
             self._diagnosis.add("PEFT", PROBLEM, f"{words}. {fix}")
         else:
             self._diagnosis.add("PEFT", OK, words)
