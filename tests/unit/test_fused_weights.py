@@ -112,6 +112,48 @@ def test_shards_get_their_rows_and_columns_of_the_product() -> None:
     assert torch.allclose(weight, (lora_B.float() @ lora_A.float())[5:9, 2:5], atol=1e-6)
 
 
+def two_modules(width: int) -> list[Tensor]:
+    """lora_A and lora_B of one module, and of another."""
+    return [torch.full(shape, 1e-30) for shape in ((R, width), (2 * width, R)) * 2]
+
+
+def read_whole(write: Write, *matrices: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Matrices as they lie in the memory of one file: lora_A and lora_B of module 0, of module 1, ..."""
+    names = [f"{PREFIX}{index // 2}.lora_{'AB'[index % 2]}.weight" for index in range(len(matrices))]
+    return Reader(torch.device("cpu")).read(read_head(str(write(dict(zip(names, matrices, strict=True))))))
+
+
+# As wide as one look at all of them needs, and too narrow for it.
+@pytest.mark.parametrize("width", [256, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_matrices_of_a_file_are_left_out_if_all_is_zero(write: Write, width: int, zero: int) -> None:
+    tensors = two_modules(width)
+    tensors[3 - zero].neg_()
+    tensors[zero].fill_(-0.0)
+    found = finite("a", 1.0, read_whole(write, *tensors))
+    assert list(found.matrices) == [f"layers.0.{1 - zero // 2}"]
+
+
+@pytest.mark.parametrize("width", [256, 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_a_value_of_a_file_that_is_not_finite_is_found(write: Write, width: int, value: float, bad: int) -> None:
+    tensors = two_modules(width)
+    tensors[bad][-1, -1] = value
+    with pytest.raises(AdapterFileError, match=rf"infinity, in layers\.0\.{bad // 2}\.lora_{'AB'[bad % 2]}\.$"):
+        finite("a", 1.0, read_whole(write, *tensors))
+
+
+def test_files_with_one_header_have_the_same_modules(write: Write) -> None:
+    first, second = read_head(str(write())), read_head(str(write()))
+    assert second.modules is first.modules
+    assert second.scaling == first.scaling
+    other = read_head(
+        str(write({f"{PREFIX}k.lora_A.weight": matrices()[0], f"{PREFIX}k.lora_B.weight": matrices()[1]}))
+    )
+    assert list(other.modules) == ["layers.0.k"]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_adapter_that_is_not_finite_is_refused_by_name(value: float, place: int) -> None:

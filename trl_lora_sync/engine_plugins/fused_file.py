@@ -8,6 +8,7 @@ import os
 import struct
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +66,8 @@ class AdapterFile:
 
     Attributes:
         data_start, data_bytes: the region of the file that holds all tensors.
-        modules: lora_A `(r, in_features)` and lora_B `(out_features, r)` by the module's name in the checkpoint.
+        modules: lora_A `(r, in_features)` and lora_B `(out_features, r)` by the module's name in the checkpoint; the
+            same object for every file with the same header.
         scaling: what `lora_B @ lora_A` is multiplied with.
     """
 
@@ -86,8 +88,9 @@ def read_head(folder: str) -> AdapterFile:
     try:
         config = json.loads((root / "adapter_config.json").read_bytes())
         file = root / "adapter_model.safetensors"
-        start, size, entries = _head_of(file)
+        start, size, header = _head_of(file)
         scaling = _scaling_of(config)
+        modules = _modules_in(header, size)
     except FileNotFoundError as error:
         raise AdapterFileError(f"No adapter found for {folder} ({error.strerror}: {error.filename})", True) from error
     except OSError as error:
@@ -96,21 +99,17 @@ def read_head(folder: str) -> AdapterFile:
         raise AdapterFileError(
             f"{folder} holds no adapter that can be read ({type(error).__name__}: {error})"
         ) from error
-    return AdapterFile(
-        file=file, data_start=start, data_bytes=size, modules=_modules_in(entries, size), scaling=scaling
-    )
+    return AdapterFile(file=file, data_start=start, data_bytes=size, modules=modules, scaling=scaling)
 
 
-def _head_of(file: Path) -> tuple[int, int, dict[str, Any]]:
-    """Source: https://github.com/huggingface/safetensors#format"""
+def _head_of(file: Path) -> tuple[int, int, bytes]:
+    """Where the tensors start, their bytes, and the header. Source: https://github.com/huggingface/safetensors#format"""
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"a header of {length} bytes")
-        entries = json.loads(opened.read(length))
-    entries.pop("__metadata__", None)
-    return 8 + length, size - 8 - length, entries
+        return 8 + length, size - 8 - length, opened.read(length)
 
 
 def _scaling_of(config: dict[str, Any]) -> float:
@@ -124,7 +123,11 @@ def _scaling_of(config: dict[str, Any]) -> float:
     return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _modules_in(entries: dict[str, Any], size: int) -> dict[str, tuple[Slot, Slot]]:
+# All versions of a run have one header; whoever sees the same modules again may know what it found out about them.
+@lru_cache(maxsize=2)
+def _modules_in(header: bytes, size: int) -> dict[str, tuple[Slot, Slot]]:
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
     found: dict[str, dict[str, Slot]] = defaultdict(dict)
     for name, entry in entries.items():
         module, _, kind = name.removesuffix(".weight").rpartition(".lora_")

@@ -112,6 +112,8 @@ class _FusedModel:
         self._targets: dict[str, Target] = {}
         self._pieces: dict[str, list[Piece]] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
+        # The modules that were placed last, as the head of their file lists them.
+        self._fitting: Any = None
         # Placed, and not yet seen to be complete over all workers.
         self._unproved: set[str] = set()
         self._active: FusedAdapter | None = None
@@ -131,8 +133,10 @@ class _FusedModel:
         started = time.perf_counter()
         self._prepared = None
         head = read_head(path)
-        self._place_modules({module: (b.shape[0], a.shape[1]) for module, (a, b) in head.modules.items()})
-        self._check_overlaps(head.modules)
+        if head.modules is not self._fitting:
+            self._place_modules({module: (b.shape[0], a.shape[1]) for module, (a, b) in head.modules.items()})
+            self._check_overlaps(head.modules)
+            self._fitting = head.modules
         placed = time.perf_counter()
         self._prepared = finite(name, head.scaling, self._reader.read(head))
         return {
@@ -165,6 +169,7 @@ class _FusedModel:
         for module in self._unproved:
             del self._pieces[module], self._shapes[module]
         self._unproved.clear()
+        self._fitting = None
         if self._has_before:
             self._active = self._before
             self._write()
