@@ -99,11 +99,10 @@ def _wrong_on(server: VLLMServer, trainer: SmallTrainer, when: str) -> list[str]
     """What is wrong with what a server has and samples, asked without the package."""
     loaded = adapters_on(server.base_url)
     wrong = [f"{when}: a server has {name}, which no sync accepted" for name in loaded.keys() - set(trainer.accepted)]
-    name = trainer.accepted[-1]
-    if name not in loaded:
-        return [*wrong, f"{when}: a server does not have the active version"]
-    rows = [sampled_directly(server.base_url, name, token_ids(3))]
-    if not trainer.checker.sampled_by(rows, trainer.believed):
+    row = sampled_directly(server.base_url, trainer.accepted[-1], token_ids(3))
+    if row is None:
+        wrong.append(f"{when}: a server does not have the active version")
+    elif not trainer.checker.sampled_by([row], trainer.believed):
         wrong.append(f"{when}: a server samples another version in the name of the active one")
     return wrong
 

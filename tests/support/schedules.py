@@ -447,13 +447,13 @@ class _Run:
         for place, (server, proxy) in enumerate(zip(servers_of(trainer), self.proxies, strict=True)):
             if server.is_dropped:
                 continue
-            if proxy.tenant + name not in adapters_on(proxy.target):
+            row = sampled_directly(proxy.target, proxy.tenant + name, prompt)
+            if row is None:
                 if proxy.restarts == self._restarts[trainer][place]:
                     self.outcome.violations.append(f"{when}: server {place} does not have the active version {name}")
                 continue
-            rows = [sampled_directly(proxy.target, proxy.tenant + name, prompt)]
             self.outcome.seen += 1
-            if not trainer.checker.sampled_by(rows, trainer.believed):
+            if not trainer.checker.sampled_by([row], trainer.believed):
                 self.outcome.violations.append(f"{when}: server {place} samples another version in the name of {name}")
 
     def _recover(self, trainer: SmallTrainer, again: bool = False) -> None:
@@ -508,11 +508,13 @@ def _dropped(trainer: SmallTrainer) -> int:
     return sum(server.is_dropped for server in servers_of(trainer)) if trainer.generation is not None else 0
 
 
-def sampled_directly(base_url: str, model: str, prompt: list[int]) -> Row:
-    """One completion of a model, by nothing but HTTP."""
+def sampled_directly(base_url: str, model: str, prompt: list[int]) -> Row | None:
+    """One completion of a model, by nothing but HTTP; None if the server does not know the model."""
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
     body |= {"temperature": 1.0, "return_token_ids": True}
     response = httpx.post(f"{base_url}{COMPLETIONS}", json=body, timeout=60, trust_env=False)
+    if response.status_code == 404:
+        return None
     [choice] = response.raise_for_status().json()["choices"]
     return prompt, choice["token_ids"], torch.tensor(choice["logprobs"]["token_logprobs"])
 
