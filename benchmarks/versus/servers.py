@@ -288,7 +288,7 @@ class ServerPool:
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
-                env={**server_environment(gpu), FOLDER_VARIABLE: str(profiles)},
+                env=server_environment(gpu, profiles),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -345,12 +345,18 @@ def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) ->
     return [*ours, "--python", str(python), "--", *common]
 
 
-def server_environment(gpu: int) -> dict[str, str]:
+def server_environment(gpu: int, profiles: Path) -> dict[str, str]:
+    """The environment of a server, whose processes leave their profiles in a folder when they are asked to."""
     benchmarks = ROOT / "benchmarks"
     ours = map(str, [ROOT, benchmarks, benchmarks / "versus" / "in_server"])
     path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    env |= {
+        FOLDER_VARIABLE: str(profiles),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
     if gpu == HOST:
         return env | CPU_ENV
     # FlashInfer would compile its sampler with nvcc at the first request.

@@ -32,6 +32,9 @@ def test_comparison_measures_every_phase_of_every_arm_that_runs_on_a_cpu(tmp_pat
         assert len(seen["samples"]) == 2
         assert seen["served"]["gap"] < seen["served"]["effect"] / 2, arm
         assert 0 < seen["split"]["load_s"] < 60, arm
+    for arm, seen in measured["profile"].items():
+        assert seen["trainer_ms"], arm
+        assert seen["server_ms"], arm
     for arm, seen in measured["drift"].items():
         assert seen["trainer_bit_identical"], arm
         assert seen["served_max_logprob_gap"] == 0, arm

@@ -15,6 +15,7 @@ from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed
 from trl_lora_sync.cli.launch import Launch, Wanted
 from trl_lora_sync.cli.main import main
+from trl_lora_sync.cli.peft_config import USUAL_MODULES
 from trl_lora_sync.cli.serve import plan
 from trl_lora_sync.engine_plugins import vllm_fused
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
@@ -240,9 +241,6 @@ def test_sglang_gets_the_flags_of_adapter_sync() -> None:
     }
 
 
-USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 @pytest.mark.parametrize(("engine", "version"), [("vllm", "0.31.0"), ("sglang", "0.5.23")])
 @pytest.mark.parametrize(
     ("typed", "missing"),
@@ -251,20 +249,26 @@ USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
         (["qkv_proj", "o_proj", "down_proj"], "gate_proj, up_proj"),
         (["v_proj", "o_proj", "up_proj", "down_proj"], ""),
         (["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ""),
-        (["all"], ""),
     ],
 )
 def test_target_modules_that_leave_out_what_the_adapter_changes_are_refused(
     typed: list[str], missing: str, engine: str, version: str
 ) -> None:
     def start() -> Launch:
-        return launch(version, "--lora-target-modules", *typed, "--seed", "1", engine=engine, modules=USUAL)
+        return launch(version, "--lora-target-modules", *typed, "--seed", "1", engine=engine, modules=USUAL_MODULES)
 
     if missing:
         with pytest.raises(UsageError, match=f"leaves out {missing}, which the adapter changes"):
             start()
     else:
         assert values(start())["--lora-target-modules"] == typed
+
+
+def test_all_target_modules_have_a_word_on_sglang_and_none_on_vllm() -> None:
+    """vLLM takes it for the name of a layer."""
+    launch("0.5.23", "--lora-target-modules", "all", engine="sglang", modules=USUAL_MODULES)
+    with pytest.raises(UsageError, match=f"leaves out {', '.join(USUAL_MODULES)}, which"):
+        launch("0.31.0", "--lora-target-modules", "all", modules=USUAL_MODULES)
 
 
 def test_target_modules_of_vllm_are_warned_of_if_nothing_is_known_of_the_adapter() -> None:

@@ -102,10 +102,14 @@ class EngineArguments:
                 f"{needed}."
             )
 
-    def check_modules(self, request: Wanted, consequence: str) -> None:
-        """Every adapted layer must be among those that were typed, by its name or by that of a layer it is part of."""
+    def check_modules(self, request: Wanted, consequence: str, *, every: str = "") -> None:
+        """Every adapted layer must be among those that were typed, by its name or by that of a layer it is part of.
+
+        Args:
+            every: the engine's word for all layers, if it has one.
+        """
         typed = {name.rpartition(".")[2] for name in self._values.get(_TARGET_MODULES, ())}
-        if not typed or "all" in typed:
+        if not typed or every in typed:
             return
         covered = typed.union(*(parts for whole, parts in _STACKED.items() if typed & {whole, *parts}))
         missing = [name for name in request.modules if name not in covered]

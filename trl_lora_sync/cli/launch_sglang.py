@@ -76,7 +76,7 @@ def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted,
             "that was sampled with n > 1 can never be unloaded again. Use n=1, or SGLang 0.5.22 or later."
         )
     given.check_rank(request, request.lora_rank)
-    given.check_modules(request, "SGLang would refuse it")
+    given.check_modules(request, "SGLang would refuse it", every="all")
     consequence = "a load would have to wait for requests that still use an older version"
     given.check_room("--max-loaded-loras", request, consequence)
 

@@ -113,7 +113,7 @@ class _FusedModel:
         self._pieces: dict[str, list[Piece]] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
         # The modules that were placed last, as the head of their file lists them.
-        self._fitting: Any = None
+        self._fitting: object = None
         # Placed, and not yet seen to be complete over all workers.
         self._unproved: set[str] = set()
         self._active: FusedAdapter | None = None

@@ -5,5 +5,4 @@ from pathlib import Path
 
 from versus.sampler import FOLDER_VARIABLE, watch
 
-if FOLDER_VARIABLE in os.environ:
-    watch(Path(os.environ[FOLDER_VARIABLE]))
+watch(Path(os.environ[FOLDER_VARIABLE]))
