@@ -341,7 +341,7 @@ def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) ->
         flags = ["--host", "127.0.0.1", "--port", str(port), "--logprobs-mode", "processed_logprobs"]
         return [*program, *flags, "--weight-transfer-config", json.dumps({"backend": "nccl"}), *common]
     ours = [sys.executable, "-m", "trl_lora_sync.cli.main", "serve", "vllm", str(spec.model), "--port", str(port)]
-    ours += ["--fused"] if spec.kind == "fused" else ["--lora-rank", str(spec.lora_rank)]
+    ours += ["--fused"] if spec.kind == "fused" else ["--quick-load", "--lora-rank", str(spec.lora_rank)]
     return [*ours, "--python", str(python), "--", *common]
 
 

@@ -17,7 +17,7 @@ from trl_lora_sync.cli.launch import Launch, Wanted
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.cli.peft_config import USUAL_MODULES
 from trl_lora_sync.cli.serve import plan
-from trl_lora_sync.engine_plugins import vllm_fused
+from trl_lora_sync.engine_plugins import vllm_fused, vllm_quick_load
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 
 Main = Callable[..., int]
@@ -170,6 +170,23 @@ def test_vllm_with_fused_serving_gets_the_worker_and_the_routes_and_no_lora() ->
     }
     assert found.command.count("--middleware") == 2
     assert any("pip install --no-deps trl-lora-sync" in note for note in found.notes)
+
+
+def test_vllm_that_loads_quickly_gets_the_worker_and_what_asks_it_to() -> None:
+    found = launch("0.31.0", loads_quickly=True)
+    added = {"--worker-extension-cls": [vllm_quick_load.WORKER], "--middleware": [vllm_quick_load.MIDDLEWARE]}
+    assert values(found) == values(launch("0.31.0")) | added
+    assert any("--quick-load needs this package next to vLLM" in note for note in found.notes)
+
+
+def test_another_worker_extension_than_that_which_loads_quickly_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be used with --quick-load, which needs its own"):
+        launch("0.31.0", "--worker-extension-cls", "mine.Worker", loads_quickly=True)
+
+
+def test_sglang_that_loads_quickly_is_refused() -> None:
+    with pytest.raises(UsageError, match="--quick-load cannot be used with SGLang"):
+        launch("0.5.23", engine="sglang", loads_quickly=True)
 
 
 def test_fused_serving_takes_any_rank() -> None:

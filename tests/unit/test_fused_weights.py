@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins import fused_weights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece
 from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, InPlace, Reader, copies_of, finite, fuse
@@ -70,6 +71,38 @@ def test_product_and_sum_are_rounded_once(dtype: torch.dtype, adapter_dtype: tor
     expected = layer.base[:OUT].float() + 0.5 * lora_B.float() @ lora_A.float()
     assert (layer.weight[:OUT].float() - expected).abs().max() <= expected.abs().max() * torch.finfo(dtype).eps / 2
     assert torch.equal(layer.base[OUT:], layer.weight[OUT:])
+
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+
+@pytest.mark.parametrize("place", [pytest.param(place, marks=needs_gpu) for place in ("gpu", "host")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [1, 8, 24, 64, 200])
+def test_on_a_gpu_too_product_and_sum_are_rounded_once(dtype: torch.dtype, rank: int, place: str) -> None:
+    """Pieces of a stacked weight whose sizes no tile divides, the other half of which stays as it is."""
+    random = torch.Generator("cuda").manual_seed(rank)
+
+    def normal(rows: int, columns: int, std: float) -> Tensor:
+        return (std * torch.randn(rows, columns, generator=random, device="cuda")).to(dtype)
+
+    weight, lora_A, lora_B = normal(700, 333, 0.02), normal(rank, 2 * 333, 0.05), normal(350, rank, 0.05)
+    (base,), kept_in = copies_of([weight], place)
+    assert kept_in == place
+    assert fused_weights._kernel(weight.device, dtype) is not None
+    piece = Piece("w", (0, 350), (333, 666), 350, 0)
+    before = weight.clone()
+    fuse(FusedAdapter("a", 0.3, {"m": (lora_A, lora_B)}), {"w": InPlace(weight, base)}, {"m": [piece]})
+    assert torch.equal(weight[:350], before[:350])
+    exact = before[350:].double() + 0.3 * lora_B.double() @ lora_A[:, 333:].double()
+    differs = weight[350:] != exact.to(dtype)
+    assert differs.float().mean() < 1e-3  # between two neighbours, where float32 decides
+    assert (weight[350:].double() - exact).abs().max() <= exact.abs().max() * torch.finfo(dtype).eps * 0.501
+    fuse(None, {"w": InPlace(weight, base)}, {"m": [piece]})
+    assert torch.equal(weight, before)
 
 
 def test_each_fuse_starts_from_the_base() -> None:

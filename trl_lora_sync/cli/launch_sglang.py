@@ -52,6 +52,8 @@ def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted,
             "--fused cannot be used with SGLang, which cannot add an adapter to its weights while it runs. Leave it "
             "out, or serve with vLLM."
         )
+    if request.loads_quickly:
+        raise UsageError("--quick-load cannot be used with SGLang; it changes how vLLM reads adapters. Leave it out.")
     replicas = given.number("--dp-size", "--data-parallel-size", "--dp", default=1)
     if replicas > 1:
         raise UsageError(

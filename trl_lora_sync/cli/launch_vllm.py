@@ -10,6 +10,8 @@ from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, por
 from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE as FUSED_MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_fused import WORKER as FUSED_WORKER
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
+from trl_lora_sync.engine_plugins.vllm_quick_load import MIDDLEWARE as QUICK_MIDDLEWARE
+from trl_lora_sync.engine_plugins.vllm_quick_load import WORKER as QUICK_WORKER
 from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -58,6 +60,8 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
             "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
         }
         env[RUNTIME_LORA] = "True"
+    if request.loads_quickly:
+        flags["--worker-extension-cls"] = QUICK_WORKER
     if given.number("--data-parallel-size", "-dp", default=1) > 1:
         flags["--api-server-count"] = "1"  # vLLM starts one per replica otherwise, and refuses runtime loading then
     if request.sleeps:
@@ -68,6 +72,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     command = [*_vllm_program(installed, request.model), *given.missing(flags)]
     middlewares = {"--push": MIDDLEWARE} if request.takes_pushes else {}
     middlewares |= {"--fused": FUSED_MIDDLEWARE} if request.is_fused else {}
+    middlewares |= {"--quick-load": QUICK_MIDDLEWARE} if request.loads_quickly else {}
     for option, middleware in middlewares.items():
         notes.append(
             f"{option} needs this package next to vLLM, where it brings nothing with it: "
@@ -103,6 +108,8 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
         _check_fused(given)
     elif given.has("--no-enable-lora"):
         raise UsageError("--no-enable-lora cannot be used: adapters are what is loaded. Leave it out.")
+    if request.loads_quickly:
+        _check_extension(given, "--quick-load", QUICK_WORKER)
     mode = given.get("--logprobs-mode")
     if mode not in (None, "processed_logprobs"):
         raise UsageError(
@@ -145,6 +152,10 @@ def _check_fused(given: EngineArguments) -> None:
             f"--quantization {quantization} cannot be used with --fused: an adapter cannot be added to quantised "
             "weights without changing them. Leave one of them out."
         )
+    _check_extension(given, "--fused", FUSED_WORKER)
+
+
+def _check_extension(given: EngineArguments, option: str, needed: str) -> None:
     extension = given.get("--worker-extension-cls")
-    if extension not in (None, FUSED_WORKER):
-        raise UsageError(f"--worker-extension-cls {extension} cannot be used with --fused, which needs its own.")
+    if extension not in (None, needed):
+        raise UsageError(f"--worker-extension-cls {extension} cannot be used with {option}, which needs its own.")

@@ -39,8 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--push", action="store_true", help="let trainers that share no folder push adapters; vLLM only"
     )
-    parser.add_argument(
+    serving = parser.add_mutually_exclusive_group()
+    serving.add_argument(
         "--fused", action="store_true", help='add adapters to the weights, for lora_sync_serving="fused"; vLLM only'
+    )
+    serving.add_argument(
+        "--quick-load", action="store_true", help="read large adapters faster, with several threads; vLLM only"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
@@ -91,6 +95,7 @@ def wanted(args: argparse.Namespace, rest: Sequence[str]) -> Wanted:
         sleeps=args.sleep,
         takes_pushes=args.push,
         is_fused=args.fused,
+        loads_quickly=args.quick_load,
         host=args.host,
         port=args.port,
         extra=tuple(rest),

@@ -4,7 +4,6 @@ Takes plain LoRA only. Everything else is refused here, before any weight is tou
 """
 
 import json
-import os
 import struct
 from collections import defaultdict
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trl_lora_sync.engine_plugins.tensor_file import head_of
+
 _PREFIX = "base_model.model."
-_MAX_HEADER_BYTES = 64 << 20
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 # Fields of the configuration that change what is computed; with these values they change nothing.
 # Source: peft/tuners/lora/config.py (0.21).
@@ -88,7 +88,7 @@ def read_head(folder: str) -> AdapterFile:
     try:
         config = json.loads((root / "adapter_config.json").read_bytes())
         file = root / "adapter_model.safetensors"
-        start, size, header = _head_of(file)
+        start, size, header = head_of(file)
         scaling = _scaling_of(config)
         modules = _modules_in(header, size)
     except FileNotFoundError as error:
@@ -100,16 +100,6 @@ def read_head(folder: str) -> AdapterFile:
             f"{folder} holds no adapter that can be read ({type(error).__name__}: {error})"
         ) from error
     return AdapterFile(file=file, data_start=start, data_bytes=size, modules=modules, scaling=scaling)
-
-
-def _head_of(file: Path) -> tuple[int, int, bytes]:
-    """Where the tensors start, their bytes, and the header. Source: https://github.com/huggingface/safetensors#format"""
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        (length,) = struct.unpack("<Q", opened.read(8))
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"a header of {length} bytes")
-        return 8 + length, size - 8 - length, opened.read(length)
 
 
 def _scaling_of(config: dict[str, Any]) -> float:

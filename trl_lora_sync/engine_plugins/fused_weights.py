@@ -5,11 +5,10 @@ are computed in float32 and rounded once. Knows torch and no engine.
 """
 
 import contextlib
-import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from math import gcd
 from pathlib import Path
@@ -20,15 +19,19 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Slot
 from trl_lora_sync.engine_plugins.fused_placement import Piece
+from trl_lora_sync.engine_plugins.routes import logger
+from trl_lora_sync.engine_plugins.tensor_file import ParallelReader, ShortFileError
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Reading is copying out of the page cache, which one thread does at a fraction of the memory's speed.
-_READERS = 4
-_CHUNK_BYTES = 16 << 20
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_KERNEL_DTYPES = ({torch.bfloat16}, {torch.float16})
 # Of a product in float32 that has no kernel of its own.
 _PRODUCT_BYTES = 64 << 20
 # Rows of fewer elements are not worth to be looked at by themselves.
 _LEAST_WIDTH = 256
+# Smaller tensors share pages of memory with others, and a page can be pinned once.
+_OWN_PAGES_BYTES = 1 << 20
 # Left to the engine, whose graphs and kernels allocate now and then.
 _GPU_RESERVE_BYTES = 1 << 30
 
@@ -79,7 +82,7 @@ class Reader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._staging = torch.empty(0, dtype=torch.uint8)
-        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="lora-sync-read")
+        self._files = ParallelReader()
 
     def read(self, head: AdapterFile) -> dict[str, tuple[Tensor, Tensor]]:
         """The matrices of each module, as views of one buffer on the device.
@@ -88,59 +91,39 @@ class Reader:
             AdapterFileError: the file is gone or shorter than its head says.
         """
         try:
-            file = os.open(head.file, os.O_RDONLY)
+            with head.file.open("rb", buffering=0) as file:
+                data = self._read(file.fileno(), head.data_start, head.data_bytes)
         except OSError as error:
             raise AdapterFileError(f"{head.file} cannot be read ({error.strerror})", True) from error
-        try:
-            data = self._read(file, head.data_start, head.data_bytes)
-        finally:
-            os.close(file)
-        return {name: (_view(data, a), _view(data, b)) for name, (a, b) in head.modules.items()}
+        except ShortFileError as error:
+            raise AdapterFileError(f"{head.file}: {error}") from error
+        return {name: (view_of(data, a), view_of(data, b)) for name, (a, b) in head.modules.items()}
 
     def _read(self, file: int, start: int, size: int) -> Tensor:
-        on_gpu = self.device.type == "cuda"
-        if not on_gpu:
+        if self.device.type != "cuda":
             # New memory each time, because the matrices are views of it.
-            staging = torch.empty(size, dtype=torch.uint8)
-        else:
-            if self._staging.numel() < size:
-                self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            staging = self._staging
-        data = torch.empty(size, dtype=torch.uint8, device=self.device) if on_gpu else staging[:size]
-        array: Any = staging.numpy()
-        view = memoryview(array)
-        places = range(0, size, _CHUNK_BYTES)
-        reads = [
-            self._pool.submit(_read_into, file, view[place : min(place + _CHUNK_BYTES, size)], start + place)
-            for place in places
-        ]
+            data = torch.empty(size, dtype=torch.uint8)
+            self._fill(data, file, start)
+            return data
+        if self._staging.numel() < size:
+            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        data = torch.empty(size, dtype=torch.uint8, device=self.device)
         try:
-            for place, read in zip(places, reads, strict=True):
-                read.result()
-                if on_gpu:
-                    end = min(place + _CHUNK_BYTES, size)
-                    data[place:end].copy_(staging[place:end], non_blocking=True)
+            self._fill(self._staging[:size], file, start, copy_to=data)
         finally:
-            for read in reads:
-                read.cancel()
-            for read in reads:
-                if not read.cancelled():
-                    read.exception()  # none may still use the file or the buffer
-            if on_gpu:
-                torch.cuda.current_stream(self.device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
         return data
 
+    def _fill(self, memory: Tensor, file: int, start: int, copy_to: Tensor | None = None) -> None:
+        array: Any = memory.numpy()
+        with contextlib.closing(self._files.read(file, memoryview(array), start)) as parts:
+            for part in parts:
+                if copy_to is not None:
+                    copy_to[part].copy_(memory[part], non_blocking=True)
 
-def _read_into(file: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = os.preadv(file, [view], offset)
-        if not count:
-            raise AdapterFileError("The adapter's file is shorter than its head says; it was not written completely.")
-        view, offset = view[count:], offset + count
 
-
-def _view(data: Tensor, slot: Slot) -> Tensor:
-    return data[slot.start : slot.end].view(_DTYPES[slot.dtype]).view(slot.shape)
+def view_of(data: Tensor, slot: Slot) -> Tensor:
+    return data[slot.start : slot.end].view(DTYPES[slot.dtype]).view(slot.shape)
 
 
 def finite(name: str, scaling: float, matrices: dict[str, tuple[Tensor, Tensor]]) -> FusedAdapter:
@@ -222,18 +205,37 @@ def _fuse_piece(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, pi
     if base.device != weight.device:
         weight.copy_(base, non_blocking=True)
         base = weight
-    if weight.is_cuda and rows.dtype == weight.dtype:
-        # cuBLAS accumulates in float32, adds W0 there, and rounds once.
-        if base is weight:
-            weight.addmm_(rows, columns, alpha=scaling)
-        else:
-            torch.addmm(base, rows, columns, alpha=scaling, out=weight)
-        return
+    operands = (weight, base, columns, rows)
+    if (
+        weight.is_cuda
+        and {one.dtype for one in operands} in _KERNEL_DTYPES
+        and all(one.stride(1) == 1 for one in operands)
+    ):
+        kernel = _kernel(weight.device, weight.dtype)
+        if kernel is not None:
+            kernel(*operands, scaling)
+            return
     columns = columns.float()
     step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
     for start in range(0, weight.shape[0], step):
         part = slice(start, start + step)
         weight[part] = torch.addmm(base[part].float(), rows[part].float(), columns, alpha=scaling)
+
+
+@cache
+def _kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """What fuses on a GPU in one pass, if Triton is there and it works."""
+    try:
+        from trl_lora_sync.engine_plugins.fused_kernel import fuse_tiles
+
+        weight, lora_A, lora_B = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(3))
+        fuse_tiles(weight, weight, lora_A, lora_B, 2.0)
+        if not bool((weight == 1 + 2 * 16).all()):
+            raise ArithmeticError("its sum is wrong")
+    except Exception as error:  # without a compiler, say
+        logger.warning("Adapters are fused without Triton, which takes longer: %s: %s", type(error).__name__, error)
+        return None
+    return fuse_tiles
 
 
 def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]:
@@ -269,10 +271,13 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
 
 
 def _pinned_copy(weight: Tensor) -> Tensor:
+    size = weight.numel() * weight.element_size()
+    if size < _OWN_PAGES_BYTES:
+        return weight.cpu().pin_memory()
     copy = torch.empty(weight.shape, dtype=weight.dtype)
     # torch's own allocator of pinned memory rounds each size up to a power of two.
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(copy.data_ptr(), copy.numel() * copy.element_size(), 0))
+    torch.cuda.check_error(runtime.cudaHostRegister(copy.data_ptr(), size, 0))
     return copy.copy_(weight)
 
 

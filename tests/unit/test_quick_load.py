@@ -1,0 +1,281 @@
+"""Unit tier: adapters that vLLM's workers read with several threads; vLLM itself is stood in for by the truth."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins import tensor_file, vllm_quick_load_worker
+from trl_lora_sync.engine_plugins.tensor_file import ParallelReader, ShortFileError
+from trl_lora_sync.engine_plugins.vllm_quick_load import QuickLoadMiddleware
+from trl_lora_sync.engine_plugins.vllm_quick_load_worker import QuickLoadWorker, quick_model
+
+FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model.model.layers"
+
+
+class Usual:
+    """Loads as vLLM does, and notes which way was taken; the signatures are those of its `LoRAModel` (0.26, 0.31)."""
+
+    ways: list[str]
+
+    def __init__(self, lora_model_id: int, tensors: dict[str, Tensor], helper: object) -> None:
+        self.id, self.tensors, self.helper = lora_model_id, tensors, helper
+
+    @classmethod
+    def from_lora_tensors(
+        cls, lora_model_id: int, tensors: dict[str, Tensor], peft_helper: object, device: str = "cuda",
+        dtype: torch.dtype | None = None, model_vocab_size: int | None = None, weights_mapper: object = None,
+        skip_prefixes: list[str] | None = None,
+    ) -> Any:  # fmt: skip
+        assert device == "cpu"
+        cls.ways.append("tensors")
+        return cls(lora_model_id, {name: tensor.to(dtype) for name, tensor in tensors.items()}, peft_helper)
+
+    @classmethod
+    def from_local_checkpoint(
+        cls, lora_dir: str, expected_lora_modules: set[str], peft_helper: object, *, lora_model_id: int | None = None,
+        device: str = "cuda", dtype: torch.dtype | None = None, model_vocab_size: int | None = None,
+        weights_mapper: object = None, tensorizer_config_dict: object = None, skip_prefixes: list[str] | None = None,
+        moe_ep_spec: object = None,
+    ) -> Any:  # fmt: skip
+        tensors = load_file(Path(lora_dir) / FILE)
+        strange = {name.split(".")[-3] for name in tensors} - expected_lora_modules
+        if strange:
+            raise ValueError(f"unexpected {strange}")
+        cls.ways.append("usual")
+        return cls.from_lora_tensors(lora_model_id or 1, tensors, peft_helper, device, dtype)
+
+
+class Worker(QuickLoadWorker):
+    """A worker of vLLM, as far as it is used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ways: list[str] = []
+        self.folder = folder
+        self.model_runner = SimpleNamespace(
+            lora_manager=SimpleNamespace(_lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}))
+        )
+        assert self.lora_sync_load_quickly() == {"error": ""}
+
+    def load(self, tensors: dict[str, Tensor] | None = None, **changes: Any) -> tuple[list[str], dict[str, Tensor]]:
+        """Which way an adapter came, and its tensors."""
+        if tensors is not None:
+            save_file(tensors, self.folder / FILE)
+        self.ways.clear()
+        options: dict[str, Any] = {
+            "lora_model_id": 7,
+            "device": "cpu",
+            "dtype": torch.bfloat16,
+            "model_vocab_size": 260,
+            "tensorizer_config_dict": None,
+            "weights_mapper": None,
+            "skip_prefixes": None,
+            "moe_ep_spec": None,
+        } | changes
+        helper = object()
+        loaded = self.model_runner.lora_manager._lora_model_cls.from_local_checkpoint(
+            str(self.folder), {"q_proj", "down_proj"}, peft_helper=helper, **options
+        )
+        assert loaded.id == 7
+        assert loaded.helper is helper
+        return list(self.ways), loaded.tensors
+
+
+USUALLY, QUICKLY = ["usual", "tensors"], ["tensors"]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path)
+
+
+def adapter(
+    seed: int, rank: int = 4, dtype: torch.dtype = torch.bfloat16, module: str = "down_proj"
+) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        f"{PREFIX}.{layer}.{name}.lora_{kind}.weight": torch.randn(shape, generator=random).to(dtype)
+        for layer in range(3)
+        for name in ("q_proj", module)
+        for kind, shape in (("A", (rank, 24)), ("B", (40, rank)))
+    }
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# Of 12 matrices, of 192 and 320 bytes by turns.
+@pytest.mark.parametrize(("buffer_bytes", "buffers"), [(1, 12), (600, 6), (1 << 20, 1)])
+def test_from_the_second_of_a_kind_on_tensors_are_read_here_and_are_the_same(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int, buffers: int
+) -> None:
+    monkeypatch.setattr(vllm_quick_load_worker, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 100)
+    for seed in range(4):
+        tensors = adapter(seed)
+        way, found = worker.load(tensors)
+        assert way == (QUICKLY if seed else USUALLY)
+        assert same(found, tensors)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in found.values()}
+        assert not seed or len(storages) == buffers
+
+
+def test_tensors_do_not_change_with_the_file(worker: Worker) -> None:
+    worker.load(adapter(0))
+    way, found = worker.load(adapter(1))
+    assert way == QUICKLY
+    (worker.folder / FILE).write_bytes(bytes((worker.folder / FILE).stat().st_size))
+    assert same(found, adapter(1))
+
+
+def test_kinds_may_alternate(worker: Worker) -> None:
+    kinds = [adapter(0), adapter(0, rank=8), adapter(0, module="q_proj")]
+    assert [worker.load(kind)[0] for kind in kinds * 2] == [USUALLY] * 3 + [QUICKLY] * 3
+
+
+def test_the_kinds_that_were_not_seen_for_long_are_forgotten(worker: Worker) -> None:
+    ranks = range(1, vllm_quick_load_worker._KINDS + 2)
+    for rank in ranks:
+        worker.load(adapter(0, rank=rank))
+    assert worker.load(adapter(0, rank=ranks[0]))[0] == USUALLY
+    assert worker.load(adapter(0, rank=ranks[-1]))[0] == QUICKLY
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tensorizer_config_dict": {"a": 1}}, {"moe_ep_spec": object()}, {"dtype": torch.float16}]
+)
+def test_what_is_not_understood_is_left_to_vllm(worker: Worker, changes: dict[str, Any]) -> None:
+    tensors = adapter(0)
+    worker.load(tensors)
+    assert worker.load(**changes)[0] == USUALLY
+    assert worker.load()[0] == QUICKLY
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        adapter(0, dtype=torch.float32),
+        {**adapter(0), f"{PREFIX}.0.q_proj.lora_A.weight": torch.zeros(4, 24)},
+        {**adapter(0), f"{PREFIX}.0.q_proj.lora_magnitude_vector.weight": torch.zeros(4, dtype=torch.bfloat16)},
+    ],
+)
+def test_other_tensors_than_matrices_of_the_served_dtype_are_left_to_vllm(
+    worker: Worker, tensors: dict[str, Tensor]
+) -> None:
+    assert [worker.load(tensors)[0] for _ in range(2)] == [USUALLY] * 2
+
+
+def test_what_vllm_refused_is_shown_to_it_again(worker: Worker) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="unexpected"):
+            worker.load(adapter(0, module="lm_head"))
+
+
+def test_a_file_that_is_cut_short_or_gone_gets_the_words_of_vllm(worker: Worker) -> None:
+    worker.load(adapter(0))
+    file = worker.folder / FILE
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(Exception, match=r"[Ii]ncomplete"):
+        worker.load()
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        worker.load()
+
+
+def test_a_worker_without_lora_says_so() -> None:
+    worker = Worker.__new__(Worker)
+    worker.model_runner = SimpleNamespace()
+    assert "lora_manager" in worker.lora_sync_load_quickly()["error"]
+
+
+def test_a_quick_model_is_one_of_vllms() -> None:
+    assert issubclass(quick_model(Usual), Usual)
+
+
+# Reading
+
+
+def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1000))
+    reader = ParallelReader()
+    with (tmp_path / "file").open("rb") as file, pytest.raises(ShortFileError, match="shorter than its head says"):
+        list(reader.read(file.fileno(), memoryview(bytearray(1000)), 1))
+
+
+def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 7)
+    content = bytes(range(250)) * 4
+    (tmp_path / "file").write_bytes(content)
+    into = bytearray(900)
+    with (tmp_path / "file").open("rb") as file:
+        end = 0
+        for part in ParallelReader().read(file.fileno(), memoryview(into), 100):
+            assert part.start == end
+            end = part.stop
+            assert into[part] == content[100:][part]
+    assert end == 900
+
+
+# The server's side
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([{"error": ""}, {"error": ""}], "read with several threads"),
+        ([{"error": ""}, {"error": "AttributeError: x"}], "loaded the usual way.*AttributeError: x"),
+        (RuntimeError("no such method"), "loaded the usual way.*no such method"),
+    ],
+)
+def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
+    answers: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, passed = [], []
+
+    async def collective_rpc(method: str) -> list[dict[str, str]]:
+        asked.append(method)
+        if isinstance(answers, Exception):
+            raise answers
+        return answers  # type: ignore[no-any-return]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["type"])
+
+    async def run() -> None:
+        middleware = QuickLoadMiddleware(app)
+        engine = SimpleNamespace(collective_rpc=collective_rpc)
+        server = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+        for kind in ("lifespan", "http", "websocket"):
+            await middleware({"type": kind, "app": server}, None, None)  # type: ignore[arg-type]
+
+    with caplog.at_level("INFO", logger="vllm.trl_lora_sync"):
+        asyncio.run(run())
+    assert asked == ["lora_sync_load_quickly"]
+    assert passed == ["lifespan", "http", "websocket"]
+    assert len(caplog.messages) == 1
+    assert re.search(words, caplog.messages[0])
+
+
+def test_the_server_needs_the_standard_library_only_and_the_worker_torch(run_python: Callable[..., str]) -> None:
+    source = """
+import sys
+for name in ("trl", "peft", "transformers", "httpx", "safetensors", "vllm", *{blocked}):
+    sys.modules[name] = None
+from trl_lora_sync.engine_plugins.vllm_quick_load import MIDDLEWARE, WORKER, QuickLoadMiddleware as found
+{more}
+print([name for name in sys.modules if name.startswith("trl_lora_sync.") and ".engine_plugins" not in name])
+print(found.__module__ + "." + found.__name__ in (MIDDLEWARE, WORKER))
+print([name for name in dir(found) if not name.startswith(("__", "lora_sync_"))])
+"""
+    assert run_python(source.format(blocked="('torch',)", more="")).split() == ["[]", "True", "[]"]
+    worker = "from trl_lora_sync.engine_plugins.vllm_quick_load_worker import QuickLoadWorker as found"
+    assert run_python(source.format(blocked="()", more=worker)).split() == ["[]", "True", "[]"]

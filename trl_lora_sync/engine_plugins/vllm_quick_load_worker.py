@@ -1,0 +1,139 @@
+"""Reads adapters in each worker of a vLLM server; given to vLLM as its `--worker-extension-cls`, see `vllm_quick_load`.
+
+vLLM copies an adapter tensor by tensor, with one thread, out of the page cache into pinned memory. Here the first
+adapter of a kind (the same names, dtypes and shapes) is left to vLLM with all its checks. Of those that follow, the
+bytes are read by several threads into a few pinned buffers, and vLLM is given its tensors as views of them.
+"""
+
+import contextlib
+import json
+import struct
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins.fused_file import Slot
+from trl_lora_sync.engine_plugins.fused_weights import DTYPES, view_of
+from trl_lora_sync.engine_plugins.tensor_file import Head, ParallelReader, head_of
+
+_FILE = "adapter_model.safetensors"
+_MATRICES = (".lora_A.weight", ".lora_B.weight")
+# Options of vLLM's own way that are understood here, if they are set. Source: `_load_adapter` of
+# vllm/lora/worker_manager.py (0.26, 0.31).
+_UNDERSTOOD = {"lora_model_id", "device", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes"}
+_KINDS = 8
+# torch's allocator of pinned memory rounds each size up to a power of two.
+_BUFFER_BYTES = 64 << 20
+
+
+class QuickLoadWorker:
+    """Mixed into vLLM's worker, whose `model_runner` it uses."""
+
+    model_runner: Any
+
+    def lora_sync_load_quickly(self) -> dict[str, str]:
+        """Load adapters quickly from now on. Raises nothing; see `FusedWorker`."""
+        try:
+            manager = self.model_runner.lora_manager
+            manager._lora_model_cls = quick_model(manager._lora_model_cls)
+        except Exception as error:  # it is logged by who asked, and adapters are loaded vLLM's way
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": ""}
+
+
+def quick_model(base: Any) -> Any:
+    """A kind of vLLM's `LoRAModel` that is loaded faster and is the same in everything else."""
+    files = KnownFiles()
+
+    class QuickLoRAModel(base):  # type: ignore[misc, unused-ignore]
+        @classmethod
+        def from_local_checkpoint(
+            cls, lora_dir: str, expected_lora_modules: set[str], peft_helper: Any, **options: Any
+        ) -> Any:
+            given = {name: value for name, value in options.items() if value is not None}
+            is_understood = given.keys() <= _UNDERSTOOD and given.get("device") == "cpu" and "lora_model_id" in given
+            tensors = files.read(Path(lora_dir), given.get("dtype")) if is_understood else None
+            if tensors is not None:
+                return cls.from_lora_tensors(tensors=tensors, peft_helper=peft_helper, **given)
+            model = super().from_local_checkpoint(lora_dir, expected_lora_modules, peft_helper=peft_helper, **options)
+            files.learn(Path(lora_dir))
+            return model
+
+    return QuickLoRAModel
+
+
+class KnownFiles:
+    """Reads files that are like one which vLLM has accepted."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[Head, list[dict[str, Slot]]] = OrderedDict()
+        self._files = ParallelReader()
+
+    def learn(self, folder: Path) -> None:
+        """Take the file in `folder` for one that vLLM accepts; no matter if it cannot be read that way."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+            head = head_of(folder / _FILE)
+            slots = _slots_of(head)
+            if slots:
+                self._kinds[head] = _in_buffers(slots)
+                while len(self._kinds) > _KINDS:
+                    self._kinds.popitem(last=False)
+
+    def read(self, folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
+        """The tensors of an adapter, in memory of their own; None if vLLM should load it its own way.
+
+        Args:
+            dtype: that the tensors must have.
+
+        Raises:
+            OSError, ShortFileError: the file changed meanwhile.
+        """
+        try:
+            head = head_of(folder / _FILE)
+        except (OSError, ValueError, struct.error):
+            return None  # which vLLM has words for
+        buffers = self._kinds.get(head)
+        if buffers is None or DTYPES[next(iter(buffers[0].values())).dtype] != dtype:
+            return None
+        self._kinds.move_to_end(head)
+        tensors: dict[str, Tensor] = {}
+        with (folder / _FILE).open("rb", buffering=0) as file:
+            for slots in buffers:
+                start, end = next(iter(slots.values())).start, next(reversed(slots.values())).end
+                memory = torch.empty(end - start, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                array: Any = memory.numpy()
+                for _ in self._files.read(file.fileno(), memoryview(array), head.start + start):
+                    pass
+                tensors |= {
+                    name: view_of(memory, slot._replace(start=slot.start - start, end=slot.end - start))
+                    for name, slot in slots.items()
+                }
+        return tensors
+
+
+def _slots_of(head: Head) -> dict[str, Slot]:
+    """Where each tensor is, in the order of the file; empty unless they are lora_A and lora_B of one known dtype."""
+    entries = json.loads(head.header)
+    entries.pop("__metadata__", None)
+    slots = {
+        name: Slot(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in entries.items()
+    }
+    dtypes = {slot.dtype for slot in slots.values()}
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys() or not all(name.endswith(_MATRICES) for name in slots):
+        return {}
+    return dict(sorted(slots.items(), key=lambda item: item[1].start))
+
+
+def _in_buffers(slots: dict[str, Slot]) -> list[dict[str, Slot]]:
+    """Neighbours in the file that share a buffer."""
+    buffers: list[dict[str, Slot]] = []
+    begin = 0
+    for name, slot in slots.items():
+        if not buffers or slot.end - begin > _BUFFER_BYTES:
+            buffers.append({})
+            begin = slot.start
+        buffers[-1][name] = slot
+    return buffers
