@@ -30,7 +30,7 @@ from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, Promp
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import adapter_logprobs, base_logprobs
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.shards import is_partitioned, is_sharded, whole_in_forward
+from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, whole_in_forward
 from trl_lora_sync.sync import AdapterSync, ReadAdapter, ScoreAdapter
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
@@ -111,9 +111,14 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         return lambda: computed
 
     def _is_sharded(self) -> bool:
-        """Whether a forward pass of the model needs every process; looked at again once a launcher has wrapped it."""
+        """Whether a forward pass of the model needs every process; looked at again once a launcher has wrapped it.
+
+        Raises:
+            UnsupportedSettingError: what was sharded cannot be put together again as it was.
+        """
         prepared = models_prepared(self.accelerator)
         if self._sharded is None or self._sharded[0] != prepared:
+            check_quantised(self.model, self.accelerator.device)
             self._sharded = (prepared, is_sharded(self.model))
         return self._sharded[1]
 
@@ -141,8 +146,12 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _gather_matrices(self) -> tuple[Sequence[nn.Module], dict[nn.Module, Tensor]]:
         """**Collective.** The linear modules of the adapter and, on process 0, the whole weights of sharded ones."""
-        linears = run_on_all(self.accelerator, lambda: self._reader.linears(self.model))
+        linears = run_on_all(self.accelerator, self._linears)
         return linears, gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
+
+    def _linears(self) -> Sequence[nn.Module]:
+        self._is_sharded()  # looks at how a launcher has sharded the base
+        return self._reader.linears(self.model)
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
         """**Collective.** Copies of the adapter's matrices as they are trained, by their names in PEFT's files.

@@ -7,6 +7,7 @@ Looks at this process's memory only: nothing is sent, gathered or changed. Putti
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,6 +75,41 @@ def is_sharded(model: nn.Module) -> bool:
 def is_partitioned(model: nn.Module) -> bool:
     """Whether DeepSpeed ZeRO-3 has sharded the model."""
     return any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
+
+
+def check_quantised(model: nn.Module, device: torch.device) -> None:
+    """Refuse 4-bit weights that FSDP2 would not put together as they are.
+
+    It gathers them as the floating-point numbers they are stored as, by a copy that on GPUs (torch 2.11 to 2.13) makes
+    one pattern of all that are no numbers. About one in a thousand packed words of a 4-bit base is such a pattern.
+
+    Args:
+        device: where the model computes.
+
+    Raises:
+        UnsupportedSettingError: the trained base would not be the one that was loaded.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, DTensor) or not hasattr(module, "quant_state"):
+            continue
+        if weight.dtype.itemsize == 2 and not _copies_bits(device, weight.dtype):
+            name = str(weight.dtype).removeprefix("torch.")
+            raise UnsupportedSettingError(
+                f"FSDP2 shards the 4-bit base as {name}, and torch {torch.__version__} changes some of its bits each "
+                "time it gathers them on this GPU: another base would be trained than the one that is served. Leave "
+                "out bnb_4bit_quant_storage, so that each GPU keeps the 4-bit weights whole, or shard them with FSDP1 "
+                "(examples/accelerate/fsdp1.yaml) or DeepSpeed ZeRO-3."
+            )
+
+
+@cache
+def _copies_bits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether what FSDP2 gathers with leaves every pattern of 16 bits as it is."""
+    patterns = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16)
+    copied = torch.empty_like(patterns)
+    torch._foreach_copy_([copied.view(dtype)], [patterns.view(dtype)])
+    return torch.equal(copied, patterns)
 
 
 @contextmanager

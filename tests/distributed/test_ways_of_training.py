@@ -31,6 +31,7 @@ WAYS = {
     "zero3-qlora": (["--use_deepspeed", "--zero_stage", "3"], True),
     "fsdp1-orig-qlora": (["--multi_gpu"], True),
     "fsdp2-qlora": (["--multi_gpu"], True),
+    "fsdp2-whole-qlora": (["--multi_gpu"], True),
 }
 # Between a 4-bit base in the trainer and the same base unquantised in the server: measured 0.09 to 0.13.
 QUANTISED_MEAN = 0.3

@@ -43,11 +43,14 @@ FSDP: dict[str, dict[str, Any]] = {
     "fsdp1-orig": FSDP1 | {"use_orig_params": True},
     "fsdp1-grad-op": FSDP1 | {"use_orig_params": True, "reshard_after_forward": "SHARD_GRAD_OP"},
     "fsdp2": FSDP2 | {"reshard_after_forward": True},
+    "fsdp2-whole": FSDP2 | {"reshard_after_forward": True},
 }
 
 
 # A 4-bit base in the trainer, while the server has the same base unquantised.
 QLORA = "-qlora"
+# Whose 4-bit weights are floating-point numbers to FSDP, which it shards.
+AS_NUMBERS = ("fsdp1-orig", "fsdp2")
 
 
 class FSDPTrainer(GRPOTrainer):
@@ -133,7 +136,7 @@ def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
     trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 400}
     is_qlora, way = way.endswith(QLORA), way.removesuffix(QLORA)
     if is_qlora:
-        config |= four_bit(is_fsdp=way in FSDP)
+        config |= four_bit(torch.bfloat16 if way in AS_NUMBERS else torch.uint8)
     if way in FSDP:
         trainer_class = FSDPTrainer
         FSDPTrainer.plugin = FullyShardedDataParallelPlugin(**FSDP[way])
@@ -144,9 +147,7 @@ def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
     return grpo_trainer(url, model, folder, trainer_class=trainer_class, **config)
 
 
-def four_bit(is_fsdp: bool) -> dict[str, Any]:
-    """A 4-bit base; FSDP shards floating-point storage only."""
-    storage = torch.bfloat16 if is_fsdp else torch.uint8
+def four_bit(storage: torch.dtype) -> dict[str, Any]:
     return {
         "trainer_kwargs": {"quantization_config": nf4(bnb_4bit_quant_storage=storage)},
         "model_init_kwargs": {"dtype": "bfloat16", "device_map": None},
