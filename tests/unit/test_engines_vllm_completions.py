@@ -1,7 +1,9 @@
 """Bodies of sampling requests, and answers turned into what TRL trains on."""
 
 import math
+from collections import Counter
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from trl_lora_sync.engines.base import PromptGroup, Sampling
 from trl_lora_sync.engines.vllm_completions import (
+    FORCES,
     RESERVED_FIELDS,
     read_completion,
     read_logprobs,
@@ -253,22 +256,58 @@ def ranked(logits: torch.Tensor, sampled: int) -> dict[int, float]:
     return {token: float(logprobs[token]) for token in tokens}
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
-def test_a_forced_token_has_the_log_probability_that_it_has_without_force(mode: str) -> None:
-    logits = 6.0 * torch.randn(300, generator=torch.Generator().manual_seed(1))
-    expected = logits.log_softmax(-1)
-    assert expected.min() < -20
-    free = ranked(logits, sampled=int(logits.argmax()))
-    for token in range(300):
-        [(key, force)] = scoring_sampling(token).extra["logit_bias"].items()
-        assert key == str(token)
-        biased = logits.clone()
-        biased[token] += force
-        forced = ranked(biased if mode == "processed_logprobs" else logits, sampled=token)
+def force_on(token: int, force: float) -> float:
+    """What the server is asked to add to the token's logit, and to no other."""
+    [(key, added)] = scoring_sampling(token, force).extra["logit_bias"].items()
+    assert key == str(token)
+    return float(added)
 
-        assert unforced(token, free, forced) == pytest.approx(float(expected[token]), abs=1e-4)
+
+@pytest.mark.parametrize("std", [0.0, 0.3, 6.0])
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_a_forced_token_has_the_log_probability_that_it_has_without_force(mode: str, std: float) -> None:
+    logits = std * torch.randn(300, generator=torch.Generator().manual_seed(1)) + 1e-6 * torch.arange(300)
+    expected = logits.log_softmax(-1)
+    free = ranked(logits, sampled=int(logits.argmax()))
+    forces = Counter[float]()
+    for token in set(range(300)) - free.keys():
+        for force in FORCES:
+            biased = logits.clone()
+            biased[token] += force_on(token, force)
+            shown = biased if mode == "processed_logprobs" else logits
+            found = unforced(token, force, free, ranked(shown, sampled=int(biased.argmax())))
+            if found is not None:
+                break
+        assert found == pytest.approx(float(expected[token]), abs=1e-4)
+        forces[force] += 1
+    weak, strong = (forces[force] for force in FORCES)
+    if mode == "raw_logprobs":
+        assert not weak
+    else:
+        assert weak > 4 * strong or std == 6.0
+        assert strong or std < 6.0  # for tokens of exp(-20) and less
+
+
+def test_a_weak_force_rounds_a_bfloat16_logit_less_than_a_strong_one() -> None:
+    """As vLLM 0.26 has them on GPUs."""
+    logits = 3.0 * torch.randn(300, generator=torch.Generator().manual_seed(1))
+    expected = logits.bfloat16().float().log_softmax(-1)
+    free = ranked(logits.bfloat16().float(), sampled=int(logits.argmax()))
+    errors: dict[float, list[float]] = {force: [] for force in FORCES}
+    for token, force in product(set(range(300)) - free.keys(), FORCES):
+        biased = logits.bfloat16()
+        biased[token] += force_on(token, force)
+        found = unforced(token, force, free, ranked(biased.float(), sampled=int(biased.argmax())))
+        if found is not None:
+            errors[force].append(abs(found - float(expected[token])))
+    weak, strong = errors.values()
+    assert len(weak) > 200
+    assert max(weak) < 0.07
+    assert max(strong) > 0.2
 
 
 def test_a_forced_token_without_another_to_compare_with_is_an_error() -> None:
+    answer = {1: -0.5}, {7: 0.0, 2: -100.0}
+    assert unforced(7, FORCES[0], *answer) is None
     with pytest.raises(ValueError, match="nothing tells how likely token 7 is"):
-        unforced(7, {1: -0.5}, {7: 0.0, 2: -100.0})
+        unforced(7, FORCES[-1], *answer)

@@ -31,6 +31,7 @@ from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, se
 from trl_lora_sync.engines.known import allowed_max_lora_rank
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import (
+    FORCES,
     ranked_logprobs,
     read_completion,
     sampling_fields,
@@ -160,8 +161,12 @@ class VLLMEngine(ServerEngine):
         def logprob(prefix: PromptGroup, token_id: int, likely: dict[int, float]) -> float:
             if token_id in likely:
                 return likely[token_id]
-            [[forced]] = self.generate(model, [prefix], scoring_sampling(token_id), deadline)
-            return unforced(token_id, likely, ranked_logprobs(forced))
+            for force in FORCES:
+                [[forced]] = self.generate(model, [prefix], scoring_sampling(token_id, force), deadline)
+                found = unforced(token_id, force, likely, ranked_logprobs(forced))
+                if found is not None:
+                    return found
+            raise AssertionError("the last force always tells")
 
         with ThreadPoolExecutor(max_workers=_SCORED_AT_ONCE) as pool:
             try:

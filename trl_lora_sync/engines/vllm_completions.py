@@ -98,14 +98,20 @@ def _token_id(token: str) -> int:
     return int(token.removeprefix("token_id:"))
 
 
-# Scoring a prompt. vLLM adds a bias to a logit after it was cast to float32, and takes none beyond this.
-_FORCE = 100.0
+# Scoring a prompt. What is added to the logit of a token that is not a likely one, so that it is told with the likely
+# ones; the next value if that was not enough. From 0.26 on, vLLM adds it to a bfloat16 number on GPUs, where 100 would
+# round a logit to halves. It takes none beyond that.
+# Source: vllm/v1/worker/gpu/sample/logit_bias.py.
+FORCES = (12.0, 100.0)
+_RANKED = 5
+# Above the likely ones by so much, a token is there because of the force.
+_CLEARLY = 2.0
 
 
-def scoring_sampling(token_id: int | None = None) -> Sampling:
-    """How to sample the next token for its log-probabilities: freely, or `token_id` and nothing else."""
-    forced: dict[str, Any] = {} if token_id is None else {"logit_bias": {str(token_id): _FORCE}}
-    return Sampling.unrestricted(max_tokens=1, logprobs=5, ignore_eos=True, **forced)
+def scoring_sampling(token_id: int | None = None, force: float = 0.0) -> Sampling:
+    """How to sample the next token for its log-probabilities: freely, or with a force towards `token_id`."""
+    forced: dict[str, Any] = {} if token_id is None else {"logit_bias": {str(token_id): force}}
+    return Sampling.unrestricted(max_tokens=1, logprobs=_RANKED, ignore_eos=True, **forced)
 
 
 def ranked_logprobs(completion: Completion) -> dict[int, float]:
@@ -120,22 +126,28 @@ def ranked_logprobs(completion: Completion) -> dict[int, float]:
     return {token_id: logprob for token_id, logprob in pairs if logprob is not None}
 
 
-def unforced(token_id: int, free: dict[int, float], forced: dict[int, float]) -> float:
-    """The log-probability that a token has when it is not forced.
+def unforced(token_id: int, force: float, free: dict[int, float], forced: dict[int, float]) -> float | None:
+    """The log-probability that a token has when it is not forced; None if the force was too weak to tell.
 
     Processed log-probabilities are shifted by the force, all others' by the same; raw ones do not know it.
 
     Args:
-        free: log-probabilities without the force.
-        forced: with it; has `token_id`.
+        free: log-probabilities without the force, without `token_id`.
+        forced: with it.
 
     Raises:
         ValueError: no other token is in both.
     """
-    others = (free.keys() & forced.keys()) - {token_id}
-    if not others or token_id not in forced:
+    others = free.keys() & forced.keys()
+    if force == FORCES[-1] and (not others or token_id not in forced):
         raise ValueError(f"nothing tells how likely token {token_id} is")
+    if not others or token_id not in forced:
+        return None
     other = max(others, key=lambda one: free[one])
     shift = forced[other] - free[other]
-    # A shift of nearly nothing would be a token of probability exp(-100).
-    return forced[token_id] if abs(shift) < 1.0 else forced[token_id] - shift - _FORCE
+    told = forced[token_id] - shift - force
+    if force == FORCES[-1]:
+        # A shift of nearly nothing would be a token of probability exp(-100).
+        return forced[token_id] if abs(shift) < 1.0 else told
+    least = sorted(free.values(), reverse=True)[:_RANKED][-1]
+    return told if forced[token_id] > least + _CLEARLY else None
