@@ -11,6 +11,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 30, 36
 _COLOURS = 6
 # More bars than this are thinner than the eye or the screen can tell apart, so neighbours are averaged.
 _MOST_BARS = 220
+_LETTER = 7.2  # about as wide as one is
 _FEW_POINTS = 120
 _STANDALONE_STYLE = (
     "svg { --soft: #737d8c; --line: #a7b0bd55; --s0: #4b83e0; --s1: #de8425; --s2: #2b9c83; --s3: #a45fc7; "
@@ -113,7 +114,7 @@ def line_chart(
                 for x, y in line.points
                 if math.isfinite(y)
             ]
-    return _svg([*parts, _legend(lines)], lines, y_label)
+    return _svg([*parts, _legend(lines, y_label)], lines, y_label)
 
 
 def stacked_chart(lines: Sequence[Line], *, y_label: str, x_label: str = "step", x_names: Sequence[str] = ()) -> str:
@@ -135,7 +136,7 @@ def stacked_chart(lines: Sequence[Line], *, y_label: str, x_label: str = "step",
                 f'fill="var(--s{number % _COLOURS})"><title>{html.escape(lines[number].name)}, step {_number(x)}: '
                 f"{value:.5g}</title></rect>"
             )
-    return _svg([*parts, _legend(lines)], lines, y_label)
+    return _svg([*parts, _legend(lines, y_label)], lines, y_label)
 
 
 def standalone(charts: Sequence[str]) -> str:
@@ -180,14 +181,15 @@ def _places(plane: _Plane, points: Iterable[Point]) -> str:
     return " ".join(f"{plane.x(x):.1f},{plane.y(y):.1f}" for x, y in points if math.isfinite(y))
 
 
-def _legend(lines: Sequence[Line]) -> str:
-    parts, x = [], float(_LEFT + 40)
+def _legend(lines: Sequence[Line], y_label: str) -> str:
+    """Right of the label of the axis, which is in the corner above it."""
+    parts, x = [], max(_LEFT + 40.0, 24 + _LETTER * len(y_label))
     for number, line in enumerate(lines):
         parts.append(
             f'<rect x="{x:.0f}" y="7" width="11" height="11" rx="2" fill="var(--s{number % _COLOURS})"/>'
             f'<text x="{x + 16:.0f}" y="17">{html.escape(line.name)}</text>'
         )
-        x += 38 + 7.2 * len(line.name)
+        x += 38 + _LETTER * len(line.name)
     return "".join(parts)
 
 
