@@ -92,25 +92,30 @@ def measure(model: Any, adapter: Path, base_url: str, rows: int, tokens: int) ->
     return {"mean": every.mean().item(), "max": every.max().item(), "tokens": every.numel()}
 
 
-def train(checkpoint: Path, base_url: str, folder: Path, steps: int) -> list[dict[str, Any]]:
-    """A QLoRA run on the server, and what it logs at each step; a base that is none of the trainer's is no error."""
+def train(checkpoint: Path, base_url: str, folder: Path, steps: int) -> dict[str, Any]:
+    """A QLoRA run on the server, and what it logs at each step; or in what words a base too far away is refused."""
     from support.models import nf4
     from support.trainers import grpo_trainer, steps_of
 
-    trainer = grpo_trainer(
-        base_url,
-        checkpoint,
-        folder,
-        trainer_kwargs={"quantization_config": nf4(**QUANTISATION)},
-        model_init_kwargs={"dtype": "bfloat16"},
-        max_steps=steps,
-        max_completion_length=32,
-        use_cpu=not torch.cuda.is_available(),
-        learning_rate=1e-2,
-    )
+    from trl_lora_sync.errors import ServerSetupError
+
+    try:
+        trainer = grpo_trainer(
+            base_url,
+            checkpoint,
+            folder,
+            trainer_kwargs={"quantization_config": nf4(**QUANTISATION)},
+            model_init_kwargs={"dtype": "bfloat16"},
+            max_steps=steps,
+            max_completion_length=32,
+            use_cpu=not torch.cuda.is_available(),
+            learning_rate=1e-2,
+        )
+    except ServerSetupError as error:
+        return {"refused": str(error).replace(str(checkpoint), "CHECKPOINT")}
     trainer.train()
     trainer.vllm_generation.close()
-    return [{name: step.get(key) for name, key in LOGGED.items()} for step in steps_of(trainer)]
+    return {"grpo_steps": [{name: step.get(key) for name, key in LOGGED.items()} for step in steps_of(trainer)]}
 
 
 def main() -> None:
@@ -146,7 +151,7 @@ def main() -> None:
                 url = args.url or server.base_url
                 gaps[arm] = measure(model, adapter, url, args.rows, args.tokens)
                 version = httpx.get(f"{url}/version", timeout=30, trust_env=False).json()["version"]
-                gaps[arm]["grpo_steps"] = train(checkpoint, url, folder / arm, args.steps)
+                gaps[arm] |= train(checkpoint, url, folder / arm, args.steps)
     quantisation = "NF4 with double quantisation, computed in bfloat16"
     result = surroundings("vllm", version) | {"quantisation": quantisation, "gaps": gaps}
     print(json.dumps(result, indent=1))

@@ -3,9 +3,10 @@
     python benchmarks/ways_on_gpus.py --model MODEL --url http://localhost:8000 [--ways fsdp2_offload] [--load-in-4bit]
 
 Launches `accelerate launch --config_file examples/accelerate/WAY.yaml` once per way, from the repository's root,
-against a server that is running already. Not run for this release. Reports per way the bytes that torch's collectives
-saw during one sync, how far the GPU's memory rose above what training holds, the time of a sync, and the logprob gap of
-each training step; or the end of the output, where a way fails. Needs DeepSpeed and bitsandbytes for their ways
+against a server that is running already. Reports per way the bytes that torch's collectives saw during one sync, how
+far the GPU's memory rose above what training holds, the time of a sync, and the logprob gap of each training step; or
+the end of the output, where a way fails. A sync that verifies its version computes as well, which gathers the base;
+so the one that is looked at does not. Needs DeepSpeed and bitsandbytes for their ways
 (`pip install '.[deepspeed,qlora]'`).
 """
 
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +57,9 @@ def work(args: argparse.Namespace) -> None:
     """What each training process does."""
     from peft import LoraConfig
     from support.launch import end_process
-    from support.models import nf4
+    from support.models import nf4, randomize_adapter
     from support.trainers import grpo_trainer, steps_of
-    from support.ways import Traffic
+    from support.ways import Traffic, set_proof
 
     folder = Path(args.worker)
     options: dict[str, Any] = {}
@@ -75,10 +77,15 @@ def work(args: argparse.Namespace) -> None:
         use_cpu=False,
         bf16=True,
         learning_rate=1e-4,
-        vllm_server_timeout=60.0,
+        # Many ways side by side take long over everything.
+        vllm_server_timeout=120.0,
+        lora_sync_timeout=120.0,
+        lora_sync_generation_timeout=120.0,
     )
-    trainer.train()
     generation = trainer.vllm_generation
+    randomize_adapter(generation.model, seed=1)  # for a policy that can be told from the base; before it is sharded
+    trainer.train()
+    set_proof(generation, is_proven=True)  # a sync by itself, without the forward pass of a verification
     with Traffic() as traffic:
         generation.sync_weights()
     torch.cuda.synchronize()
@@ -122,7 +129,9 @@ def main() -> None:
     version = httpx.get(f"{args.url}/version", timeout=30, trust_env=False).json()["version"]
     with ThreadPoolExecutor(args.at_once) as pool:
         ways = dict(zip(args.ways, pool.map(lambda way: launch(way, args), args.ways), strict=True))
-    result = surroundings("vllm", version) | {"at_once": args.at_once, "ways": ways}
+    result = surroundings("vllm", version)
+    result["versions"] |= {name: metadata.version(name) for name in ("accelerate", "deepspeed")}
+    result |= {"at_once": args.at_once, "ways": ways}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

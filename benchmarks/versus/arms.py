@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from peft import PeftModel
 
-from trl_lora_sync.engines.base import Completion, Deadline, Engine, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
@@ -62,8 +62,8 @@ class Arm(Protocol):
         """What requests name to sample from the newest version."""
 
     @property
-    def engine(self) -> Engine:
-        """Scores prompts."""
+    def engine(self) -> VLLMEngine:
+        """Asks the server about single prompts."""
 
     def sync(self) -> Phases | None:
         """Bring the adapter as it is now to the server; None where the parts can only be told by `split`."""
@@ -259,7 +259,7 @@ class OurArm:
         return str(self.generation.vllm_client.model)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> VLLMEngine:
         return self.generation._sync.fleet.servers[0].engine
 
     def sync(self) -> Phases:

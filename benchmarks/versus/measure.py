@@ -197,9 +197,13 @@ def measure_drift(turns: Turns, bench: Workbench, syncs: int, clock: Clock, save
 
 
 def _scored_without_effect(arm: Arm, bench: Workbench, prompt: list[int]) -> list[float]:
+    """In one request by itself, which gives the same bits each time; `Engine.score` need not."""
     bench.change_adapter(std=0.0)
     arm.sync()
-    return arm.engine.score(arm.model_name, prompt, deadline("Scoring"))
+    body = {"model": arm.model_name, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+    answer = arm.engine._post_sampling("/v1/completions", body, arm.model_name, deadline("Scoring"))
+    entries = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"][1:]
+    return [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
 
 
 def measure_fleets(

@@ -103,7 +103,8 @@ def limits(results: dict[str, Any]) -> list[Limit]:
     for shape, drift in ((shape, _at(results, shape, 32, "drift")) for shape in ("0.6b", "8b", "32b")):
         for arm in ("runtime", "fused"):
             if arm in drift:
-                changed = drift[arm]["trainer_changed_share"] + drift[arm]["served_max_logprob_gap"]
+                served = drift[arm].get("served_max_logprob_gap")
+                changed = None if served is None else drift[arm]["trainer_changed_share"] + served
                 found.append(
                     Limit(what=f"{shape} base after {drift[arm]['syncs']} syncs, {arm}", limit=0, found=changed)
                 )
@@ -188,7 +189,7 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
                 str(found["syncs"]),
                 "bit-identical" if found["trainer_bit_identical"] else f"{found['trainer_changed_share']:.1%}",
                 f"{found['trainer_max_abs']:.2g}",
-                f"{found['served_max_logprob_gap']:.2g}",
+                f"{found['served_max_logprob_gap']:.2g}" if "served_max_logprob_gap" in found else "",
             )
             for shape, _, arm, found in _found(results, "drift")
         ],
