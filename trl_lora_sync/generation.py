@@ -52,7 +52,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._active_name: str | None = None
         self._sync: AdapterSync | None = None
         self._reader = AdapterReader()
-        self._sharded: tuple[int, bool] | None = None
+        self._sharded = False
+        self._looked_at: int | None = None  # how many models accelerate had wrapped then
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -111,16 +112,21 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         return lambda: computed
 
     def _is_sharded(self) -> bool:
-        """Whether a forward pass of the model needs every process; looked at again once a launcher has wrapped it.
+        """Whether a forward pass of the model needs every process."""
+        self._look_at_layout()
+        return self._sharded
+
+    def _look_at_layout(self) -> None:
+        """Find out how a launcher has wrapped the model, once each time that it has.
 
         Raises:
             UnsupportedSettingError: what was sharded cannot be put together again as it was.
         """
         prepared = models_prepared(self.accelerator)
-        if self._sharded is None or self._sharded[0] != prepared:
+        if self._looked_at != prepared:
             check_quantised(self.model, self.accelerator.device)
-            self._sharded = (prepared, is_sharded(self.model))
-        return self._sharded[1]
+            self._sharded = is_sharded(self.model)
+            self._looked_at = prepared
 
     @contextmanager
     def _computing(self) -> Iterator[Any]:
@@ -150,7 +156,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         return linears, gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
 
     def _linears(self) -> Sequence[nn.Module]:
-        self._is_sharded()  # looks at how a launcher has sharded the base
+        self._look_at_layout()
         return self._reader.linears(self.model)
 
     def adapter_state_dict(self) -> dict[str, Tensor]:

@@ -80,8 +80,8 @@ def is_partitioned(model: nn.Module) -> bool:
 def check_quantised(model: nn.Module, device: torch.device) -> None:
     """Refuse 4-bit weights that FSDP2 would not put together as they are.
 
-    It gathers them as the floating-point numbers they are stored as, by a copy that on GPUs (torch 2.11 to 2.13) makes
-    one pattern of all that are no numbers. About one in a thousand packed words of a 4-bit base is such a pattern.
+    It gathers them as the floating-point numbers they are stored as, by a copy that on GPUs (torch 2.11) makes one
+    pattern of all that are no numbers. About one in a thousand packed words of a 4-bit base is such a pattern.
 
     Args:
         device: where the model computes.

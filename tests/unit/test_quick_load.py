@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,11 +205,28 @@ def test_a_quick_model_is_one_of_vllms() -> None:
 # Reading
 
 
-def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part is missing as a whole, and those that follow are still being read."""
+    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 100)
     (tmp_path / "file").write_bytes(bytes(1000))
-    reader = ParallelReader()
-    with (tmp_path / "file").open("rb") as file, pytest.raises(ShortFileError, match="shorter than its head says"):
-        list(reader.read(file.fileno(), memoryview(bytearray(1000)), 1))
+    read_now, reading = tensor_file._read_into, []
+
+    def read_slowly(file: int, view: memoryview, offset: int) -> None:
+        reading.append(offset)
+        try:
+            if offset > 1000:
+                time.sleep(0.05)
+            read_now(file, view, offset)
+        finally:
+            reading.remove(offset)
+
+    monkeypatch.setattr(tensor_file, "_read_into", read_slowly)
+    with (tmp_path / "file").open("rb") as file:
+        with pytest.raises(ShortFileError, match="shorter than its head says"):
+            list(ParallelReader().read(file.fileno(), memoryview(bytearray(1000)), 1000))
+        assert not reading
 
 
 def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

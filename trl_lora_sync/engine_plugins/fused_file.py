@@ -88,7 +88,8 @@ def read_head(folder: str) -> AdapterFile:
     try:
         config = json.loads((root / "adapter_config.json").read_bytes())
         file = root / "adapter_model.safetensors"
-        start, size, header = head_of(file)
+        with file.open("rb", buffering=0) as opened:
+            start, size, header = head_of(opened.fileno())
         scaling = _scaling_of(config)
         modules = _modules_in(header, size)
     except FileNotFoundError as error:

@@ -115,11 +115,16 @@ class Reader:
         return data
 
     def _fill(self, memory: Tensor, file: int, start: int, copy_to: Tensor | None = None) -> None:
-        array: Any = memory.numpy()
-        with contextlib.closing(self._files.read(file, memoryview(array), start)) as parts:
+        with contextlib.closing(self._files.read(file, bytes_of(memory), start)) as parts:
             for part in parts:
                 if copy_to is not None:
                     copy_to[part].copy_(memory[part], non_blocking=True)
+
+
+def bytes_of(memory: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory, to be written to."""
+    array: Any = memory.numpy()
+    return memoryview(array)
 
 
 def view_of(data: Tensor, slot: Slot) -> Tensor:

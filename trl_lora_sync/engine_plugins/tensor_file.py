@@ -7,7 +7,6 @@ import os
 import struct
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 _MAX_HEADER_BYTES = 64 << 20
@@ -33,14 +32,17 @@ class Head(NamedTuple):
     header: bytes
 
 
-def head_of(file: Path) -> Head:
-    """Raises OSError, struct.error or ValueError for a file that has none."""
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        (length,) = struct.unpack("<Q", opened.read(8))
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"a header of {length} bytes")
-        return Head(8 + length, size - 8 - length, opened.read(length))
+def head_of(file: int) -> Head:
+    """The beginning of an open file, by its descriptor.
+
+    Raises:
+        OSError, struct.error, ValueError: it has none.
+    """
+    size = os.fstat(file).st_size
+    (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
+    if length > min(_MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"a header of {length} bytes")
+    return Head(8 + length, size - 8 - length, os.pread(file, length, 8))
 
 
 class ParallelReader:

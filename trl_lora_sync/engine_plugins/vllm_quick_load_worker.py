@@ -10,13 +10,13 @@ import json
 import struct
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins.fused_file import Slot
-from trl_lora_sync.engine_plugins.fused_weights import DTYPES, view_of
+from trl_lora_sync.engine_plugins.fused_weights import DTYPES, bytes_of, view_of
 from trl_lora_sync.engine_plugins.tensor_file import Head, ParallelReader, head_of
 
 _FILE = "adapter_model.safetensors"
@@ -25,6 +25,7 @@ _MATRICES = (".lora_A.weight", ".lora_B.weight")
 # vllm/lora/worker_manager.py (0.26, 0.31).
 _UNDERSTOOD = {"lora_model_id", "device", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes"}
 _KINDS = 8
+_UNREADABLE = (OSError, ValueError, struct.error)
 # torch's allocator of pinned memory rounds each size up to a power of two.
 _BUFFER_BYTES = 64 << 20
 
@@ -65,20 +66,40 @@ def quick_model(base: Any) -> Any:
     return QuickLoRAModel
 
 
+class _Buffer(NamedTuple):
+    """Neighbours in the file.
+
+    Attributes:
+        start: where they begin in the region of the tensors.
+        slots: their places from there on, in the order of the file.
+    """
+
+    start: int
+    slots: dict[str, Slot]
+
+    @property
+    def size(self) -> int:
+        return next(reversed(self.slots.values())).end
+
+
 class KnownFiles:
     """Reads files that are like one which vLLM has accepted."""
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[Head, list[dict[str, Slot]]] = OrderedDict()
+        self._kinds: OrderedDict[tuple[Head, torch.dtype | None], list[_Buffer]] = OrderedDict()
         self._files = ParallelReader()
 
     def learn(self, folder: Path) -> None:
         """Take the file in `folder` for one that vLLM accepts; no matter if it cannot be read that way."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-            head = head_of(folder / _FILE)
+        with (
+            contextlib.suppress(*_UNREADABLE, KeyError, TypeError, AttributeError),
+            (folder / _FILE).open("rb", buffering=0) as file,
+        ):
+            head = head_of(file.fileno())
             slots = _slots_of(head)
             if slots:
-                self._kinds[head] = _in_buffers(slots)
+                dtype = DTYPES[next(iter(slots.values())).dtype]
+                self._kinds[head, dtype] = _in_buffers(slots)
                 while len(self._kinds) > _KINDS:
                     self._kinds.popitem(last=False)
 
@@ -87,31 +108,22 @@ class KnownFiles:
 
         Args:
             dtype: that the tensors must have.
-
-        Raises:
-            OSError, ShortFileError: the file changed meanwhile.
         """
-        try:
-            head = head_of(folder / _FILE)
-        except (OSError, ValueError, struct.error):
-            return None  # which vLLM has words for
-        buffers = self._kinds.get(head)
-        if buffers is None or DTYPES[next(iter(buffers[0].values())).dtype] != dtype:
-            return None
-        self._kinds.move_to_end(head)
-        tensors: dict[str, Tensor] = {}
-        with (folder / _FILE).open("rb", buffering=0) as file:
-            for slots in buffers:
-                start, end = next(iter(slots.values())).start, next(reversed(slots.values())).end
-                memory = torch.empty(end - start, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-                array: Any = memory.numpy()
-                for _ in self._files.read(file.fileno(), memoryview(array), head.start + start):
+        # What is wrong with a file, vLLM has words for.
+        with contextlib.suppress(*_UNREADABLE), (folder / _FILE).open("rb", buffering=0) as file:
+            head = head_of(file.fileno())
+            kind = (head, dtype)
+            if kind not in self._kinds:
+                return None
+            self._kinds.move_to_end(kind)
+            tensors: dict[str, Tensor] = {}
+            for buffer in self._kinds[kind]:
+                memory = torch.empty(buffer.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                for _ in self._files.read(file.fileno(), bytes_of(memory), head.start + buffer.start):
                     pass
-                tensors |= {
-                    name: view_of(memory, slot._replace(start=slot.start - start, end=slot.end - start))
-                    for name, slot in slots.items()
-                }
-        return tensors
+                tensors |= {name: view_of(memory, slot) for name, slot in buffer.slots.items()}
+            return tensors
+        return None
 
 
 def _slots_of(head: Head) -> dict[str, Slot]:
@@ -127,13 +139,11 @@ def _slots_of(head: Head) -> dict[str, Slot]:
     return dict(sorted(slots.items(), key=lambda item: item[1].start))
 
 
-def _in_buffers(slots: dict[str, Slot]) -> list[dict[str, Slot]]:
-    """Neighbours in the file that share a buffer."""
-    buffers: list[dict[str, Slot]] = []
-    begin = 0
+def _in_buffers(slots: dict[str, Slot]) -> list[_Buffer]:
+    buffers: list[_Buffer] = []
     for name, slot in slots.items():
-        if not buffers or slot.end - begin > _BUFFER_BYTES:
-            buffers.append({})
-            begin = slot.start
-        buffers[-1][name] = slot
+        if not buffers or slot.end - buffers[-1].start > _BUFFER_BYTES:
+            buffers.append(_Buffer(slot.start, {}))
+        start = buffers[-1].start
+        buffers[-1].slots[name] = slot._replace(start=slot.start - start, end=slot.end - start)
     return buffers

@@ -99,8 +99,8 @@ def _token_id(token: str) -> int:
 
 
 # Scoring a prompt. What is added to the logit of a token that is not a likely one, so that it is told with the likely
-# ones; the next value if that was not enough. From 0.26 on, vLLM adds it to a bfloat16 number on GPUs, where 100 would
-# round a logit to halves. It takes none beyond that.
+# ones; the next value if that was not enough. vLLM 0.26 adds it to a bfloat16 number on GPUs, where 100 would round a
+# logit to halves. It takes none beyond that.
 # Source: vllm/v1/worker/gpu/sample/logit_bias.py.
 FORCES = (12.0, 100.0)
 _RANKED = 5
@@ -136,17 +136,18 @@ def unforced(token_id: int, force: float, free: dict[int, float], forced: dict[i
         forced: with it.
 
     Raises:
-        ValueError: no other token is in both.
+        ValueError: with the strongest force, the token or every other one is missing.
     """
     others = free.keys() & forced.keys()
-    if force == FORCES[-1] and (not others or token_id not in forced):
-        raise ValueError(f"nothing tells how likely token {token_id} is")
+    is_strongest = force == FORCES[-1]
     if not others or token_id not in forced:
+        if is_strongest:
+            raise ValueError(f"nothing tells how likely token {token_id} is")
         return None
     other = max(others, key=lambda one: free[one])
     shift = forced[other] - free[other]
     told = forced[token_id] - shift - force
-    if force == FORCES[-1]:
+    if is_strongest:
         # A shift of nearly nothing would be a token of probability exp(-100).
         return forced[token_id] if abs(shift) < 1.0 else told
     least = sorted(free.values(), reverse=True)[:_RANKED][-1]
