@@ -19,7 +19,7 @@ from contract.reference import PeftReference
 from contract.served import sampling, soon
 from safetensors.torch import load_file, save_file
 from support.models import randomize_adapter
-from support.policies import is_policy_of, sample, token_ids
+from support.policies import is_policy_of, prompt_logprobs, sample, token_ids
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from vllm_server import VLLMServer
 
@@ -61,11 +61,7 @@ class Fused:
         return stored.name
 
     def score(self, model: str) -> list[float]:
-        """In one request by itself, which gives the same bits each time."""
-        body = {"prompt": LONG, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
-        answer = self.engine._post_sampling("/v1/completions", body, model, soon(60)).json()
-        entries = answer["choices"][0]["prompt_logprobs"][1:]
-        return [entry[str(token)]["logprob"] for entry, token in zip(entries, LONG[1:], strict=True)]
+        return prompt_logprobs(self.engine, model, LONG, soon(60))
 
     def gap(self, found: list[float], seed: int | None, ids: list[int] = LONG, prompt: int = 1) -> float:
         """Mean distance to the adapter of a seed, or to the base."""

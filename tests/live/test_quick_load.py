@@ -12,7 +12,7 @@ import torch
 from contract.reference import PeftReference
 from contract.served import soon
 from safetensors.torch import load_file, save_file
-from support.policies import token_ids
+from support.policies import prompt_logprobs, token_ids
 from support.servers import damage
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from vllm_server import VLLMServer
@@ -125,7 +125,7 @@ def test_the_same_adapter_gives_the_same_numbers_both_ways(quick: Quick) -> None
     scores = []
     for stored in versions:
         quick.engine.load(stored, soon(60))
-        scores.append(quick.engine.score(stored.name, PROMPT, soon(60)))
+        scores.append(prompt_logprobs(quick.engine, stored.name, PROMPT, soon(60)))
     assert [holds_open(quick.server, stored.path) for stored in versions if stored.path] == [True, False, False]
     assert scores[0] == scores[1] == scores[2]
 
