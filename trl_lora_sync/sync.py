@@ -130,6 +130,7 @@ class AdapterSync:
         # A server that restarts needs the tensors of the active version only.
         self._registered.append(replace(stored, content=None))
         self._retire_old_versions()
+        self.transport.prepare()  # beside the generation that follows
         retries, self._retries_reported = self.fleet.retries - self._retries_reported, self.fleet.retries
         return SyncReport(
             adapter_name=stored.name,

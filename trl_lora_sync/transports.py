@@ -46,6 +46,9 @@ class Transport(Protocol):
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
         """Keep a version under a name of its own; arguments and errors as for `open`."""
 
+    def prepare(self) -> None:
+        """Get ready for the next version while nobody waits for it; returns at once, and never fails."""
+
     def delete(self, stored: StoredAdapter) -> None:
         """Let go of a version; never fails."""
 
@@ -112,6 +115,9 @@ class DiskTransport:
     def _delete_late(self, writing: "Future[StoredAdapter]") -> None:
         if not writing.cancelled() and writing.exception() is None:
             self._store.delete(writing.result())
+
+    def prepare(self) -> None:
+        self._files.submit(self._store.prepare)
 
     def delete(self, stored: StoredAdapter) -> None:
         self._clean_up(lambda: self._store.delete(stored))

@@ -114,11 +114,12 @@ def sha256(file: Path) -> str:
 
 
 def sync(store: AdapterStore, live: list[StoredAdapter], seed: int, **shape: int) -> StoredAdapter:
-    """One sync as `AdapterSync` does it: write, and delete what was retired one version ago."""
+    """One sync as `AdapterSync` does it: write, delete what was retired one version ago, get ready for the next."""
     stored = store.write(seed, flat(seed, **shape))
     live.append(stored)
     while len(live) > KEEP + 1:
         store.delete(live.pop(0))
+    store.prepare()
     return stored
 
 
@@ -174,6 +175,34 @@ def test_ring_has_two_slots_more_than_versions_stay_and_locks_each_once(
     assert len(set(seen)) == KEEP + 2
     assert locks.asked == KEEP + 2
     assert len(locks.held) == KEEP + 2
+
+
+def test_no_version_after_the_first_waits_for_memory_to_be_locked(store: AdapterStore, locks: Locks) -> None:
+    live: list[StoredAdapter] = []
+    sync(store, live, 1)
+    for seed in range(2, 21):
+        asked = locks.asked
+        live.append(store.write(seed, flat(seed)))
+        assert locks.asked == asked
+        if len(live) > KEEP + 1:
+            store.delete(live.pop(0))
+        store.prepare()
+
+
+def test_nothing_is_prepared_before_the_first_version_or_after_the_end(
+    store: AdapterStore, ring: SlotRing, locks: Locks, folder: Path
+) -> None:
+    store.prepare()
+    store.open()
+    store.prepare()
+    assert locks.asked == 0
+    sync(store, [], 1)
+    assert locks.asked == 2
+    store.close()
+    store.prepare()
+    assert locks.asked == 2
+    assert ring.held_bytes == 0
+    assert everything_under(folder) == []
 
 
 def test_versions_that_are_not_retired_keep_their_content(store: AdapterStore) -> None:
@@ -250,7 +279,7 @@ def test_slots_are_not_used_again_where_the_kernel_cannot_tell_who_reads(
     live: list[StoredAdapter] = []
     for seed in range(1, 8):
         size = tensors_of(sync(store, live, seed)).stat().st_size
-    assert locks.asked == 7
+    assert locks.asked == 7 + 1  # and the one for the next version
     assert ring.held_bytes <= (KEEP + 2) * size
 
 
@@ -356,6 +385,7 @@ def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: 
             first = store.write(1, big_flat(400_000))
             second = store.write(2, big_flat(400_000))
             content = sha256(tensors_of(first))
+            store.prepare()
             with pytest.raises(AdapterExportError, match=r"no room for the 0\.4 MB of the adapter.*set lora_sync_dir"):
                 store.write(3, big_flat(400_000))
             assert sorted(path.name for path in store.directory.glob("*-v*")) == sorted([first.name, second.name])

@@ -67,6 +67,9 @@ class Slot:
         copy_to_host(self._bytes[len(header) :].view(flat.dtype), flat)
         os.utime(self._file)  # a file that is written through memory does not look changed
 
+    def fits(self, size: int, device: torch.device) -> bool:
+        return (self.size, self.device) == (size, device)
+
     def move(self, path: Path) -> None:
         self.path.rename(path)
         self.path = path
@@ -120,6 +123,8 @@ class SlotRing:
         self._lock = lock
         self._free: list[Slot] = []
         self._lent: dict[str, Slot] = {}
+        self._next: Slot | None = None  # never lent yet
+        self._wanted: tuple[int, torch.device] | None = None  # by the last `take`
         self._numbers = itertools.count()
         self._is_given_up = False
 
@@ -132,28 +137,28 @@ class SlotRing:
         Raises:
             OSError: there is no room for another one.
         """
-        if self._is_given_up:
-            return None
+        self._wanted = size, device
         for slot in self._free:
-            if slot.size == size and slot.device == device and slot.is_idle():
+            if slot.fits(size, device) and slot.is_idle():
                 self._free.remove(slot)
                 return slot
         self._discard(self._free)  # of another size, or still read by somebody
-        pool.mkdir(mode=0o700, exist_ok=True)
-        if not is_in_memory(pool):
-            self._give_up(
-                f"{pool.parent.parent} is not in shared memory. Leave lora_sync_dir unset, or set it to a folder in "
-                "/dev/shm"
-            )
-            return None
-        try:
-            return Slot(pool / str(next(self._numbers)), size, device, self._lock)
-        except PageLockError as error:
-            self._give_up(
-                f"{size / 1e6:.1f} MB of shared memory cannot be page-locked. Raise the limit of locked memory "
-                f"(ulimit -l; docker run --ulimit memlock=-1) ({error})"
-            )
-            return None
+        new, self._next = self._next, None
+        if new is not None and not new.fits(size, device):
+            new.discard()
+            new = None
+        return new or self._make(pool, size, device)
+
+    def prepare(self, pool: Path) -> None:
+        """Make the slot that the next `take` would have to make, if it asks for the same again.
+
+        Page-locking takes longer than the rest of a sync. Arguments and errors are those of `take`.
+        """
+        if self._wanted is None or self._next is not None:
+            return
+        if not any(slot.fits(*self._wanted) and slot.is_idle() for slot in self._free):
+            self._discard(self._free)
+            self._next = self._make(pool, *self._wanted)
 
     def lend(self, name: str, slot: Slot) -> None:
         """Let the version `name` have a slot, until `take_back`."""
@@ -187,14 +192,34 @@ class SlotRing:
     def close(self) -> None:
         """Give up all slots, lent ones included; never fails, and a later `take` makes new ones."""
         self._discard(self._free)
-        lent = list(self._lent.values())
+        rest = [*self._lent.values(), *filter(None, [self._next])]
         self._lent.clear()
-        self._discard(lent)
+        self._next = None
+        self._discard(rest)
 
     @property
     def held_bytes(self) -> int:
         """Size of all slots."""
-        return sum(slot.size for slot in [*self._free, *self._lent.values()])
+        return sum(slot.size for slot in [*self._free, *self._lent.values(), *filter(None, [self._next])])
+
+    def _make(self, pool: Path, size: int, device: torch.device) -> Slot | None:
+        if self._is_given_up:
+            return None
+        pool.mkdir(mode=0o700, exist_ok=True)
+        if not is_in_memory(pool):
+            self._give_up(
+                f"{pool.parent.parent} is not in shared memory. Leave lora_sync_dir unset, or set it to a folder in "
+                "/dev/shm"
+            )
+            return None
+        try:
+            return Slot(pool / str(next(self._numbers)), size, device, self._lock)
+        except PageLockError as error:
+            self._give_up(
+                f"{size / 1e6:.1f} MB of shared memory cannot be page-locked. Raise the limit of locked memory "
+                f"(ulimit -l; docker run --ulimit memlock=-1) ({error})"
+            )
+            return None
 
     def _give_up(self, why: str) -> None:
         self._is_given_up = True

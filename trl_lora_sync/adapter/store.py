@@ -244,6 +244,12 @@ class AdapterStore:
         slot.fill(adapter.header, adapter.flat)
         slot.move(file)
 
+    def prepare(self) -> None:
+        """Get the memory of the next version ready, while nobody waits for it; never fails."""
+        if self._slots is not None and self._lock is not None:
+            with contextlib.suppress(OSError):  # `write` will say it
+                self._slots.prepare(self.directory / _SLOTS)
+
     def note(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Note the name of a version that is not to be written, so that a sweep finds it.
 
