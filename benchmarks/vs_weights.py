@@ -328,12 +328,21 @@ class Comparison:
         from versus.arms import make_arm
         from versus.kinds import OURS
         from versus.measure import measure_fleets
+        from versus.servers import ServerTroubleError
 
-        for name in [arm for arm in OURS if arm in self.arms]:
-            if self.results.get("shapes", self.shape, "fleet", name) and not self.args.again:
-                continue
+        fleets = {
+            name: [self.server(name, rank, number) for number in range(max(self.args.fleet))]
+            for name in OURS
+            if name in self.arms and (self.args.again or not self.results.get("shapes", self.shape, "fleet", name))
+        }
+        # Nobody measures while servers start.
+        every = [server for servers in fleets.values() for server in servers]
+        self.pool.start_what_fits(every)
+        for server in every:
+            with contextlib.suppress(ServerTroubleError):  # said when it is its turn
+                self.pool.wait(server)
+        for name, servers in fleets.items():
             self.results.get(*self.place(rank), "failed").pop(f"fleet of {name}", None)
-            servers = [self.server(name, rank, number) for number in range(max(self.args.fleet))]
             try:
                 self.pool.start(servers)
                 for server in servers:

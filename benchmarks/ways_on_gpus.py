@@ -1,6 +1,7 @@
 """Each way of training on two GPUs, offload included: what a sync moves, its memory peak, and the served policy.
 
     python benchmarks/ways_on_gpus.py --model MODEL --url http://localhost:8000 [--ways fsdp2_offload] [--load-in-4bit]
+                                      [--quant-storage uint8]
 
 Launches `accelerate launch --config_file examples/accelerate/WAY.yaml` once per way, from the repository's root,
 against a server that is running already. Reports per way the bytes that torch's collectives saw during one sync, how
@@ -42,7 +43,8 @@ def launch_in(folder: Path, way: str, args: argparse.Namespace) -> dict[str, Any
     command += ["--config_file", f"examples/accelerate/{way}.yaml", "--num_processes", str(args.processes)]
     command += [__file__, "--model", args.model, "--url", args.url]
     command += ["--steps", str(args.steps), "--rank", str(args.rank)]
-    command += ["--load-in-4bit"] * args.load_in_4bit + ["--worker", str(folder)]
+    command += ["--load-in-4bit"] * args.load_in_4bit + ["--quant-storage", args.quant_storage]
+    command += ["--worker", str(folder)]
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout_s)
     except subprocess.TimeoutExpired:
@@ -64,7 +66,7 @@ def work(args: argparse.Namespace) -> None:
     folder = Path(args.worker)
     options: dict[str, Any] = {}
     if args.load_in_4bit:
-        options["quantization_config"] = nf4(bnb_4bit_quant_storage=torch.bfloat16)
+        options["quantization_config"] = nf4(bnb_4bit_quant_storage=getattr(torch, args.quant_storage))
     trainer = grpo_trainer(
         args.url,
         args.model,
@@ -113,6 +115,12 @@ def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--load-in-4bit", action="store_true")
+    parser.add_argument(
+        "--quant-storage",
+        choices=["bfloat16", "uint8"],
+        default="bfloat16",
+        help="what 4-bit weights are stored as (default: bfloat16, which can be sharded)",
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--at-once", type=int, default=1, help="ways side by side; the seconds are then no measure")
     parser.add_argument("--steps", type=int, default=3)
@@ -131,6 +139,8 @@ def main() -> None:
         ways = dict(zip(args.ways, pool.map(lambda way: launch(way, args), args.ways), strict=True))
     result = surroundings("vllm", version)
     result["versions"] |= {name: metadata.version(name) for name in ("accelerate", "deepspeed")}
+    if args.load_in_4bit:
+        result["quant_storage"] = args.quant_storage
     result |= {"at_once": args.at_once, "ways": ways}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
