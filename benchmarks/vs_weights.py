@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, results: Results) -> bool:
     os.environ["OMP_NUM_THREADS"] = "1"  # on hosts of many cores, short operations wait for their threads
     from versus.servers import ServerPool, gpus_here
 
-    gpus = {} if args.tiny else gpus_here()
+    gpus = {} if args.tiny else gpus_here(args.work)
     # Before anything touches CUDA: the trainer would spread its model over all GPUs that it sees.
     os.environ["CUDA_VISIBLE_DEVICES"] = str(next(iter(gpus), ""))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1"}
@@ -174,6 +174,7 @@ class Comparison:
         self.pool.start_what_fits(list(dict.fromkeys(specs)))
         clock.say("loading the trainer's model")
         self.bench = Workbench(self.folder, self.device)
+        self.pool.settle()  # nothing is measured while servers start
         self.results.put(parameters_of(self.shape), "shapes", self.shape, "parameters")
         self.results.put(self.kv_bytes, "shapes", self.shape, "kv_cache_bytes")
         self.results.add_run(described(args, gpu_names() if self.device == "cuda" else []))
@@ -246,6 +247,8 @@ class Comparison:
         for name in (*group.arms, *phases):
             earlier.pop(name, None)
         arms = self.connect(rank, group)
+        if not arms:
+            return
         turns = Turns(arms, self.clock)
         try:
             for phase in phases:
@@ -328,19 +331,14 @@ class Comparison:
         from versus.arms import make_arm
         from versus.kinds import OURS
         from versus.measure import measure_fleets
-        from versus.servers import ServerTroubleError
 
         fleets = {
             name: [self.server(name, rank, number) for number in range(max(self.args.fleet))]
             for name in OURS
             if name in self.arms and (self.args.again or not self.results.get("shapes", self.shape, "fleet", name))
         }
-        # Nobody measures while servers start.
-        every = [server for servers in fleets.values() for server in servers]
-        self.pool.start_what_fits(every)
-        for server in every:
-            with contextlib.suppress(ServerTroubleError):  # said when it is its turn
-                self.pool.wait(server)
+        self.pool.start_what_fits([server for servers in fleets.values() for server in servers])
+        self.pool.settle()
         for name, servers in fleets.items():
             self.results.get(*self.place(rank), "failed").pop(f"fleet of {name}", None)
             try:

@@ -29,6 +29,7 @@ from versus.shapes import adapter_parameters, model_bytes
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
 MAX_MODEL_LEN = 1024
+_LIST = "servers.json"
 HOST = -1  # in place of a GPU's index, for servers that compute on the CPU
 _MAX_SEQS = 256
 # CUDA's own memory, the graphs, and the activations of the largest batch.
@@ -132,12 +133,13 @@ class ServerPool:
         self._clock = clock
         self._keep = keep
         self._running: dict[str, Running] = {}
+        self._troubles: dict[str, str] = {}
         self._ports: list[Any] = []
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
     def _list(self) -> Path:
-        return self._work / "servers.json"
+        return self._work / _LIST
 
     def __enter__(self) -> "ServerPool":
         if self._list.exists():
@@ -150,19 +152,25 @@ class ServerPool:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._keep:
-            kept = [asdict(server) for server in self._running.values() if server.is_up and server.is_alive()]
-            self._list.write_text(json.dumps(kept))
-            self._clock.say(f"left running: {', '.join(fields['name'] for fields in kept)}")
-            return
-        for name in list(self._running):
-            self.stop(name)
+        for name, server in list(self._running.items()):
+            # Nobody would know of one that is still starting.
+            if not (self._keep and server.is_alive() and server.is_healthy()):
+                self.stop(name)
+        if self._running:
+            self._list.write_text(json.dumps([asdict(server) for server in self._running.values()]))
+            self._clock.say(f"left running: {', '.join(self._running)}")
 
     def start_what_fits(self, specs: Sequence[ServerSpec]) -> None:
         """Start servers, without waiting for them, as long as there is room."""
         for spec in specs:
-            if spec.name not in self._running and (gpu := self._place(spec)) is not None:
+            if self._is_missing(spec) and (gpu := self._place(spec)) is not None:
                 self._launch(spec, gpu)
+
+    def settle(self) -> None:
+        """Wait for all servers that were started; whoever needs one that does not come up is told by `wait`."""
+        for server in list(self._running.values()):
+            with contextlib.suppress(ServerTroubleError):
+                self._wait(server)
 
     def groups(self, specs: Sequence[ServerSpec]) -> list[list[ServerSpec]]:
         """The servers in as few groups as can stand side by side, without those that have no room at all."""
@@ -192,7 +200,7 @@ class ServerPool:
         """
         wanted = {spec.name for spec in specs}
         for spec in specs:
-            while spec.name not in self._running:
+            while self._is_missing(spec):
                 gpu = self._place(spec)
                 if gpu is not None:
                     self._launch(spec, gpu)
@@ -206,10 +214,10 @@ class ServerPool:
         """Return once a server that was started answers.
 
         Raises:
-            ServerTroubleError: it does not come up.
+            ServerTroubleError: it does not come up, or did not when it was started before in this run.
         """
-        if spec.name not in self._running:
-            raise ServerTroubleError(f"{spec.name} did not come up")
+        if spec.name in self._troubles:
+            raise ServerTroubleError(self._troubles[spec.name])
         self._wait(self._running[spec.name])
 
     def clear_trainer(self, keep: Sequence[ServerSpec]) -> None:
@@ -275,6 +283,9 @@ class ServerPool:
 
     # Processes
 
+    def _is_missing(self, spec: ServerSpec) -> bool:
+        return spec.name not in self._running and spec.name not in self._troubles
+
     def _launch(self, spec: ServerSpec, gpu: int) -> None:
         holder = hold_free_port()
         self._ports.append(holder)
@@ -324,7 +335,8 @@ class ServerPool:
     def _trouble(self, server: Running, what: str) -> ServerTroubleError:
         tail = "\n".join(Path(server.log).read_text(errors="replace").splitlines()[-25:])
         self.stop(server.name)
-        return ServerTroubleError(f"The server {server.name} {what}. The end of its log:\n{tail}")
+        self._troubles[server.name] = f"The server {server.name} {what}. The end of its log:\n{tail}"
+        return ServerTroubleError(self._troubles[server.name])
 
 
 def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) -> list[str]:
@@ -363,12 +375,17 @@ def server_environment(gpu: int, profiles: Path) -> dict[str, str]:
     return env | {"CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
-def gpus_here() -> dict[int, int]:
-    """Memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves; empty without any."""
+def gpus_here(work: Path | None) -> dict[int, int]:
+    """Memory in bytes that the run may use of each GPU that CUDA_VISIBLE_DEVICES leaves; empty without any.
+
+    Args:
+        work: folder of the run. What servers take that an earlier run kept there counts as free.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    has_kept = work is not None and (work / _LIST).exists()
     return {
-        int(index): int(mib) * 1024**2
-        for index, mib in _nvidia_smi("--query-gpu=index,memory.total")
+        int(index): (int(total) - (0 if has_kept else int(used))) * 1024**2
+        for index, total, used in _nvidia_smi("--query-gpu=index,memory.total,memory.used")
         if visible is None or index in visible.split(",")
     }
 

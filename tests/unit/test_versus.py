@@ -5,15 +5,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import vs_weights
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
-from versus import arms, shapes, table
+from versus import arms, servers, shapes, table
 from versus.clock import Clock, OutOfTimeError
 from versus.results import Results
-from versus.servers import GIB, ServerPool, ServerSpec
+from versus.servers import GIB, ServerPool, ServerSpec, ServerTroubleError
 from versus.workbench import Workbench
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +166,79 @@ def test_servers_stand_side_by_side_where_the_gpus_have_room(
     groups = pool(gpus, shape, tmp_path).groups(specs(shape, ALL))
 
     assert [[spec.kind for spec in group] for group in groups] == expected
+
+
+# The servers' processes
+
+STAND_IN = """
+import http.server, sys, time
+from pathlib import Path
+kind, port, log = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+log.open("a").write("x")
+if kind == "weights":
+    time.sleep(600)
+if kind == "fused":
+    sys.exit("no room")
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of vLLM: "weights" is still starting, "fused" does not come up, "runtime" answers."""
+
+    def command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) -> list[str]:
+        return [str(python), "-c", STAND_IN, spec.kind, str(port), str(tmp_path / f"{spec.name}.starts")]
+
+    monkeypatch.setattr(servers, "serve_command", command)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_kept_servers_are_those_that_answer_and_the_next_run_ends_them(tmp_path: Path) -> None:
+    starting, answering = specs("tiny", {"weights": 0, "runtime": 8})
+    with ServerPool({}, 0, Path(sys.executable), tmp_path, Clock(60), keep=True) as first:
+        first.start([starting, answering])
+        first.wait(answering)
+        processes = [psutil.Process(first._running[spec.name].pid) for spec in (starting, answering)]
+        url = first.url(answering)
+    assert not processes[0].is_running()
+
+    with ServerPool({}, 0, Path(sys.executable), tmp_path, Clock(60), keep=False) as second:
+        second.start([answering])
+        second.wait(answering)
+        assert second.url(answering) == url
+    psutil.wait_procs(processes[1:], timeout=10)
+    assert not processes[1].is_running() or processes[1].status() == psutil.STATUS_ZOMBIE
+    assert not (tmp_path / "servers.json").exists()
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_server_that_does_not_come_up_is_tried_once_and_said_each_time(tmp_path: Path) -> None:
+    failing, answering = specs("tiny", {"fused": 0, "runtime": 8})
+    with ServerPool({}, 0, Path(sys.executable), tmp_path, Clock(60), keep=False) as pool:
+        pool.start_what_fits([failing, answering])
+        pool.settle()
+        for _ in range(2):
+            pool.start([failing, answering])
+            pool.wait(answering)
+            with pytest.raises(ServerTroubleError, match="no room"):
+                pool.wait(failing)
+    assert (tmp_path / f"{failing.name}.starts").read_text() == "x"
+
+
+def test_memory_that_others_use_is_not_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(servers, "_nvidia_smi", lambda query: [["0", "143771", "4"], ["1", "143771", "80000"]])
+
+    assert servers.gpus_here(None) == {0: 143767 * 1024**2, 1: 63771 * 1024**2}
+    (tmp_path / "servers.json").write_text("[]")
+    assert servers.gpus_here(tmp_path) == {0: H200, 1: H200}
 
 
 def test_time_that_is_over_ends_a_run() -> None:
