@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_lora_sync.cli.charts import Line, line_chart, stacked_chart, standalone
+from versus.kinds import ARMS
 
 BEGIN, END = "<!-- vs-weights: begin -->", "<!-- vs-weights: end -->"
 _NOT_RUN = "Not run for this release."
@@ -130,7 +131,7 @@ def chart(results: dict[str, Any]) -> str:
     charts = []
     for shape, found in results.get("shapes", {}).items():
         rank, first = next(iter(found.get("ranks", {}).items()), ("", {}))
-        arms = {arm: value["split"] for arm, value in first.get("sync", {}).items() if "split" in value}
+        arms = {arm: value["split"] for arm, value in _in_order(first.get("sync", {})) if "split" in value}
         if arms:
             lines = [
                 Line(part, [(place, 1000 * arms[arm][f"{part}_s"]) for place, arm in enumerate(arms)])
@@ -314,9 +315,14 @@ def _found(results: dict[str, Any], phase: str) -> Iterator[tuple[str, str, str,
     """Shape, rank, arm and what was found, where something was."""
     for shape in results["shapes"]:
         for rank, ranks in _ranks(results, shape):
-            for arm, found in ranks.get(phase, {}).items():
+            for arm, found in _in_order(ranks.get(phase, {})):
                 if phase in ("drift", "decode") or "median" in found:
                     yield shape, rank, arm, found
+
+
+def _in_order(of_arm: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The same order of the arms everywhere, whichever went first."""
+    return sorted(of_arm.items(), key=lambda item: ARMS.index(item[0]))
 
 
 def _ranks(results: dict[str, Any], shape: str) -> list[tuple[str, dict[str, Any]]]:
