@@ -278,6 +278,9 @@ class Comparison:
         from versus.servers import ServerTroubleError
 
         arms = []
+        for url, arm in list(self.kept_arms.items()):
+            if arm.server not in group.servers.values():  # it may have to make room, and NCCL waits for who is gone
+                self.kept_arms.pop(url).close()
         self.pool.start(list(dict.fromkeys(group.servers.values())))
         for name in group.arms:
             server = group.servers[name]
