@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import torch
 from transformers import AutoConfig
+from versus.scoring import prompt_logprobs
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
@@ -140,18 +141,18 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
         runtime = connect_engine(args.runtime_url.rstrip("/"), engine="vllm", is_local=True, deadline=soon())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompt = [random.randrange(vocab) for _ in range(PROMPT_TOKENS)]
-    before = engine.score(base, prompt, soon())
+    before = prompt_logprobs(engine, base, prompt, soon())
 
     versions, adapters = [], {}
     for version in range(1, args.versions + 1):
         adapter = random_adapter(config, args.rank, version, args.std, device)
         stored = store.write(version, adapter)
         row: dict[str, Any] = {"seconds": server.fuse(stored)}
-        served = engine.score(stored.name, prompt, soon())
+        served = prompt_logprobs(engine, stored.name, prompt, soon())
         row["gap_to_base"] = gap(served, before)
         if runtime is not None:
             runtime.load(stored, soon())
-            row["gap_to_runtime"] = gap(served, runtime.score(stored.name, prompt, soon()))
+            row["gap_to_runtime"] = gap(served, prompt_logprobs(runtime, stored.name, prompt, soon()))
             runtime.unload(stored.name, soon())
         versions.append(row)
         adapters[stored.name] = (adapter, served)
@@ -178,7 +179,7 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
     state = server.state(compare="base")
     zero = store.write(args.versions + 1, random_adapter(config, args.rank, 0, 0.0, device))
     server.fuse(zero)
-    zeros_equal = engine.score(zero.name, prompt, soon()) == before
+    zeros_equal = prompt_logprobs(engine, zero.name, prompt, soon()) == before
     zero_state = server.state(compare="base")
     for left in engine.loaded(soon()):
         engine.unload(left, soon())
@@ -200,7 +201,7 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
         "back_to_base": {
             "seconds_with_one_token": back_s,
             "weights_compared": state["compared"],
-            "logprobs_equal": engine.score(base, prompt, soon()) == before,
+            "logprobs_equal": prompt_logprobs(engine, base, prompt, soon()) == before,
             "zero_adapter_logprobs_equal": zeros_equal,
             "zero_adapter_weights_compared": zero_state["compared"],
         },

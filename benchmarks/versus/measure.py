@@ -12,6 +12,7 @@ from trl_lora_sync.cli.sync_cost import distance, plain_sampling, reference_logp
 from versus.arms import Arm, Phases, deadline
 from versus.clock import Clock, OutOfTimeError
 from versus.kinds import OURS
+from versus.scoring import prompt_logprobs
 from versus.workbench import Workbench
 
 T = TypeVar("T")
@@ -197,13 +198,9 @@ def measure_drift(turns: Turns, bench: Workbench, syncs: int, clock: Clock, save
 
 
 def _scored_without_effect(arm: Arm, bench: Workbench, prompt: list[int]) -> list[float]:
-    """In one request by itself, which gives the same bits each time; `Engine.score` need not."""
     bench.change_adapter(std=0.0)
     arm.sync()
-    body = {"model": arm.model_name, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
-    answer = arm.engine._post_sampling("/v1/completions", body, arm.model_name, deadline("Scoring"))
-    entries = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"][1:]
-    return [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
+    return prompt_logprobs(arm.engine, arm.model_name, prompt, deadline("Scoring"))
 
 
 def measure_fleets(

@@ -19,8 +19,9 @@ from contract.reference import PeftReference
 from contract.served import sampling, soon
 from safetensors.torch import load_file, save_file
 from support.models import randomize_adapter
-from support.policies import is_policy_of, prompt_logprobs, sample, token_ids
+from support.policies import is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
+from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
 
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter

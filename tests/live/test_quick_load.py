@@ -12,9 +12,10 @@ import torch
 from contract.reference import PeftReference
 from contract.served import soon
 from safetensors.torch import load_file, save_file
-from support.policies import prompt_logprobs, token_ids
+from support.policies import token_ids
 from support.servers import damage
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
+from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
 
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter

@@ -40,14 +40,6 @@ def sample(generation: Any, prompts: list[list[int]]) -> list[Row]:
     return list(zip(prompt_ids, completion_ids, served, strict=True))
 
 
-def prompt_logprobs(engine: Any, model: str, ids: list[int], deadline: Any) -> list[float]:
-    """Log-probability of each token after the first, in one request by itself, which gives the same bits each time."""
-    body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
-    answer = engine._post_sampling("/v1/completions", body, model, deadline).json()
-    entries = answer["choices"][0]["prompt_logprobs"][1:]
-    return [entry[str(token)]["logprob"] for entry, token in zip(entries, ids[1:], strict=True)]
-
-
 def distance(model: Any, rows: list[Row]) -> Tensor:
     """Between the served log-probabilities and those of `model` for the same tokens."""
     return torch.cat([(per_token_logps(model, prompt, ids) - served).abs() for prompt, ids, served in rows])
