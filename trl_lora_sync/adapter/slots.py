@@ -123,7 +123,7 @@ class SlotRing:
         self._lock = lock
         self._free: list[Slot] = []
         self._lent: dict[str, Slot] = {}
-        self._next: Slot | None = None  # never lent yet
+        self._new: list[Slot] = []  # the next one, if it was made ahead of its use
         self._wanted: tuple[int, torch.device] | None = None  # by the last `take`
         self._numbers = itertools.count()
         self._is_given_up = False
@@ -143,22 +143,22 @@ class SlotRing:
                 self._free.remove(slot)
                 return slot
         self._discard(self._free)  # of another size, or still read by somebody
-        new, self._next = self._next, None
-        if new is not None and not new.fits(size, device):
-            new.discard()
-            new = None
-        return new or self._make(pool, size, device)
+        if self._new and self._new[0].fits(size, device):
+            return self._new.pop()
+        self._discard(self._new)
+        return self._make(pool, size, device)
 
     def prepare(self, pool: Path) -> None:
         """Make the slot that the next `take` would have to make, if it asks for the same again.
 
         Page-locking takes longer than the rest of a sync. Arguments and errors are those of `take`.
         """
-        if self._wanted is None or self._next is not None:
+        if self._wanted is None or self._new:
             return
         if not any(slot.fits(*self._wanted) and slot.is_idle() for slot in self._free):
             self._discard(self._free)
-            self._next = self._make(pool, *self._wanted)
+            slot = self._make(pool, *self._wanted)
+            self._new += [slot] if slot is not None else []
 
     def lend(self, name: str, slot: Slot) -> None:
         """Let the version `name` have a slot, until `take_back`."""
@@ -191,16 +191,15 @@ class SlotRing:
 
     def close(self) -> None:
         """Give up all slots, lent ones included; never fails, and a later `take` makes new ones."""
-        self._discard(self._free)
-        rest = [*self._lent.values(), *filter(None, [self._next])]
+        lent = list(self._lent.values())
         self._lent.clear()
-        self._next = None
-        self._discard(rest)
+        for slots in (self._free, self._new, lent):
+            self._discard(slots)
 
     @property
     def held_bytes(self) -> int:
         """Size of all slots."""
-        return sum(slot.size for slot in [*self._free, *self._lent.values(), *filter(None, [self._next])])
+        return sum(slot.size for slot in [*self._free, *self._new, *self._lent.values()])
 
     def _make(self, pool: Path, size: int, device: torch.device) -> Slot | None:
         if self._is_given_up:
