@@ -4,7 +4,6 @@ Takes the place of TRL's own generation object and keeps its contract, on every 
 prompts go in and completions come out in the order of the rows.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
@@ -26,6 +25,7 @@ from trl_lora_sync.distributed import (
     run_on_all,
     run_on_main,
 )
+from trl_lora_sync.ending import Ending
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import adapter_logprobs, base_logprobs
@@ -62,8 +62,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._dtype = self._settings.dtype or base_dtype(self.model)
         if self.accelerator.is_main_process:
             self._sync = AdapterSync(self._settings)
-            # Also runs when the interpreter exits; holds the sync, not this object.
-            self._closer = weakref.finalize(self, self._sync.end)
+            Ending(self, self._sync.end)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
         summary = run_on_main(self.accelerator, lambda: self._start(read, base))

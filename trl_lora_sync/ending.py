@@ -1,0 +1,44 @@
+"""Ends what an object has on servers and disks, when it is collected or the interpreter exits."""
+
+import _thread
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+
+class Ending:
+    """Calls `end` once: when `owner` is collected or the interpreter exits, whichever comes first.
+
+    The garbage collector interrupts any code, whatever lock that holds, and `end` would wait for that forever. So it is
+    left to a thread then, which not even `threading` starts, and for which the interpreter's exit waits. A forked child
+    ends nothing, as it all belongs to its parent.
+
+    Args:
+        owner: not referred to from here.
+        end: must not refer to `owner`; never fails.
+    """
+
+    def __init__(self, owner: object, end: Callable[[], None]) -> None:
+        self._end = end
+        self._pid = os.getpid()
+        self._turn = threading.Lock()
+        self._is_over = False
+        weakref.finalize(owner, _leave_to_thread, self._run).atexit = False
+        atexit.register(self._run)
+
+    def _run(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._turn:
+            if not self._is_over:
+                self._is_over = True
+                self._end()
+        atexit.unregister(self._run)
+
+
+def _leave_to_thread(act: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending, which has called it already
+        _thread.start_new_thread(act, ())
