@@ -194,8 +194,7 @@ class Comparison:
                 self.bench.use_rank(first)
                 self.measure_fleets(first)
         finally:
-            for arm in self.kept_arms.values():
-                arm.close()
+            self.close_kept_arms()
 
     # Servers
 
@@ -278,9 +277,7 @@ class Comparison:
         from versus.servers import ServerTroubleError
 
         arms = []
-        for url, arm in list(self.kept_arms.items()):
-            if arm.server not in group.servers.values():  # it may have to make room, and NCCL waits for who is gone
-                self.kept_arms.pop(url).close()
+        self.close_kept_arms(keep=list(group.servers.values()))
         self.pool.start(list(dict.fromkeys(group.servers.values())))
         for name in group.arms:
             server = group.servers[name]
@@ -300,6 +297,12 @@ class Comparison:
                 kind = "server" if isinstance(error, ServerTroubleError) else "arm"
                 self.note_failure(rank, name, f"{kind}: {error}"[:2000])
         return arms
+
+    def close_kept_arms(self, keep: Sequence[Any] = ()) -> None:
+        """All but those of the servers in `keep`, before theirs make room: NCCL waits for a peer that is gone."""
+        for url, arm in list(self.kept_arms.items()):
+            if arm.server not in keep:
+                self.kept_arms.pop(url).close()
 
     def measure_phase(self, phase: str, rank: int, group: Group, turns: Any) -> None:
         from versus.measure import Load, Turns, measure_decoding, measure_drift, measure_syncs
@@ -340,6 +343,7 @@ class Comparison:
             for name in OURS
             if name in self.arms and (self.args.again or not self.results.get("shapes", self.shape, "fleet", name))
         }
+        self.close_kept_arms()
         self.pool.start_what_fits([server for servers in fleets.values() for server in servers])
         self.pool.settle()
         for name, servers in fleets.items():

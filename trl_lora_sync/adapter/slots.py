@@ -138,10 +138,10 @@ class SlotRing:
             OSError: there is no room for another one.
         """
         self._wanted = size, device
-        for slot in self._free:
-            if slot.fits(size, device) and slot.is_idle():
-                self._free.remove(slot)
-                return slot
+        slot = self._idle(size, device)
+        if slot is not None:
+            self._free.remove(slot)
+            return slot
         self._discard(self._free)  # of another size, or still read by somebody
         if self._new and self._new[0].fits(size, device):
             return self._new.pop()
@@ -155,10 +155,11 @@ class SlotRing:
         """
         if self._wanted is None or self._new:
             return
-        if not any(slot.fits(*self._wanted) and slot.is_idle() for slot in self._free):
+        if self._idle(*self._wanted) is None:
             self._discard(self._free)
             slot = self._make(pool, *self._wanted)
-            self._new += [slot] if slot is not None else []
+            if slot is not None:
+                self._new.append(slot)
 
     def lend(self, name: str, slot: Slot) -> None:
         """Let the version `name` have a slot, until `take_back`."""
@@ -200,6 +201,9 @@ class SlotRing:
     def held_bytes(self) -> int:
         """Size of all slots."""
         return sum(slot.size for slot in [*self._free, *self._new, *self._lent.values()])
+
+    def _idle(self, size: int, device: torch.device) -> Slot | None:
+        return next((slot for slot in self._free if slot.fits(size, device) and slot.is_idle()), None)
 
     def _make(self, pool: Path, size: int, device: torch.device) -> Slot | None:
         if self._is_given_up:
