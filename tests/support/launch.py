@@ -1,10 +1,12 @@
 """`accelerate launch` with gloo processes on the CPU."""
 
+import atexit
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate import PartialState
 
@@ -24,15 +26,19 @@ def check_launchers() -> None:
         raise FileNotFoundError("DeepSpeed and bitsandbytes are not in .launchers; `make launchers` installs them")
 
 
-def end_process(folder: str, seen: dict[str, Any]) -> None:
-    """**Collective.** The end of a script that `launch` runs: write what this process saw and leave the group.
+def end_process(folder: str, seen: dict[str, Any]) -> NoReturn:
+    """**Collective.** The end of a script that `launch` runs: write what this process saw, leave the group and end.
 
-    A group that outlives the interpreter may abort the process: a thread of gloo lets go of a tensor too late (torch
-    2.13 on Python 3.11).
+    Exit functions run, but Python is not taken down: FSDP keeps the group, and with it gloo's threads, when it has been
+    destroyed, and such a thread aborts the process if it lets go of a tensor after that (torch 2.13 on Python 3.11).
     """
     state = PartialState()
     (Path(folder) / f"process-{state.process_index}.json").write_text(json.dumps(seen))
     state.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def two_processes(scenario: str, folder: Path, url: str, model: Path, *, timeout_s: float) -> dict[str, Any]:
