@@ -15,3 +15,7 @@ if __name__ == "__main__":
         without_compiled_parts()
     sys.argv[0] = str(EXAMPLE)
     runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+    from support.launch import end_without_finalizing
+
+    end_without_finalizing()

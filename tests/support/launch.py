@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,14 +28,20 @@ def check_launchers() -> None:
 
 
 def end_process(folder: str, seen: dict[str, Any]) -> NoReturn:
-    """**Collective.** The end of a script that `launch` runs: write what this process saw, leave the group and end.
-
-    Exit functions run, but Python is not taken down: FSDP keeps the group, and with it gloo's threads, when it has been
-    destroyed, and such a thread aborts the process if it lets go of a tensor after that (torch 2.13 on Python 3.11).
-    """
+    """**Collective.** The end of a script that `launch` runs: write what this process saw, leave the group and end."""
     state = PartialState()
     (Path(folder) / f"process-{state.process_index}.json").write_text(json.dumps(seen))
     state.destroy_process_group()
+    end_without_finalizing()
+
+
+def end_without_finalizing() -> NoReturn:
+    """End with code 0, after waiting for threads and the exit functions, but without taking Python down.
+
+    A group that is wrapped around a model is often kept by torch when it has been destroyed, and gloo's threads with
+    it. One that lets go of a tensor while Python is taken down aborts the process (torch 2.13 on Python 3.11).
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
