@@ -19,7 +19,7 @@ def make_parser(prog: str | None = None) -> Any:
 def main() -> None:
     with _trl.grpo_script(GRPOConfig, GRPOTrainer) as script:
         script.main(*script.make_parser().parse_args_and_config(fail_with_unknown_args=False))
-    PartialState().destroy_process_group()  # gloo aborts a process that is through more often else (torch 2.13)
+    PartialState().destroy_process_group()  # makes it rare that gloo aborts a process that is through (torch 2.13)
 
 
 if __name__ == "__main__":
