@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -106,12 +106,13 @@ def _write_shard(file: Path, sizes: Mapping[str, tuple[int, ...]], device: str) 
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name, size in sizes.items():
-            out.write(memoryview(_made(name, size, device).flatten().view(torch.uint8).numpy()))
+            out.write(memoryview(original(name, size, device).cpu().flatten().view(torch.uint8).numpy()))
 
 
-def _made(name: str, size: tuple[int, ...], device: str) -> torch.Tensor:
-    tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
+def original(name: str, size: Sequence[int], device: str) -> torch.Tensor:
+    """A tensor of the checkpoint, made anew: the same bits each time on the same kind of device."""
+    tensor = torch.empty(*size, dtype=torch.bfloat16, device=device)
     if len(size) == 1:  # the norms
-        return tensor.fill_(1.0).cpu()
+        return tensor.fill_(1.0)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-    return tensor.normal_(0.0, _STD, generator=generator).cpu()
+    return tensor.normal_(0.0, _STD, generator=generator)
