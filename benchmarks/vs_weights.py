@@ -51,7 +51,7 @@ RESULT = ROOT / "benchmarks" / "results" / "vs-weights.json"
 GIB = 1024**3
 BLOCK_TOKENS = 16  # of vLLM's KV cache
 NO_BUDGET_S = 1e6
-# The trainer besides its weights: adapters of every rank, and reading the checkpoint anew.
+# The trainer besides its weights: adapters of every rank, and base weights to compare with.
 TRAINER_ROOM_BYTES = 8 * GIB
 # 32B twice, for fused serving, leaves no more of an H200.
 MOST_KV_BYTES = {"32b": 9 * GIB}
@@ -74,7 +74,7 @@ def main() -> None:
     if args.plot:
         args.out.with_suffix(".svg").write_text(table.chart(results.all))
     if args.readme:
-        table.write_section(ROOT / "README.md", results.all)
+        table.write_sections(ROOT / "README.md", results.all)
     sys.exit(failed)
 
 
@@ -488,7 +488,7 @@ def parse_args() -> argparse.Namespace:
     add("--tiny", action="store_true", help="a tiny model on the CPU, everything once")
     add("--show", action="store_true", help="measure nothing")
     add("--plot", action="store_true", help="write a chart beside the JSON file")
-    add("--readme", action="store_true", help="write the tables into the README")
+    add("--readme", action="store_true", help="write the tables into the README, its first one included")
     args = parser.parse_args()
     if args.tiny:
         vars(args).update(TINY)

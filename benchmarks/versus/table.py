@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_lora_sync.cli.charts import Line, line_chart, stacked_chart, standalone
-from versus.kinds import ARMS
+from versus.kinds import ARMS, OURS
 
-BEGIN, END = "<!-- vs-weights: begin -->", "<!-- vs-weights: end -->"
 _NOT_RUN = "Not run for this release."
 _STOCK = "weights"
 Row = tuple[str, ...]
@@ -62,21 +61,50 @@ def text(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def section(results: dict[str, Any]) -> str:
-    return f"{BEGIN}\n{text(results)}\n{END}"
+def summary(results: dict[str, Any], shapes: Sequence[str] = ("8b", "32b"), rank: int = 32) -> str:
+    """What matters most, in one table, of the shapes at which TRL's own sync was measured beside ours."""
+    shapes = [shape for shape in shapes if "median" in _at(results, shape, rank, "sync").get(_STOCK, {})]
+    if not shapes:
+        return _NOT_RUN
+    columns = ("sync", "decoding", "base weights changed")
+    header = (f"LoRA r={rank}", *(f"{column}, {shape}" for column in columns for shape in shapes))
+    rows = [
+        (
+            f"TRL's own `{arm}`" if arm == _STOCK else f"`{arm}`",
+            *(_sync_cell(results, shape, rank, arm) for shape in shapes),
+            *(_speed_cell(results, shape, rank, arm) for shape in shapes),
+            *(_drift_cell(results, shape, rank, arm) for shape in shapes),
+        )
+        for arm in (_STOCK, *OURS)
+    ]
+    return _markdown(header, rows)
 
 
-def write_section(readme: Path, results: dict[str, Any]) -> None:
+def sections(results: dict[str, Any]) -> list[str]:
+    """What the README shows, each between its markers."""
+    found = {"vs-weights-summary": summary(results), "vs-weights": text(results)}
+    return [f"{begin}\n{content}\n{end}" for name, content in found.items() for begin, end in [markers(name)]]
+
+
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def write_sections(readme: Path, results: dict[str, Any]) -> None:
     """Replace what is between the markers.
 
     Raises:
-        ValueError: the file has no markers.
+        ValueError: the file lacks some of them.
     """
-    before, begin, rest = readme.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{readme.name} has no lines {BEGIN} and {END}.")
-    readme.write_text(before + section(results) + after)
+    written = readme.read_text()
+    for section in sections(results):
+        begin, *_, end = section.splitlines()
+        before, has_begin, rest = written.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if not has_begin or not has_end:
+            raise ValueError(f"{readme.name} has no lines {begin} and {end}.")
+        written = before + section + after
+    readme.write_text(written)
 
 
 def limits(results: dict[str, Any]) -> list[Limit]:
@@ -157,14 +185,23 @@ def _points(results: dict[str, Any], shape: str, arm: str) -> list[tuple[float, 
 
 
 def _about(results: dict[str, Any]) -> str:
+    """Versions and day of the last run, and on what hardware each command ran."""
     last = results["runs"][-1]
-    gpus = last["gpus"]
-    hardware = f"{len(gpus)} {gpus[0]}" if gpus else f"CPU ({last['cpu_cores']} cores)"
     versions = ", ".join(
         f"{name} {last['versions'][name]}" for name in ("trl", "torch", "peft") if name in last["versions"]
     )
-    commands = "; ".join(f"`{command}`" for command in dict.fromkeys(run["command"] for run in results["runs"]))
-    return f"{hardware}, {last['server']['engine']} {last['server']['version']}, {versions}, {last['date']}. {commands}"
+    commands: dict[str, list[str]] = {}
+    for run in results["runs"]:
+        of_hardware = commands.setdefault(_hardware(run), [])
+        if run["command"] not in of_hardware:
+            of_hardware.append(run["command"])
+    ran = " ".join(f"{where}: {'; '.join(f'`{one}`' for one in found)}." for where, found in commands.items())
+    return f"{last['server']['engine']} {last['server']['version']}, {versions}, {last['date']}. {ran}"
+
+
+def _hardware(run: dict[str, Any]) -> str:
+    gpus = run["gpus"]
+    return f"{len(gpus)} {gpus[0]}" if gpus else f"CPU ({run['cpu_cores']} cores)"
 
 
 def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
@@ -302,6 +339,29 @@ def _serving_row(results: dict[str, Any], shape: str, rank: str, arm: str, loads
         "" if rise is None else f"{rise / 1e6:,.0f}",
         "" if not memory else f"{memory / 1e9:.1f}",
     )
+
+
+def _sync_cell(results: dict[str, Any], shape: str, rank: int, arm: str) -> str:
+    median = _at(results, shape, rank, "sync").get(arm, {}).get("median")
+    if median is None:
+        return ""
+    ratio = _ratio(results, shape, rank, arm)
+    return f"{1000 * median['sync_s']:.0f} ms" + ("" if arm == _STOCK else f" ({ratio:.2f})")
+
+
+def _speed_cell(results: dict[str, Any], shape: str, rank: int, arm: str) -> str:
+    """The least and the most of TRL's tokens per second, over all loads."""
+    loads = [load for load in _at(results, shape, rank, "decode").get(_STOCK, {}) if load.isdigit()]
+    found = {_speed_ratio(results, shape, rank, arm, load) for load in loads} - {None}
+    return " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(found), max(found)))) if found else ""
+
+
+def _drift_cell(results: dict[str, Any], shape: str, rank: int, arm: str) -> str:
+    drift = _at(results, shape, rank, "drift").get(arm)
+    if drift is None:
+        return ""
+    changed = "none" if drift["trainer_bit_identical"] else f"{drift['trainer_changed_share']:.0%}"
+    return f"{changed} in {drift['syncs']} syncs"
 
 
 def _step_row(results: dict[str, Any], shape: str, rank: str, arm: str, found: dict[str, Any]) -> Row:

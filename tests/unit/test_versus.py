@@ -306,21 +306,40 @@ def test_tables_and_chart_show_what_the_file_has() -> None:
     assert "MB of the adapter" in chart
 
 
-def test_section_of_a_readme_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+def test_summary_has_only_what_was_measured_beside_trls_own_sync() -> None:
+    results = made_results()
+    results["shapes"]["8b"]["ranks"]["32"]["drift"] = {
+        "weights": {"syncs": 50, "trainer_bit_identical": False, "trainer_changed_share": 0.494},
+        "fused": {"syncs": 50, "trainer_bit_identical": True, "trainer_changed_share": 0.0},
+    }
+
+    header, _, stock, runtime, fused = table.summary(results).splitlines()
+
+    assert header == "| LoRA r=32 | sync, 8b | decoding, 8b | base weights changed, 8b |"
+    assert stock == "| TRL's own `weights` | 400 ms | 1.00 | 49% in 50 syncs |"
+    assert runtime == "| `runtime` |  |  |  |"
+    assert fused == "| `fused` | 74 ms (0.18) | 0.97 | none in 50 syncs |"
+    assert "|" not in table.summary({"shapes": {}})
+
+
+def test_sections_of_a_readme_are_replaced_and_nothing_else(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    (first_begin, first_end), (begin, end) = table.markers("vs-weights-summary"), table.markers("vs-weights")
+    readme.write_text(f"before\n{first_begin}\nold\n{first_end}\nbetween\n{begin}\nold\n{end}\nafter\n")
 
-    table.write_section(readme, made_results())
+    table.write_sections(readme, made_results())
 
-    assert readme.read_text() == f"before\n{table.section(made_results())}\nafter\n"
+    first, second = table.sections(made_results())
+    assert readme.read_text() == f"before\n{first}\nbetween\n{second}\nafter\n"
     with pytest.raises(ValueError, match="no lines"):
-        table.write_section(ROOT / "LICENSE", made_results())
+        table.write_sections(ROOT / "LICENSE", made_results())
 
 
 def test_the_readme_shows_the_results_that_are_kept() -> None:
     kept = json.loads(vs_weights.RESULT.read_text()) if vs_weights.RESULT.exists() else {}
 
-    assert table.section(kept) in (ROOT / "README.md").read_text()
+    for section in table.sections(kept):
+        assert section in (ROOT / "README.md").read_text()
 
 
 def test_a_further_run_adds_to_the_file(tmp_path: Path) -> None:
