@@ -169,8 +169,9 @@ class Comparison:
         clock, args = self.clock, self.args
         clock.say(f"writing the model of shape {self.shape}")
         write_model(self.folder, self.shape, self.device)
-        # All that will be needed, first things first; a fleet's further servers come when it is their turn.
+        # All that will be needed, first things first.
         specs = [spec for rank in self.ranks for group in self.groups(rank) for spec in self.needed(rank, group)]
+        specs += [spec for fleet in self.fleets(self.ranks[0]).values() for spec in fleet]
         self.pool.start_what_fits(list(dict.fromkeys(specs)))
         clock.say("loading the trainer's model")
         self.bench = Workbench(self.folder, self.device)
@@ -190,7 +191,7 @@ class Comparison:
                     if self.needed(first, group):
                         self.pool.clear_trainer(keep=list(group.servers.values()))
                         self.measure(first, group, ["steps"])
-            if "fleet" in self.wanted:
+            if self.fleets(first):
                 self.bench.use_rank(first)
                 self.measure_fleets(first)
         finally:
@@ -333,16 +334,23 @@ class Comparison:
             batch = Batch(completions=args.completions, tokens=args.completion_tokens, micro_batch=args.micro_batch)
             measure_steps(turns.arms, bench, batch, args.steps, self.work, clock, save)
 
-    def measure_fleets(self, rank: int) -> None:
-        from versus.arms import make_arm
+    def fleets(self, rank: int) -> dict[str, list[Any]]:
+        """The servers of each arm of ours whose fleet is still to be measured."""
         from versus.kinds import OURS
-        from versus.measure import measure_fleets
 
-        fleets = {
+        if "fleet" not in self.wanted:
+            return {}
+        return {
             name: [self.server(name, rank, number) for number in range(max(self.args.fleet))]
             for name in OURS
             if name in self.arms and (self.args.again or not self.results.get("shapes", self.shape, "fleet", name))
         }
+
+    def measure_fleets(self, rank: int) -> None:
+        from versus.arms import make_arm
+        from versus.measure import measure_fleets
+
+        fleets = self.fleets(rank)
         self.close_kept_arms()
         self.pool.start_what_fits([server for servers in fleets.values() for server in servers])
         self.pool.settle()
