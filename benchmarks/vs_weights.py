@@ -171,7 +171,8 @@ class Comparison:
         write_model(self.folder, self.shape, self.device)
         # All that will be needed, first things first.
         specs = [spec for rank in self.ranks for group in self.groups(rank) for spec in self.needed(rank, group)]
-        specs += [spec for fleet in self.fleets(self.ranks[0]).values() for spec in fleet]
+        fleets = self.fleets(self.ranks[0])
+        specs += [spec for fleet in fleets.values() for spec in fleet]
         self.pool.start_what_fits(list(dict.fromkeys(specs)))
         clock.say("loading the trainer's model")
         self.bench = Workbench(self.folder, self.device)
@@ -191,9 +192,9 @@ class Comparison:
                     if self.needed(first, group):
                         self.pool.clear_trainer(keep=list(group.servers.values()))
                         self.measure(first, group, ["steps"])
-            if self.fleets(first):
+            if fleets:
                 self.bench.use_rank(first)
-                self.measure_fleets(first)
+                self.measure_fleets(first, fleets)
         finally:
             self.close_kept_arms()
 
@@ -346,11 +347,10 @@ class Comparison:
             if name in self.arms and (self.args.again or not self.results.get("shapes", self.shape, "fleet", name))
         }
 
-    def measure_fleets(self, rank: int) -> None:
+    def measure_fleets(self, rank: int, fleets: dict[str, list[Any]]) -> None:
         from versus.arms import make_arm
         from versus.measure import measure_fleets
 
-        fleets = self.fleets(rank)
         self.close_kept_arms()
         self.pool.start_what_fits([server for servers in fleets.values() for server in servers])
         self.pool.settle()
@@ -496,7 +496,7 @@ def parse_args() -> argparse.Namespace:
     add("--tiny", action="store_true", help="a tiny model on the CPU, everything once")
     add("--show", action="store_true", help="measure nothing")
     add("--plot", action="store_true", help="write a chart beside the JSON file")
-    add("--readme", action="store_true", help="write the tables into the README, its first one included")
+    add("--readme", action="store_true", help="write the tables into the README")
     args = parser.parse_args()
     if args.tiny:
         vars(args).update(TINY)

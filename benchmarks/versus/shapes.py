@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,9 @@ def _write_shard(file: Path, sizes: Mapping[str, tuple[int, ...]], device: str) 
             out.write(memoryview(original(name, size, device).cpu().flatten().view(torch.uint8).numpy()))
 
 
-def original(name: str, size: Sequence[int], device: str) -> torch.Tensor:
+def original(name: str, size: tuple[int, ...], device: str) -> torch.Tensor:
     """A tensor of the checkpoint, made anew: the same bits each time on the same kind of device."""
-    tensor = torch.empty(*size, dtype=torch.bfloat16, device=device)
+    tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
     if len(size) == 1:  # the norms
         return tensor.fill_(1.0)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))

@@ -82,12 +82,17 @@ def summary(results: dict[str, Any], shapes: Sequence[str] = ("8b", "32b"), rank
 
 def sections(results: dict[str, Any]) -> list[str]:
     """What the README shows, each between its markers."""
-    found = {"vs-weights-summary": summary(results), "vs-weights": text(results)}
-    return [f"{begin}\n{content}\n{end}" for name, content in found.items() for begin, end in [markers(name)]]
+    return [_marked("vs-weights-summary", summary(results)), _marked("vs-weights", text(results))]
 
 
 def markers(name: str) -> tuple[str, str]:
+    """The lines before and after a section."""
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def _marked(name: str, content: str) -> str:
+    begin, end = markers(name)
+    return f"{begin}\n{content}\n{end}"
 
 
 def write_sections(readme: Path, results: dict[str, Any]) -> None:

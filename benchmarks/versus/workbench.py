@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import random
 import resource
 from collections.abc import Iterator
@@ -130,14 +131,21 @@ class Workbench:
         """Compare every base weight with the checkpoint's, bit by bit, and put those back.
 
         They are made anew: reading 64 GB takes minutes of a lent machine.
+
+        Raises:
+            RuntimeError: the model and the checkpoint do not have the same weights by name.
         """
+        ours = {
+            name.removeprefix("base_model.model.").replace(".base_layer", ""): parameter.data
+            for name, parameter in self.model.named_parameters()
+            if "lora_" not in name
+        }
+        in_checkpoint = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
+        if odd := ours.keys() ^ in_checkpoint.keys():
+            raise RuntimeError(f"only one of the model and its checkpoint has {', '.join(sorted(odd))}")
         drift, changed, total = BaseDrift(), 0, 0
-        for name, parameter in self.model.named_parameters():
-            if "lora_" in name:
-                continue
-            found = parameter.data
-            in_checkpoint = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            made = original(in_checkpoint, found.shape, self.device)
+        for name, found in ours.items():
+            made = original(name, found.shape, self.device)
             total += found.numel()
             if count := int((found.view(torch.int16) != made.view(torch.int16)).sum()):
                 changed += count

@@ -73,6 +73,18 @@ def test_a_change_of_one_base_weight_is_seen_and_put_right(bench: Workbench) -> 
     assert torch.equal(weight.data, before)
 
 
+def test_a_model_with_other_weights_than_its_checkpoint_is_not_compared(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = json.loads((bench.folder / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(bench, "folder", tmp_path)
+
+    with pytest.raises(RuntimeError, match=r"has model\.norm\.weight$"):
+        bench.base_drift()
+
+
 def test_adapter_of_zeros_has_no_effect_and_the_others_have(bench: Workbench) -> None:
     ids = torch.tensor([[1, 2, 3]])
     bench.change_adapter(std=0.0)
