@@ -14,7 +14,6 @@ leaves the servers running for it. --budget-s ends a run in good time, with what
 
 import argparse
 import contextlib
-import faulthandler
 import os
 import shlex
 import shutil
@@ -22,7 +21,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +48,12 @@ USUAL_RANKS = {"8b": [32, 8, 128, GROWN_RANK]}
 ARMS = ("weights", "async trainer", "runtime", "fused")  # as in versus/kinds.py, which imports torch
 RESULT = ROOT / "benchmarks" / "results" / "vs-weights.json"
 GIB = 1024**3
-BLOCK_TOKENS = 16  # of vLLM's KV cache
 NO_BUDGET_S = 1e6
-# The trainer besides its weights: adapters of every rank, and base weights to compare with.
-TRAINER_ROOM_BYTES = 8 * GIB
+_GRACE_S = 30.0  # after the budget, for what cannot be stopped between two turns
+BLOCK_TOKENS = 16  # of vLLM's KV cache
+# The trainer besides its weights: adapters, what merging takes, and base weights to compare with. With 8 GiB, and a
+# server on the rest of its GPU, a sync of TRL's own did not return.
+TRAINER_ROOM_BYTES = 12 * GIB
 # 32B twice, for fused serving, leaves no more of an H200.
 MOST_KV_BYTES = {"32b": 9 * GIB}
 TINY: dict[str, Any] = {
@@ -96,10 +97,8 @@ def run(args: argparse.Namespace, results: Results) -> bool:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if args.budget_s < NO_BUDGET_S:  # for what no exception can end, such as a collective that hangs
-        faulthandler.dump_traceback_later(clock.left_s() + 30, exit=True)
     trouble = False
-    with work_folder(args) as work:
+    with clock.at_most(clock.left_s() + _GRACE_S), work_folder(args) as work:
         for shape in args.shapes:
             room = model_bytes(shape) + TRAINER_ROOM_BYTES
             with ServerPool(gpus, room, args.server_python, work, clock, keep=args.keep) as pool:
@@ -181,10 +180,9 @@ class Comparison:
         self.results.put(self.kv_bytes, "shapes", self.shape, "kv_cache_bytes")
         self.results.add_run(described(args, gpu_names() if self.device == "cuda" else []))
         try:
-            for rank in self.ranks:
+            for rank, group in self.in_turn():
                 self.bench.use_rank(rank)
-                for group in self.groups(rank):
-                    self.measure(rank, group, [phase for phase in self.phases(rank) if phase != "steps"])
+                self.measure(rank, group, [phase for phase in self.phases(rank) if phase != "steps"])
             first = self.ranks[0]
             if "steps" in self.wanted:
                 self.bench.use_rank(first)
@@ -209,13 +207,14 @@ class Comparison:
     def server(self, kind: str, rank: int, number: int = 0) -> Any:
         from versus.servers import ServerSpec
 
-        decodes = kind != "runtime" or rank in self.decode_ranks
+        in_steps = "steps" in self.wanted and rank == self.ranks[0]
+        decodes = kind != "runtime" or rank in self.decode_ranks or in_steps
         return ServerSpec(
             kind=kind,
             shape=self.shape,
             model=self.folder,
             lora_rank=rank if kind == "runtime" else 0,
-            kv_bytes=self.kv_bytes if decodes and not number else min(self.kv_bytes, 2 * GIB),
+            kv_bytes=self.kv_bytes if decodes and not number else min(self.kv_bytes, GIB),
             number=number,
         )
 
@@ -234,6 +233,15 @@ class Comparison:
             )
             for group in groups
         ]
+
+    def in_turn(self) -> Iterator[tuple[int, Group]]:
+        """Every rank with every group of arms; those whose servers run go first, as others would take their place."""
+        waiting = [(rank, group) for rank in self.ranks for group in self.groups(rank)]
+        while waiting:
+            ready = (one for one in waiting if self.pool.runs(list(one[1].servers.values())))
+            turn = next(ready, waiting[0])
+            waiting.remove(turn)
+            yield turn
 
     # Measuring
 

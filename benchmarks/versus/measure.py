@@ -20,6 +20,8 @@ Save = Callable[[Any], None]
 _TOP_TOKENS = 20
 _SPLITS = 2
 _SCORED_TOKENS = 64
+# Of one turn of an arm; 50 syncs of the slowest took a fourth of that.
+_STUCK_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,8 @@ class Turns:
         """What `act` returns for one arm, in a list; nothing if it failed, and no more turns for it then."""
         self._clock.check()
         try:
-            return [act(self._arms[name])]
+            with self._clock.at_most(_STUCK_S):
+                return [act(self._arms[name])]
         except OutOfTimeError:
             raise
         except Exception as error:  # an arm that fails must not cost the others their turn on a lent machine
@@ -78,6 +81,8 @@ def measure_syncs(turns: Turns, bench: Workbench, warmup: int, repeats: int, sav
     Ours go first in the first round: a stock sync changes the trainer's base weights, and with them the log-
     probabilities that the servers are checked against.
     """
+    bench.base_drift()  # puts right what earlier syncs did
+    bench.give_back_memory()
     found: dict[str, dict[str, Any]] = {}
     order = sorted((arm.name for arm in turns.arms), key=lambda name: name == "weights")
     for name in order:
@@ -142,8 +147,10 @@ def _sync_and_check(arm: Arm, bench: Workbench) -> dict[str, float]:
 
 
 def measure_decoding(turns: Turns, bench: Workbench, load: Load, clock: Clock, save: Save) -> None:
-    """Tokens per second of each arm's server, with its newest version active."""
+    """Tokens per second of each arm's server, with a version active that is not the base."""
     found: dict[str, dict[str, Any]] = {}
+    bench.change_adapter()
+    list(turns.each(lambda arm: arm.sync()))
     for concurrency in load.concurrency:
         for turn in range(1 + load.repeats):  # the first one warms up
             clock.say(f"decoding, {concurrency} at once, round {turn + 1} of {1 + load.repeats}")

@@ -188,6 +188,10 @@ class ServerPool:
             rest = [spec for spec in rest if spec not in group]
         return groups
 
+    def runs(self, specs: Sequence[ServerSpec]) -> bool:
+        """Whether all of them have been started and are not stopped yet."""
+        return all(spec.name in self._running for spec in specs)
+
     def has_room(self, spec: ServerSpec) -> bool:
         """Whether it would fit if nothing else were running."""
         return _roomiest(spec, self._capacity(), self._trainer_gpu) is not None

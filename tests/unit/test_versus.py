@@ -1,6 +1,8 @@
 """Unit tier: the parts of `benchmarks/vs_weights.py` that need no server."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,32 @@ def test_servers_stand_side_by_side_where_the_gpus_have_room(
     assert [[spec.kind for spec in group] for group in groups] == expected
 
 
+def test_server_that_runs_serves_all_its_ranks_before_another_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["vs_weights.py", "--ranks", "8", "128", "--decode-ranks", "128", "--phases", "sync", "decode"]
+    monkeypatch.setattr(sys, "argv", [*asked, "--out", str(tmp_path / "found.json")])
+    args = vs_weights.parse_args()
+    two = pool(2, "32b", tmp_path)
+    running: list[ServerSpec] = []
+    monkeypatch.setattr(two, "runs", lambda specs: all(spec in running for spec in specs))
+    comparison = vs_weights.Comparison("32b", args, tmp_path, two, 2, Clock(60), Results(args.out))
+
+    turns = []
+    for rank, group in comparison.in_turn():
+        turns.append((rank, group.arms))
+        running[:] = group.servers.values()
+
+    assert turns == [
+        (8, ("weights",)),
+        (128, ("weights",)),
+        (8, ("async trainer", "runtime")),
+        (8, ("fused",)),
+        (128, ("fused",)),
+        (128, ("async trainer", "runtime")),
+    ]
+
+
 # The servers' processes
 
 STAND_IN = """
@@ -253,10 +281,44 @@ def test_memory_that_others_use_is_not_counted_on(tmp_path: Path, monkeypatch: p
     assert servers.gpus_here(tmp_path) == {0: H200, 1: H200}
 
 
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+
+
 def test_time_that_is_over_ends_a_run() -> None:
     Clock(60).check()
     with pytest.raises(OutOfTimeError, match="the 0 s of this run are over"):
         Clock(0).check()
+
+
+def test_turn_that_hangs_ends_the_process_and_says_where() -> None:
+    code = """
+import threading
+from versus.clock import Clock
+clock = Clock(60)
+with clock.at_most(50):
+    with clock.at_most(40):
+        pass
+    with clock.at_most(0.2):
+        threading.Event().wait(30)
+"""
+    ended = run_python(code)
+
+    assert ended.returncode == 1
+    assert 'File "<string>", line 9' in ended.stderr
+
+
+def test_turn_that_returns_leaves_the_process_alone() -> None:
+    code = """
+import time
+from versus.clock import Clock
+clock = Clock(60)
+with clock.at_most(0.5):
+    pass
+time.sleep(1)
+"""
+    assert run_python(code).returncode == 0
 
 
 # Results and tables
