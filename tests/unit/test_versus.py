@@ -13,11 +13,13 @@ import torch
 import vs_weights
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
-from versus import arms, servers, shapes, table
+from versus import arms, measure, servers, shapes, table
 from versus.clock import Clock, OutOfTimeError
 from versus.results import Results
 from versus.servers import GIB, ServerPool, ServerSpec, ServerTroubleError
 from versus.workbench import Workbench
+
+from trl_lora_sync.engines.base import Completion
 
 ROOT = Path(__file__).parents[2]
 H200 = 143771 * 1024**2
@@ -143,6 +145,31 @@ def test_weights_arm_is_trls_own_sync_whose_parts_and_drift_are_seen(
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(client.sent[0][name], client.sent[-1][name])  # merged, with other adapters
     assert not bench.base_drift().is_bit_identical  # bfloat16 does not give back what was added to it
+
+
+def test_decoding_is_measured_with_a_version_active_that_the_arm_has_just_brought(bench: Workbench) -> None:
+    seen: list[str] = []
+
+    class Arm:
+        name = "runtime"
+
+        def sync(self) -> None:
+            seen.append("sync")
+
+        def sample(self, groups: Any, sampling: Any) -> list[list[Completion]]:
+            seen.append(f"{len(groups)} at once")
+            answer = Completion(prompt_ids=[], token_ids=[1, 2], logprobs=None, logprob_token_ids=None)
+            return [[answer] for _ in groups]
+
+    arm: Any = Arm()
+    load = measure.Load(concurrency=(2, 3), prompt_tokens=4, new_tokens=2, repeats=1)
+    found: dict[str, Any] = {}
+    clock = Clock(60)
+
+    measure.measure_decoding(measure.Turns([arm], clock), bench, load, clock, found.update)
+
+    assert seen == ["sync", "2 at once", "2 at once", "3 at once", "3 at once"]
+    assert [len(found["runtime"][at_once]["samples"]) for at_once in ("2", "3")] == [1, 1]
 
 
 # Where servers go
