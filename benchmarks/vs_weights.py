@@ -9,7 +9,8 @@ in every loop; benchmarks/versus/arms.py says what the arms are. The first GPU t
 servers have room side by side, the arms follow one another in groups, and the result says so.
 
 Everything is written to --out as soon as it is measured. A further run adds to that file what it lacks, and --keep
-leaves the servers running for it. --budget-s ends a run in good time, with what it has.
+leaves the servers running for it. --budget-s ends a run in good time, with what it has; a turn that hangs, as a
+collective may, ends it after five minutes.
 """
 
 import argparse
