@@ -50,7 +50,6 @@ ARMS = ("weights", "async trainer", "runtime", "fused")  # as in versus/kinds.py
 RESULT = ROOT / "benchmarks" / "results" / "vs-weights.json"
 GIB = 1024**3
 NO_BUDGET_S = 1e6
-_GRACE_S = 30.0  # after the budget, for what cannot be stopped between two turns
 BLOCK_TOKENS = 16  # of vLLM's KV cache
 # The trainer besides its weights: adapters, what merging takes, base weights to compare with; and up to 44 GB that the
 # weight transfer of vLLM 0.26 leaves reserved (vllm#52950). Where a server stood in its way, a sync did not return.
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace, results: Results) -> bool:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     trouble = False
-    with clock.at_most(clock.left_s() + _GRACE_S), work_folder(args) as work:
+    with clock.at_most(NO_BUDGET_S), work_folder(args) as work:
         for shape in args.shapes:
             room = model_bytes(shape) + TRAINER_ROOM_BYTES
             with ServerPool(gpus, room, args.server_python, work, clock, keep=args.keep) as pool:
@@ -170,7 +169,8 @@ class Comparison:
         clock.say(f"writing the model of shape {self.shape}")
         write_model(self.folder, self.shape, self.device)
         # All that will be needed, first things first.
-        specs = [spec for rank in self.ranks for group in self.groups(rank) for spec in self.needed(rank, group)]
+        groups = [(rank, group) for rank in self.ranks for group in self.groups(rank)]
+        specs = [spec for rank, group in groups for spec in self.needed(rank, group)]
         fleets = self.fleets(self.ranks[0])
         specs += [spec for fleet in fleets.values() for spec in fleet]
         self.pool.start_what_fits(list(dict.fromkeys(specs)))
@@ -181,13 +181,13 @@ class Comparison:
         self.results.put(self.kv_bytes, "shapes", self.shape, "kv_cache_bytes")
         self.results.add_run(described(args, gpu_names() if self.device == "cuda" else []))
         try:
-            for rank, group in self.in_turn():
+            for rank, group in self.in_turn(groups):
                 self.bench.use_rank(rank)
                 self.measure(rank, group, [phase for phase in self.phases(rank) if phase != "steps"])
             first = self.ranks[0]
             if "steps" in self.wanted:
                 self.bench.use_rank(first)
-                for group in self.groups(first):
+                for group in [one for rank, one in groups if rank == first]:
                     if self.needed(first, group):
                         self.pool.clear_trainer(keep=list(group.servers.values()))
                         self.measure(first, group, ["steps"])
@@ -208,8 +208,7 @@ class Comparison:
     def server(self, kind: str, rank: int, number: int = 0) -> Any:
         from versus.servers import ServerSpec
 
-        in_steps = "steps" in self.wanted and rank == self.ranks[0]
-        decodes = kind != "runtime" or rank in self.decode_ranks or in_steps
+        decodes = kind != "runtime" or rank in self.decode_ranks or "steps" in self.phases(rank)
         return ServerSpec(
             kind=kind,
             shape=self.shape,
@@ -235,9 +234,9 @@ class Comparison:
             for group in groups
         ]
 
-    def in_turn(self) -> Iterator[tuple[int, Group]]:
-        """Every rank with every group of arms; those whose servers run go first, as others would take their place."""
-        waiting = [(rank, group) for rank in self.ranks for group in self.groups(rank)]
+    def in_turn(self, groups: Sequence[tuple[int, Group]]) -> Iterator[tuple[int, Group]]:
+        """Ranks and groups of arms; those whose servers run go first, as others would take their place."""
+        waiting = list(groups)
         while waiting:
             ready = (one for one in waiting if self.pool.runs(list(one[1].servers.values())))
             turn = next(ready, waiting[0])

@@ -20,7 +20,7 @@ Save = Callable[[Any], None]
 _TOP_TOKENS = 20
 _SPLITS = 2
 _SCORED_TOKENS = 64
-# Of one turn of an arm; 50 syncs of the slowest took a fourth of that.
+# Of one turn of an arm, or of each of its many syncs.
 _STUCK_S = 300.0
 
 

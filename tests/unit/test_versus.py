@@ -1,9 +1,9 @@
 """Unit tier: the parts of `benchmarks/vs_weights.py` that need no server."""
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +219,10 @@ def test_server_that_runs_serves_all_its_ranks_before_another_takes_its_place(
     running: list[ServerSpec] = []
     monkeypatch.setattr(two, "runs", lambda specs: all(spec in running for spec in specs))
     comparison = vs_weights.Comparison("32b", args, tmp_path, two, 2, Clock(60), Results(args.out))
+    groups = [(rank, group) for rank in (8, 128) for group in comparison.groups(rank)]
 
     turns = []
-    for rank, group in comparison.in_turn():
+    for rank, group in comparison.in_turn(groups):
         turns.append((rank, group.arms))
         running[:] = group.servers.values()
 
@@ -308,17 +309,18 @@ def test_memory_that_others_use_is_not_counted_on(tmp_path: Path, monkeypatch: p
     assert servers.gpus_here(tmp_path) == {0: H200, 1: H200}
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
-
-
 def test_time_that_is_over_ends_a_run() -> None:
     Clock(60).check()
     with pytest.raises(OutOfTimeError, match="the 0 s of this run are over"):
         Clock(0).check()
 
 
+@pytest.fixture
+def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
+
+
+@pytest.mark.usefixtures("benchmarks_on_path")
 def test_turn_that_hangs_ends_the_process_and_says_where() -> None:
     code = """
 import threading
@@ -330,22 +332,26 @@ with clock.at_most(50):
     with clock.at_most(0.2):
         threading.Event().wait(30)
 """
-    ended = run_python(code)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
     assert ended.returncode == 1
     assert 'File "<string>", line 9' in ended.stderr
 
 
-def test_turn_that_returns_leaves_the_process_alone() -> None:
+@pytest.mark.usefixtures("benchmarks_on_path")
+def test_turn_that_returns_or_goes_on_leaves_the_process_alone(run_python: Callable[[str], str]) -> None:
     code = """
 import time
 from versus.clock import Clock
 clock = Clock(60)
-with clock.at_most(0.5):
-    pass
-time.sleep(1)
+with clock.at_most(1.5):
+    for _ in range(20):
+        clock.check()
+        time.sleep(0.1)
+time.sleep(2)
+print("through")
 """
-    assert run_python(code).returncode == 0
+    assert run_python(code) == "through\n"
 
 
 # Results and tables
