@@ -49,8 +49,8 @@ USUAL_RANKS = {"8b": [32, 8, 128, GROWN_RANK]}
 ARMS = ("weights", "async trainer", "runtime", "fused")  # as in versus/kinds.py, which imports torch
 RESULT = ROOT / "benchmarks" / "results" / "vs-weights.json"
 GIB = 1024**3
-NO_BUDGET_S = 1e6
 BLOCK_TOKENS = 16  # of vLLM's KV cache
+NO_BUDGET_S = 1e6
 # The trainer besides its weights: adapters, what merging takes, base weights to compare with; and up to 44 GB that the
 # weight transfer of vLLM 0.26 leaves reserved (vllm#52950). Where a server stood in its way, a sync did not return.
 TRAINER_ROOM_BYTES = 52 * GIB

@@ -211,8 +211,8 @@ def _hardware(run: dict[str, Any]) -> str:
 
 def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
     yield (
-        "One sync, medians; the parts are from syncs of their own, as TRL's overlap. Gather is merging and unmerging "
-        f"for `{_STOCK}`.",
+        f"One sync, medians. The parts of `{_STOCK}` overlap, so they are from syncs of their own; its gather is "
+        "merging and unmerging.",
         ("shape", "rank", "arm", "MB", "gather ms", "write ms", "load ms", "sync ms", f"/ {_STOCK}", "first token ms"),
         [_sync_row(results, shape, rank, arm, found) for shape, rank, arm, found in _found(results, "sync")],
     )
