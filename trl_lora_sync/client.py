@@ -21,11 +21,15 @@ class RolloutClient:
     Args:
         sync: knows the servers and the active version.
         deadline: makes the deadline of one call.
+        sync_if_changed: called before each request, so that none samples from an earlier policy than the trainer's.
     """
 
-    def __init__(self, sync: AdapterSync, deadline: Callable[[], Deadline]) -> None:
+    def __init__(
+        self, sync: AdapterSync, deadline: Callable[[], Deadline], sync_if_changed: Callable[[], None]
+    ) -> None:
         self._sync = sync
         self._deadline = deadline
+        self._sync_if_changed = sync_if_changed
 
     @property
     def base_url(self) -> str:
@@ -76,6 +80,7 @@ class RolloutClient:
             `prompt_ids` with one entry per prompt, and `completion_ids`, `logprobs` and `logprob_token_ids` with `n`
             entries per prompt, prompt-major.
         """
+        self._sync_if_changed()
         sampling = Sampling(
             temperature=temperature,
             top_p=top_p,
@@ -124,6 +129,7 @@ class RolloutClient:
             regex=structured_outputs_regex,
             extra=generation_kwargs or {},
         )
+        self._sync_if_changed()
         body = {
             "model": self.model,
             "stream": False,

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from trl_lora_sync.preflight import Preflight
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sharing import Worker, share_out
 from trl_lora_sync.transports import Transport
-from trl_lora_sync.verify import Evidence, Scores, TrainedBase
+from trl_lora_sync.verify import Evidence, Scores, TrainedBase, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -97,21 +97,32 @@ class Fleet:
         """
         _each(self.servers, lambda server: server.connect(deadline(server)))
 
-    def check(self, adapter: CanonicalAdapter, base: TrainedBase, transport: Transport, deadline: Deadline) -> None:
+    def check(
+        self,
+        adapter: CanonicalAdapter,
+        base: TrainedBase,
+        transport: Transport,
+        deadline: Deadline,
+        trial: Trial | None = None,
+    ) -> None:
         """Prove on every server that it has the trainer's base model and can load and sample from such an adapter.
+
+        Args:
+            trial: proves in addition that a server samples from what it loads.
 
         Raises:
             LoRASyncError: a server cannot be used as it is, and what to change.
         """
         is_strict = self._settings.verify != "off"
-        preflight = self._preflight = Preflight(base, adapter, transport, is_strict=is_strict)
+        preflight = self._preflight = Preflight(base, adapter, transport, is_strict=is_strict, trial=trial)
         _each(self.servers, lambda server: preflight.check(server, deadline))
-        trial = transport.write(0, adapter, deadline)
-        try:
-            _each(self.servers, lambda server: preflight.try_out(server, trial, deadline))
-        finally:
-            wait(self.unload_later(trial.name), timeout=CLOSE_TIMEOUT_S)
-            transport.delete(trial)
+        self._try_out(self.servers, adapter if trial is None else trial.read(self.capabilities), deadline)
+
+    def _try_out(self, servers: Sequence[FleetServer], adapter: CanonicalAdapter, deadline: Deadline) -> None:
+        preflight = self._preflight
+        assert preflight is not None
+        with preflight.on_trial(servers, adapter, deadline) as stored:
+            _each(servers, lambda server: preflight.try_out(server, stored, deadline))
 
     def disconnect(self) -> None:
         """Give up all connections and threads."""
@@ -308,6 +319,8 @@ class Fleet:
             server.connect(deadline)
             if self._preflight is not None:
                 self._preflight.check(server, deadline)
+                if self._preflight.trial is not None:
+                    self._try_out([server], self._preflight.trial.read(self.capabilities), deadline)
             if active is not None:
                 self._give_again(server, active, deadline, needs_active)
         server.unload_unconfirmed(loaded)

@@ -158,12 +158,12 @@ class FleetServer:
 
     @property
     def is_proof_due(self) -> bool:
-        """Whether to try and prove it with the next version.
+        """Whether to compare the next version with the trainer: the first one, and others until one is a proof.
 
         An adapter that is still too small to show will be so for a while, so the pauses between attempts grow.
         """
         is_power_of_two = not self.versions & (self.versions - 1)
-        return not self.is_proven and (self.versions < _PROOFS_IN_A_ROW or is_power_of_two)
+        return not self.versions or (not self.is_proven and (self.versions < _PROOFS_IN_A_ROW or is_power_of_two))
 
     def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> Evidence:
         """Compare what it computes under a loaded version with what the trainer computes.

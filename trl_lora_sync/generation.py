@@ -16,6 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_lora_sync._trl import zero3_hooks_removed
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader, base_dtype, unwrapped_path
+from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import (
     check_launcher,
@@ -27,12 +28,13 @@ from trl_lora_sync.distributed import (
 )
 from trl_lora_sync.ending import Ending
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.scoring import adapter_logprobs, base_logprobs
+from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, strong_trial, trial_logprobs, trial_weights
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, whole_in_forward
+from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
 from trl_lora_sync.sync import AdapterSync, ReadAdapter, ScoreAdapter
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, Trial
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -53,6 +55,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._sync: AdapterSync | None = None
         self._reader = AdapterReader()
         self._sharded = False
+        self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
         self._looked_at: int | None = None  # how many models accelerate had wrapped then
         super().__init__(*args, **kwargs)
 
@@ -63,16 +66,18 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         if self.accelerator.is_main_process:
             self._sync = AdapterSync(self._settings)
             Ending(self, self._sync.end)
-            self.vllm_client = RolloutClient(self._sync, self._generation_deadline)
+            self.vllm_client = RolloutClient(self._sync, self._generation_deadline, self._sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
-        summary = run_on_main(self.accelerator, lambda: self._start(read, base))
+        make_trial = self._trial(base)
+        summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trial))
         if self.accelerator.is_main_process:
             print(summary, flush=True)
 
-    def _start(self, read: ReadAdapter, base: TrainedBase) -> str:
+    def _start(self, read: ReadAdapter, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> str:
         assert self._sync is not None
         try:
-            return self._sync.start(read, base)
+            base = base.remembered()
+            return self._sync.start(read, base, make_trial(base))
         except BaseException:
             self._sync.close()
             raise
@@ -85,9 +90,47 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         timer = PhaseTimer()
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
+        with timer.phase("gather"):
+            current = run_on_all(self.accelerator, self._fingerprint)
         report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score))
-        self._active_name = report.adapter_name
+        self._active_name, self._published = report.adapter_name, current
         self._on_sync(report)
+
+    def _fingerprint(self) -> tuple[int, ...]:
+        """Of this process's part of the adapter as it is now.
+
+        Raises:
+            UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
+        """
+        linears = self._linears()
+        self._reader.check()
+        shards = shards_of(linears, outermost(self.accelerator, self.model))
+        pairs = zip(linears, shards, strict=True)
+        return fingerprint([linear.weight if shard is None else shard.values for linear, shard in pairs])
+
+    def _has_changed(self) -> bool:
+        """**Collective.** Whether the adapter is another one than was published, on any process.
+
+        TRL asks for a sync only when `global_step` has changed; weights may change without, between two evaluations or
+        two calls of `train()`.
+        """
+        has_changed = run_on_all(self.accelerator, lambda: self._fingerprint() != self._published)
+        return any(gather_object([has_changed]))
+
+    def _sync_if_changed(self) -> None:
+        """For what samples on process 0 alone, such as a rollout function.
+
+        Raises:
+            LoRASyncError: the adapter has changed since the last sync, and the other processes do not take part in one.
+        """
+        if self._active_name is None or self._fingerprint() == self._published:
+            return
+        if self.accelerator.num_processes > 1:
+            raise LoRASyncError(
+                "The adapter has changed since the last sync, so the servers have another policy than the trainer. "
+                "Call trainer.vllm_generation.sync_weights() on every process before sampling on process 0 alone."
+            )
+        self.sync_weights()
 
     def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
         assert self._sync is not None
@@ -149,12 +192,12 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
 
         return read
 
-    def _gather_matrices(self) -> tuple[Sequence[nn.Module], dict[nn.Module, Tensor]]:
+    def _gather_matrices(self) -> tuple[Sequence[nn.Linear], dict[nn.Module, Tensor]]:
         """**Collective.** The linear modules of the adapter and, on process 0, the whole weights of sharded ones."""
         linears = run_on_all(self.accelerator, self._linears)
         return linears, gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
 
-    def _linears(self) -> Sequence[nn.Module]:
+    def _linears(self) -> Sequence[nn.Linear]:
         self._look_at_layout()
         return self._reader.linears(self.model)
 
@@ -173,6 +216,38 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             if module in wanted
         }
 
+    def _trial(self, base: TrainedBase) -> Callable[[TrainedBase], Trial | None]:
+        """**Collective** if the model is sharded. What makes the trial adapter on process 0, given its base."""
+        if self._settings.verify == "off":
+            return lambda base: None
+        reader, model, dtype, device = self._reader, self.model, self._dtype, self.accelerator.device
+
+        def weights(strength: float) -> dict[nn.Module, Tensor]:
+            return trial_weights(reader.linears(model), strength, device)
+
+        def make(base: TrainedBase, score: Callable[[float], list[float]]) -> Trial:
+            strength, logprobs = strong_trial(score, *base.logprobs(PROBE_PROMPT))
+
+            # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
+            def read(served: Capabilities) -> CanonicalAdapter:
+                siblings = served.needs_fused_siblings
+                return reader.read_trial(model, weights(strength), dtype=dtype, fused_siblings=siblings)
+
+            return Trial(read=read, logprobs=logprobs)
+
+        def score_together(strength: float) -> list[float]:
+            with self._computing() as forward:
+                found = run_on_all(
+                    self.accelerator,
+                    lambda: trial_logprobs(model, weights(strength), PROBE_PROMPT, forward=forward, device=device),
+                )
+            return run_on_main(self.accelerator, lambda: found)  # so that all go on in the same way
+
+        if self._is_sharded():
+            trial = make(base, score_together)
+            return lambda base: trial
+        return lambda base: make(base, lambda strength: trial_logprobs(model, weights(strength), PROBE_PROMPT))
+
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
         model = self.model
@@ -187,7 +262,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     def _base_logprobs_on_all(self) -> tuple[list[float], float]:
         device = self.accelerator.device
         with self._computing():
-            return run_on_all(self.accelerator, lambda: base_logprobs(self.model, PROBE_PROMPT, device=device))
+            computed = run_on_all(self.accelerator, lambda: base_logprobs(self.model, PROBE_PROMPT, device=device))
+        return run_on_main(self.accelerator, lambda: computed)
 
     def generate(
         self,
@@ -208,7 +284,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, one entry per row; the log-probabilities have
             shape `(rows, completion_length, 1 to N+1)` or are None.
         """
-        if not self._can_sample():
+        if not self._can_sample() or self._has_changed():
             self.sync_weights()
         # Images go along even if None, because other processes may have some. Shares may differ in length.
         shares = gather_object([(prompts, images or [None] * len(prompts))])

@@ -42,7 +42,7 @@ class SyncReport:
         gather_s: reading the adapter from the model into canonical form.
         write_s: writing it for the servers.
         load_s: having the servers load it.
-        verify_s: proving that they sample from it.
+        verify_s: comparing what they read with what was written, and what they compute with the trainer.
         total_s: all of it, with everything in between.
         servers: how many servers have it.
         server_load_s: for each server of several that has it, its place in the setting and its seconds of `load_s`.
@@ -72,7 +72,7 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         """What the trainer logs."""
         verified = {
-            f"{PREFIX}verify_s": self.verify_s if self.verify_gap is not None else None,
+            f"{PREFIX}verify_s": self.verify_s if self.is_verified is not None else None,
             VERIFY_GAP: self.verify_gap,
             f"{VERIFY_GAP}_max": self.verify_gap_max,
             f"{PREFIX}verified": self.is_verified,

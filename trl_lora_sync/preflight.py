@@ -6,7 +6,9 @@ misfit. So names, dtype, vocabulary and the log-probabilities of a prompt are co
 
 import itertools
 import logging
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, widened
 from trl_lora_sync.adapter.store import StoredAdapter
@@ -14,7 +16,7 @@ from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, ServerSetupError
 from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S, FleetServer
 from trl_lora_sync.transports import Transport
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
+from trl_lora_sync.verify import PROBE_PROMPT, Scores, TrainedBase, Trial, base_gap
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +32,24 @@ class Preflight:
         adapter: one as the trainer makes them, of which only the shapes are kept.
         is_strict: whether another base model than the trainer's is an error wherever it can be seen.
         transport: how adapters reach the servers.
+        trial: what to prove servers with, or None to prove nothing.
     """
 
-    def __init__(self, base: TrainedBase, adapter: CanonicalAdapter, transport: Transport, *, is_strict: bool) -> None:
+    def __init__(
+        self,
+        base: TrainedBase,
+        adapter: CanonicalAdapter,
+        transport: Transport,
+        *,
+        is_strict: bool,
+        trial: Trial | None = None,
+    ) -> None:
+        self.trial = trial
         self._base = base.remembered()
         self._wider = widened(adapter)
         self._transport = transport
         self._is_strict = is_strict
-        self._probes = itertools.count(1)
+        self._numbers = itertools.count(1)
 
     @property
     def base_logprobs(self) -> list[float]:
@@ -96,7 +108,7 @@ class Preflight:
 
     def _check_width(self, server: FleetServer, deadline: Deadline) -> None:
         """Offer an adapter that is one wider than the trainer's; a server with the same base must refuse it."""
-        probe = self._transport.write(f"width{next(self._probes)}", self._wider, deadline)
+        probe = self._transport.write(f"width{next(self._numbers)}", self._wider, deadline)
         try:
             server.engine.load(server.form_of(probe), deadline)
         except AdapterRejectedError:
@@ -106,22 +118,48 @@ class Preflight:
             self._transport.delete(probe)
         raise self._other_base(server, self._wider.base_model, "its layers are wider than the trainer's")
 
-    def try_out(self, server: FleetServer, trial: StoredAdapter, deadline: Deadline) -> None:
-        """Load an adapter of the trainer's shapes and sample a token from it; to be withdrawn by the caller.
+    @contextmanager
+    def on_trial(
+        self, servers: Sequence[FleetServer], adapter: CanonicalAdapter, deadline: Deadline
+    ) -> Iterator[StoredAdapter]:
+        """Keep an adapter for the block, in which `servers` may load it, under a name that is not used again."""
+        stored = self._transport.write(f"trial{next(self._numbers)}", adapter, deadline)
+        try:
+            yield stored
+        finally:
+            wait([server.unload_later(stored.name) for server in servers], timeout=CLOSE_TIMEOUT_S)
+            self._transport.delete(stored)
+
+    def try_out(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline) -> None:
+        """Load an adapter of the trainer's shapes and sample a token from it; to be unloaded by the caller.
+
+        The trial adapter also proves that what the server loads is what it samples from.
 
         Raises:
             ServerSetupError: the server serves another model.
             AdapterRejectedError: it does not take such an adapter.
+            VerificationError: it computes something else with it than the trainer.
         """
         try:
-            server.load(trial, deadline)  # as each sync will, a pause included
-            server.warm_up(trial, deadline)
-            server.engine.generate(trial.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, deadline)
+            server.load(stored, deadline)  # as each sync will, a pause included
+            server.warm_up(stored, deadline)
+            server.engine.generate(stored.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, deadline)
         except AdapterNotVisibleError:
             raise
         except AdapterRejectedError as error:
             evidence = "it refused an adapter of the trainer's shapes"
             raise self._other_base(server, self._wider.base_model, evidence, str(error)) from error
+        if self.trial is None:
+            return
+        found = server.verify(stored, Scores(base=self.base_logprobs, adapted=self.trial.logprobs), deadline)
+        if not found.proves:
+            logger.warning(
+                "A trial adapter does not prove that %s samples from what it loads, because its effect is too small "
+                "beside the difference of the base models: %s. The first versions are verified instead, and "
+                "lora_sync/verified stays 0 until one of them is a proof.",
+                server.base_url,
+                found,
+            )
 
     @staticmethod
     def _other_base(server: FleetServer, name: str | None, evidence: str, words: str = "") -> ServerSetupError:

@@ -1,66 +1,204 @@
-"""Log-probabilities of a prompt from the trainer's own model, with its adapter or without."""
+"""Log-probabilities of a prompt from the trainer's own model: of its base, under its adapter, or under a trial adapter.
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+The model is left exactly as it was: weights, frozen and trainable parameters, training and evaluation modes.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from trl_lora_sync.errors import UnsupportedAdapterError
+
+# Sizes of a trial adapter's output, in multiples of the size of its layer's input, tried in this order. The first one
+# is about the size of what a layer computes itself. A model that reacts less, such as one in which only the queries are
+# adapted, needs more.
+_TRIAL_STRENGTHS = (0.5, 2.0, 8.0, 32.0)
+# A trial adapter is strong enough once it moves log-probabilities by this share of their spread over the vocabulary.
+# An unrelated policy is about 1.1 spreads away.
+_STRONG_SHARE = 0.7
+_TRIAL_SEED = 20_011
 
 
 def base_logprobs(
     model: Any, prompt_ids: Sequence[int], *, device: torch.device | None = None
 ) -> tuple[list[float], float]:
-    """`TrainedBase.logprobs` of a PEFT model; the model is left as it was.
+    """`TrainedBase.logprobs` of a PEFT model.
 
     Args:
         device: where a sharded model computes; `None` for where it is.
+
+    Raises:
+        UnsupportedAdapterError: the adapter is merged into the base, which then cannot be computed without it.
     """
-    logprobs, ids = _score(model, model, prompt_ids, device, with_adapter=False)
+    with adapter_disabled(model):
+        logprobs, ids = _score(model, model, prompt_ids, device)
     return _picked(logprobs, ids), float(logprobs.std(-1).mean())
 
 
 def adapter_logprobs(
     model: Any, prompt_ids: Sequence[int], *, forward: Any = None, device: torch.device | None = None
 ) -> list[float]:
-    """Log-probability of each prompt token after the first under the active adapter; the model is left as it was.
+    """Log-probability of each prompt token after the first under the active adapter.
 
     Args:
         model: the PEFT model.
         forward: the wrapper that a launcher has put around it, if the forward pass has to go through that.
         device: where a sharded model computes; `None` for where it is.
     """
-    return _picked(*_score(model, forward or model, prompt_ids, device, with_adapter=True))
+    return _picked(*_score(model, forward or model, prompt_ids, device))
+
+
+# A trial adapter
+
+
+def trial_weights(linears: Sequence[nn.Linear], strength: float, device: torch.device) -> dict[nn.Module, Tensor]:
+    """Random matrices in the shapes of an adapter's; the same ones for the same arguments.
+
+    Args:
+        linears: `lora_A` and `lora_B` of each layer in turn.
+        strength: how large the output of each layer's adapter is, relative to its input and before the scaling.
+
+    Returns:
+        For each linear module, a weight `(out_features, in_features)` in the dtype of its own.
+    """
+    random = torch.Generator(device).manual_seed(_TRIAL_SEED)  # the generators of the training are not touched
+    weights: dict[nn.Module, Tensor] = {}
+    for lora_A, lora_B in zip(linears[::2], linears[1::2], strict=True):
+        for linear, size in ((lora_A, 1.0), (lora_B, strength)):
+            shape = (linear.out_features, linear.in_features)
+            weight = torch.randn(shape, generator=random, device=device, dtype=linear.weight.dtype)
+            weights[linear] = weight.mul_(size / linear.in_features**0.5)
+    return weights
+
+
+def trial_logprobs(
+    model: Any,
+    weights: Mapping[nn.Module, Tensor],
+    prompt_ids: Sequence[int],
+    *,
+    forward: Any = None,
+    device: torch.device | None = None,
+) -> list[float]:
+    """As `adapter_logprobs`, with other matrices than the adapter's.
+
+    They take part as the outputs of the modules that hold the adapter's. PEFT's own code does the rest, and no
+    parameter is written, however it is sharded.
+
+    Args:
+        weights: by the linear module that holds each matrix.
+    """
+    with ExitStack() as hooks:
+        for module, weight in weights.items():
+            hooks.callback(module.register_forward_hook(_computing_with(weight)).remove)
+        return adapter_logprobs(model, prompt_ids, forward=forward, device=device)
+
+
+def _computing_with(weight: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    def compute(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return nn.functional.linear(inputs[0], weight.to(inputs[0].dtype)).to(output.dtype)
+
+    return compute
+
+
+def strong_trial(
+    score: Callable[[float], list[float]], base: Sequence[float], spread: float
+) -> tuple[float, list[float]]:
+    """Find a trial adapter that no server could ignore without being noticed.
+
+    Args:
+        score: log-probabilities under a trial adapter of the given strength.
+        base: log-probabilities of the same tokens without an adapter.
+        spread: of the log-probabilities over the vocabulary.
+
+    Returns:
+        The smallest strength that moves the policy far, or the one that moves it farthest, and the log-probabilities.
+    """
+    found: list[tuple[float, float, list[float]]] = []
+    for strength in _TRIAL_STRENGTHS:
+        logprobs = score(strength)
+        change = sum(abs(there - here) for there, here in zip(logprobs, base, strict=True)) / len(logprobs)
+        if change == change:  # not NaN, which an overflow in float16 may give
+            found.append((change, strength, logprobs))
+        if change >= _STRONG_SHARE * spread:
+            break
+    _, strength, logprobs = max(found, default=(0.0, _TRIAL_STRENGTHS[0], list(base)))
+    return strength, logprobs
+
+
+# The model's state
+
+
+@contextmanager
+def adapter_disabled(model: Any) -> Iterator[None]:
+    """Compute without the adapter in the block.
+
+    PEFT's own `disable_adapter()` makes every parameter of the active adapter trainable at its end, also one that the
+    user froze, and takes a merged adapter out of the base (0.18 to 0.21).
+
+    Raises:
+        UnsupportedAdapterError: the adapter is merged into the base.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [one for one in model.modules() if isinstance(one, BaseTunerLayer) and not one.disable_adapters]
+    if any(layer.merged for layer in layers):
+        raise UnsupportedAdapterError(
+            "The adapter is merged into the base weights, so the base model cannot be computed without it. Call "
+            "model.unmerge_adapter() first."
+        )
+    flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, is_trainable in flags:
+            parameter.requires_grad_(is_trainable)
+
+
+@contextmanager
+def _evaluation_mode(forward: Any) -> Iterator[None]:
+    """Every module in evaluation mode in the block, and each in its own mode afterwards."""
+    modes = [(module, module.training) for module in forward.modules()]
+    try:
+        forward.eval()
+        for module, _ in modes:
+            # In evaluation mode on a CPU, bitsandbytes 0.50 packs a 4-bit weight again in place (nn/modules.py
+            # `Linear4bit.forward`), and FSDP finds another dtype on this process than on the others. In training mode
+            # the layer computes the same. FSDP replaces the weight by one without `quant_state`; the layer keeps it.
+            if hasattr(module, "quant_state"):
+                module.training = True
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @torch.no_grad()
-def _score(
-    model: Any, forward: Any, prompt_ids: Sequence[int], device: torch.device | None, *, with_adapter: bool
-) -> tuple[Tensor, Tensor]:
+def _score(model: Any, forward: Any, prompt_ids: Sequence[int], device: torch.device | None) -> tuple[Tensor, Tensor]:
     """Log-probabilities over the vocabulary, `(tokens - 1, vocab)`, and the token ids, `(1, tokens)`."""
-    was_training = forward.training
-    forward.eval()
-    _keep_quantised_layers_as_they_are(model)
-    try:
-        with nullcontext() if with_adapter else model.disable_adapter():
-            ids = torch.tensor([list(prompt_ids)], device=device or model.device)
-            logits = forward(input_ids=ids).logits[0, :-1].float()
-    finally:
-        forward.train(was_training)
+    ids = torch.tensor([list(prompt_ids)], device=device or model.device)
+    with _evaluation_mode(forward), _not_compiled():
+        logits = forward(input_ids=ids).logits[0, :-1].float()
     return logits.log_softmax(-1), ids
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Run a compiled model as plain Python in the block.
+
+    A graph made here would keep the hooks of a trial adapter for the training, as torch (2.13) does not guard hooks.
+    """
+    # Without the module nothing is compiled, and its import takes seconds.
+    is_used = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
 
 
 def _picked(logprobs: Tensor, ids: Tensor) -> list[float]:
     picked: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
     return picked
-
-
-def _keep_quantised_layers_as_they_are(model: Any) -> None:
-    """Leave 4-bit layers in training mode, in which they compute the same.
-
-    In evaluation mode on a CPU, bitsandbytes 0.50 packs the weight anew in place (nn/modules.py `Linear4bit.forward`),
-    and FSDP would find another dtype on this process than on the others.
-    """
-    for layer in model.modules():
-        if hasattr(layer, "quant_state"):  # of the layer, as FSDP replaces the weight by one without
-            layer.training = True

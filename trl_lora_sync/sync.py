@@ -21,7 +21,7 @@ from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
-from trl_lora_sync.verify import Evidence, TrainedBase
+from trl_lora_sync.verify import Evidence, TrainedBase, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,13 @@ class AdapterSync:
         """The version every new request names, or None before the first sync and after `close`."""
         return self.fleet.active
 
-    def start(self, read: ReadAdapter, base: TrainedBase) -> str:
+    def start(self, read: ReadAdapter, base: TrainedBase, trial: Trial | None = None) -> str:
         """Connect, clean up after dead runs, and prove that each server can load and sample from such an adapter.
 
         Args:
-            read: reads the model's adapter as it is now; loaded as version 0 and withdrawn at once.
+            read: reads the model's adapter as it is now; loaded on trial if there is no `trial`.
             base: the trainer's base model, to compare with the served ones.
+            trial: an adapter that shows what a server samples from, however small the trained one is.
 
         Returns:
             One line that says what was set up.
@@ -75,7 +76,8 @@ class AdapterSync:
         self.transport.open(deadline)
         for run in self.transport.sweep(fleet.unload, deadline):
             logger.info("Removed what the run %s had left behind.", run)
-        fleet.check(adapter, base, self.transport, self._control_deadline("Checking the server with a trial adapter"))
+        deadline = self._control_deadline("Checking the server with a trial adapter")
+        fleet.check(adapter, base, self.transport, deadline, trial)
         if settings.frees_kv_cache:
             fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
             self.wake()
@@ -125,6 +127,8 @@ class AdapterSync:
             with timer.phase("load"):
                 server_load_s = self.fleet.load(stored, deadline)
             with timer.phase("verify"):
+                if self.settings.verify != "off":
+                    self.transport.check(stored, adapter, deadline)
                 evidence = self._verify(stored, score, deadline)
         self.fleet.activate(stored)
         # A server that restarts needs the tensors of the active version only.

@@ -46,6 +46,17 @@ class Transport(Protocol):
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
         """Keep a version under a name of its own; arguments and errors as for `open`."""
 
+    def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+        """Once servers have loaded a version, see that what they read is what was written.
+
+        Args:
+            adapter: what the version was made from.
+            deadline: as for `open`.
+
+        Raises:
+            VerificationError: it is not.
+        """
+
     def prepare(self) -> None:
         """Get ready for the next version while nobody waits for it; returns at once, and never fails."""
 
@@ -115,6 +126,9 @@ class DiskTransport:
     def _delete_late(self, writing: "Future[StoredAdapter]") -> None:
         if not writing.cancelled() and writing.exception() is None:
             self._store.delete(writing.result())
+
+    def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+        self._wait(self._files.submit(lambda: self._store.check(stored, adapter)), deadline)
 
     def prepare(self) -> None:
         self._files.submit(self._store.prepare)
@@ -203,6 +217,9 @@ class HTTPTransport(DiskTransport):
 
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
         return replace(self._keep(lambda: self._store.note(version, adapter), deadline), content=adapter.on_host())
+
+    def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+        """Does nothing: a push carries a digest that the server compares, and there is no file."""
 
 
 def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transport:

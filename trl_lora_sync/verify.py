@@ -7,6 +7,11 @@ numbers only; who computes them is somebody else's business.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trl_lora_sync.adapter.canonical import CanonicalAdapter
+    from trl_lora_sync.engines.base import Capabilities
 
 # Small token ids, which every vocabulary has, in no order that a text would have.
 PROBE_PROMPT = tuple((37 * place + 11) % 200 for place in range(24))
@@ -39,6 +44,22 @@ class TrainedBase:
         """The same with its answer for `PROBE_PROMPT` computed, so that asking again runs no model."""
         answer = self.logprobs(PROBE_PROMPT)
         return replace(self, logprobs=lambda prompt_ids: answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A random adapter of large effect, which proves the path from the trainer to a server.
+
+    An adapter in training may move log-probabilities by less than rounding does for hundreds of steps, so a server that
+    ignores it is not noticed by what it computes.
+
+    Attributes:
+        read: makes it, in the shapes of the trained adapter and by the same export.
+        logprobs: log-probabilities of `PROBE_PROMPT` under it, as the trainer's model computes them.
+    """
+
+    read: "Callable[[Capabilities], CanonicalAdapter]"
+    logprobs: Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True)

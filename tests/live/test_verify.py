@@ -1,7 +1,7 @@
 """Live tier: a real server that computes something else than the trainer's adapter is found out before a token of it.
 
-Each mistake is made in the files after the trainer has written them and before the server reads them; vLLM answers 200
-to all of these.
+Each mistake is made in the server's own copy of the files, which the trainer cannot see; vLLM answers 200 to all of
+these.
 """
 
 import json
@@ -27,15 +27,30 @@ Make = Callable[..., GRPOTrainer]
 WEIGHTS = "adapter_model.safetensors"
 
 
-def interfere(proxy: Proxy, change: Callable[[Path], None]) -> None:
-    """Let `change` have its way with each synced version as it is about to be loaded."""
+def interfere(proxy: Proxy, change: Callable[[Path], None], *, of_trials: bool = False) -> None:
+    """Let `change` have its way with the server's copy of each version as it is about to be loaded."""
 
     def before(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if path == "/v1/load_lora_adapter" and version_of(body["lora_name"]):
-            change(Path(body["lora_path"]))
+        if path == "/v1/load_lora_adapter" and "theirs" in body["lora_path"]:
+            theirs = Path(body["lora_path"])
+            shutil.copytree(theirs.parents[2] / "sync" / theirs.parent.name / theirs.name, theirs)
+            if of_trials or version_of(body["lora_name"]):
+                change(theirs)
         return body
 
     proxy.before = before
+
+
+@pytest.fixture
+def make_trainer(make_trainer: Make, proxy: Proxy, tmp_path: Path) -> Make:
+    """Trainers whose server reads from another folder, to which `interfere` copies the files."""
+    interfere(proxy, lambda directory: None)
+
+    def make(url: str, model: Path, **kwargs: Any) -> GRPOTrainer:
+        server_dir = str(tmp_path / "theirs") if url == proxy.base_url else None
+        return make_trainer(url, model, **{"lora_sync_server_dir": server_dir, **kwargs})
+
+    return make
 
 
 def other_prefix(directory: Path) -> None:
@@ -49,6 +64,19 @@ def other_prefix(directory: Path) -> None:
 def other_scaling(directory: Path) -> None:
     config = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+
+
+@pytest.mark.parametrize("mistake", [other_prefix, other_scaling])
+def test_a_server_that_applies_adapters_in_another_way_is_refused_before_training(
+    mistake: Callable[[Path], None], make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    """The trained adapter is zero at the start, and shows nothing."""
+    interfere(proxy, mistake, of_trials=True)
+
+    with pytest.raises(VerificationError, match=r"computes something else with it.*on the server.*Likely causes"):
+        make_trainer(proxy.base_url, base_model)
+
+    assert not adapters_on(proxy.target)
 
 
 @pytest.mark.parametrize("mistake", [other_prefix, other_scaling])
@@ -107,18 +135,18 @@ def test_another_base_model_is_refused_before_anything_is_loaded(
         make_trainer(clean_server.base_url, ours)
 
 
-def test_a_run_proves_itself_at_its_first_adapter_that_is_not_zero(
+def test_a_run_is_proved_at_the_start_and_compares_its_first_version_only(
     make_trainer: Make, proxy: Proxy, base_model: Path
 ) -> None:
-    trainer = make_trainer(proxy.base_url, base_model, max_steps=3, learning_rate=0.02, lora_sync_verify="first")
+    trainer = make_trainer(proxy.base_url, base_model, max_steps=4, learning_rate=1e-6, lora_sync_verify="first")
 
     trainer.train()
 
     steps = steps_of(trainer)
-    assert [step["lora_sync/verified"] for step in steps] == [0.0, 1.0, 1.0]
-    assert [step.get("lora_sync/verify_gap", 1.0) < 0.02 for step in steps] == [True, True, False]
-    assert all(step["lora_sync/verify_gap"] <= step["lora_sync/verify_gap_max"] for step in steps[:2])
-    assert scored(proxy) == [1, 2]
+    assert [step["lora_sync/verified"] for step in steps] == [1.0] * 4
+    assert ["lora_sync/verify_gap" in step for step in steps] == [True, False, False, False]
+    assert steps[0]["lora_sync/verify_gap"] <= steps[0]["lora_sync/verify_gap_max"] < 0.02
+    assert scored(proxy) == [1]
 
 
 def test_every_sync_of_a_run_can_be_verified(make_trainer: Make, proxy: Proxy, base_model: Path) -> None:
@@ -147,3 +175,32 @@ def scored(proxy: Proxy) -> list[int | None]:
     singles = [one for prompt in prompts for one in (prompt if isinstance(prompt[0], list) else [prompt])]
     assert all(len(prompt) <= 64 for prompt in singles)
     return [version for version, _ in groupby(version_of(body["model"]) for body in bodies)]
+
+
+# Files that are damaged where the trainer sees them
+
+
+def test_a_file_that_is_damaged_before_the_server_reads_it_is_refused_at_every_sync(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    """Half of the signs of a version that is not compared with the trainer; vLLM answers 200."""
+
+    def flip_signs(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/v1/load_lora_adapter":
+            file = Path(body["lora_path"]) / WEIGHTS
+            tensors = load_file(file)
+            for tensor in tensors.values():
+                tensor.view(-1)[::2].neg_()
+            save_file(tensors, file)
+        return body
+
+    proxy.before = lambda path, body: body
+    trainer = make_trainer(proxy.base_url, base_model, lora_sync_server_dir=None)
+    trainer.vllm_generation.sync_weights()
+    randomize_adapter(trainer.model, seed=1, std=1e-4)
+    proxy.before = flip_signs
+
+    with pytest.raises(VerificationError, match="are not what the trainer wrote there"):
+        trainer.vllm_generation.sync_weights()
+
+    assert [version_of(name) for name in adapters_on(proxy.target)] == [1]

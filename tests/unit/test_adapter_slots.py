@@ -21,12 +21,13 @@ from support.folders import tmpfs
 from support.shared_memory import reader_of, shared_folder
 from torch import Tensor
 
+from trl_lora_sync.adapter import slots
 from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
 from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
 from trl_lora_sync.adapter.page_lock import PageLockError
 from trl_lora_sync.adapter.slots import SlotRing, is_in_memory
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers, write_adapter
-from trl_lora_sync.errors import AdapterExportError
+from trl_lora_sync.errors import AdapterExportError, VerificationError
 from unit.tiny import canonical, everything_under, lora_module
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -551,3 +552,53 @@ def test_forked_child_neither_holds_slots_back_nor_gives_them_up(store: AdapterS
     finally:
         child.kill()
         child.join(30)
+
+
+# What the servers have read
+
+
+def flip_a_bit(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(-3, os.SEEK_END)
+        byte = opened.read(1)[0]
+        opened.seek(-3, os.SEEK_END)
+        opened.write(bytes([byte ^ 0x80]))
+
+
+def change_the_header(file: Path) -> None:
+    with file.open("r+b") as opened:
+        content = opened.read(200)
+        opened.seek(content.index(b"layers"))
+        opened.write(b"blocks")
+
+
+def put_another_in_its_place(file: Path) -> None:
+    copy = file.with_suffix(".copy")
+    copy.write_bytes(file.read_bytes())
+    copy.rename(file)
+
+
+def test_a_slot_holds_what_was_written(store: AdapterStore) -> None:
+    adapter = flat()
+    store.check(store.write(1, adapter), adapter)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, change_the_header, put_another_in_its_place, Path.unlink])
+def test_a_slot_that_was_damaged_after_it_was_written_is_found_out(
+    damage: Callable[[Path], object], store: AdapterStore
+) -> None:
+    adapter = flat()
+    stored = store.write(1, adapter)
+    damage(tensors_of(stored))
+    with pytest.raises(VerificationError, match="are not what the trainer wrote there"):
+        store.check(stored, adapter)
+
+
+def test_large_slots_are_compared_in_parts(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_CHUNK_BYTES", 1000)
+    adapter = big_flat(100_001 // 8 * 8)
+    stored = store.write(1, adapter)
+    store.check(stored, adapter)
+    flip_a_bit(tensors_of(stored))
+    with pytest.raises(VerificationError):
+        store.check(stored, adapter)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.folders import becomes_read_only
 
 from trl_lora_sync.adapter import store as store_module
 from trl_lora_sync.adapter.store import AdapterStore, new_run_id, sweep_leftovers, write_adapter
-from trl_lora_sync.errors import AdapterExportError
+from trl_lora_sync.errors import AdapterExportError, VerificationError
 from unit.tiny import big_adapter, canonical, everything_under, lora_module
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
@@ -653,3 +653,45 @@ def test_default_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
     store.open()
     assert stat.S_IMODE(store.root.stat().st_mode) == 0o700
     store.close()
+
+
+# What the servers have read
+
+
+def flip_signs(file: Path) -> None:
+    """Half of the sign bits of a file of float32, as memory or a network may."""
+    tensors = load_file(file)
+    for tensor in tensors.values():
+        tensor.view(-1)[::2].neg_()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def double_alpha(file: Path) -> None:
+    config = json.loads((file.parent / FILES[0]).read_text())
+    (file.parent / FILES[0]).write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 8)
+
+
+def rename_tensors(file: Path) -> None:
+    tensors = {name.replace("layers", "blocks"): value for name, value in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_the_files_of_a_version_hold_what_was_written(store: AdapterStore) -> None:
+    adapter = canonical()
+    store.check(store.write(1, adapter), adapter)
+
+
+@pytest.mark.parametrize("damage", [flip_signs, double_alpha, cut_short, rename_tensors, Path.unlink])
+def test_files_that_were_damaged_after_they_were_written_are_found_out(
+    damage: Callable[[Path], object], store: AdapterStore
+) -> None:
+    adapter = canonical()
+    stored = store.write(1, adapter)
+    assert stored.path is not None
+    damage(stored.path / FILES[1])
+    with pytest.raises(VerificationError, match=r"are not what the trainer wrote there.*look for another process"):
+        store.check(stored, adapter)

@@ -15,7 +15,7 @@ from fakes.sglang import FakeSGLang
 from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.verify import PROBE_PROMPT, TOLERANCE, Evidence, Scores, compare
+from trl_lora_sync.verify import PROBE_PROMPT, TOLERANCE, Evidence, Scores, Trial, compare
 from unit.fleets import FleetRun, settings_for
 
 BASE = [-2.0, -3.0, -5.0, -4.0]
@@ -109,6 +109,16 @@ class VerifiedRun(FleetRun):
 
     lies: Callable[[], Any] | None = None
     asked = 0
+    trial_size = 1.0
+
+    def start(self) -> str:
+        return self.sync.start(self._read, self.base(), self.trial() if self.trial_size else None)
+
+    def trial(self) -> Trial:
+        some = another_adapter()
+        adapter = replace(some, tensors={name: value * self.trial_size for name, value in some.tensors.items()})
+        logprobs = FakeReference(self.fakes[0]).logprobs(adapter, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
+        return Trial(read=lambda served: adapter, logprobs=logprobs)
 
     def publish(self) -> SyncReport:
         self.step += 1
@@ -135,11 +145,14 @@ StartRun = Callable[..., VerifiedRun]
 def run(tmp_path: Path) -> Iterator[StartRun]:
     with ExitStack() as stack:
 
-        def begin(servers: int = 1, **settings: Any) -> VerifiedRun:
+        def begin(servers: int = 1, *, trial_size: float = 1.0, start: bool = True, **settings: Any) -> VerifiedRun:
+            """With a trial adapter of the size of any other one; 0 for a run without."""
             fakes = [stack.enter_context(FakeSGLang(shapes=SMALL)) for _ in range(servers)]
             begun = VerifiedRun(AdapterSync(settings_for(fakes, tmp_path / "sync", **settings)), fakes)
+            begun.trial_size = trial_size
             stack.callback(begun.sync.close)
-            begun.start()
+            if start:
+                begun.start()
             return begun
 
         yield begin
@@ -149,12 +162,70 @@ def another_adapter() -> Any:
     return adapter_for(SMALL, 99, rank=8)
 
 
-def no_adapter() -> Any:
-    return None
+def ignoring(fake: FakeSGLang) -> None:
+    """Let the fake load adapters and compute the base with each of them."""
+    fetch = fake.scheduler.fetch
+
+    def fetch_nothing(lora_id: str | None) -> Any:
+        fetch(lora_id)
+        return fake.scheduler.policy.patch(None, 1.0)
+
+    fake.scheduler.fetch = fetch_nothing  # type: ignore[method-assign]
+
+
+def test_a_server_is_proved_at_the_start_however_small_the_trained_adapter_is(run: StartRun) -> None:
+    training = run(servers=2, verify="first")
+    assert training.adapters() == [[], []]
+
+    reports = [training.publish_zero() for _ in range(12)]
+
+    assert all(report.is_verified for report in reports)
+    assert [report.verify_gap is not None for report in reports] == [True] + [False] * 11
+
+
+def test_a_server_that_ignores_adapters_is_refused_at_the_start(run: StartRun) -> None:
+    """As vLLM ignores tensors whose names it does not know."""
+    training = run(servers=2, verify="first", start=False)
+    ignoring(training.fakes[1])
+    with pytest.raises(VerificationError, match=r"computes something else with it") as caught:
+        training.start()
+    assert training.fakes[1].base_url in str(caught.value)
+    assert training.adapters() == [[], []]
+
+
+def test_a_server_that_was_restarted_is_proved_by_the_trial_adapter_again(run: StartRun) -> None:
+    training = run(servers=2, verify="first")
+    training.publish_zero()
+    training.fakes[1].restart()
+    training.generate()
+
+    reports = [training.publish_zero() for _ in range(3)]
+
+    assert all(report.is_verified for report in reports)
+    assert [report.verify_gap is not None for report in reports] == [True, False, False]  # the first one it is given
+
+
+def test_a_server_that_ignores_adapters_after_a_restart_is_not_taken_back(run: StartRun) -> None:
+    training = run(verify="first")
+    training.publish_zero()
+    training.fakes[0].restart()
+    ignoring(training.fakes[0])
+    with pytest.raises(VerificationError, match="computes something else"):
+        training.generate()
+    assert all("trial" not in version for versions in training.adapters() for version in versions)
+
+
+def test_a_trial_adapter_without_effect_proves_nothing_and_that_is_said(
+    run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = run(verify="first", trial_size=1e-6)
+    assert "A trial adapter does not prove" in caplog.text
+    assert training.publish_zero().is_verified is False
+    assert training.publish().is_verified
 
 
 def test_first_verifies_until_it_is_proved_and_then_no_more(run: StartRun) -> None:
-    training = run(verify="first")
+    training = run(verify="first", trial_size=0)
     report = training.publish()
     assert report.is_verified
     assert report.verify_gap is not None
@@ -198,7 +269,7 @@ def test_a_version_of_another_policy_is_withdrawn_and_the_one_before_stays_activ
 
 def test_an_adapter_that_the_server_ignores_is_found_out(run: StartRun) -> None:
     """As vLLM ignores tensors whose names it does not know."""
-    training = run(verify="first")
+    training = run(verify="first", trial_size=0)
     lied = training.sync.fleet.servers[0].base_logprobs
     training.sync.fleet.servers[0].engine.score = lambda *_: lied  # type: ignore[method-assign]
     with pytest.raises(VerificationError, match=r"by 0\.0000 on the server"):
@@ -207,7 +278,7 @@ def test_an_adapter_that_the_server_ignores_is_found_out(run: StartRun) -> None:
 
 
 def test_while_the_adapter_is_zero_nothing_is_proved_and_the_next_sync_tries_again(run: StartRun) -> None:
-    training = run(verify="first")
+    training = run(verify="first", trial_size=0)
     report = training.publish_zero()
     assert report.is_verified is False
     assert report.verify_gap is not None
@@ -216,7 +287,7 @@ def test_while_the_adapter_is_zero_nothing_is_proved_and_the_next_sync_tries_aga
 
 
 def test_an_adapter_that_stays_too_small_to_show_is_looked_at_ever_more_rarely(run: StartRun) -> None:
-    training = run(verify="first")
+    training = run(verify="first", trial_size=0)
     attempts = []
     for number in range(1, 41):
         before = training.asked
@@ -226,7 +297,7 @@ def test_an_adapter_that_stays_too_small_to_show_is_looked_at_ever_more_rarely(r
 
 
 def test_a_server_that_was_restarted_has_to_prove_itself_again(run: StartRun) -> None:
-    training = run(servers=2, verify="first")
+    training = run(servers=2, verify="first", trial_size=0)
     training.publish()
     assert training.asked == 1
     training.fakes[1].restart()
@@ -255,7 +326,7 @@ def test_a_server_that_is_restarted_while_it_is_verified_is_given_the_version_ag
 
 
 def test_without_a_score_nothing_is_verified_and_the_next_sync_wants_one(run: StartRun) -> None:
-    training = run(verify="first")
+    training = run(verify="first", trial_size=0)
     training.sync.publish(training._read, None, lambda: None)
     assert training.sync.wants_proof
     assert training.publish().is_verified

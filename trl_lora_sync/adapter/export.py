@@ -137,7 +137,7 @@ class AdapterReader:
         self._layers: list[_Layer] = []
         self._adapter_name = ""
 
-    def linears(self, model: "PeftModel") -> list[nn.Module]:
+    def linears(self, model: "PeftModel") -> list[nn.Linear]:
         """As `lora_linears`.
 
         That names every module of the model, which takes longer than to copy the adapter, and is done again only if a
@@ -149,10 +149,14 @@ class AdapterReader:
             self._tree, self._adapter_name = tree, adapter_name
         return [matrix for layer in self._layers for matrix in layer.matrices]
 
-    def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
-        """As `collect_modules`, of the layers that the last call of `linears` was about."""
+    def check(self) -> None:
+        """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
         for layer in self._layers:
             layer.check()
+
+    def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
+        """As `collect_modules`, of the layers that the last call of `linears` was about."""
+        self.check()
         return [layer.read(gathered or {}) for layer in self._layers]
 
     def read(
@@ -164,8 +168,28 @@ class AdapterReader:
         gathered: Mapping[nn.Module, Tensor] | None = None,
     ) -> CanonicalAdapter:
         """As `read_adapter`, of the `modules`; if they are on a GPU, the result is valid until the next read."""
+        return self._read(model, self._buffer, dtype, fused_siblings, gathered)
+
+    def read_trial(
+        self, model: "PeftModel", weights: Mapping[nn.Module, Tensor], *, dtype: torch.dtype, fused_siblings: bool
+    ) -> CanonicalAdapter:
+        """As `read`, of other matrices in the place of the adapter's; stays valid.
+
+        Args:
+            weights: for each of the `linears`.
+        """
+        return self._read(model, FlatBuffer(), dtype, fused_siblings, weights)
+
+    def _read(
+        self,
+        model: "PeftModel",
+        buffer: FlatBuffer,
+        dtype: torch.dtype,
+        fused_siblings: bool,
+        gathered: Mapping[nn.Module, Tensor] | None,
+    ) -> CanonicalAdapter:
         modules = self.modules(gathered)
-        export = self._buffer.export if self._is_on_gpu(modules) else canonicalize
+        export = buffer.export if self._is_on_gpu(modules) else canonicalize
         return _export(model, self._adapter_name, modules, export, dtype, fused_siblings)
 
     def release(self) -> None:
@@ -195,7 +219,7 @@ def base_dtype(model: nn.Module) -> torch.dtype:
     return torch.float32
 
 
-def lora_linears(model: "PeftModel") -> list[nn.Module]:
+def lora_linears(model: "PeftModel") -> list[nn.Linear]:
     """The linear modules whose weights are the matrices of the active adapter, in model order.
 
     Raises:
@@ -331,4 +355,6 @@ def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str) -> str | No
         return f"uses the variant {type(layer.lora_variant[adapter_name]).__name__}"
     if layer.merged:
         return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
+    if layer.disable_adapters:
+        return "is disabled at the moment (call model.enable_adapter_layers() first)"
     return None

@@ -30,6 +30,8 @@ from trl_lora_sync.adapter.page_lock import PageLockError, copy_to_host, lock_pa
 logger = logging.getLogger(__name__)
 
 _MODE = 0o600
+# Bounds what comparing a file takes of the device's memory.
+_CHUNK_BYTES = 64 << 20
 LockPages = Callable[[Tensor, torch.device], Callable[[], None]]
 
 
@@ -66,6 +68,15 @@ class Slot:
         self._map[: len(header)] = header
         copy_to_host(self._bytes[len(header) :].view(flat.dtype), flat)
         os.utime(self._file)  # a file that is written through memory does not look changed
+
+    def holds(self, header: bytes, flat: Tensor) -> bool:
+        """Whether the file still has what `fill` wrote, bit by bit; compared on the device of `flat`."""
+        if self._map[: len(header)] != header:
+            return False
+        expected = flat.view(torch.uint8)
+        parts = torch.split(self._bytes[len(header) :], _CHUNK_BYTES)
+        pairs = zip(parts, torch.split(expected, _CHUNK_BYTES), strict=True)
+        return all(torch.equal(part.to(flat.device, non_blocking=True), there) for part, there in pairs)
 
     def fits(self, size: int, device: torch.device) -> bool:
         return (self.size, self.device) == (size, device)
@@ -164,6 +175,10 @@ class SlotRing:
     def lend(self, name: str, slot: Slot) -> None:
         """Let the version `name` have a slot, until `take_back`."""
         self._lent[name] = slot
+
+    def lent(self, name: str) -> Slot | None:
+        """The slot that the version `name` has, if it has one."""
+        return self._lent.get(name)
 
     def drop(self, name: str) -> None:
         """Give up the slot of a version that could not be written; does nothing for one without. Never fails."""

@@ -20,13 +20,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FILE_METADATA, FlatAdapter
 from trl_lora_sync.adapter.slots import SlotRing
-from trl_lora_sync.errors import AdapterExportError
+from trl_lora_sync.errors import AdapterExportError, VerificationError
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ def _write_files(
 ) -> None:
     tensors, config = partial / _TENSORS, partial / _CONFIG
     write_tensors(tensors, adapter)
-    config.write_text(json.dumps(adapter.config(), indent=2, sort_keys=True))
+    config.write_text(_config_text(adapter))
     for file in (tensors, config):
         # safetensors makes its file 0600 whatever the umask, so the other one tells what the process's default is.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
@@ -127,6 +129,23 @@ def _write_files(
     if private:
         partial.chmod(_PRIVATE_DIRECTORY)
     _fsync(partial)
+
+
+def _config_text(adapter: CanonicalAdapter) -> str:
+    return json.dumps(adapter.config(), indent=2, sort_keys=True)
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    is_alike = left.dtype == right.dtype and left.shape == right.shape
+    return is_alike and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def _changed(stored: StoredAdapter) -> str:
+    return (
+        f"The files of {stored.name!r} in {stored.path} are not what the trainer wrote there, so the server may have "
+        "loaded damaged weights. The version is not used. Expected was that only the trainer writes to this folder; "
+        "look for another process that does, and check the file system and the memory of this host."
+    )
 
 
 def _fsync(path: Path) -> None:
@@ -243,6 +262,28 @@ class AdapterStore:
         self._slots.lend(name, slot)
         slot.fill(adapter.header, adapter.flat)
         slot.move(file)
+
+    def check(self, stored: StoredAdapter, adapter: CanonicalAdapter) -> None:
+        """Compare the files of a version with `adapter`, from which they were written.
+
+        Raises:
+            VerificationError: they hold something else now, or cannot be read.
+        """
+        assert stored.path is not None
+        try:
+            is_config_same = (stored.path / _CONFIG).read_text() == _config_text(adapter)
+            is_same = is_config_same and self._holds(stored.name, stored.path / _TENSORS, adapter)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise VerificationError(f"{_changed(stored)} They cannot be read any more: {error}") from error
+        if not is_same:
+            raise VerificationError(_changed(stored))
+
+    def _holds(self, name: str, file: Path, adapter: CanonicalAdapter) -> bool:
+        slot = None if self._slots is None else self._slots.lent(name)
+        if slot is not None and isinstance(adapter, FlatAdapter):
+            return slot.is_at(file) and slot.holds(adapter.header, adapter.flat)
+        written, expected = load_file(file), adapter.on_host().tensors
+        return written.keys() == expected.keys() and all(_same_bits(written[key], expected[key]) for key in expected)
 
     def prepare(self) -> None:
         """Get the memory of the next version ready, while nobody waits for it; never fails."""

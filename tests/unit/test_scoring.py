@@ -1,0 +1,235 @@
+"""Unit tier: what the trainer's own model computes for a proof, and that it is left exactly as it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trl_lora_sync.adapter.canonical import canonicalize
+from trl_lora_sync.adapter.export import AdapterReader, lora_linears
+from trl_lora_sync.adapter.fingerprint import fingerprint
+from trl_lora_sync.errors import UnsupportedAdapterError
+from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, strong_trial, trial_logprobs, trial_weights
+from unit.tiny import base_model, lora_model, randomize_adapters
+
+IDS = [1, 5, 9, 2, 30, 7]
+
+
+def trial_of(model: Any, strength: float = 0.5) -> dict[torch.nn.Module, Tensor]:
+    return trial_weights(lora_linears(model), strength, torch.device("cpu"))
+
+
+SCORES: dict[str, Callable[[Any], object]] = {
+    "base": lambda model: base_logprobs(model, IDS),
+    "adapter": lambda model: adapter_logprobs(model, IDS),
+    "trial": lambda model: trial_logprobs(model, trial_of(model), IDS),
+}
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Everything about a model that a forward pass must not change."""
+    return {
+        "trainable": {name: value.requires_grad for name, value in model.named_parameters()},
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "hooks": {name: len(module._forward_hooks) for name, module in model.named_modules()},
+        "adapters": list(model.active_adapters),  # type: ignore[union-attr, arg-type]
+        "disabled": {n: m.disable_adapters for n, m in model.named_modules() if hasattr(m, "disable_adapters")},
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+    }
+
+
+def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    values, others = left.pop("values"), right.pop("values")
+    assert left == right
+    assert values.keys() == others.keys()
+    assert all(torch.equal(values[name], others[name]) for name in values)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_what_the_user_froze_stays_frozen(score: str) -> None:
+    """LoRA-FA trains lora_B alone; PEFT's `disable_adapter()` makes lora_A trainable again."""
+    model = lora_model()
+    for name, value in model.named_parameters():
+        value.requires_grad_("lora_B" in name)
+    before = state_of(model)
+
+    SCORES[score](model)
+
+    assert_same(state_of(model), before)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_each_module_keeps_its_own_mode(score: str) -> None:
+    model = lora_model(lora_dropout=0.5).train()
+    model.base_model.model.model.norm.eval()
+    before = state_of(model)
+
+    SCORES[score](model)
+
+    assert_same(state_of(model), before)
+
+
+def test_layers_that_the_user_disabled_stay_disabled() -> None:
+    model = lora_model()
+    model.base_model.disable_adapter_layers()
+    before = state_of(model)
+
+    base_logprobs(model, IDS)
+
+    assert_same(state_of(model), before)
+
+
+def test_the_state_is_restored_after_a_forward_pass_that_fails() -> None:
+    model = lora_model().train()
+    before = state_of(model)
+    with pytest.raises(IndexError):
+        base_logprobs(model, [10**6])
+    with pytest.raises(IndexError):
+        trial_logprobs(model, trial_of(model), [10**6])
+    assert_same(state_of(model), before)
+
+
+def test_a_merged_adapter_is_refused_and_not_taken_out_of_the_base() -> None:
+    model = lora_model()
+    model.merge_adapter()
+    before = state_of(model)
+
+    with pytest.raises(UnsupportedAdapterError, match=r"call|Call model\.unmerge_adapter"):
+        base_logprobs(model, IDS)
+
+    assert_same(state_of(model), before)
+
+
+def test_base_and_adapter_are_what_peft_computes() -> None:
+    model = lora_model()
+    ids = torch.tensor([IDS])
+    with torch.no_grad():
+        adapted = model(ids).logits[0, :-1].log_softmax(-1)
+        with model.disable_adapter():
+            plain = model(ids).logits[0, :-1].log_softmax(-1)
+    tokens = ids[0, 1:, None]
+    assert adapter_logprobs(model, IDS) == pytest.approx(adapted.gather(-1, tokens)[:, 0].tolist())
+    logprobs, spread = base_logprobs(model, IDS)
+    assert logprobs == pytest.approx(plain.gather(-1, tokens)[:, 0].tolist())
+    assert spread == pytest.approx(float(plain.std(-1).mean()))
+
+
+# The trial adapter
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_rslora": True, "lora_alpha": 7}, {"target_modules": "all-linear"}])
+def test_the_exported_trial_adapter_is_what_the_trainer_computed_with(lora: dict[str, Any]) -> None:
+    """Scaling included: exported by the reader, loaded into another model as it is, and scored there."""
+    model = lora_model(**lora)
+    weights = trial_of(model)
+    reader = AdapterReader()
+    reader.linears(model)
+    exported = reader.read_trial(model, weights, dtype=torch.float32, fused_siblings=False)
+
+    served = base_model()
+    with torch.no_grad():
+        for key, lora_A in exported.tensors.items():
+            if ".lora_A." in key:
+                path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                lora_B = exported.tensors[key.replace(".lora_A.", ".lora_B.")]
+                served.get_submodule(path).weight += lora_B @ lora_A  # type: ignore[operator]
+        rows = served(torch.tensor([IDS])).logits[0, :-1].log_softmax(-1)
+    expected = rows.gather(-1, torch.tensor(IDS)[1:, None])[:, 0].tolist()
+
+    assert trial_logprobs(model, weights, IDS) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_trial_adapter_moves_a_policy_far_whose_own_adapter_is_zero() -> None:
+    model = lora_model()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.zero_()
+    base, spread = base_logprobs(model, IDS)
+
+    def score(strength: float) -> list[float]:
+        return trial_logprobs(model, trial_of(model, strength), IDS)
+
+    strength, logprobs = strong_trial(score, base, spread)
+
+    assert sum(abs(a - b) for a, b in zip(logprobs, base, strict=True)) / len(base) > 0.4 * spread
+    assert logprobs == score(strength)
+
+
+def test_the_strength_is_raised_until_the_effect_is_large_and_the_largest_one_is_taken() -> None:
+    tried: list[float] = []
+
+    def reacts(share: float) -> Callable[[float], list[float]]:
+        def score(strength: float) -> list[float]:
+            tried.append(strength)
+            return [share * strength] * 3
+
+        return score
+
+    assert strong_trial(reacts(0.2), [0.0] * 3, 1.0) == (8.0, [1.6] * 3)
+    assert tried == [0.5, 2.0, 8.0]
+    assert strong_trial(reacts(0.001), [0.0] * 3, 1.0)[0] == 32.0
+    overflowing = {0.5: [0.1] * 3, 2.0: [0.3] * 3, 8.0: [float("nan")] * 3, 32.0: [float("nan")] * 3}
+    assert strong_trial(overflowing.__getitem__, [0.0] * 3, 1.0) == (2.0, [0.3] * 3)
+
+
+def test_the_same_trial_adapter_is_made_again_without_touching_the_random_state() -> None:
+    model = lora_model()
+    state = torch.random.get_rng_state()
+    first, again = trial_of(model), trial_of(model)
+    assert all(torch.equal(first[module], again[module]) for module in first)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+# The fingerprint
+
+
+def test_every_bit_and_every_place_shows_in_the_fingerprint() -> None:
+    values = [torch.randn(64, 100), torch.randn(7), torch.randn(3, 5).bfloat16()]
+    before = fingerprint(values)
+    assert before == fingerprint([value.clone() for value in values])
+    flipped = [value.clone() for value in values]
+    flipped[0][:, ::2].neg_()
+    swapped = [values[0].clone(), values[1].flip(0), values[2]]
+    moved = [values[0].roll(1), *values[1:]]
+    tiny = [values[0], values[1], values[2].clone()]
+    tiny[2].view(torch.int16)[1, 1] ^= 1
+    found = [before, *(fingerprint(one) for one in (flipped, swapped, moved, tiny))]
+    assert len(set(found)) == len(found)
+
+
+def test_large_and_empty_tensors_have_fingerprints() -> None:
+    large = torch.zeros(20_000_000)
+    before = fingerprint([large, torch.empty(0), large])
+    large[-1] = 1e-30
+    assert fingerprint([large, torch.empty(0), large]) != before
+    assert fingerprint([]) == ()
+
+
+# What the reader refuses
+
+
+@pytest.mark.parametrize(("act", "words"), [("merge_adapter", "is merged"), ("disable_adapter_layers", "is disabled")])
+def test_layers_that_compute_something_else_are_refused_at_the_moment_of_the_read(act: str, words: str) -> None:
+    model = lora_model()
+    reader = AdapterReader()
+    reader.linears(model)
+    getattr(model.base_model, act)()
+
+    with pytest.raises(UnsupportedAdapterError, match=words):
+        reader.check()
+    with pytest.raises(UnsupportedAdapterError, match=words):
+        reader.read(model, dtype=torch.float32)
+
+
+def test_a_read_trial_leaves_the_read_adapter_alone() -> None:
+    model = lora_model()
+    randomize_adapters(model, seed=3)
+    reader = AdapterReader()
+    reader.linears(model)
+    adapter = reader.read(model, dtype=torch.float32)
+    reader.read_trial(model, trial_of(model), dtype=torch.float32, fused_siblings=False)
+    again = canonicalize(reader.modules(), dtype=torch.float32)
+    assert all(torch.equal(adapter.tensors[key], again.tensors[key]) for key in again.tensors)
