@@ -62,7 +62,10 @@ class Worker(QuickLoadWorker):
         self.ways: list[str] = []
         self.folder = folder
         self.model_runner = SimpleNamespace(
-            lora_manager=SimpleNamespace(_lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}))
+            lora_manager=SimpleNamespace(
+                _lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}),
+                lora_config=SimpleNamespace(max_cpu_loras=4),
+            )
         )
         assert self.lora_sync_load_quickly() == {"error": ""}
 
@@ -199,7 +202,7 @@ def test_a_worker_without_lora_says_so() -> None:
 
 
 def test_a_quick_model_is_one_of_vllms() -> None:
-    assert issubclass(quick_model(Usual), Usual)
+    assert issubclass(quick_model(Usual, 1), Usual)
 
 
 # Reading
@@ -297,3 +300,21 @@ print([name for name in dir(found) if not name.startswith(("__", "lora_sync_"))]
     assert run_python(source.format(blocked="('torch',)", more="")).split() == ["[]", "True", "[]"]
     worker = "from trl_lora_sync.engine_plugins.vllm_quick_load_worker import QuickLoadWorker as found"
     assert run_python(source.format(blocked="()", more=worker)).split() == ["[]", "True", "[]"]
+
+
+def test_memory_for_all_adapters_that_vllm_keeps_is_allocated_with_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each of the first syncs of a run would wait for pinned memory."""
+    asked: list[int] = []
+    allocate = vllm_quick_load_worker._memory_for
+    monkeypatch.setattr(
+        vllm_quick_load_worker, "_memory_for", lambda buffer: asked.append(buffer.size) or allocate(buffer)
+    )
+    worker, tensors = Worker(tmp_path), adapter(1)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    worker.load(tensors)
+    assert asked == [size] * 5
+    worker.load(adapter(2))
+    assert asked == [size] * 6

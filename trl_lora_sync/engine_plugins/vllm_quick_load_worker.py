@@ -39,15 +39,21 @@ class QuickLoadWorker:
         """Load adapters quickly from now on. Raises nothing; see `FusedWorker`."""
         try:
             manager = self.model_runner.lora_manager
-            manager._lora_model_cls = quick_model(manager._lora_model_cls)
+            # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26, 0.31).
+            at_once = manager.lora_config.max_cpu_loras + 1
+            manager._lora_model_cls = quick_model(manager._lora_model_cls, at_once)
         except Exception as error:  # it is logged by who asked, and adapters are loaded vLLM's way
             return {"error": f"{type(error).__name__}: {error}"}
         return {"error": ""}
 
 
-def quick_model(base: Any) -> Any:
-    """A kind of vLLM's `LoRAModel` that is loaded faster and is the same in everything else."""
-    files = KnownFiles()
+def quick_model(base: Any, at_once: int) -> Any:
+    """A kind of vLLM's `LoRAModel` that is loaded faster and is the same in everything else.
+
+    Args:
+        at_once: how many adapters are in host memory at a time.
+    """
+    files = KnownFiles(at_once)
 
     class QuickLoRAModel(base):  # type: ignore[misc, unused-ignore]
         @classmethod
@@ -83,9 +89,14 @@ class _Buffer(NamedTuple):
 
 
 class KnownFiles:
-    """Reads files that are like one which vLLM has accepted."""
+    """Reads files that are like one which vLLM has accepted.
 
-    def __init__(self) -> None:
+    Args:
+        at_once: how many of them are in memory at a time.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
         self._kinds: OrderedDict[tuple[Head, torch.dtype | None], list[_Buffer]] = OrderedDict()
         self._files = ParallelReader()
 
@@ -100,8 +111,18 @@ class KnownFiles:
             if slots:
                 dtype = DTYPES[next(iter(slots.values())).dtype]
                 self._kinds[head, dtype] = _in_buffers(slots)
+                self._reserve(self._kinds[head, dtype])
                 while len(self._kinds) > _KINDS:
                     self._kinds.popitem(last=False)
+
+    def _reserve(self, buffers: list[_Buffer]) -> None:
+        """Have torch allocate the pinned memory of all adapters now, with the first one, which a trainer loads on trial.
+
+        It keeps what is given back and hands it out again. Without this, each sync allocates for itself until vLLM
+        evicts the first version, and pinning 64 MB takes longer than filling it.
+        """
+        held = [_memory_for(buffer) for buffer in buffers for _ in range(self._at_once)]
+        held.clear()
 
     def read(self, folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
         """The tensors of an adapter, in memory of their own; None if vLLM should load it its own way.
@@ -118,12 +139,16 @@ class KnownFiles:
             self._kinds.move_to_end(kind)
             tensors: dict[str, Tensor] = {}
             for buffer in self._kinds[kind]:
-                memory = torch.empty(buffer.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                memory = _memory_for(buffer)
                 for _ in self._files.read(file.fileno(), bytes_of(memory), head.start + buffer.start):
                     pass
                 tensors |= {name: view_of(memory, slot) for name, slot in buffer.slots.items()}
             return tensors
         return None
+
+
+def _memory_for(buffer: _Buffer) -> Tensor:
+    return torch.empty(buffer.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def _slots_of(head: Head) -> dict[str, Slot]:
