@@ -69,9 +69,10 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             goes on without it as long as one is left, and takes it back at a later sync. A server that comes back
             earlier is given the active version again in either case.
         lora_sync_verify (`str`, *optional*, defaults to `"first"`):
-            Whether to prove that a server samples from the adapter it has loaded, by scoring one short prompt there and
-            in the trainer, before the version is used: `"first"` until each server has proved it once, which it cannot
-            while the adapter is zero or too small to show; `"every"` at each sync; `"off"` never.
+            How to prove that a server samples from the adapter it has loaded. `"first"`: a random trial adapter of
+            large effect at the start, and after each restart of a server, then the first version; one short prompt is
+            scored there and in the trainer. `"every"`: each version as well. `"off"`: nothing. Except with `"off"`, the
+            files of each version are compared bit by bit with what was written, once the servers have loaded them.
         lora_sync_verify_tolerance (`float`, *optional*, defaults to `3.0`):
             How far the change by the adapter on a server may be from that in the trainer, in multiples of the distance
             between the two base models without any adapter.
@@ -163,8 +164,9 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     lora_sync_verify: Literal["first", "every", "off"] = field(
         default="first",
         metadata={
-            "help": "Whether to prove that a server samples from the adapter it has loaded, before it is used: "
-            "'first' until each server has proved it once, 'every' at each sync, 'off' never."
+            "help": "How to prove that a server samples from the adapter it has loaded, before it is used: 'first' with "
+            "a trial adapter of large effect at the start and with the first version, 'every' with each version as "
+            "well, 'off' not at all."
         },
     )
     lora_sync_verify_tolerance: float = field(

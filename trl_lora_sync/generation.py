@@ -91,19 +91,13 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         timer = PhaseTimer()
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
         with timer.phase("gather"):
-            current = run_on_all(self.accelerator, self._fingerprint)
+            current = run_on_all(self.accelerator, lambda: self._fingerprint(self._reader.last_linears))
         report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score))
         self._active_name, self._published = report.adapter_name, current
         self._on_sync(report)
 
-    def _fingerprint(self) -> tuple[int, ...]:
-        """Of this process's part of the adapter as it is now.
-
-        Raises:
-            UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
-        """
-        linears = self._linears()
-        self._reader.check()
+    def _fingerprint(self, linears: Sequence[nn.Linear]) -> tuple[int, ...]:
+        """Of this process's part of the adapter as it is now."""
         shards = shards_of(linears, outermost(self.accelerator, self.model))
         pairs = zip(linears, shards, strict=True)
         return fingerprint([linear.weight if shard is None else shard.values for linear, shard in pairs])
@@ -114,8 +108,17 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         TRL asks for a sync only when `global_step` has changed; weights may change without, between two evaluations or
         two calls of `train()`.
         """
-        has_changed = run_on_all(self.accelerator, lambda: self._fingerprint() != self._published)
-        return any(gather_object([has_changed]))
+        return any(gather_object([run_on_all(self.accelerator, self._has_changed_here)]))
+
+    def _has_changed_here(self) -> bool:
+        """Whether this process's part of the adapter is another one than was published.
+
+        Raises:
+            UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
+        """
+        linears = self._linears()
+        self._reader.check()
+        return self._fingerprint(linears) != self._published
 
     def _sync_if_changed(self) -> None:
         """For what samples on process 0 alone, such as a rollout function.
@@ -123,7 +126,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         Raises:
             LoRASyncError: the adapter has changed since the last sync, and the other processes do not take part in one.
         """
-        if self._active_name is None or self._fingerprint() == self._published:
+        if self._active_name is None or not self._has_changed_here():
             return
         if self.accelerator.num_processes > 1:
             raise LoRASyncError(

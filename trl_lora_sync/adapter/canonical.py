@@ -149,7 +149,7 @@ def canonicalize(
     """
     modules = list(modules)
     rank = common_rank(modules)
-    with _one_cpu_thread():
+    with one_cpu_thread():
         tensors = _served_tensors(modules, rank, dtype)
     return CanonicalAdapter(
         tensors=tensors,
@@ -250,7 +250,7 @@ def _served_tensors(modules: list[LoRAModule], rank: int, dtype: torch.dtype) ->
 
 
 @contextmanager
-def _one_cpu_thread() -> Iterator[None]:
+def one_cpu_thread() -> Iterator[None]:
     """Keep small CPU operations on this thread.
 
     Waking the others for each of hundreds of small matrices took 30 times as long on two busy cores, and 150 times as

@@ -147,6 +147,11 @@ class AdapterReader:
         if tree != self._tree or adapter_name != self._adapter_name:
             self._layers = _find_layers(model, adapter_name)
             self._tree, self._adapter_name = tree, adapter_name
+        return self.last_linears
+
+    @property
+    def last_linears(self) -> list[nn.Linear]:
+        """What the last call of `linears` returned."""
         return [matrix for layer in self._layers for matrix in layer.matrices]
 
     def check(self) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from trl_lora_sync.adapter.canonical import one_cpu_thread
+
 # The bits are summed along rows and along columns, so that a value that moves changes a sum as well.
-_COLUMNS = 1024
+_COLUMNS = 512
 _MULTIPLIER = 0x9E3779B1
 # Bounds the copy that is made of them, to 64 MB of float32.
 _CHUNK_ELEMENTS = 1 << 24
@@ -23,27 +24,29 @@ def fingerprint(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     Returns:
         A few numbers that are the same for the same bits on the same kind of device, and else almost surely differ.
     """
-    sums = [_sum_of(chunk) for chunk in _chunks(tensors)]
-    return tuple(int(one) for one in sums)
+    with one_cpu_thread():
+        sums = [_sum_of(chunk) for chunk in _chunks(tensors)]
+        return tuple(int(one) for one in sums)
 
 
 def _sum_of(chunk: list[Tensor]) -> Tensor:
-    flat = torch.cat([one.reshape(-1) for one in chunk])
-    bits = flat.view(_WORDS[flat.element_size()])
-    whole = bits.numel() // _COLUMNS * _COLUMNS
-    grid = bits[:whole].view(-1, _COLUMNS)
-    sums = torch.cat([grid.sum(0, dtype=torch.int64), grid.sum(1, dtype=torch.int64), bits[whole:].to(torch.int64)])
+    flat = torch.cat([one.reshape(-1) for one in chunk]).view(torch.uint8)
+    # Sums of 64-bit words need no wider numbers, which makes them four times as fast as those of 32-bit words.
+    whole = flat.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
+    grid = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
+    sums = torch.cat([grid.sum(0), grid.sum(1), flat[whole:].to(torch.int64)])
     # Overflow wraps around, which loses nothing here.
     return (sums * (torch.arange(1, sums.numel() + 1, device=sums.device) * _MULTIPLIER)).sum()
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     chunk: list[Tensor] = []
-    for one in (one.detach() for one in tensors):
-        kind = (one.dtype, one.device)
-        if chunk and (kind != (chunk[0].dtype, chunk[0].device) or sum(c.numel() for c in chunk) > _CHUNK_ELEMENTS):
+    kind, elements = None, 0
+    for one in tensors:
+        if chunk and (kind != (one.dtype, one.device) or elements > _CHUNK_ELEMENTS):
             yield chunk
-            chunk = []
-        chunk.append(one)
+            chunk, elements = [], 0
+        chunk.append(one.detach())
+        kind, elements = (one.dtype, one.device), elements + one.numel()
     if chunk:
         yield chunk

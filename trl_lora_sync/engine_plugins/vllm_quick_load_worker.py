@@ -116,7 +116,7 @@ class KnownFiles:
                     self._kinds.popitem(last=False)
 
     def _reserve(self, buffers: list[_Buffer]) -> None:
-        """Have torch allocate the pinned memory of all adapters now, with the first one, which a trainer loads on trial.
+        """Have torch allocate the pinned memory of all adapters with the first one, which a trainer loads on trial.
 
         It keeps what is given back and hands it out again. Without this, each sync allocates for itself until vLLM
         evicts the first version, and pinning 64 MB takes longer than filling it.
