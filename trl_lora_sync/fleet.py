@@ -157,6 +157,11 @@ class Fleet:
         """Whether a server is to be verified at the next sync."""
         return any(self._wants_proof(server) for server in self.in_service)
 
+    def forget_proofs(self) -> None:
+        """Have every server proved again, by the next versions."""
+        for server in self.servers:
+            server.forget_proof()
+
     def verify(self, stored: StoredAdapter, adapted: Sequence[float], deadline: Deadline) -> list[Evidence]:
         """Prove that a loaded version is what the servers sample from, on those of which that is wanted.
 

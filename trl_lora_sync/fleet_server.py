@@ -98,6 +98,10 @@ class FleetServer:
         # The one before is not closed: a thread may still wait for its answer.
         self._engine = engine
         self._is_asleep = False
+        self.forget_proof()
+
+    def forget_proof(self) -> None:
+        """Have it compared with the trainer again, from the next version on."""
         self.is_proven = False
         self.versions = 0
 

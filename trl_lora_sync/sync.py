@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
 
+import torch
+
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Deadline
@@ -40,6 +42,7 @@ class AdapterSync:
         self._registered: deque[StoredAdapter] = deque()
         self._retired: list[StoredAdapter] = []
         self._retries_reported = 0
+        self._layout: dict[str, torch.Size] = {}  # names and shapes of the tensors that servers were proved with
 
     @property
     def transport(self) -> Transport:
@@ -76,6 +79,7 @@ class AdapterSync:
         self.transport.open(deadline)
         for run in self.transport.sweep(fleet.unload, deadline):
             logger.info("Removed what the run %s had left behind.", run)
+        self._layout = _layout_of(adapter)
         deadline = self._control_deadline("Checking the server with a trial adapter")
         fleet.check(adapter, base, self.transport, deadline, trial)
         if settings.frees_kv_cache:
@@ -118,6 +122,9 @@ class AdapterSync:
         timer = timer or PhaseTimer()
         with timer.phase("gather"):
             adapter = read(self.fleet.capabilities)
+        if _layout_of(adapter) != self._layout:  # a server may ignore a module that it was not tried with
+            self._layout = _layout_of(adapter)
+            self.fleet.forget_proofs()
         version = self._next_version
         self._next_version += 1  # a name is never used again, not even after a failure
         with timer.phase("write"):
@@ -238,3 +245,7 @@ class AdapterSync:
             f"in {self.transport.where}; checked: adapter features, runtime loading, base model, rank, a trial load "
             "and token."
         )
+
+
+def _layout_of(adapter: CanonicalAdapter) -> dict[str, torch.Size]:
+    return {key: tensor.shape for key, tensor in adapter.tensors.items()}

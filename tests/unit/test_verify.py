@@ -215,6 +215,19 @@ def test_a_server_that_ignores_adapters_after_a_restart_is_not_taken_back(run: S
     assert all("trial" not in version for versions in training.adapters() for version in versions)
 
 
+def test_an_adapter_of_other_modules_than_the_trial_adapter_has_to_be_proved_again(run: StartRun) -> None:
+    training = run(verify="first")
+    assert training.publish_zero().is_verified
+    fewer = adapter_for(SMALL, 7, rank=8, modules=["q_proj", "v_proj"])
+    zero = replace(fewer, tensors={name: value * 0 for name, value in fewer.tensors.items()})
+    base = FakeReference(training.fakes[0]).logprobs(None, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
+
+    report = training.sync.publish(lambda served: zero, None, lambda: base)
+
+    assert report.verify_gap is not None
+    assert report.is_verified is False
+
+
 def test_a_trial_adapter_without_effect_proves_nothing_and_that_is_said(
     run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
