@@ -164,8 +164,8 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     lora_sync_verify: Literal["first", "every", "off"] = field(
         default="first",
         metadata={
-            "help": "How to prove that a server samples from the adapter it has loaded: 'first' with a trial adapter of "
-            "large effect at the start and with the first version, 'every' with each version as well, 'off' not at all."
+            "help": "How to prove that a server samples from the adapter it has loaded: 'first' with a trial adapter "
+            "of large effect at the start and with the first version, 'every' with each version as well, 'off' not."
         },
     )
     lora_sync_verify_tolerance: float = field(
