@@ -100,21 +100,19 @@ def version_table() -> str:
 
 
 def settings_table() -> str:
-    """The fields of `GRPOConfig` beyond TRL's."""
-    from trl_lora_sync.config import GRPOConfig
+    """The fields of `LoRASyncConfig`, which all of this package's configurations have beside TRL's."""
+    from trl_lora_sync.config import LoRASyncConfig
 
-    (base,) = GRPOConfig.__bases__
-    theirs = {field.name for field in dataclasses.fields(base)}
     lines = ["| field | default | meaning |", "|---|---|---|"]
-    ours = [field for field in dataclasses.fields(GRPOConfig) if field.name not in theirs]
+    ours = dataclasses.fields(LoRASyncConfig)
     lines += [f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} |" for field in ours]
     return "\n".join(lines)
 
 
 def command_help() -> str:
-    """What `--help` says, for all commands; `grpo` has TRL's own, which is long."""
+    """What `--help` says, for all commands but those of training, which have TRL's own long ones."""
     parts = [f"```text\n{make_parser().format_help().rstrip()}\n```"]
-    names = [name for name in COMMANDS if name != "grpo"]
+    names = [name for name in COMMANDS if name not in ("grpo", "rloo", "distillation")]
     parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in names]
     return "\n\n".join(parts)
 

@@ -41,7 +41,7 @@ def test_every_field_and_accelerates_own_flags_go_where_they_belong(launched: li
 
 
 def test_script_parses_every_field_of_trl_and_of_this_package(tmp_path: Path) -> None:
-    with _trl.grpo_script(trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer) as script:
+    with _trl.script("grpo", trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer) as script:
         parsed = script.make_parser().parse_args_and_config(
             ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", "--lora_sync_keep", "4"]
         )
@@ -53,7 +53,7 @@ def test_script_parses_every_field_of_trl_and_of_this_package(tmp_path: Path) ->
 
 def test_trl_is_as_it_was_after_the_script() -> None:
     before = trl.GRPOConfig, trl.GRPOTrainer
-    with pytest.raises(KeyError), _trl.grpo_script(trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer):
+    with pytest.raises(KeyError), _trl.script("grpo", trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer):
         raise KeyError(trl.GRPOTrainer is trl_lora_sync.GRPOTrainer)
     assert (trl.GRPOConfig, trl.GRPOTrainer) == before
 
