@@ -13,13 +13,14 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
   `save_model` saves PEFT adapters under FSDP with sharded state dicts.
 - `trl.scripts.grpo` and its siblings: `make_parser(prog=...)` and `main(*parsed)` take the configuration and the
   trainer from `trl` when they are called; there is no argument to pass other classes.
+- `trl.cli.accelerate_config.resolve_accelerate_config_argument(arguments)`, as `trl grpo` uses it.
 - `trl.models.utils`: `remove_hooks(engine)` and `add_hooks(engine)` take DeepSpeed's ZeRO-3 hooks off a model and put
   them back, as TRL does for its own generation.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +35,7 @@ from trl_lora_sync.trl_checks import (
     GENERATION_CLASS,
     GENERATION_MODULE,
     LAST_SYNC_FIELDS,
+    check_launcher,
     check_script,
     check_trl,
     trl_classes,
@@ -65,6 +67,18 @@ def script(name: str, config: type, trainer: type) -> Iterator[ModuleType]:
     places = {(trl, one.__name__): one for one in (config, trainer)}
     with _rebinding, _replaced(places):
         yield import_module(f"trl.scripts.{name}")
+
+
+def accelerate_options(arguments: Sequence[str]) -> list[str]:
+    """What `accelerate launch` is given for `arguments`, with TRL's own configurations by their names.
+
+    Raises:
+        ValueError: there is no such configuration.
+    """
+    check_launcher()
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    return list(resolve_accelerate_config_argument(list(arguments)))
 
 
 @contextmanager

@@ -71,7 +71,14 @@ def check_trl() -> None:
             f"pip install 'trl>={TRL.oldest}'"
         )
     grpo = _export_changes("GRPOConfig", "GRPOTrainer")
-    _raise_if_changed([*_generation_changes(), *_hook_changes(), *_saving_changes(), *grpo])
+    _raise_if_changed(
+        [
+            *_generation_changes(),
+            *_function_changes("trl.models.utils", "remove_hooks", "add_hooks"),
+            *_saving_changes(),
+            *grpo,
+        ]
+    )
     warn(logger, TRL.caution(trl.__version__))
 
 
@@ -177,6 +184,15 @@ def check_script(name: str, config: str, trainer: str) -> None:
     _raise_if_changed([*_script_changes(f"trl.scripts.{name}", {"make_parser": config, "main": trainer})])
 
 
+def check_launcher() -> None:
+    """Look for what TRL's commands are launched with.
+
+    Raises:
+        UnsupportedTRLError: as for `check_trl`.
+    """
+    _raise_if_changed([*_function_changes("trl.cli.accelerate_config", "resolve_accelerate_config_argument")])
+
+
 def trl_classes(found: type) -> list[type]:
     """Those of a class and its bases that are TRL's own, in the order of resolution."""
     return [one for one in found.__mro__ if one.__module__.partition(".")[0] == "trl"]
@@ -254,18 +270,19 @@ def _return_changes(tree: ast.AST | None) -> Iterator[str]:
         yield f"{GENERATION_CLASS}.generate returns something other than {_RETURNED_VALUES} values"
 
 
-def _hook_changes() -> Iterator[str]:
+def _function_changes(module_name: str, *names: str) -> Iterator[str]:
+    """Whether a module has functions that take one argument."""
     try:
-        module = import_module("trl.models.utils")
+        module = import_module(module_name)
     except ImportError as error:
-        yield f"trl.models.utils cannot be imported ({error})"
+        yield f"{module_name} cannot be imported ({error})"
         return
-    for name in ("remove_hooks", "add_hooks"):
+    for name in names:
         function = getattr(module, name, None)
         if not callable(function):
-            yield f"trl.models.utils has no {name}"
+            yield f"{module_name} has no {name}"
         elif len(inspect.signature(function).parameters) != 1:
-            yield f"trl.models.utils.{name} takes other parameters"
+            yield f"{module_name}.{name} takes other parameters"
 
 
 def _saving_changes() -> Iterator[str]:
@@ -376,9 +393,8 @@ def _signature_changes(trainer_class: type, name: str) -> Iterator[str]:
 def _script_changes(module_name: str, wanted: dict[str, str]) -> Iterator[str]:
     try:
         module = import_module(module_name)
-        import_module("trl.cli.accelerate_config").resolve_accelerate_config_argument  # noqa: B018
-    except (ImportError, AttributeError) as error:
-        yield f"{module_name} cannot be launched ({error})"
+    except ImportError as error:
+        yield f"{module_name} cannot be imported ({error})"
         return
     for function, name in wanted.items():
         found = getattr(module, function, None)

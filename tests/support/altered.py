@@ -67,6 +67,10 @@ def act(action: str) -> None:
         check_trainer(getattr(trl_lora_sync, name))
     elif kind == "script":
         importlib.import_module(f"trl_lora_sync.scripts.{name}").make_parser()
+    elif kind == "command":
+        from trl_lora_sync import _trl
+
+        _trl.accelerate_options(["--num_processes", "2"])
     else:
         from peft import LoraConfig
 

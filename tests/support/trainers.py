@@ -31,8 +31,8 @@ def prompts(texts: list[str] | None = None, *, conversational: bool = False) -> 
     )
 
 
-def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
-    """A run of a second.
+def sync_fields(base_url: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Fields of a run of a second, which the configuration of any trainer has.
 
     Args:
         folder: gets the output and, under `sync`, the adapter versions.
@@ -49,7 +49,6 @@ def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
         "lora_sync_timeout": 30.0,
         "lora_sync_generation_timeout": 60.0,
         "per_device_train_batch_size": 4,
-        "num_generations": 4,
         "max_completion_length": 16,
         "max_steps": 3,
         "learning_rate": 5e-3,
@@ -60,7 +59,12 @@ def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
         "bf16": False,
         "disable_tqdm": True,
     }
-    return GRPOConfig(**{**fields, **changes})
+    return {**fields, **changes}
+
+
+def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
+    """As `sync_fields`, with groups of four."""
+    return GRPOConfig(**sync_fields(base_url, folder, **{"num_generations": 4, **changes}))
 
 
 def grpo_trainer(

@@ -147,6 +147,13 @@ TRL_CASES: dict[str, Case] = {
         "main of trl.scripts.grpo does not take GRPOTrainer from trl when it is called",
     ),
     "nothing, for the script": ({}, {}, "script:grpo", None),
+    "nothing, for the command": ({}, {}, "command:", None),
+    "what launches a command elsewhere": (
+        {},
+        {"cli/accelerate_config.py": "cli/configs.py"},
+        "command:",
+        "trl.cli.accelerate_config cannot be imported",
+    ),
 }  # fmt: skip
 LAYER = "tuners/lora/layer.py"
 PEFT_CASES: dict[str, Case] = {
