@@ -137,7 +137,13 @@ KINDS = {
     "distillation": Kind(DistillationConfig, DistillationTrainer, {}, has_teacher=True),
     "gmpo": Kind(GMPOSyncConfig, GMPOSyncTrainer, GROUPS, has_reward=True),
     "gold": Kind(GOLDSyncConfig, GOLDSyncTrainer, {"lmbda": 1.0, "max_length": 64}, has_teacher=True, data=answered),
-    "sdpo": Kind(SDPOSyncConfig, SDPOSyncTrainer, GROUPS, has_reward=True, data=with_context),
+    "sdpo": Kind(
+        SDPOSyncConfig,
+        SDPOSyncTrainer,
+        {**GROUPS, "include_environment_feedback": True},
+        has_reward=True,
+        data=with_context,
+    ),
     "sdft": Kind(SDFTSyncConfig, SDFTSyncTrainer, {"num_generations": 1}, data=with_context),
     "iw_opd": Kind(IWOPDSyncConfig, IWOPDSyncTrainer, {"max_length": 64}, has_teacher=True, data=answered),
 }

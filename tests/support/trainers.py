@@ -62,9 +62,9 @@ def sync_fields(base_url: str, folder: Path, **changes: Any) -> dict[str, Any]:
     return {**fields, **changes}
 
 
-def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
+def grpo_config(base_url: str, folder: Path, *, config_class: type[Any] = GRPOConfig, **changes: Any) -> Any:
     """As `sync_fields`, with groups of four."""
-    return GRPOConfig(**sync_fields(base_url, folder, **{"num_generations": 4, **changes}))
+    return config_class(**sync_fields(base_url, folder, **{"num_generations": 4, **changes}))
 
 
 def grpo_trainer(
@@ -72,15 +72,18 @@ def grpo_trainer(
     model: Any,
     folder: Path,
     *,
-    trainer_class: type[GRPOTrainer] = GRPOTrainer,
+    trainer_class: type[Any] = GRPOTrainer,
     peft_config: Any = "plain",
     reward_funcs: Any = mean_byte,
     train_dataset: Dataset | None = None,
     eval_dataset: Dataset | None = None,
     trainer_kwargs: dict[str, Any] | None = None,
     **config: Any,
-) -> GRPOTrainer:
-    """A trainer through the public interface, with a `grpo_config` that is changed by `config`."""
+) -> Any:
+    """A trainer through the public interface, with a `grpo_config` that is changed by `config`.
+
+    By default of GRPO; RLOO's takes the same.
+    """
     return trainer_class(
         model=model if not isinstance(model, Path) else str(model),
         args=grpo_config(base_url, folder, **config),
