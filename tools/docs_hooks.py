@@ -16,6 +16,7 @@ from trl_lora_sync import errors
 from trl_lora_sync.adapter.support import supported_features
 from trl_lora_sync.cli.main import COMMANDS, make_parser
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
+from trl_lora_sync.versions import PEFT, TRL
 
 PACKAGE = Path(errors.__file__).parent
 _MARK = re.compile(r"<!-- made: ([a-z-]+) -->")
@@ -91,10 +92,11 @@ def support_table() -> str:
 
 
 def version_table() -> str:
-    """The versions of the engines, and how they are known."""
-    lines = ["| engine | run with this release | known from its source |", "|---|---|---|"]
+    """The versions of the engines and libraries, and how they are known."""
+    lines = ["| software | run with this release | known from its source |", "|---|---|---|"]
     lines += [
-        f"| {one.title} | {', '.join(one.run)} | {one.oldest} to {one.newest} |" for one in KNOWN_VERSIONS.values()
+        f"| {one.title} | {', '.join(one.run)} | {one.oldest} to {one.newest} |"
+        for one in (*KNOWN_VERSIONS.values(), TRL, PEFT)
     ]
     return "\n".join(lines)
 

@@ -1,6 +1,5 @@
 """Live tier: every kind of trainer that syncs adapters, through the public interface or with the two mixins."""
 
-import copy
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -11,19 +10,18 @@ import pytest
 import torch
 from make_model import make_model
 from support.kinds import KINDS
-from support.models import base_weights, same_tensors
+from support.models import base_weights, peft_model, randomize_adapter, same_tensors
 from support.policies import is_policy_of, sample, token_ids
 from support.servers import Proxy, adapters_on
 from support.trainers import METRICS, steps_of
 from vllm_server import VLLMServer
 
 Make = Callable[..., Any]
-# Enough to learn something of it: 32 completions, in groups of 8 where there are groups.
+# Enough to learn something.
 LEARNING = {
     "max_steps": 25,
     "learning_rate": 0.02,
     "lr_scheduler_type": "constant",
-    "per_device_train_batch_size": 32,
 }
 
 
@@ -72,22 +70,23 @@ def test_each_trainer_syncs_at_each_step_logs_it_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_trainer_samples_from_what_it_has_trained(kind: str, make: Make) -> None:
-    trainer = make(kind, learning_rate=0.05)
-    untrained = copy.deepcopy(trainer.model)
+def test_each_trainer_samples_from_its_adapter(kind: str, make: Make, base_model: Path) -> None:
+    trainer = make(kind, max_steps=1, temperature=1.0, top_p=1.0, top_k=0)
     trainer.train()
+    randomize_adapter(trainer.model, seed=1)
+    trainer.vllm_generation.sync_weights()
 
     rows = sample(trainer.vllm_generation, [token_ids(seed) for seed in range(8)])
 
     assert is_policy_of(trainer.model, rows)
-    assert not is_policy_of(untrained, rows), "the adapter is still so small that this proves nothing"
+    assert not is_policy_of(peft_model(base_model), rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "gmpo"])
 def test_reward_rises(kind: str, make: Make) -> None:
     """Measured from 0.10 to 0.54 with GRPO, 0.77 with RLOO and 0.74 with GMPO."""
-    trainer = make(kind, **LEARNING, num_generations=8, beta=0.0)
+    trainer = make(kind, **LEARNING, per_device_train_batch_size=32, num_generations=8, beta=0.0)
 
     trainer.train()
 
@@ -99,8 +98,8 @@ def test_reward_rises(kind: str, make: Make) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distillation", "gold", "sdft"])
 def test_loss_falls(kind: str, make: Make) -> None:
-    """Measured with a batch of 4 and 30 steps: 0.32 to 0.17 with distillation, 0.35 to 0.14 with GOLD."""
-    trainer = make(kind, **LEARNING)
+    """Measured from 0.32 to 0.17 with distillation, 0.35 to 0.14 with GOLD and 0.024 to 0.014 with SDFT."""
+    trainer = make(kind, **{**LEARNING, "learning_rate": 0.01})
 
     trainer.train()
 
@@ -123,9 +122,8 @@ def test_evaluation_after_training_publishes_the_adapter_once_more(
     assert len(adapters_on(clean_server.base_url)) == 1
 
 
-@pytest.mark.parametrize("kind", ["gold", "iw_opd"])
-def test_trainer_that_syncs_at_every_other_step_does(kind: str, make: Make, proxy: Proxy) -> None:
-    trainer = make(kind, proxy.base_url, max_steps=4, vllm_sync_frequency=2)
+def test_trainer_that_syncs_at_every_other_step_does(make: Make, proxy: Proxy) -> None:
+    trainer = make("gold", proxy.base_url, max_steps=4, vllm_sync_frequency=2)
 
     trainer.train()
 

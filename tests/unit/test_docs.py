@@ -39,7 +39,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_marks_are_replaced_by_what_they_stand_for() -> None:
     made = docs_hooks.on_page_markdown("before <!-- made: versions --> after")
-    assert made.startswith("before | engine |")
+    assert made.startswith("before | software |")
     assert made.endswith("| after")
 
 
