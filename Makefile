@@ -6,7 +6,8 @@ ARGS ?=
 TRAINER := .venv
 SERVER := .venv-vllm
 SOURCES := trl_lora_sync tests examples benchmarks tools
-# Older TRL versions that the tests run as well; 1.16 is the one in $(TRAINER).
+# Other TRL versions that the tests run as well; 1.16 is the one in $(TRAINER). To try a newer one as soon as it is out:
+#   make trl-versions TRL_VERSIONS=1.18.0 && make test ARGS="tests/live/test_trl_versions.py -k 1.18.0"
 TRL_VERSIONS := 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0
 # What the tests of the ways of training need besides: two extras of the package, and what DeepSpeed imports. einops to
 # py-cpuinfo are DeepSpeed's own requirements that $(TRAINER) lacks. The last is for a vLLM server with a 4-bit base.
@@ -23,7 +24,7 @@ help:
 	@echo "make bench      what one sync costs"
 	@echo "make venv       the trainer's environment, $(TRAINER)"
 	@echo "make venv-vllm  the vLLM server's environment, $(SERVER)"
-	@echo "make trl-versions  older TRL versions for the tests"
+	@echo "make trl-versions  other TRL versions for the tests"
 	@echo "make launchers  DeepSpeed and bitsandbytes for the tests"
 	@echo "make clean      remove all of the above and what they wrote"
 

@@ -16,6 +16,7 @@ from trl_lora_sync import errors
 from trl_lora_sync.adapter.support import supported_features
 from trl_lora_sync.cli.main import COMMANDS, make_parser
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
+from trl_lora_sync.versions import PEFT, TRL
 
 PACKAGE = Path(errors.__file__).parent
 _MARK = re.compile(r"<!-- made: ([a-z-]+) -->")
@@ -91,30 +92,29 @@ def support_table() -> str:
 
 
 def version_table() -> str:
-    """The versions of the engines, and how they are known."""
-    lines = ["| engine | run with this release | known from its source |", "|---|---|---|"]
+    """The versions of the engines and libraries, and how they are known."""
+    lines = ["| software | run with this release | known from its source |", "|---|---|---|"]
     lines += [
-        f"| {one.title} | {', '.join(one.run)} | {one.oldest} to {one.newest} |" for one in KNOWN_VERSIONS.values()
+        f"| {one.title} | {', '.join(one.run)} | {one.oldest} to {one.newest} |"
+        for one in (*KNOWN_VERSIONS.values(), TRL, PEFT)
     ]
     return "\n".join(lines)
 
 
 def settings_table() -> str:
-    """The fields of `GRPOConfig` beyond TRL's."""
-    from trl_lora_sync.config import GRPOConfig
+    """The fields of `LoRASyncConfig`, which all of this package's configurations have beside TRL's."""
+    from trl_lora_sync.config import LoRASyncConfig
 
-    (base,) = GRPOConfig.__bases__
-    theirs = {field.name for field in dataclasses.fields(base)}
     lines = ["| field | default | meaning |", "|---|---|---|"]
-    ours = [field for field in dataclasses.fields(GRPOConfig) if field.name not in theirs]
+    ours = dataclasses.fields(LoRASyncConfig)
     lines += [f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} |" for field in ours]
     return "\n".join(lines)
 
 
 def command_help() -> str:
-    """What `--help` says, for all commands; `grpo` has TRL's own, which is long."""
+    """What `--help` says, for all commands but those of training, which have TRL's own long ones."""
     parts = [f"```text\n{make_parser().format_help().rstrip()}\n```"]
-    names = [name for name in COMMANDS if name != "grpo"]
+    names = [name for name in COMMANDS if name not in ("grpo", "rloo", "distillation")]
     parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in names]
     return "\n\n".join(parts)
 

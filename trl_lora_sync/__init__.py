@@ -1,4 +1,4 @@
-"""GRPO with LoRA in TRL: update the vLLM policy by loading the adapter, instead of merging and sending every weight.
+"""LoRA in TRL's online trainers: update the vLLM policy by loading the adapter, instead of sending every weight.
 
     from trl_lora_sync import GRPOConfig, GRPOTrainer      # instead of: from trl import ...
     args = GRPOConfig(use_vllm=True, vllm_mode="server", vllm_sync_strategy="lora_adapter", ...)
@@ -11,19 +11,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.export import ExportedAdapter, export_adapter
-    from trl_lora_sync.config import GRPOConfig
+    from trl_lora_sync.config import GRPOConfig, LoRASyncConfig
+    from trl_lora_sync.distillation import DistillationConfig, DistillationTrainer
     from trl_lora_sync.errors import LoRASyncError
-    from trl_lora_sync.trainers import GRPOTrainer
+    from trl_lora_sync.rloo import RLOOConfig, RLOOTrainer
+    from trl_lora_sync.trainers import GRPOTrainer, LoRASyncTrainer
 
     __version__: str
 
-__all__ = ["ExportedAdapter", "GRPOConfig", "GRPOTrainer", "LoRASyncError", "export_adapter"]
+__all__ = [
+    "DistillationConfig",
+    "DistillationTrainer",
+    "ExportedAdapter",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "LoRASyncConfig",
+    "LoRASyncError",
+    "LoRASyncTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "export_adapter",
+]
 
 _HOMES = {
+    "DistillationConfig": "distillation",
+    "DistillationTrainer": "distillation",
     "ExportedAdapter": "adapter.export",
     "GRPOConfig": "trainers",  # with the check of the installed TRL
     "GRPOTrainer": "trainers",
+    "LoRASyncConfig": "trainers",
     "LoRASyncError": "errors",
+    "LoRASyncTrainer": "trainers",
+    "RLOOConfig": "rloo",
+    "RLOOTrainer": "rloo",
     "export_adapter": "adapter.export",
 }
 

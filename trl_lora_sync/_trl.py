@@ -1,23 +1,26 @@
-"""Every private TRL name this package touches. What a class or a signature shows is checked at import.
+"""Every private TRL name this package touches; `trl_checks` looks for them before they are used.
 
 Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 
-- `trl.trainer.grpo_trainer.VLLMGeneration`, a module global that `GRPOTrainer.__init__` resolves when it builds its
-  generation object; there is no argument to pass another class. The rebinding below can go once TRL takes one.
+- `VLLMGeneration`, a global of the trainer's module, or imported inside its `__init__` from
+  `trl.generation.vllm_generation`, where it builds its generation object; there is no argument to pass another class.
+  The rebinding below can go once TRL takes one.
+- `is_vllm_available`, a global of some trainers' modules, asked there before the generation object is built.
 - `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
-- what `VLLMGeneration.__init__` stores under the names of `_INIT_PARAMETERS`, and that it calls `_init_vllm()` last.
-- `GRPOTrainer.vllm_generation`, `._metrics`, `._last_loaded_step`, which exist on instances only.
+- what `VLLMGeneration.__init__` stores under the names of its parameters, and that it calls `_init_vllm()` afterwards.
+- `vllm_generation`, `_metrics` and one of `LAST_SYNC_FIELDS` of a trainer, which exist on instances only.
 - `Trainer._save(output_dir, state_dict)` and `.is_fsdp_enabled` of Transformers; the former can go once its
   `save_model` saves PEFT adapters under FSDP with sharded state dicts.
-- `trl.scripts.grpo`: `make_parser(prog=...)` and `main(*parsed)` take `GRPOConfig` and `GRPOTrainer` from `trl` when
-  they are called; there is no argument to pass other classes.
+- `trl.scripts.grpo` and its siblings: `make_parser(prog=...)` and `main(*parsed)` take the configuration and the
+  trainer from `trl` when they are called; there is no argument to pass other classes.
+- `trl.cli.accelerate_config.resolve_accelerate_config_argument(arguments)`, as `trl grpo` uses it.
 - `trl.models.utils`: `remove_hooks(engine)` and `add_hooks(engine)` take DeepSpeed's ZeRO-3 hooks off a model and put
   them back, as TRL does for its own generation.
 """
 
-import inspect
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -26,52 +29,68 @@ from typing import Any
 
 import torch
 import trl
-from packaging.version import Version
 from safetensors.torch import save_file
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 
-from trl_lora_sync.errors import UnsupportedTRLError
+from trl_lora_sync.trl_checks import (
+    GENERATION_CLASS,
+    GENERATION_MODULE,
+    LAST_SYNC_FIELDS,
+    check_launcher,
+    check_script,
+    check_trl,
+    trl_classes,
+)
 
-OLDEST, BELOW = Version("1.11"), Version("1.17.dev0")
-_GENERATION_ATTRIBUTE = "VLLMGeneration"
-_GENERATE_PARAMETERS = ("self", "prompts", "images", "num_generations", "profiler")
-_INIT_PARAMETERS = frozenset(
-    {
-        "model", "accelerator", "processing_class", "mode", "structured_outputs_regex", "temperature", "top_p",
-        "top_k", "min_p", "repetition_penalty", "max_completion_length", "logprobs", "generation_kwargs",
-    }
-)  # fmt: skip
+check_trl()
+
+_AVAILABLE = "is_vllm_available"
+# Of no step, also when a frequency is added to it.
+_NEVER_SYNCED = -(1 << 31)
 _rebinding = threading.RLock()  # a reward function may build a trainer of its own
 
 
 @contextmanager
-def generation_class(factory: Callable[..., VLLMGeneration]) -> Iterator[None]:
-    """Let `GRPOTrainer.__init__` build its generation object with `factory`, and put TRL's class back afterwards."""
-    with _rebinding:
-        original = getattr(grpo_trainer, _GENERATION_ATTRIBUTE)
-        setattr(grpo_trainer, _GENERATION_ATTRIBUTE, factory)
-        try:
-            yield
-        finally:
-            setattr(grpo_trainer, _GENERATION_ATTRIBUTE, original)
+def generation_class(trainer_class: type, factory: Callable[..., Any]) -> Iterator[None]:
+    """Let a trainer build its generation object with `factory` where vLLM is not installed, and undo it afterwards."""
+    modules = {sys.modules[one.__module__] for one in trl_classes(trainer_class)}
+    names = {GENERATION_CLASS: factory, _AVAILABLE: lambda *_, **__: True}
+    places = [(module, name) for module in modules for name in names]
+    places.append((import_module(GENERATION_MODULE), GENERATION_CLASS))
+    with _rebinding, _replaced({place: names[place[1]] for place in places if hasattr(*place)}):
+        yield
 
 
 @contextmanager
-def grpo_script(config: type, trainer: type) -> Iterator[ModuleType]:
-    """TRL's `trl grpo` script, which finds `config` and `trainer` under TRL's names while the block lasts."""
-    script = import_module("trl.scripts.grpo")
-    for name in ("make_parser", "main"):
-        if not callable(getattr(script, name, None)):
-            raise _unsupported(f"trl.scripts.grpo has no {name}")
-    with _rebinding:
-        originals = {"GRPOConfig": trl.GRPOConfig, "GRPOTrainer": trl.GRPOTrainer}
-        trl.GRPOConfig, trl.GRPOTrainer = config, trainer
-        try:
-            yield script
-        finally:
-            for name, original in originals.items():
-                setattr(trl, name, original)
+def script(name: str, config: type, trainer: type) -> Iterator[ModuleType]:
+    """TRL's script of that name, such as `grpo`, which finds both classes under TRL's names while the block lasts."""
+    check_script(name, config.__name__, trainer.__name__)
+    places = {(trl, one.__name__): one for one in (config, trainer)}
+    with _rebinding, _replaced(places):
+        yield import_module(f"trl.scripts.{name}")
+
+
+def accelerate_options(arguments: Sequence[str]) -> list[str]:
+    """What `accelerate launch` is given for `arguments`, with TRL's own configurations by their names.
+
+    Raises:
+        ValueError: there is no such configuration.
+    """
+    check_launcher()
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    return list(resolve_accelerate_config_argument(list(arguments)))
+
+
+@contextmanager
+def _replaced(values: Mapping[tuple[ModuleType, str], Any]) -> Iterator[None]:
+    originals = {place: getattr(*place) for place in values}
+    try:
+        for place, value in values.items():
+            setattr(*place, value)
+        yield
+    finally:
+        for place, original in originals.items():
+            setattr(*place, original)
 
 
 @contextmanager
@@ -109,7 +128,9 @@ def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozens
 
 def forget_last_sync(trainer: Any) -> None:
     """Make the trainer sync before it generates again, even at the same `global_step`."""
-    trainer._last_loaded_step = -1
+    for name in LAST_SYNC_FIELDS:
+        if hasattr(trainer, name):
+            setattr(trainer, name, _NEVER_SYNCED)
 
 
 def saves_shards_only(trainer: Any) -> bool:
@@ -130,34 +151,3 @@ def save_adapter(trainer: Any, output_dir: str | None, matrices: dict[str, torch
     """
     trainer._save(output_dir, state_dict={})
     save_file(matrices, Path(output_dir or trainer.args.output_dir) / "adapter_model.safetensors", {"format": "pt"})
-
-
-def check_trl() -> None:
-    """Raise unless the installed TRL has the names above.
-
-    Raises:
-        UnsupportedTRLError: says which TRL is supported.
-    """
-    found = Version(trl.__version__)
-    if not OLDEST <= found < BELOW:
-        raise _unsupported("it is outside that range")
-    if not hasattr(grpo_trainer, _GENERATION_ATTRIBUTE):
-        raise _unsupported("trl.trainer.grpo_trainer has no VLLMGeneration")
-    for method in ("_init_vllm", "sync_weights", "generate"):
-        if not callable(getattr(VLLMGeneration, method, None)):
-            raise _unsupported(f"VLLMGeneration has no method {method}")
-    if tuple(inspect.signature(VLLMGeneration.generate).parameters) != _GENERATE_PARAMETERS:
-        raise _unsupported("VLLMGeneration.generate takes other parameters")
-    missing = _INIT_PARAMETERS - set(inspect.signature(VLLMGeneration.__init__).parameters)
-    if missing:
-        raise _unsupported(f"VLLMGeneration takes no {', '.join(sorted(missing))}")
-
-
-def _unsupported(reason: str) -> UnsupportedTRLError:
-    return UnsupportedTRLError(
-        f"trl-lora-sync supports TRL 1.11 to 1.16, and TRL {trl.__version__} is installed: {reason}. "
-        "Install a supported one with: pip install 'trl>=1.11,<1.17'"
-    )
-
-
-check_trl()

@@ -8,20 +8,29 @@ from typing import TYPE_CHECKING, Any, Literal
 import trl
 
 from trl_lora_sync.errors import UnsupportedSettingError
-from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url
+from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
+from trl_lora_sync.trl_checks import refuse_others
 
 if TYPE_CHECKING:
     from trl_lora_sync.settings import SyncSettings
 
 # What a collective needs beyond the time that process 0 may take.
 _COLLECTIVE_MARGIN_S = 60.0
+# The fields of TRL's own that are read here, which every configuration of a trainer that samples on a server has.
+_TRL_FIELDS = (
+    "use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
+)  # fmt: skip
 
 
 @dataclass
-class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
-    r"""TRL's `GRPOConfig` with the choice of how the policy reaches the vLLM or SGLang server.
+class LoRASyncConfig:
+    r"""The choice of how the policy reaches the vLLM or SGLang server, to be mixed into a configuration of TRL.
 
-    With `vllm_sync_strategy="weights"`, the default, it is TRL's own in every respect.
+    With `vllm_sync_strategy="weights"`, the default, the configuration is TRL's own in every respect. For a trainer
+    that this package has no class of:
+
+        @dataclass
+        class MyGMPOConfig(LoRASyncConfig, GMPOConfig): ...
 
     Args:
         vllm_sync_strategy (`str`, *optional*, defaults to `"weights"`):
@@ -177,10 +186,15 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[misc]
         check_choice("vllm_sync_strategy", self.vllm_sync_strategy, ("weights", "lora_adapter"))
         if self.vllm_sync_strategy == "lora_adapter":
             check_sync_fields(self)
+
+
+@dataclass
+class GRPOConfig(LoRASyncConfig, trl.GRPOConfig):  # type: ignore[misc]
+    """TRL's `GRPOConfig` with the fields of `LoRASyncConfig`."""
 
 
 def check_sync_fields(args: Any) -> None:
@@ -189,6 +203,8 @@ def check_sync_fields(args: Any) -> None:
     Raises:
         UnsupportedSettingError: naming the field, the value seen and the one expected.
     """
+    refuse_others(type(args))
+    _check_fields(args)
     check_choice("vllm_server_engine", args.vllm_server_engine, ("auto", "vllm", "sglang"))
     check_choice("vllm_server_sleep", args.vllm_server_sleep, ("off", "kv_cache"))
     check_choice("lora_sync_transport", args.lora_sync_transport, ("auto", "disk", "push", "tensors"))
@@ -223,8 +239,32 @@ def check_sync_fields(args: Any) -> None:
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
     _check_start(args)
-    _check_generation_kwargs(args.generation_kwargs or {})
-    server_urls(args)
+    _check_generation_kwargs(getattr(args, "generation_kwargs", None) or {})
+    _check_teacher(args, server_urls(args))
+
+
+def _check_fields(args: Any) -> None:
+    missing = [name for name in _TRL_FIELDS if not hasattr(args, name)]
+    if missing:
+        raise UnsupportedSettingError(
+            f'{type(args).__name__} cannot be used with vllm_sync_strategy="lora_adapter": it has no '
+            f"{', '.join(missing)}, so its trainer does not sample on a server by TRL's means. Set "
+            'vllm_sync_strategy="weights".'
+        )
+
+
+def _check_teacher(args: Any, urls: tuple[str, ...]) -> None:
+    """Refuse a teacher on one of the servers, which would be the base model and not the policy that is trained.
+
+    Source: `VLLMClient.model` is the first model that a server lists, TRL 1.16.
+    """
+    url = getattr(args, "teacher_model_server_url", None)
+    if getattr(args, "use_teacher_server", url is not None) and (url is None or is_same_server(url, urls)):
+        seen = "use_teacher_server=True" if url is None else f"teacher_model_server_url={url!r}"
+        fix = "Set use_teacher_server=False" if url is None else "Serve the teacher from a server that is not sampled"
+        raise _contradiction(
+            seen, "TRL would ask the server for its base model there, without the adapter that is trained", fix
+        )
 
 
 def _check_timeout(name: str, seconds: float, args: Any) -> None:
@@ -297,7 +337,7 @@ def server_urls(args: Any) -> tuple[str, ...]:
     return plain
 
 
-def sync_settings(args: GRPOConfig) -> "SyncSettings":
+def sync_settings(args: Any) -> "SyncSettings":
     """The trainer's arguments as the one object that is passed down."""
     import torch
 

@@ -1,7 +1,8 @@
 """Every error this package raises on purpose.
 
     LoRASyncError
-    ├── UnsupportedTRLError      (ImportError)       the installed TRL is not one we were read on
+    ├── UnsupportedTRLError      (ImportError)       the installed TRL differs from those we were read on
+    ├── UnsupportedPEFTError     (ImportError)       the installed PEFT differs from those we were read on
     ├── UnsupportedSettingError  (ValueError)        a trainer setting that adapter sync cannot honour
     │   └── UnsupportedAdapterError                  a PEFT feature that no server could serve exactly
     ├── AdapterNotFiniteError    (ArithmeticError)   the adapter holds NaN or infinity
@@ -29,7 +30,11 @@ class LoRASyncError(Exception):
 
 
 class UnsupportedTRLError(LoRASyncError, ImportError):
-    """The installed TRL lacks a name this package builds on."""
+    """The installed TRL has something that this package builds on in another form."""
+
+
+class UnsupportedPEFTError(LoRASyncError, ImportError):
+    """The installed PEFT has something that this package builds on in another form."""
 
 
 class UnsupportedSettingError(LoRASyncError, ValueError):

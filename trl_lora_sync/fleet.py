@@ -18,6 +18,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.connect import wait_until_up
+from trl_lora_sync.engines.known import KNOWN_VERSIONS
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterRejectedError,
@@ -117,12 +118,21 @@ class Fleet:
         preflight = self._preflight = Preflight(base, adapter, transport, is_strict=is_strict, trial=trial)
         _each(self.servers, lambda server: preflight.check(server, deadline))
         self._try_out(self.servers, adapter if trial is None else trial.read(self.capabilities), deadline)
+        self._warn_of_untested()
 
     def _try_out(self, servers: Sequence[FleetServer], adapter: CanonicalAdapter, deadline: Deadline) -> None:
         preflight = self._preflight
         assert preflight is not None
         with preflight.on_trial(servers, adapter, deadline) as stored:
             _each(servers, lambda server: preflight.try_out(server, stored, deadline))
+
+    def _warn_of_untested(self) -> None:
+        """Once for each version that no test ran on, however many servers have it."""
+        served = {(server.engine.capabilities.engine, server.engine.capabilities.version) for server in self.servers}
+        for engine, version in sorted(served):
+            caution = KNOWN_VERSIONS[engine].caution(version)
+            if caution:
+                logger.warning("%s Look closer with: trl-lora-sync doctor %s", caution, self.servers[0].base_url)
 
     def disconnect(self) -> None:
         """Give up all connections and threads."""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +32,21 @@ def is_local_url(url: str) -> bool:
     except (OSError, UnicodeError):  # unknown, or no possible host name
         return False
     return any(_can_bind(family, address) for family, _, _, _, address in addresses)
+
+
+def is_same_server(url: str, others: Iterable[str]) -> bool:
+    """Whether a URL is of one of the others' servers: of the same port, and of the same host or of this one as well."""
+    host, port = _host_and_port(url)
+    return any(
+        port == other_port and (host == other_host or (is_local_url(url) and is_local_url(other)))
+        for other in others
+        for other_host, other_port in [_host_and_port(other)]
+    )
+
+
+def _host_and_port(url: str) -> tuple[str | None, int]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _can_bind(family: int, address: Any) -> bool:

@@ -1,35 +1,41 @@
 """TRL's trainers, building our generation object instead of theirs when adapter sync is chosen."""
 
-from functools import partial
-from inspect import signature
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import trl
 
 from trl_lora_sync import _trl
-from trl_lora_sync.config import GRPOConfig
+from trl_lora_sync.config import GRPOConfig, LoRASyncConfig
+from trl_lora_sync.trl_checks import check_arguments, check_built, check_trainer, trl_classes
 
 if TYPE_CHECKING:
+    from trl_lora_sync.generation import LoRASyncGeneration
     from trl_lora_sync.metrics import SyncReport, SyncTotals
 
-# Not looked up again: `trl-lora-sync grpo` puts the class below under TRL's name while TRL's script runs.
-_trl_init = trl.GRPOTrainer.__init__
 
+class LoRASyncTrainer:
+    """What makes a trainer of TRL's sync adapters, to be mixed into one that samples with vLLM.
 
-class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
-    """TRL's `GRPOTrainer`; with `vllm_sync_strategy="lora_adapter"` the server loads the adapter at each sync.
+    With `vllm_sync_strategy="lora_adapter"` in its configuration the server loads the adapter at each sync. With
+    `"weights"`, or a configuration of TRL's own, the trainer *is* TRL's. It takes TRL's arguments, unchanged. For a
+    trainer that this package has no class of:
 
-    Takes TRL's arguments, unchanged. With `"weights"`, or a plain `trl.GRPOConfig`, it *is* TRL's trainer.
+        class MyGMPOTrainer(LoRASyncTrainer, GMPOTrainer): ...
 
     Raises:
         UnsupportedSettingError: at construction, before the model is loaded, for settings or PEFT features that a
-            server could not serve exactly.
+            server could not serve exactly, and for trainers that adapter sync is not for.
+        UnsupportedTRLError: the trainer of the installed TRL does something otherwise than is known here.
     """
 
+    accelerator: Any
+    model: Any
+    vllm_generation: "LoRASyncGeneration"
     _totals: "SyncTotals | None" = None  # of the training that runs
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = signature(_trl_init).bind(self, *args, **kwargs).arguments
+        given = _given(type(self), args, kwargs)
         config: Any = given.get("args")
         self._syncs_adapters = getattr(config, "vllm_sync_strategy", "weights") == "lora_adapter"
         if not self._syncs_adapters:
@@ -39,17 +45,24 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         from trl_lora_sync.config import check_sync_fields, sync_settings
         from trl_lora_sync.generation import LoRASyncGeneration
 
+        check_trainer(type(self))
         check_sync_fields(config)  # fields may have been set after the config was made
         check_model(given["model"], given.get("peft_config"))
-        factory = partial(LoRASyncGeneration, settings=sync_settings(config), on_sync=self._record_sync)
-        with _trl.generation_class(factory):
+        settings = sync_settings(config)
+
+        def build(*arguments: Any, **named: Any) -> LoRASyncGeneration:
+            check_arguments(LoRASyncGeneration, *arguments, **named)
+            return LoRASyncGeneration(*arguments, **named, settings=settings, on_sync=self._record_sync)
+
+        with _trl.generation_class(type(self), build):
             super().__init__(*args, **kwargs)
+        check_built(self, LoRASyncGeneration)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`; afterwards, or on an error, the versions are unloaded and deleted, and the syncs summed up."""
         self._totals = None
         try:
-            return super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._release_adapters()
             self._sum_up()
@@ -61,7 +74,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         """
         if self._syncs_adapters and not _internal_call and _trl.saves_shards_only(self):
             self._save_adapter(output_dir)
-        super().save_model(output_dir, _internal_call)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _save_adapter(self, output_dir: str | None) -> None:
         from trl_lora_sync.distributed import run_on_main
@@ -73,7 +86,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         """TRL's `compute_loss`, before which a server that sleeps between steps is sent to sleep."""
         if self._syncs_adapters and self.model.training:
             self.vllm_generation.sleep()
-        return super().compute_loss(*args, **kwargs)
+        return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def _release_adapters(self) -> None:
         if self._syncs_adapters:
@@ -94,4 +107,25 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         )
 
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer is given, by the names of TRL's parameters.
+
+    Raises:
+        TypeError: as TRL's own `__init__` does.
+    """
+    init = next(one.__init__ for one in trl_classes(trainer_class) if "__init__" in vars(one))  # type: ignore[misc]
+    signature = inspect.signature(init)
+    given = dict(signature.bind(None, *args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            given.pop(name, None)
+    return given
+
+
+class GRPOTrainer(LoRASyncTrainer, trl.GRPOTrainer):  # type: ignore[misc]
+    """TRL's `GRPOTrainer`, which syncs adapters as `LoRASyncTrainer` says."""
+
+
+__all__ = ["GRPOConfig", "GRPOTrainer", "LoRASyncConfig", "LoRASyncTrainer"]

@@ -32,6 +32,8 @@ WAYS = {
     "fsdp1-orig-qlora": (["--multi_gpu"], True),
     "fsdp2-qlora": (["--multi_gpu"], True),
     "fsdp2-whole-qlora": (["--multi_gpu"], True),
+    "ddp-rloo": (["--multi_gpu"], False),
+    "zero3-rloo": (["--use_deepspeed", "--zero_stage", "3"], True),
 }
 # Between a 4-bit base in the trainer and the same base unquantised in the server: measured 0.09 to 0.13.
 QUANTISED_MEAN = 0.3
@@ -71,9 +73,11 @@ def on_all(launched: Seen, step: str) -> list[Any]:
 
 
 def test_served_policy_is_the_trained_one_at_each_step(launched: Seen) -> None:
-    """With QLoRA, but for the quantisation of the base."""
+    """With QLoRA, but for the quantisation of the base. RLOO compares nothing by itself; the proofs below do."""
     for steps in on_all(launched, "train"):
-        assert len(steps) == 2
+        assert [step["lora_sync/version"] for step in steps] == [1, 2]
+        if launched["way"].endswith("rloo"):
+            continue
         for step in steps:
             if launched["way"].endswith("qlora"):
                 assert step["sampling/sampling_logp_difference/mean"] < QUANTISED_MEAN

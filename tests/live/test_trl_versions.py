@@ -7,29 +7,32 @@ import json
 import math
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
+from support.altered import altered_copy
 from support.policies import RATIO_SPREAD
 from support.processes import run
 from support.servers import adapters_on
 from support.trainers import METRICS
 from vllm_server import VLLMServer
 
+from trl_lora_sync.versions import TRL
+
 TESTS = Path(__file__).parents[1]
 FOLDER_VARIABLE = "TRL_LORA_SYNC_TRL_VERSIONS_DIR"
-VERSIONS = ["1.11.0", "1.12.0", "1.13.0", "1.14.2", "1.15.0"]  # 1.16 is what all other tests run on
+FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".trl-versions")
+# Those that were tested, but for the one that all other tests run on, and whatever else was unpacked there.
+VERSIONS = sorted({*TRL.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("trl")}, key=Version)
 RUN_TIMEOUT_S = 200.0
 
 
-def folder_of(version: str) -> Path:
-    return Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".trl-versions") / version
-
-
-def short_run(version: str, server: VLLMServer, base_model: Path, folder: Path) -> dict[str, Any]:
-    """Train in a process of its own."""
-    trl = folder_of(version)
+def short_run(trl: Path, server: VLLMServer, base_model: Path, folder: Path) -> dict[str, Any]:
+    """Train in a process of its own with the TRL in a folder."""
+    version = trl.name
     if not (trl / "trl").is_dir():
         raise FileNotFoundError(
             f"TRL {version} is not in {trl}. Run `make trl-versions`, or install it there: "
@@ -37,7 +40,9 @@ def short_run(version: str, server: VLLMServer, base_model: Path, folder: Path) 
         )
     command = [sys.executable, TESTS / "support" / "short_run.py", server.base_url, base_model, folder]
     path = os.pathsep.join(map(str, [trl, TESTS]))
-    ended = run(command, folder / "log", RUN_TIMEOUT_S, env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    path += os.pathsep + os.environ.get("PYTHONPATH", "")
+    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = run(command, folder / "log", RUN_TIMEOUT_S, env=env)
     assert ended.code == 0, ended.output
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result | {"output": ended.output}
@@ -48,10 +53,29 @@ def short_run(version: str, server: VLLMServer, base_model: Path, folder: Path) 
 def test_the_same_run_works_on_every_supported_trl(
     version: str, server: VLLMServer, base_model: Path, tmp_path: Path
 ) -> None:
-    result = short_run(version, server, base_model, tmp_path)
+    result = short_run(FOLDER / version, server, base_model, tmp_path)
 
     assert result["trl"] == version
-    assert Path(result["trl_path"]).is_relative_to(folder_of(version))
+    assert Path(result["trl_path"]).is_relative_to(FOLDER / version)
+    check_run(result, server, tmp_path)
+    assert ("is newer than" in result["output"]) == (version not in TRL.run)
+
+
+@pytest.mark.slow
+def test_a_trl_to_come_in_which_nothing_changed_trains_with_one_warning(
+    server: VLLMServer, base_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "1.99.0").mkdir()
+    altered_copy("trl", tmp_path / "1.99.0", {}, version="1.99.0")
+
+    result = short_run(tmp_path / "1.99.0", server, base_model, tmp_path)
+
+    assert result["trl"] == "1.99.0"
+    check_run(result, server, tmp_path)
+    assert result["output"].count("TRL 1.99.0 is newer than 1.16, the last that adapter sync was written for.") == 1
+
+
+def check_run(result: dict[str, Any], server: VLLMServer, folder: Path) -> None:
     assert not result["vllm"]
     steps = [entry for entry in result["log"] if "lora_sync/version" in entry]
     assert [step["lora_sync/version"] for step in steps] == [1, 2, 3]
@@ -63,5 +87,5 @@ def test_the_same_run_works_on_every_supported_trl(
     assert result["moved"], "training did not change the adapter"
     assert math.isfinite(result["evaluated"]["eval_reward"])
     assert result["output"].count("LoRA adapter sync: vllm") == 1
-    assert not (tmp_path / "sync").exists(), "versions were left at exit"
-    assert not [path for path in adapters_on(server.base_url).values() if str(tmp_path) in path]
+    assert not (folder / "sync").exists(), "versions were left at exit"
+    assert not [path for path in adapters_on(server.base_url).values() if str(folder) in path]

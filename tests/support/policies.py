@@ -29,12 +29,13 @@ def sample(generation: Any, prompts: list[list[int]]) -> list[Row]:
 
     All of full length: noise is told from another policy by a mean, which says little about one or two tokens.
     """
-    chosen = generation.generation_kwargs
-    generation.generation_kwargs = {**chosen, "ignore_eos": True}
+    chosen = generation.generation_kwargs, generation.logprobs
+    generation.generation_kwargs = {**generation.generation_kwargs, "ignore_eos": True}
+    generation.logprobs = 0  # which not every trainer asks for
     try:
         prompt_ids, completion_ids, logprobs, _ = generation.generate(prompts, None, num_generations=1)
     finally:
-        generation.generation_kwargs = chosen
+        generation.generation_kwargs, generation.logprobs = chosen
     assert prompt_ids == prompts
     served = [torch.tensor([token[0] for token in row]) for row in logprobs]
     return list(zip(prompt_ids, completion_ids, served, strict=True))

@@ -31,8 +31,8 @@ def prompts(texts: list[str] | None = None, *, conversational: bool = False) -> 
     )
 
 
-def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
-    """A run of a second.
+def sync_fields(base_url: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Fields of a run of a second, which the configuration of any trainer has.
 
     Args:
         folder: gets the output and, under `sync`, the adapter versions.
@@ -49,7 +49,6 @@ def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
         "lora_sync_timeout": 30.0,
         "lora_sync_generation_timeout": 60.0,
         "per_device_train_batch_size": 4,
-        "num_generations": 4,
         "max_completion_length": 16,
         "max_steps": 3,
         "learning_rate": 5e-3,
@@ -60,7 +59,12 @@ def grpo_config(base_url: str, folder: Path, **changes: Any) -> GRPOConfig:
         "bf16": False,
         "disable_tqdm": True,
     }
-    return GRPOConfig(**{**fields, **changes})
+    return {**fields, **changes}
+
+
+def grpo_config(base_url: str, folder: Path, *, config_class: type[Any] = GRPOConfig, **changes: Any) -> Any:
+    """As `sync_fields`, with groups of four."""
+    return config_class(**sync_fields(base_url, folder, **{"num_generations": 4, **changes}))
 
 
 def grpo_trainer(
@@ -68,15 +72,18 @@ def grpo_trainer(
     model: Any,
     folder: Path,
     *,
-    trainer_class: type[GRPOTrainer] = GRPOTrainer,
+    trainer_class: type[Any] = GRPOTrainer,
     peft_config: Any = "plain",
     reward_funcs: Any = mean_byte,
     train_dataset: Dataset | None = None,
     eval_dataset: Dataset | None = None,
     trainer_kwargs: dict[str, Any] | None = None,
     **config: Any,
-) -> GRPOTrainer:
-    """A trainer through the public interface, with a `grpo_config` that is changed by `config`."""
+) -> Any:
+    """A trainer through the public interface, with a `grpo_config` that is changed by `config`.
+
+    By default of GRPO; RLOO's takes the same.
+    """
     return trainer_class(
         model=model if not isinstance(model, Path) else str(model),
         args=grpo_config(base_url, folder, **config),

@@ -26,7 +26,7 @@ from support.models import base_weights, nf4, peft_model, randomize_adapter, sam
 from support.policies import distance, sample, token_ids
 from support.trainers import grpo_trainer, steps_of
 from support.two_processes import Outcome, attempt
-from trl_lora_sync import GRPOTrainer, export_adapter
+from trl_lora_sync import GRPOTrainer, RLOOConfig, RLOOTrainer, export_adapter
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.shards import is_sharded
 
@@ -49,6 +49,8 @@ FSDP: dict[str, dict[str, Any]] = {
 
 # A 4-bit base in the trainer, while the server has the same base unquantised.
 QLORA = "-qlora"
+# RLOO instead of GRPO.
+WITH_RLOO = "-rloo"
 # Whose 4-bit weights are floating-point numbers to FSDP, which it shards.
 AS_NUMBERS = ("fsdp1-orig", "fsdp2")
 
@@ -134,6 +136,9 @@ def copy_policy(trainer: GRPOTrainer, copy: nn.Module) -> None:
 
 def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
     trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 400}
+    if way.endswith(WITH_RLOO):
+        trainer_class, config["config_class"] = RLOOTrainer, RLOOConfig
+        way = way.removesuffix(WITH_RLOO)
     is_qlora, way = way.endswith(QLORA), way.removesuffix(QLORA)
     if is_qlora:
         config |= four_bit(torch.bfloat16 if way in AS_NUMBERS else torch.uint8)

@@ -41,7 +41,7 @@ def test_every_field_and_accelerates_own_flags_go_where_they_belong(launched: li
 
 
 def test_script_parses_every_field_of_trl_and_of_this_package(tmp_path: Path) -> None:
-    with _trl.grpo_script(trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer) as script:
+    with _trl.script("grpo", trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer) as script:
         parsed = script.make_parser().parse_args_and_config(
             ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", "--lora_sync_keep", "4"]
         )
@@ -53,7 +53,7 @@ def test_script_parses_every_field_of_trl_and_of_this_package(tmp_path: Path) ->
 
 def test_trl_is_as_it_was_after_the_script() -> None:
     before = trl.GRPOConfig, trl.GRPOTrainer
-    with pytest.raises(KeyError), _trl.grpo_script(trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer):
+    with pytest.raises(KeyError), _trl.script("grpo", trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer):
         raise KeyError(trl.GRPOTrainer is trl_lora_sync.GRPOTrainer)
     assert (trl.GRPOConfig, trl.GRPOTrainer) == before
 
@@ -83,6 +83,30 @@ def test_unknown_accelerate_configuration_ends_with_2(
     assert main(["grpo", *typed]) == 2
     assert "nonsense" in capsys.readouterr().err
     assert not launched
+
+
+@pytest.mark.parametrize("name", ["rloo", "distillation"])
+def test_other_trainers_have_commands_of_the_same_form(name: str, launched: list[Any], tmp_path: Path) -> None:
+    ours = ["--vllm_sync_strategy", "lora_adapter", "--use_vllm", "True", "--vllm_mode", "server"]
+    typed = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", *ours, "--lora_sync_keep", "3"]
+
+    assert main([name, *typed, "--num_processes", "2"]) == 0
+
+    [args] = launched
+    assert args.num_processes == 2
+    assert Path(args.training_script).parts[-3:] == ("trl_lora_sync", "scripts", f"{name}.py")
+    assert args.training_script_args == typed
+
+
+@pytest.mark.parametrize("name", ["RLOO", "Distillation"])
+def test_scripts_of_other_trainers_find_the_classes_of_this_package(name: str, tmp_path: Path) -> None:
+    ours = [getattr(trl_lora_sync, f"{name}{what}") for what in ("Config", "Trainer")]
+    with _trl.script(name.lower(), *ours) as script:
+        assert [getattr(trl, one.__name__) for one in ours] == ours
+        options = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", "--lora_sync_keep", "4"]
+        _, config, *_ = script.make_parser().parse_args_and_config(options)
+    assert type(config) is ours[0]
+    assert config.lora_sync_keep == 4
 
 
 @pytest.mark.parametrize(

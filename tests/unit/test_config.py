@@ -14,7 +14,7 @@ import trl
 import yaml
 from transformers import HfArgumentParser
 
-from trl_lora_sync import GRPOConfig
+from trl_lora_sync import GRPOConfig, LoRASyncConfig
 from trl_lora_sync.config import check_sync_fields, server_urls, sync_settings
 from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
@@ -69,7 +69,7 @@ def test_fields_and_defaults_of_trl_are_untouched() -> None:
 def test_added_field_is_described_on_the_command_line_and_in_the_docstring(name: str) -> None:
     field = next(field for field in dataclasses.fields(GRPOConfig) if field.name == name)
     assert field.metadata["help"]
-    assert f"{name} (`" in (GRPOConfig.__doc__ or "")
+    assert f"{name} (`" in (LoRASyncConfig.__doc__ or "")
 
 
 @pytest.mark.parametrize(

@@ -512,3 +512,23 @@ def test_prompts_of_one_token_each_come_back_in_order(run: StartRun) -> None:
     answers = training.generate(groups)
     assert [len(answer) for answer in answers] == [group.count for group in groups]
     assert [answer[0].prompt_ids for answer in answers] == [group.prompt for group in groups]
+
+
+# Versions that no test ran on
+
+
+def test_servers_of_a_version_to_come_are_used_with_one_warning(
+    run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = run(servers=[{"version": "0.6.0"}] * 2)
+
+    assert warnings_of(caplog) == [
+        "SGLang 0.6.0 is newer than 0.5.23, the last that adapter sync was written for. It passed every check and is "
+        f"used. Tested with SGLang 0.5.15. Look closer with: trl-lora-sync doctor {training.fakes[0].base_url}"
+    ]
+
+
+def test_servers_of_a_version_that_is_known_are_not_warned_of(run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
+    run(servers=[{"version": "0.5.23"}])
+
+    assert warnings_of(caplog) == []

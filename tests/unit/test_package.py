@@ -75,4 +75,4 @@ def test_wheel_brings_the_command_and_the_script_that_it_launches(wheel: Path) -
     archive = zipfile.ZipFile(wheel)
     [entry_points] = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
     assert "trl-lora-sync = trl_lora_sync.cli.main:main" in archive.read(entry_points).decode()
-    assert "trl_lora_sync/scripts/grpo.py" in archive.namelist()
+    assert {f"trl_lora_sync/scripts/{name}.py" for name in ("grpo", "rloo", "distillation")} <= {*archive.namelist()}

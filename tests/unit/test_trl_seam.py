@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import re
 import threading
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,16 +14,26 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 import trl
 from datasets import Dataset
 from make_model import make_model, make_tokenizer
+from packaging.requirements import Requirement
 from peft import LoraConfig, PrefixTuningConfig
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 import trl_lora_sync
-from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl
-from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError, UnsupportedTRLError
+from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl, trl_checks
+from trl_lora_sync.adapter.peft_checks import check_peft
+from trl_lora_sync.errors import (
+    LoRASyncError,
+    UnsupportedAdapterError,
+    UnsupportedPEFTError,
+    UnsupportedSettingError,
+    UnsupportedTRLError,
+)
+from trl_lora_sync.versions import PEFT, TRL
 from unit.tiny import lora_model
 
 ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
@@ -99,14 +111,14 @@ def test_factory_is_in_place_inside_the_block_only() -> None:
     def factory(**_: Any) -> Any:
         return None
 
-    with _trl.generation_class(factory):
+    with _trl.generation_class(GRPOTrainer, factory):
         assert grpo_trainer.VLLMGeneration is factory
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_rebinding_is_undone_after_an_exception(error: type[BaseException]) -> None:
-    with pytest.raises(error), _trl.generation_class(lambda **_: None):
+    with pytest.raises(error), _trl.generation_class(GRPOTrainer, lambda **_: None):
         raise error
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
 
@@ -121,7 +133,7 @@ def test_trainers_built_in_two_threads_do_not_get_each_others_factory() -> None:
 
         start.wait(10)
         for _ in range(50):
-            with _trl.generation_class(factory):
+            with _trl.generation_class(GRPOTrainer, factory):
                 time.sleep(0)
                 seen[name].append(grpo_trainer.VLLMGeneration is factory)
 
@@ -174,6 +186,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from datasets import Dataset
 from make_model import make_model, make_tokenizer
+from packaging.requirements import Requirement
 from peft import LoraConfig
 from transformers import set_seed
 
@@ -235,6 +248,8 @@ def test_weights_trains_bit_for_bit_as_trl_does_and_loads_nothing_more(
         "trl_lora_sync.errors",
         "trl_lora_sync.places",
         "trl_lora_sync.trainers",
+        "trl_lora_sync.trl_checks",
+        "trl_lora_sync.versions",
     ]
     assert result["unpatched"]
     assert result["original"]
@@ -243,68 +258,114 @@ def test_weights_trains_bit_for_bit_as_trl_does_and_loads_nothing_more(
     assert result["same log"], result["log"]
 
 
-# Which TRL
+# Which TRL; copies of TRL with changes in them are in test_altered_versions.py
 
 
-def test_installed_trl_is_supported() -> None:
-    _trl.check_trl()
+def test_installed_trl_has_everything_that_is_relied_on() -> None:
+    trl_checks.check_trl()
 
 
-@pytest.mark.parametrize("version", ["1.10.9", "1.17.0", "1.17.0.dev0", "2.0", "0.29.0"])
-def test_other_trl_is_refused_with_the_supported_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["1.10.9", "0.29.0"])
+def test_trl_that_is_too_old_is_refused_with_what_is_needed(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "__version__", version)
-    with pytest.raises(UnsupportedTRLError, match=r"supports TRL 1\.11 to 1\.16, and TRL") as caught:
-        _trl.check_trl()
-    assert f"TRL {version} is installed: it is outside that range" in str(caught.value)
-    assert "pip install 'trl>=1.11,<1.17'" in str(caught.value)
+    with pytest.raises(UnsupportedTRLError) as caught:
+        trl_checks.check_trl()
+    assert str(caught.value) == (
+        f"TRL {version} is installed, and adapter sync needs 1.11 or later. Install one with: pip install 'trl>=1.11'"
+    )
     assert isinstance(caught.value, ImportError)
 
 
-@pytest.mark.parametrize("version", ["1.11.0", "1.12.1", "1.16.0", "1.16.9"])
-def test_version_in_the_range_is_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "warning"),
+    [
+        ("1.11.0", None),
+        ("1.16.9", None),
+        ("1.17.0.dev0", "TRL 1.17.0.dev0 is newer than 1.16"),
+        ("2.0", "TRL 2.0 is newer than 1.16"),
+        ("unknown", "TRL unknown is no released version"),  # what TRL says of itself without its metadata
+    ],
+)
+def test_version_that_was_not_tested_is_used_with_a_warning(
+    version: str, warning: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(trl, "__version__", version)
-    _trl.check_trl()
+    trl_checks.check_trl()
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ([warning] if warning else [])
 
 
-def generate_without_num_generations(self: Any, prompts: Any, images: Any, profiler: Any) -> None:
-    """As a future TRL may have it."""
+def test_only_the_first_process_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(trl, "__version__", "2.0")
+    monkeypatch.setenv("RANK", "1")
+    trl_checks.check_trl()
+    assert not caplog.records
 
 
-def init_without_regex(self: Any, model: Any, accelerator: Any) -> None:
-    """As a future TRL may have it."""
+class NewerGeneration(VLLMGeneration):  # type: ignore[misc]
+    """With a parameter that a TRL to come may have."""
+
+    def __init__(self, model: Any, presence_penalty: float = 0.0, temperature: float = 1.0) -> None:
+        """Needs nothing."""
+
+
+class OurGeneration(NewerGeneration):
+    """In the place of `LoRASyncGeneration`."""
+
+
+def test_new_parameter_of_the_generation_object_is_refused_as_soon_as_it_says_something() -> None:
+    trl_checks.check_arguments(OurGeneration, "model", presence_penalty=0.0, temperature=0.5)
+    with pytest.raises(UnsupportedTRLError, match=r"the trainer passes presence_penalty=0\.5 to VLLMGeneration"):
+        trl_checks.check_arguments(OurGeneration, "model", presence_penalty=0.5)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("missing", "words"),
     [
-        (lambda m: m.delattr(grpo_trainer, "VLLMGeneration"), "grpo_trainer has no VLLMGeneration"),
-        (lambda m: m.delattr(VLLMGeneration, "sync_weights"), "VLLMGeneration has no method sync_weights"),
-        (lambda m: m.delattr(VLLMGeneration, "_init_vllm"), "VLLMGeneration has no method _init_vllm"),
-        (lambda m: m.setattr(VLLMGeneration, "generate", generate_without_num_generations), "takes other parameters"),
-        (lambda m: m.setattr(VLLMGeneration, "__init__", init_without_regex), "takes no .*structured_outputs_regex"),
+        ("vllm_generation", "builds its generation object in another way"),
+        ("_metrics", 'have no "train" and "eval"'),
+        ("_last_loaded_step", "has none of _last_loaded_step, _last_vllm_sync_step"),
+        ("is_fsdp_enabled", "has no is_fsdp_enabled"),
     ],
-    ids=["class", "sync_weights", "_init_vllm", "generate", "__init__"],
 )
-def test_trl_without_a_name_we_build_on_is_refused_with_the_name_and_the_range(
-    change: Callable[[pytest.MonkeyPatch], None], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        change(patch)
-        with pytest.raises(UnsupportedTRLError, match=words) as caught:
-            _trl.check_trl()
-    assert "supports TRL 1.11 to 1.16" in str(caught.value)
-    assert f"TRL {trl.__version__} is installed" in str(caught.value)
+def test_built_trainer_without_something_is_refused(missing: str, words: str) -> None:
+    attributes = {
+        "accelerator": None, "is_fsdp_enabled": False, "vllm_generation": OurGeneration(None),
+        "_metrics": {"train": {}, "eval": {}}, "_last_loaded_step": -1,
+    }  # fmt: skip
+    trl_checks.check_built(SimpleNamespace(**attributes), OurGeneration)
+    del attributes[missing]
+    with pytest.raises(UnsupportedTRLError, match=words):
+        trl_checks.check_built(SimpleNamespace(**attributes), OurGeneration)
 
 
-def test_supported_range_is_that_of_the_packages_own_requirement() -> None:
-    from importlib.metadata import requires
+def test_package_requires_no_trl_that_is_older_than_some_other() -> None:
+    """So that installing it never replaces a newer TRL."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    required = next(Requirement(one) for one in project["dependencies"] if Requirement(one).name == "trl")
+    assert str(required.specifier) == f">={TRL.oldest}"
 
-    from packaging.requirements import Requirement
 
-    required = next(Requirement(r) for r in requires("trl-lora-sync") or [] if Requirement(r).name == "trl")
-    for version, expected in (("1.10", False), (str(_trl.OLDEST), True), ("1.16.5", True), ("1.17", False)):
-        assert required.specifier.contains(version) is expected
-        assert (_trl.OLDEST <= _trl.Version(version) < _trl.BELOW) is expected
+def test_tested_versions_are_those_of_the_makefile_and_the_installed_one() -> None:
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    [listed] = re.findall(r"^TRL_VERSIONS := (.*)$", makefile, flags=re.MULTILINE)
+    assert {*listed.split(), trl.__version__} == set(TRL.run)
+
+
+def test_installed_peft_was_tested() -> None:
+    check_peft()
+    assert peft.__version__ in PEFT.run
+
+
+def test_peft_that_is_too_old_is_refused_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft, "__version__", "0.17.1")
+    with pytest.raises(UnsupportedPEFTError, match=r"needs 0\.18 or later.*pip install 'peft>=0\.18'"):
+        check_peft.__wrapped__()
+
+
+def test_check_of_peft_leaves_the_random_state_as_it_is() -> None:
+    state = torch.get_rng_state()
+    check_peft.__wrapped__()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # Metrics through the trainer's own logging
@@ -332,7 +393,10 @@ def test_import_of_the_package_loads_neither_torch_nor_trl(run_python: Callable[
 
 
 def test_exported_names_are_these() -> None:
-    assert trl_lora_sync.__all__ == ["ExportedAdapter", "GRPOConfig", "GRPOTrainer", "LoRASyncError", "export_adapter"]
+    assert trl_lora_sync.__all__ == [
+        "DistillationConfig", "DistillationTrainer", "ExportedAdapter", "GRPOConfig", "GRPOTrainer", "LoRASyncConfig",
+        "LoRASyncError", "LoRASyncTrainer", "RLOOConfig", "RLOOTrainer", "export_adapter",
+    ]  # fmt: skip
     assert all(getattr(trl_lora_sync, name).__name__ == name for name in trl_lora_sync.__all__)
     assert set(trl_lora_sync.__all__) <= set(dir(trl_lora_sync))
 

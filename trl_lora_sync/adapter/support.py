@@ -125,12 +125,16 @@ def check_peft_config(config: Any) -> None:
 
     Raises:
         UnsupportedAdapterError: naming the PEFT type or the field, why it cannot be served, and what to do.
+        UnsupportedPEFTError: the installed PEFT makes adapters in another form than is known here.
 
     Source: the feature table of both engines, vLLM 0.22-0.33 (`vllm/lora/peft_helper.py`) and SGLang 0.5.10-0.5.23
     (`sglang/srt/lora/lora.py`); PEFT 0.21.2 for the fields.
     """
     from peft import LoraConfig
 
+    from trl_lora_sync.adapter.peft_checks import check_peft
+
+    check_peft()
     if config is None:
         raise UnsupportedAdapterError(
             'vllm_sync_strategy="lora_adapter" needs a LoRA adapter, but there is no PEFT configuration. '

@@ -4,7 +4,7 @@ Settings may come from a YAML file with --config. Launched through accelerate th
 """
 
 from collections.abc import Sequence
-from importlib import resources
+from importlib import import_module, resources
 
 from trl_lora_sync.cli.console import UsageError, working
 
@@ -13,22 +13,28 @@ PARSES_ITSELF = True
 
 def run(arguments: list[str]) -> int:
     """Launch the script with `arguments`; `-h` shows them all."""
-    with working("loading TRL and accelerate"):
-        from accelerate.commands.launch import launch_command, launch_command_parser
-        from trl.cli.accelerate_config import resolve_accelerate_config_argument
+    return launch("grpo", arguments)
 
-        from trl_lora_sync.scripts.grpo import make_parser
+
+def launch(name: str, arguments: list[str]) -> int:
+    """Launch the script of that name in `trl_lora_sync.scripts`."""
+    with working("loading TRL and accelerate"):
+        script = import_module(f"trl_lora_sync.scripts.{name}")
+
+        from accelerate.commands.launch import launch_command, launch_command_parser
+
+        from trl_lora_sync import _trl
 
     # What is left over is for accelerate: from the file, and, as a part of `arguments` in their order, what was typed.
-    *_, from_file, typed = make_parser("trl-lora-sync grpo").parse_args_and_config(
+    *_, from_file, typed = script.make_parser(f"trl-lora-sync {name}").parse_args_and_config(
         arguments, return_remaining_strings=True, separate_remaining_strings=True
     )
     try:
-        launch = resolve_accelerate_config_argument([*from_file, *typed])
+        options = _trl.accelerate_options([*from_file, *typed])
     except ValueError as error:
         raise UsageError(str(error)) from error
-    script = str(resources.files("trl_lora_sync.scripts").joinpath("grpo.py"))
-    launch_command(launch_command_parser().parse_args([*launch, script, *without(arguments, typed)]))
+    file = str(resources.files("trl_lora_sync.scripts").joinpath(f"{name}.py"))
+    launch_command(launch_command_parser().parse_args([*options, file, *without(arguments, typed)]))
     return 0
 
 

@@ -27,6 +27,8 @@ COMMANDS = {
     "serve": "start a vLLM or SGLang server with the flags that adapter sync needs",
     "doctor": "check running servers, and say what to change",
     "grpo": "TRL's `trl grpo`, with adapter sync",
+    "rloo": "TRL's `trl rloo`, with adapter sync",
+    "distillation": "TRL's `trl distillation`, with adapter sync",
     "sweep": "remove what dead runs left behind",
     "bench": "measure what a sync costs on a running server",
     "report": "make an HTML page of a run's logs",

@@ -12,12 +12,12 @@ from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl
 
 def make_parser(prog: str | None = None) -> Any:
     """TRL's parser of the script, with this package's fields beside TRL's."""
-    with _trl.grpo_script(GRPOConfig, GRPOTrainer) as script:
+    with _trl.script("grpo", GRPOConfig, GRPOTrainer) as script:
         return script.make_parser(prog=prog)
 
 
 def main() -> None:
-    with _trl.grpo_script(GRPOConfig, GRPOTrainer) as script:
+    with _trl.script("grpo", GRPOConfig, GRPOTrainer) as script:
         script.main(*script.make_parser().parse_args_and_config(fail_with_unknown_args=False))
     PartialState().destroy_process_group()  # makes it rare that gloo aborts a process that is through (torch 2.13)
 

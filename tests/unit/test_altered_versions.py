@@ -1,0 +1,250 @@
+"""Unit tier: a TRL or a PEFT to come, made of the installed one: used with a warning, or refused with what changed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.altered import altered_copy
+
+TESTS = Path(__file__).parents[1]
+GENERATION, GRPO = "generation/vllm_generation.py", "trainer/grpo_trainer.py"
+TRAINER = "trainer:GRPOTrainer"
+
+# Name: (changes of files, files that are moved, what is done with it, words of the error or None)
+Case = tuple[dict[str, dict[str, str]], dict[str, str], str, str | None]
+TRL_CASES: dict[str, Case] = {
+    "nothing": ({}, {}, TRAINER, None),
+    "nothing, for RLOO": ({}, {}, "trainer:RLOOTrainer", None),
+    "nothing, for distillation": ({}, {}, "trainer:DistillationTrainer", None),
+    "the generation class in another module": (
+        {GRPO: {"..generation.vllm_generation": "..generation.engines"}},
+        {GENERATION: "generation/engines.py"},
+        TRAINER,
+        "trl.generation.vllm_generation cannot be imported (No module named 'trl.generation.vllm_generation')",
+    ),
+    "another name of the generation class": (
+        {GENERATION: {"class VLLMGeneration:": "class VLLMRollout:\n    pass\n\n\nclass Engine:"}},
+        {},
+        TRAINER,
+        "trl.generation.vllm_generation has no class VLLMGeneration",
+    ),
+    "a renamed method": (
+        {GENERATION: {"def sync_weights(": "def push_weights("}},
+        {},
+        TRAINER,
+        "VLLMGeneration has no method sync_weights",
+    ),
+    "a new parameter of generate": (
+        {GENERATION: {"num_generations: int,\n": "num_generations: int,\n        masks: bool = False,\n"}},
+        {},
+        TRAINER,
+        "VLLMGeneration.generate takes another parameter, masks",
+    ),
+    "a parameter that is gone": (
+        {GENERATION: {"        min_p: float = 0.0,\n": "", "self.min_p = min_p": "self.min_p = 0.0"}},
+        {},
+        TRAINER,
+        "VLLMGeneration takes no min_p",
+    ),
+    "a value that is stored under another name": (
+        {GENERATION: {"self.temperature = temperature": "self.heat = temperature"}},
+        {},
+        TRAINER,
+        "VLLMGeneration.__init__ stores no temperature before it calls _init_vllm",
+    ),
+    "one more value returned": (
+        {GENERATION: {"return prompt_ids, completion_ids, log": "return 0, prompt_ids, completion_ids, log"}},
+        {},
+        TRAINER,
+        "VLLMGeneration.generate returns something other than 4 values",
+    ),
+    "one more value taken": (
+        {GRPO: {"_, completion_ids, logprobs, _ = self": "_, completion_ids, logprobs, _, masks = self"}},
+        {},
+        TRAINER,
+        "GRPOTrainer takes something other than 4 values from generate",
+    ),
+    "one more argument passed": (
+        {GRPO: {'profiler=profiling_context(self, "vLLM.generate"),': 'profiler=None, masks=True,'}},
+        {},
+        TRAINER,
+        "GRPOTrainer passes masks to generate",
+    ),
+    "another method called": (
+        {GRPO: {"self.vllm_generation.sync_weights()": "self.vllm_generation.push_weights()"}},
+        {},
+        TRAINER,
+        "GRPOTrainer does not call sync_weights of its generation object; "
+        "GRPOTrainer uses push_weights of its generation object",
+    ),
+    "something else read of the server": (
+        {GRPO: {'server_info()["model_config"]["logprobs_mode"]': 'server_info()["scheduler_config"]["policy"]'}},
+        {},
+        TRAINER,
+        "GRPOTrainer reads scheduler_config.policy of what get_server_info returns",
+    ),
+    "another name of the generation object": (
+        {GRPO: {"self.vllm_generation": "self.rollout"}},
+        {},
+        TRAINER,
+        "GRPOTrainer stores no vllm_generation",
+    ),
+    "another name of the metrics": (
+        {GRPO: {"self._metrics": "self._logged"}, "trainer/base_trainer.py": {}},
+        {},
+        TRAINER,
+        "GRPOTrainer stores no _metrics",
+    ),
+    "another name of the last step": (
+        {GRPO: {"_last_loaded_step": "_synced_at"}},
+        {},
+        TRAINER,
+        "GRPOTrainer stores none of _last_loaded_step, _last_vllm_sync_step",
+    ),
+    "the generation object made elsewhere": (
+        {GRPO: {"self.vllm_generation = VLLMGeneration(": "self.vllm_generation = make_generation("}},
+        {},
+        TRAINER,
+        "GRPOTrainer does not build a VLLMGeneration",
+    ),
+    "a change of RLOO, for GRPO": (
+        {"trainer/rloo_trainer.py": {"_last_loaded_step": "_synced_at"}},
+        {},
+        TRAINER,
+        None,
+    ),
+    "a change of RLOO": (
+        {"trainer/rloo_trainer.py": {"_last_loaded_step": "_synced_at"}},
+        {},
+        "trainer:RLOOTrainer",
+        "RLOOTrainer stores none of _last_loaded_step, _last_vllm_sync_step",
+    ),
+    "no RLOO": (
+        {"__init__.py": {'"RLOOTrainer",': ""}},
+        {},
+        "trainer:RLOOTrainer",
+        "trl has no RLOOTrainer",
+    ),
+    "the hooks of DeepSpeed under another name": (
+        {"models/utils.py": {"def remove_hooks(": "def without_hooks("}, "models/__init__.py": {}},
+        {},
+        TRAINER,
+        "trl.models.utils has no remove_hooks",
+    ),
+    "a trainer taken by the script when it is imported": (
+        {
+            "scripts/grpo.py": {
+                "from trl import GRPOTrainer, get_dataset": "from trl import get_dataset",
+                "from trl import ScriptArguments": "from trl import GRPOTrainer, ScriptArguments",
+            }
+        },
+        {},
+        "script:grpo",
+        "main of trl.scripts.grpo does not take GRPOTrainer from trl when it is called",
+    ),
+    "nothing, for the script": ({}, {}, "script:grpo", None),
+    "nothing, for the command": ({}, {}, "command:", None),
+    "what launches a command elsewhere": (
+        {},
+        {"cli/accelerate_config.py": "cli/configs.py"},
+        "command:",
+        "trl.cli.accelerate_config cannot be imported",
+    ),
+}  # fmt: skip
+LAYER = "tuners/lora/layer.py"
+PEFT_CASES: dict[str, Case] = {
+    "nothing": ({}, {}, "peft", None),
+    "another name of the scaling": (
+        {LAYER: {"self.scaling": "self.factors"}},
+        {},
+        "peft",
+        "scaling of a LoRA layer is gone",
+    ),
+    "another product": (
+        {LAYER: {"lora_B(lora_A(dropout(x))) * scaling": "lora_B(lora_A(dropout(x))).tanh() * scaling"}},
+        {},
+        "peft",
+        "a LoRA layer computes something other than scaling * lora_B @ lora_A",
+    ),
+    "another class of layers": (
+        {"tuners/lora/__init__.py": {"\n__all__ = [": "\nclass LoraLayer:\n    pass\n\n\n__all__ = ["}},
+        {},
+        "peft",
+        "there is no LoraLayer at base_model.model.linear",
+    ),
+}  # fmt: skip
+
+
+def try_all(package: str, version: str, cases: dict[str, Case], folder: Path) -> dict[str, dict[str, Any]]:
+    orders = []
+    for number, (edits, moved, action, _) in enumerate(cases.values()):
+        copy = folder / f"{number}"
+        copy.mkdir()
+        altered_copy(package, copy, edits, version=version, moved=moved)
+        orders.append({"folder": str(copy), "action": action})
+    return dict(zip(cases, ask(orders), strict=True))
+
+
+def ask(orders: list[dict[str, str]]) -> list[dict[str, Any]]:
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Nothing may be written beside the originals, to which the copies link.
+    env = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, TESTS / "support" / "altered.py", json.dumps(orders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def trls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return try_all("trl", "1.17.0", TRL_CASES, tmp_path_factory.mktemp("trl"))
+
+
+@pytest.fixture(scope="module")
+def pefts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return try_all("peft", "0.22.0", PEFT_CASES, tmp_path_factory.mktemp("peft"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name, case in TRL_CASES.items() if case[-1] is None])
+def test_newer_trl_in_which_all_is_there_is_used_with_one_warning(case: str, trls: dict[str, dict[str, Any]]) -> None:
+    assert trls[case]["error"] is None, trls[case]
+    [warning] = trls[case]["warned"]
+    assert warning == (
+        "TRL 1.17.0 is newer than 1.16, the last that adapter sync was written for. It passed every check and is used. "
+        "Tested with TRL 1.11.0, 1.12.0, 1.13.0, 1.14.2, 1.15.0 and 1.16.0."
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name, case in TRL_CASES.items() if case[-1] is not None])
+def test_newer_trl_in_which_something_changed_is_refused_with_what_it_is(
+    case: str, trls: dict[str, dict[str, Any]]
+) -> None:
+    found = trls[case]
+    assert found["error"] == "UnsupportedTRLError", found
+    assert TRL_CASES[case][-1] in found["message"]
+    assert found["message"].startswith("TRL 1.17.0 is installed, which adapter sync cannot use: ")
+    assert "Install one of these with: pip install 'trl>=1.11,<1.17'" in found["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_newer_peft_is_used_with_one_warning_or_refused_with_what_changed(
+    case: str, pefts: dict[str, dict[str, Any]]
+) -> None:
+    found, words = pefts[case], PEFT_CASES[case][-1]
+    if words is None:
+        assert found["error"] is None, found
+        [warning] = found["warned"]
+        assert warning.startswith("PEFT 0.22.0 is newer than 0.21, the last that adapter sync was written for.")
+        assert "Tested with PEFT 0.21.0 and 0.21.2." in warning
+    else:
+        assert found["error"] == "UnsupportedPEFTError", found
+        assert words in found["message"]
+        assert "pip install 'peft>=0.18,<0.22'" in found["message"]

@@ -1,0 +1,13 @@
+"""TRL's `trl rloo`, with adapter sync: all of its flags, all fields of this package, and those of `accelerate launch`.
+
+Settings may come from a YAML file with --config. Launched through accelerate the way `trl rloo` is.
+"""
+
+from trl_lora_sync.cli.grpo import launch
+
+PARSES_ITSELF = True
+
+
+def run(arguments: list[str]) -> int:
+    """Launch the script with `arguments`; `-h` shows them all."""
+    return launch("rloo", arguments)

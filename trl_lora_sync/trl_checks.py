@@ -1,0 +1,474 @@
+"""What adapter sync relies on in TRL and Transformers, looked for in the versions that are installed.
+
+A TRL that was never tested is used if all of it is there. Names and signatures are looked up when the package is
+imported. What a trainer does with its generation object shows in its source alone, so that is read, before a model is
+loaded; what only an instance shows is looked at once the trainer is built.
+"""
+
+import ast
+import inspect
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import transformers
+import trl
+from packaging.version import Version
+
+from trl_lora_sync.errors import UnsupportedSettingError, UnsupportedTRLError
+from trl_lora_sync.versions import TRL, warn
+
+logger = logging.getLogger(__name__)
+
+GENERATION_MODULE, GENERATION_CLASS = "trl.generation.vllm_generation", "VLLMGeneration"
+# Where a trainer keeps the step of its last sync.
+LAST_SYNC_FIELDS = ("_last_loaded_step", "_last_vllm_sync_step")
+_GENERATE_PARAMETERS = ("self", "prompts", "images", "num_generations", "profiler")
+_RETURNED_VALUES = 4
+# What `VLLMGeneration.__init__` stores under the same name, for `LoRASyncGeneration` to read.
+_STORED = frozenset(
+    {
+        "model", "accelerator", "processing_class", "mode", "structured_outputs_regex", "temperature", "top_p",
+        "top_k", "min_p", "repetition_penalty", "max_completion_length", "logprobs", "generation_kwargs",
+    }
+)  # fmt: skip
+# Of no meaning here: where the server is comes from our own settings, and the others are for colocate mode.
+_IGNORED = frozenset(
+    {
+        "self", "server_base_url", "server_host", "server_port", "server_timeout", "group_port",
+        "tensor_parallel_size", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "enable_sleep_mode",
+        "model_impl", "trust_remote_code",
+    }
+)  # fmt: skip
+# What a trainer may use of its generation object; `llm` is there in colocate mode only.
+_GENERATION_USES = frozenset({"sync_weights", "generate", "vllm_client", "llm"})
+_CLIENT_USES = frozenset({"get_server_info", "reset_prefix_cache", "generate", "chat", "base_url", "model"})
+_SERVER_INFO_KEYS = ("model_config", "logprobs_mode")
+_STABLE = frozenset({"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"})
+# The beginnings of names of TRL's trainers and configurations, and why adapter sync is not for them.
+_OTHERS = {
+    "OnlineDPO": "it talks to the server through a client of its own, and merges the adapter into what it sends",
+    "AsyncGRPO": "it samples in the background through a client of its own, and loads adapters by itself",
+    "AsyncDistillation": "it samples in the background through a client of its own, and loads adapters by itself",
+}
+_WEIGHTS = 'Set vllm_sync_strategy="weights"'
+
+
+def check_trl() -> None:
+    """Look for what all trainers share.
+
+    Raises:
+        UnsupportedTRLError: what the installed TRL or Transformers has in another form, and which TRL was tested.
+    """
+    if TRL.is_too_old(trl.__version__):
+        raise UnsupportedTRLError(
+            f"TRL {trl.__version__} is installed, and adapter sync needs {TRL.oldest} or later. Install one with: "
+            f"pip install 'trl>={TRL.oldest}'"
+        )
+    grpo = _export_changes("GRPOConfig", "GRPOTrainer")
+    _raise_if_changed(
+        [
+            *_generation_changes(),
+            *_function_changes("trl.models.utils", "remove_hooks", "add_hooks"),
+            *_saving_changes(),
+            *grpo,
+        ]
+    )
+    warn(logger, TRL.caution(trl.__version__))
+
+
+def check_exports(*names: str) -> None:
+    """Look for classes that are about to be derived from.
+
+    Raises:
+        UnsupportedTRLError: as for `check_trl`.
+    """
+    _raise_if_changed([*_export_changes(*names)])
+
+
+def check_trainer(trainer_class: type) -> None:
+    """Look for what adapter sync relies on in one trainer, before it is built.
+
+    Raises:
+        UnsupportedSettingError: adapter sync is not for such a trainer.
+        UnsupportedTRLError: the installed TRL has something in another form.
+    """
+    refuse_others(trainer_class)
+    classes = trl_classes(trainer_class)
+    uses, changes = _Uses(), []
+    for one in classes:
+        tree = _class_tree(one)
+        if tree is not None:
+            uses.visit(tree)
+        elif TRL.doubt(trl.__version__):
+            changes.append(f"the source of {one.__name__} cannot be read")
+    names = [one.__name__ for one in classes if one.__name__ != "_BaseTrainer"]
+    if not changes and not uses.builds_generation and not _STABLE & set(names):
+        raise UnsupportedSettingError(
+            f'{names[0]} cannot be used with vllm_sync_strategy="lora_adapter": it does not sample with '
+            f"TRL's {GENERATION_CLASS}, whose place adapter sync takes. {_WEIGHTS}."
+        )
+    if any(map(_class_tree, classes)):
+        changes += uses.changes(names[0])
+    changes += _signature_changes(trainer_class, names[0])
+    _raise_if_changed(changes)
+
+
+def refuse_others(found: type) -> None:
+    """Refuse TRL's trainers, or their configurations, that adapter sync is not for.
+
+    Raises:
+        UnsupportedSettingError: naming it, and why.
+    """
+    for one in trl_classes(found):
+        for beginning, why in _OTHERS.items():
+            if one.__name__.startswith(beginning):
+                raise UnsupportedSettingError(
+                    f'{one.__name__} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {_WEIGHTS}.'
+                )
+
+
+def check_arguments(generation_class: type, /, *args: Any, **kwargs: Any) -> None:
+    """Refuse what a trainer asks of its generation object by a parameter that was not there when this was written.
+
+    Args:
+        generation_class: ours; its base is TRL's.
+        *args, **kwargs: what the trainer passes.
+
+    Raises:
+        UnsupportedTRLError: one of these has another value than its default.
+    """
+    signature = inspect.signature(generation_class.__base__.__init__)  # type: ignore[misc]
+    given = signature.bind(None, *args, **kwargs).arguments
+    _raise_if_changed(
+        [
+            f"the trainer passes {name}={value!r} to {GENERATION_CLASS}, which is not known here"
+            for name, value in given.items()
+            if name not in _STORED | _IGNORED and value != signature.parameters[name].default
+        ]
+    )
+
+
+def check_built(trainer: Any, generation_class: type) -> None:
+    """Look at what only an instance shows.
+
+    Raises:
+        UnsupportedTRLError: the trainer has built another generation object, or lacks something.
+    """
+    name = type(trainer).__name__
+    changes = [
+        f"a {name} has no {attribute}"
+        for attribute in ("accelerator", "is_fsdp_enabled")
+        if not hasattr(trainer, attribute)
+    ]
+    if not isinstance(getattr(trainer, "vllm_generation", None), generation_class):
+        changes.append(f"a {name} builds its generation object in another way")
+    if not {"train", "eval"} <= set(getattr(trainer, "_metrics", ())):
+        changes.append(f'the _metrics of a {name} have no "train" and "eval"')
+    if not any(hasattr(trainer, one) for one in LAST_SYNC_FIELDS):
+        changes.append(f"a {name} has none of {', '.join(LAST_SYNC_FIELDS)}")
+    _raise_if_changed(changes)
+
+
+def check_script(name: str, config: str, trainer: str) -> None:
+    """Look for what is relied on in one of TRL's scripts: that it looks its classes up in `trl` when it runs.
+
+    Raises:
+        UnsupportedTRLError: as for `check_trl`.
+    """
+    _raise_if_changed([*_script_changes(f"trl.scripts.{name}", {"make_parser": config, "main": trainer})])
+
+
+def check_launcher() -> None:
+    """Look for what TRL's commands are launched with.
+
+    Raises:
+        UnsupportedTRLError: as for `check_trl`.
+    """
+    _raise_if_changed([*_function_changes("trl.cli.accelerate_config", "resolve_accelerate_config_argument")])
+
+
+def trl_classes(found: type) -> list[type]:
+    """Those of a class and its bases that are TRL's own, in the order of resolution."""
+    return [one for one in found.__mro__ if one.__module__.partition(".")[0] == "trl"]
+
+
+# What all trainers share
+
+
+def _export_changes(*names: str) -> Iterator[str]:
+    for name in names:
+        try:
+            getattr(trl, name)
+        except (AttributeError, ImportError, RuntimeError) as error:  # RuntimeError: from Transformers' lazy modules
+            yield f"trl has no {name} ({error})"
+
+
+def _generation_changes() -> Iterator[str]:
+    try:
+        module = import_module(GENERATION_MODULE)
+    except ImportError as error:
+        yield f"{GENERATION_MODULE} cannot be imported ({error})"
+        return
+    generation = getattr(module, GENERATION_CLASS, None)
+    if not isinstance(generation, type):
+        yield f"{GENERATION_MODULE} has no class {GENERATION_CLASS}"
+        return
+    for method, parameters in (
+        ("_init_vllm", ("self",)),
+        ("sync_weights", ("self",)),
+        ("generate", _GENERATE_PARAMETERS),
+    ):
+        found = getattr(generation, method, None)
+        if callable(found):
+            yield from _parameter_changes(f"{GENERATION_CLASS}.{method}", found, parameters)
+        else:
+            yield f"{GENERATION_CLASS} has no method {method}"
+    missing = _STORED - set(inspect.signature(generation.__init__).parameters)  # type: ignore[misc]
+    if missing:
+        yield f"{GENERATION_CLASS} takes no {', '.join(sorted(missing))}"
+        return
+    yield from _init_changes(_function_tree(generation.__init__))  # type: ignore[misc]
+    yield from _return_changes(_function_tree(getattr(generation, "generate", None)))
+
+
+def _parameter_changes(what: str, function: Callable[..., Any], expected: Sequence[str]) -> Iterator[str]:
+    found = tuple(inspect.signature(function).parameters)
+    for name in expected:
+        if name not in found:
+            yield f"{what} takes no {name}"
+    for name in found:
+        if name not in expected:
+            yield f"{what} takes another parameter, {name}"
+    if sorted(found) == sorted(expected) and found != tuple(expected):
+        yield f"{what} takes its parameters in another order"
+
+
+def _init_changes(tree: ast.AST | None) -> Iterator[str]:
+    """Whether everything is stored by the time that `_init_vllm` is called."""
+    if tree is None:
+        return
+    calls = [
+        node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and _path(node.func) == "self._init_vllm"
+    ]
+    if not calls:
+        yield f"{GENERATION_CLASS}.__init__ does not call _init_vllm"
+        return
+    stored = {name for name, line in _stored(tree) if line < calls[0]}
+    for name in sorted(_STORED - stored):
+        yield f"{GENERATION_CLASS}.__init__ stores no {name} before it calls _init_vllm"
+
+
+def _return_changes(tree: ast.AST | None) -> Iterator[str]:
+    returned = [node.value for node in _own_nodes(tree) if isinstance(node, ast.Return)] if tree is not None else []
+    if not all(isinstance(value, ast.Tuple) and len(value.elts) == _RETURNED_VALUES for value in returned):
+        yield f"{GENERATION_CLASS}.generate returns something other than {_RETURNED_VALUES} values"
+
+
+def _function_changes(module_name: str, *names: str) -> Iterator[str]:
+    """Whether a module has functions that take one argument."""
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        yield f"{module_name} cannot be imported ({error})"
+        return
+    for name in names:
+        function = getattr(module, name, None)
+        if not callable(function):
+            yield f"{module_name} has no {name}"
+        elif len(inspect.signature(function).parameters) != 1:
+            yield f"{module_name}.{name} takes other parameters"
+
+
+def _saving_changes() -> Iterator[str]:
+    expected = {
+        "_save": ("self", "output_dir", "state_dict"),
+        "save_model": ("self", "output_dir", "_internal_call"),
+    }
+    for name, parameters in expected.items():
+        found = getattr(transformers.Trainer, name, None)
+        what = f"Trainer.{name} of Transformers {transformers.__version__}"
+        if callable(found):
+            yield from _parameter_changes(what, found, parameters)
+        else:
+            yield f"there is no {what}"
+
+
+# One trainer
+
+
+@dataclass
+class _Uses(ast.NodeVisitor):
+    """What the methods of a trainer do with the generation object, and what they store on the trainer."""
+
+    builds_generation: bool = False
+    stored: set[str] = field(default_factory=set)
+    generation: set[str] = field(default_factory=set)
+    client: set[str] = field(default_factory=set)
+    keywords: set[str] = field(default_factory=set)
+    other_forms: list[str] = field(default_factory=list)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        path = _path(node.func)
+        if path.rpartition(".")[2] == GENERATION_CLASS:
+            self.builds_generation = True
+        if path == "self.vllm_generation.generate":
+            self.keywords |= {keyword.arg or "**" for keyword in node.keywords}
+            if len(node.args) >= len(_GENERATE_PARAMETERS):
+                self.other_forms.append("passes more arguments to generate")
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if isinstance(node.value, ast.Call) and _path(node.value.func) == "self.vllm_generation.generate":
+            for target in node.targets:
+                if not (isinstance(target, ast.Tuple) and len(target.elts) == _RETURNED_VALUES):
+                    self.other_forms.append(f"takes something other than {_RETURNED_VALUES} values from generate")
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        keys, inner = [node.slice], node.value
+        while isinstance(inner, ast.Subscript):
+            keys, inner = [inner.slice, *keys], inner.value
+        if isinstance(inner, ast.Call) and _path(inner.func).endswith("vllm_client.get_server_info"):
+            read = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if read != list(_SERVER_INFO_KEYS[: len(keys)]):
+                self.other_forms.append(f"reads {'.'.join(map(str, read))} of what get_server_info returns")
+            self.visit(inner)  # what is between has been looked at
+        else:
+            self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        parent, _, name = _path(node).rpartition(".")
+        if parent == "self.vllm_generation":
+            self.generation.add(name)
+        elif parent == "self.vllm_generation.vllm_client":
+            self.client.add(name)
+        elif parent == "self" and isinstance(node.ctx, ast.Store):
+            self.stored.add(name)
+        self.generic_visit(node)
+
+    def changes(self, trainer: str) -> Iterator[str]:
+        if not self.builds_generation:
+            yield f"{trainer} does not build a {GENERATION_CLASS}"
+        for name in ("sync_weights", "generate"):
+            if name not in self.generation:
+                yield f"{trainer} does not call {name} of its generation object"
+        for name in sorted(self.generation - _GENERATION_USES):
+            yield f"{trainer} uses {name} of its generation object"
+        for name in sorted(self.client - _CLIENT_USES):
+            yield f"{trainer} uses {name} of its vLLM client"
+        for name in sorted(self.keywords - set(_GENERATE_PARAMETERS)):
+            yield f"{trainer} passes {name} to generate"
+        for words in self.other_forms:
+            yield f"{trainer} {words}"
+        if "vllm_generation" not in self.stored:
+            yield f"{trainer} stores no vllm_generation"
+        if "_metrics" not in self.stored:
+            yield f"{trainer} stores no _metrics"
+        if not self.stored & set(LAST_SYNC_FIELDS):
+            yield f"{trainer} stores none of {', '.join(LAST_SYNC_FIELDS)}"
+
+
+def _signature_changes(trainer_class: type, name: str) -> Iterator[str]:
+    """Whether the model, the arguments and the adapter can be found among what a trainer is given."""
+    named = {
+        parameter
+        for one in trl_classes(trainer_class)
+        if "__init__" in vars(one)
+        for parameter in inspect.signature(one.__init__).parameters  # type: ignore[misc]
+    }
+    for parameter in ("model", "args", "peft_config"):
+        if parameter not in named:
+            yield f"{name} takes no {parameter}"
+
+
+# A script
+
+
+def _script_changes(module_name: str, wanted: dict[str, str]) -> Iterator[str]:
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        yield f"{module_name} cannot be imported ({error})"
+        return
+    for function, name in wanted.items():
+        found = getattr(module, function, None)
+        if not callable(found):
+            yield f"{module_name} has no {function}"
+            continue
+        tree = _function_tree(found)
+        imported = (
+            {
+                alias.name
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and node.module == "trl"
+                for alias in node.names
+            }
+            if tree is not None
+            else {name}
+        )
+        if name not in imported:
+            yield f"{function} of {module_name} does not take {name} from trl when it is called"
+
+
+# Reading source
+
+
+def _path(node: ast.AST) -> str:
+    """A chain of attributes as it is written, `a.b.c`, or what of its end is one."""
+    if isinstance(node, ast.Attribute):
+        return f"{_path(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _stored(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _path(node.value) == "self":
+            yield node.attr, node.lineno
+
+
+def _own_nodes(module: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of the one function in `module`, without those of functions inside it."""
+    left = list(ast.iter_child_nodes(next(ast.iter_child_nodes(module))))
+    while left:
+        node = left.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            left.extend(ast.iter_child_nodes(node))
+
+
+def _function_tree(function: Any) -> ast.AST | None:
+    """None if the source cannot be read."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def _class_tree(found: type) -> ast.AST | None:
+    """None if the source cannot be read."""
+    tree = _module_tree(found.__module__)
+    nodes = ast.walk(tree) if tree is not None else ()
+    return next((node for node in nodes if isinstance(node, ast.ClassDef) and node.name == found.__name__), None)
+
+
+@cache
+def _module_tree(name: str) -> ast.AST | None:
+    return _function_tree(sys.modules[name])
+
+
+# Errors
+
+
+def _raise_if_changed(changes: Sequence[str]) -> None:
+    if changes:
+        newest = Version(f"{TRL.newest.major}.{TRL.newest.minor + 1}")
+        raise UnsupportedTRLError(
+            f"TRL {trl.__version__} is installed, which adapter sync cannot use: {'; '.join(changes)}. "
+            f"Tested with TRL {TRL.tested}. Install one of these with: pip install 'trl>={TRL.oldest},<{newest}'"
+        )
