@@ -38,12 +38,14 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         from trl_lora_sync.adapter.support import check_model
         from trl_lora_sync.config import check_sync_fields, sync_settings
         from trl_lora_sync.generation import LoRASyncGeneration
+        from trl_lora_sync.run_log import RunLog
 
         check_sync_fields(config)  # fields may have been set after the config was made
         check_model(given["model"], given.get("peft_config"))
         factory = partial(LoRASyncGeneration, settings=sync_settings(config), on_sync=self._record_sync)
         with _trl.generation_class(factory):
             super().__init__(*args, **kwargs)
+        self.add_callback(RunLog(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`; afterwards, or on an error, the versions are unloaded and deleted, and the syncs summed up."""
