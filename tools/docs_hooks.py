@@ -7,10 +7,12 @@ the help of each command, and SECURITY.md, which is thus written once.
 import ast
 import dataclasses
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from trl_lora_sync import errors
 from trl_lora_sync.adapter.support import supported_features
@@ -19,6 +21,7 @@ from trl_lora_sync.engines.known import KNOWN_VERSIONS
 from trl_lora_sync.versions import PEFT, TRL
 
 PACKAGE = Path(errors.__file__).parent
+_HELP_WIDTH = "80"  # as much as a page shows without scrolling; argparse takes it from the terminal otherwise
 _MARK = re.compile(r"<!-- made: ([a-z-]+) -->")
 
 # What the engines do with an adapter as PEFT saves it, where that is not the right thing. Read in their sources for
@@ -113,9 +116,10 @@ def settings_table() -> str:
 
 def command_help() -> str:
     """What `--help` says, for all commands but those of training, which have TRL's own long ones."""
-    parts = [f"```text\n{make_parser().format_help().rstrip()}\n```"]
-    names = [name for name in COMMANDS if name not in ("grpo", "rloo", "distillation")]
-    parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in names]
+    with mock.patch.dict(os.environ, COLUMNS=_HELP_WIDTH):
+        parts = [f"```text\n{make_parser().format_help().rstrip()}\n```"]
+        names = [name for name in COMMANDS if name not in ("grpo", "rloo", "distillation")]
+        parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in names]
     return "\n\n".join(parts)
 
 
@@ -167,11 +171,13 @@ def collect_messages(root: Path = PACKAGE) -> dict[str, list[str]]:
     trees = [ast.parse(file.read_text()) for file in sorted(root.rglob("*.py"))]
     texts = {name: found for tree in trees for name, found in _text_functions(tree).items()}
     texts |= {"_key_words": [text for tree in trees for text in _text_functions(tree).get("_key_words", [])]}
+    # Several files may call one helper; of two with the same name, a file means its own.
+    shared = {name: found for tree in trees for name, found in _helpers(tree)}
+    inside = {id(node) for tree in trees for _, (helper, _) in _helpers(tree) for node in ast.walk(helper)}
     messages: dict[str, list[str]] = {}
     for tree in trees:
         constants = _constants(tree)
-        helpers = dict(_helpers(tree))
-        inside = {id(node) for helper, _ in helpers.values() for node in ast.walk(helper)}
+        helpers = shared | dict(_helpers(tree))
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = _called(call)
             if name in helpers:
@@ -245,6 +251,11 @@ def _text(node: ast.expr | None, names: Mapping[str, str]) -> str:
         return _text(node.value, names)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "rstrip":
         return _text(node.func.value, names)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        template = _text(node.func.value, names)
+        for part in node.args:
+            template = template.replace("{}", _text(part, names), 1)
+        return template
     return names.get(node.id, "…") if isinstance(node, ast.Name) else "…"
 
 

@@ -29,6 +29,7 @@ from trl_lora_sync.distributed import (
 from trl_lora_sync.ending import Ending
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import LoRASyncError
+from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, strong_trial, trial_logprobs, trial_weights
 from trl_lora_sync.settings import SyncSettings
@@ -54,6 +55,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._active_name: str | None = None
         self._sync: AdapterSync | None = None
         self._reader = AdapterReader()
+        self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
         self._looked_at: int | None = None  # how many models accelerate had wrapped then
@@ -290,8 +292,10 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         if not self._can_sample() or self._has_changed():
             self.sync_weights()
         # Images go along even if None, because other processes may have some. Shares may differ in length.
+        timer = PhaseTimer()
         shares = gather_object([(prompts, images or [None] * len(prompts))])
         completions = run_on_main(self.accelerator, lambda: self._sample(shares, profiler))
+        self._generate_s = (self._generate_s or 0.0) + timer.total_s()
         start = sum(len(rows) for rows, _ in shares[: self.accelerator.process_index])
         mine = completions[start : start + len(prompts)]
         with_logprobs = self.logprobs is not None
@@ -301,6 +305,18 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             [row.logprobs for row in mine] if with_logprobs else None,
             [row.logprob_token_ids for row in mine] if with_logprobs else None,
         )
+
+    def take_generate_s(self) -> float | None:
+        """Seconds spent in `generate`, syncs not counted, since this was last called; None if it never generated."""
+        seconds = self._generate_s
+        self._generate_s = seconds and 0.0
+        return seconds
+
+    @property
+    def fleet(self) -> Fleet:
+        """The servers, which only process 0 knows."""
+        assert self._sync is not None
+        return self._sync.fleet
 
     def _can_sample(self) -> bool:
         """**Collective** if the server sleeps between steps. Whether the active version is there to sample from."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 PREFIX = "lora_sync/"
 VERIFY_GAP = f"{PREFIX}verify_gap"
+GENERATE = f"{PREFIX}generate_s"
+LOG_FILE = "lora_sync.jsonl"  # in the output_dir of a run
 
 
 @dataclass

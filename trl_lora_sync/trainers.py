@@ -44,6 +44,7 @@ class LoRASyncTrainer:
         from trl_lora_sync.adapter.support import check_model
         from trl_lora_sync.config import check_sync_fields, sync_settings
         from trl_lora_sync.generation import LoRASyncGeneration
+        from trl_lora_sync.run_log import RunLog
 
         check_trainer(type(self))
         check_sync_fields(config)  # fields may have been set after the config was made
@@ -57,6 +58,7 @@ class LoRASyncTrainer:
         with _trl.generation_class(type(self), build):
             super().__init__(*args, **kwargs)
         check_built(self, LoRASyncGeneration)
+        self.add_callback(RunLog(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`; afterwards, or on an error, the versions are unloaded and deleted, and the syncs summed up."""

@@ -1,5 +1,6 @@
 """Unit tier: the parts of the documentation that are made from the code say what the code says."""
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -91,6 +92,33 @@ def test_every_message_has_a_cause_or_a_fix() -> None:
     for first, rest in rows:
         assert re.search(r"[a-z]{3}", first)
         assert rest
+
+
+def literals_of_errors() -> set[str]:
+    """The sentences, and parts of sentences, that the source passes to an error of this package."""
+    names = {name for name, _ in inspect.getmembers(errors, inspect.isclass)}
+    calls = [
+        call
+        for file in sorted(docs_hooks.PACKAGE.rglob("*.py"))
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and call.args and getattr(call.func, "id", "") in names
+    ]
+    texts = [
+        node.value
+        for call in calls
+        for node in ast.walk(call.args[0])
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    parts = {" ".join(part.split()) for text in texts for part in re.split(r"(?<=\.)\s", text)}
+    return {part for part in parts if re.search(r"[a-z]{2} \w", part)}
+
+
+def test_every_literal_of_the_errors_is_on_the_page() -> None:
+    """A helper that makes an error in one file and is called in others only is easily missed."""
+    page = " ".join(docs_hooks.error_reference().replace("\\", "").split())
+    literals = literals_of_errors()
+    assert len(literals) > 150
+    assert [text for text in sorted(literals) if text not in page] == []
 
 
 def unset(setting: dict[str, Any]) -> Callable[[], Any]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -408,8 +409,7 @@ def test_tables_and_chart_show_what_the_file_has() -> None:
     assert "| 8b | 32 | fused | 64.0 | 1 | 2 | 3 | 74 | 0.18 | 20 |" in text
     assert "| 8b | 32 | fused | 970 (0.97) | 5 |  |" in text
     assert "| 8b | runtime | for the test |" in text
-    assert chart.startswith("<svg xmlns")
-    assert chart.count("<svg") == chart.count("</svg>") == 1
+    assert ElementTree.fromstring(chart).tag.endswith("svg")
     assert "MB of the adapter" in chart
 
 

@@ -6,6 +6,7 @@ A command's module is imported when it is chosen; what it needs beyond the stand
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -35,6 +36,16 @@ COMMANDS = {
 }
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills each paragraph of a description to the width of the terminal; indented lines stay as written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, width)
+            for paragraph in text.strip("\n").split("\n\n")
+        )
+
+
 def make_parser(name: str | None = None) -> argparse.ArgumentParser:
     """The parser of one command, or of all."""
     if name is not None:
@@ -42,7 +53,7 @@ def make_parser(name: str | None = None) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
             prog=f"trl-lora-sync {name}",
             description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         module.add_arguments(parser)
         return parser
@@ -50,7 +61,7 @@ def make_parser(name: str | None = None) -> argparse.ArgumentParser:
         prog="trl-lora-sync",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")

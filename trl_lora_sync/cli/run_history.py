@@ -1,0 +1,150 @@
+"""What a run logged, read from its output_dir: `lora_sync.jsonl`, or else the trainer's own state."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_lora_sync.cli.console import UsageError
+from trl_lora_sync.metrics import LOG_FILE, PREFIX
+
+Row = dict[str, Any]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: tells the runs of one page apart.
+        header: what was run, see `run_log.header`; empty where the run has no `lora_sync.jsonl`.
+        rows: what was logged, by rising step; evaluations and the summary at the end are among them.
+    """
+
+    name: str
+    header: dict[str, Any]
+    rows: Sequence[Row]
+
+    def series(self, *metrics: str) -> list[Point]:
+        """(step, value) of the rows that have the metric, or of the first of several that any row has."""
+        for metric in metrics:
+            found = [
+                (float(row["step"]), float(row[metric]))
+                for row in self.rows
+                if isinstance(row.get(metric), int | float) and not isinstance(row[metric], bool)
+            ]
+            if found:
+                return found
+        return []
+
+    def finite(self, *metrics: str) -> list[float]:
+        """The values of `series` that are numbers."""
+        return [value for _, value in self.series(*metrics) if math.isfinite(value)]
+
+    @property
+    def last_step(self) -> int:
+        return int(self.rows[-1]["step"])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the training came to its end; else it runs, or was killed."""
+        return any("train_runtime" in row for row in self.rows)
+
+    def step_parts(self) -> dict[str, list[Point]]:
+        """Seconds of generation, sync and the rest of each step; empty if the run did not log them.
+
+        A row has the mean of the steps since the row before, but the mean sync of those steps that had one. How many
+        had one is known from the version, which rises by one with each.
+        """
+        parts: dict[str, list[Point]] = {"generate": [], "train": [], "sync": []}
+        step_before, version_before = float(self.header.get("from_step", 0)), 0.0
+        for row in self.rows:
+            whole, generate = row.get("step_time"), row.get(f"{PREFIX}generate_s")
+            if whole is None or generate is None:
+                continue
+            step, version = float(row["step"]), float(row.get(f"{PREFIX}version", version_before))
+            syncs = version - version_before if version >= version_before else version  # a resumed run begins at 1
+            each = float(row.get(f"{PREFIX}total_s", 0.0))
+            sync = min(each * syncs / max(1.0, step - step_before), max(0.0, whole - generate))
+            for name, value in (("generate", generate), ("train", whole - generate - sync), ("sync", sync)):
+                parts[name].append((step, max(0.0, value)))
+            step_before, version_before = step, version
+        return parts if parts["train"] else {}
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in these folders, named after them, and with the parent folders where the names are the same.
+
+    Raises:
+        UsageError: a folder has no log of a training.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    longest = max(len(folder.parts) for folder in resolved)
+    for length in range(1, longest + 1):
+        names = ["/".join(folder.parts[-length:]) for folder in resolved]
+        if len(set(names)) == len(names):
+            return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    raise UsageError(f"{', '.join(map(str, folders))} name one folder twice. Give each run once.")
+
+
+def _read(folder: Path, name: str) -> Run:
+    header, rows = _log(folder / LOG_FILE)
+    rows = rows or _trainer_state(folder)
+    if not rows and header:
+        raise UsageError(
+            f"The run in {folder} began at {header['started']} and has not logged a step yet. Wait for its first log "
+            "(logging_steps), and run this command again."
+        )
+    if not rows:
+        raise UsageError(
+            f"There is no {LOG_FILE} in {folder}, and no trainer_state.json in it or its checkpoints. Expected the "
+            "output_dir of a run, or one of its checkpoints."
+        )
+    if not any("reward" in row or f"{PREFIX}version" in row for row in rows):
+        raise UsageError(f"The log in {folder} has no reward and no sync in it. Is it a GRPO run?")
+    return Run(name=name, header=header, rows=rows)
+
+
+def _log(file: Path) -> tuple[dict[str, Any], list[Row]]:
+    """The header and the rows of the newest training in the file, from its start through all that resumed it."""
+    header: dict[str, Any] = {}
+    rows: list[Row] = []
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read ({error}).") from error
+    for entry in filter(None, map(_entry, lines)):
+        if "started" not in entry:
+            rows.append(entry)
+        elif entry.get("from_step"):
+            # Steps after the checkpoint were trained again.
+            rows = [row for row in rows if row["step"] <= entry["from_step"]]
+            header = entry | {key: header[key] for key in ("started", "from_step") if key in header}
+        else:
+            header, rows = entry, []
+    return header, rows
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """One line; None for what a killed run wrote of its last."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and ("started" in found or "step" in found) else None
+
+
+def _trainer_state(folder: Path) -> list[Row]:
+    """The log history of the newest state there is."""
+    newest: dict[str, Any] = {}
+    for file in [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]:
+        try:
+            state = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file} cannot be read ({error}). Is the run still writing it?") from error
+        if not newest or state.get("global_step", 0) > newest.get("global_step", 0):
+            newest = state
+    return [row for row in newest.get("log_history", []) if "step" in row]
