@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, PROTOCOL, ROUTE, WORKER
+from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import json_object, server_words
 from trl_lora_sync.engines.vllm import VLLMEngine
@@ -39,9 +39,8 @@ class VLLMFusedEngine(VLLMEngine):
         if response.status_code == 404:
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not add adapters to its weights. Restart it with "
-                "`trl-lora-sync serve vllm MODEL --fused`, or with --worker-extension-cls "
-                f"{WORKER} --middleware {MIDDLEWARE} and without --enable-lora; or set "
-                f'lora_sync_serving="runtime". It said: {words!r}'
+                f"{self._serve_command('--fused')}, "
+                f'or set lora_sync_serving="runtime". It said: {words!r}'
             )
         if response.status_code != 200:
             raise ServerSetupError(
@@ -78,9 +77,8 @@ class VLLMFusedEngine(VLLMEngine):
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
         if "not written completely" in words:
             return AdapterNotVisibleError(
-                f"{self.base_url} does not see all of {adapter.server_path}. The trainer had finished writing it to "
-                f"{adapter.path}; a network file system may show files late. If it goes on, look at that file system. "
-                f"It said: {words!r}"
+                f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
+                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} It said: {words!r}"
             )
         return super()._load_error(adapter, status, words)
 
@@ -104,9 +102,9 @@ class VLLMFusedEngine(VLLMEngine):
             )
         return response
 
-    def _check_policy(self, content: dict[str, Any], model: str) -> None:
+    def _check_policy(self, content: dict[str, Any], model: str, *, names_model: bool = True) -> None:
         """The header, which has been checked, says more; the model in the answer is the base's."""
-        super()._check_policy(content, self.capabilities.base_model)
+        super()._check_policy(content, self.capabilities.base_model, names_model=names_model)
 
 
 def _adapters_in(answer: dict[str, Any]) -> dict[str, str]:
