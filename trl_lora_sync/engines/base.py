@@ -89,6 +89,11 @@ class Capabilities:
     is_fused: bool = False
     is_cpu_build: bool | None = False
 
+    @property
+    def serve_options(self) -> tuple[str, ...]:
+        """Of `trl-lora-sync serve`, for a server of the same kind."""
+        return ("--fused",) if self.is_fused else ()
+
     def serves_module(self, module: str) -> bool:
         """Whether layers of this name, such as `q_proj`, can be adapted; true if the server does not tell."""
         fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}

@@ -4,6 +4,7 @@ Requests name the base model, and the adapter in a header; the server puts it in
 already. Each answer must say in the same header that it was sampled from that adapter.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,7 @@ class VLLMFusedEngine(VLLMEngine):
         if response.status_code == 404:
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not add adapters to its weights. Restart it with "
-                f"{self._serve_command('--fused')}, "
+                f"{self._serve_command()}, "
                 f'or set lora_sync_serving="runtime". It said: {words!r}'
             )
         if response.status_code != 200:
@@ -53,6 +54,9 @@ class VLLMFusedEngine(VLLMEngine):
                 f"The server at {self.base_url} speaks version {protocol!r} of the fused routes, and this trainer "
                 f"version {PROTOCOL}. Install the same trl-lora-sync next to both."
             )
+
+    def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
+        return super()._serve_command("--fused", *options, engine_options=engine_options)
 
     # Adapters
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 ROUTE = "/metrics"
 _SAMPLE = re.compile(r"^(vllm:\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 # Source: vllm/platforms/cpu.py `check_and_update_config`, which raises the default of 16 to this.
 _CPU_BLOCK_SIZE = "128"
 
@@ -39,12 +40,14 @@ def read_metrics(page: str) -> VLLMMetrics:
     # Each combination of adapters is one sample, whose value is when the engine last ran with it.
     used = [(value, labels) for name, labels, value in samples if name == "vllm:lora_requests_info"]
     now = max(used, key=lambda one: one[0], default=(0.0, {}))[1]
+    is_busy = any(value > 0 for name, _, value in samples if name in _REQUESTS)
     ran_at = max((value for value, labels in used if _names_adapter(labels)), default=0.0)
     return VLLMMetrics(
         is_told="vllm:num_requests_running" in page,
         has_lora="vllm:lora_requests_info" in page,
         is_cpu_build=_is_cpu_build(cache),
-        adapters_ran_at=math.inf if _names_adapter(now) else ran_at,
+        # The last sample stays when the engine has nothing more to do.
+        adapters_ran_at=math.inf if is_busy and _names_adapter(now) else ran_at,
     )
 
 
