@@ -47,12 +47,20 @@ _HOMES = {
     "export_adapter": "adapter.export",
 }
 
+# How the names of TRL's public classes end.
+_KINDS = ("Config", "Trainer")
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("trl-lora-sync")
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name.endswith(_KINDS):  # not an AttributeError, whose words `from ... import` would replace
+        raise ImportError(
+            f"cannot import name {name!r} from {__name__!r}: it has {', '.join(__all__)}. For another trainer of TRL "
+            f"that samples with vLLM, mix in LoRASyncConfig and LoRASyncTrainer; else import {name} from trl."
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
