@@ -103,7 +103,7 @@ class Preflight:
             return
         finally:
             wait([server.unload_later(probe.name)], timeout=CLOSE_TIMEOUT_S)
-            self._transport.delete(probe)
+            self._transport.delete(probe, keep_name=probe.name in server.unconfirmed)
         raise self._other_base(server, self._wider.base_model, "its layers are wider than the trainer's")
 
     def try_out(self, server: FleetServer, trial: StoredAdapter, deadline: Deadline) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from trl_lora_sync.engines.base import CONCURRENT_REQUESTS, Capabilities, Deadline
+from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import (
     APIKey,
     HTTPClient,
@@ -62,7 +62,7 @@ class ServerEngine(ABC):
         self.base_url = base_url
         self._is_local = is_local
         self._api_key = APIKey(self.key_variable)
-        self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, max_connections=CONCURRENT_REQUESTS)
+        self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local)
         self._health = _Health(base_url, is_local=is_local, key_variable=self.key_variable)
         self._capabilities: Capabilities | None = None
         self._retries = 0
@@ -155,9 +155,12 @@ class ServerEngine(ABC):
         content: SizedIterable | None = None,
         headers: dict[str, str] | None = None,
         watch: Callable[[], None] | None = None,
+        abort: Callable[[], None] | None = None,
     ) -> httpx.Response:
         return self._checked(
-            self._http.request(method, path, deadline, body=body, content=content, headers=headers, watch=watch)
+            self._http.request(
+                method, path, deadline, body=body, content=content, headers=headers, watch=watch, abort=abort
+            )
         )
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
@@ -234,7 +237,7 @@ class _Health:
         try:
             if self._http is None:
                 key = APIKey(self._key_variable)
-                self._http = HTTPClient(self._base_url, api_key=key, is_local=self._is_local, max_connections=1)
+                self._http = HTTPClient(self._base_url, api_key=key, is_local=self._is_local)
             deadline = Deadline.after(_HEALTH_TIMEOUT_S, "The health check")
             if self._http.request("GET", "/health", deadline).status_code < 500:
                 self._alive_at = time.monotonic()
