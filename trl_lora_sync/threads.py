@@ -21,8 +21,8 @@ R = TypeVar("R")
 # A signal ends a wait at once, but an exception set by another thread (PyThreadState_SetAsyncExc) and
 # `_thread.interrupt_main` are seen between two waits only.
 POLL_S = 0.2
-# How long cancelled tasks may take to end. Within it a server is asked to abort its requests, or to resume.
-_GRACE_S = 1.0
+# How long cancelled tasks may take to end. Meanwhile a server is asked to abort its requests, or to resume.
+_GRACE_S = 1.5
 
 _thread = threading.local()
 
@@ -56,7 +56,7 @@ def _in_group(group: "TaskGroup | None") -> Iterator[None]:
 
 
 class TaskGroup:
-    """Tasks in daemon threads. An error that leaves the block cancels the tasks, and waits for them for a second."""
+    """Tasks in daemon threads. An error that leaves the block cancels the tasks, and gives them a moment."""
 
     def __init__(self) -> None:
         self._parent: TaskGroup | None = getattr(_thread, "group", None)

@@ -202,8 +202,8 @@ class AdapterStore:
         """
         if self._lock is not None:
             return
-        if self.directory.exists():  # left by `close`; a sweep of another run may be reading it
-            self.run_id = new_run_id()
+        if self._has_record:  # which the sweep of another run may be reading
+            self.run_id, self._has_record = new_run_id(), False
         # Locked under another name first, so that a sweep never meets a run folder without its lock.
         starting = self.root / f".{self.run_id}{_STARTING}"
         try:
@@ -214,6 +214,8 @@ class AdapterStore:
             owner = {"pid": os.getpid(), "host": _host(), "boot": _boot_id(), "servers": self._servers}
             os.write(self._lock, json.dumps(owner).encode())
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # What `close` could not delete, on a file system that was read-only then, would be in the way.
+            shutil.rmtree(self.directory, ignore_errors=True)
             starting.rename(self.directory)
         except OSError as error:
             self.close()
@@ -302,23 +304,20 @@ class AdapterStore:
         Args:
             names: those that a server may still have. Their folders stay, empty, for the sweep of the next run.
         """
-        if self._pid != os.getpid():  # a forked child must not delete its parent's files
-            return
-        if self._lock is None:
-            if not names and self._has_record:
-                shutil.rmtree(self.directory, ignore_errors=True)
-                self._has_record = False
+        is_over = self._lock is None and not self._has_record
+        if is_over or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
         if self._slots is not None:
             self._slots.close()
         self._has_record = bool(names)
-        if names:
-            _delete_all_but(self.directory, names)
-        else:
+        if not names:
             shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
+        elif self._lock is not None:
+            _delete_all_but(self.directory, names)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         with contextlib.suppress(OSError):  # other runs may still use the root
             self.root.rmdir()
 

@@ -23,8 +23,8 @@ from trl_lora_sync.threads import POLL_S, check_cancelled, shielded
 _CONNECT_TIMEOUT_S = 10.0
 # How often somebody who waits for an answer asks whether it can still come.
 _WATCH_EVERY_S = 5.0
-# How long a request that the server was asked to abort may take to be answered.
-_ABORT_GRACE_S = 0.5
+# How long the abort of a request may take, its answer included. An interrupt is to be over within two seconds.
+_ABORT_S = 1.2
 _MAX_WORDS = 2000
 _JSON = {"Content-Type": "application/json"}
 
@@ -118,7 +118,7 @@ class HTTPClient:
         headers: Mapping[str, str] | None = None,
         api_key: httpx.Auth | None = None,
         watch: Callable[[], None] | None = None,
-        abort: Callable[[], None] | None = None,
+        abort: Callable[[Deadline], None] | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
 
@@ -131,7 +131,7 @@ class HTTPClient:
             headers: added to the request; those of `content` if it is something else than JSON.
             api_key: another key than the client's own.
             watch: called every few seconds of waiting; what it raises ends the request.
-            abort: asks the server to end the request; called before its connection is broken off.
+            abort: asks the server to end the request, by a deadline; called before its connection is broken off.
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
@@ -257,7 +257,7 @@ class _Exchange:
     the middle, would hold up its caller for longer than the deadline.
     """
 
-    def __init__(self, send: Callable[["_Exchange"], httpx.Response], abort: Callable[[], None] | None) -> None:
+    def __init__(self, send: Callable[["_Exchange"], httpx.Response], abort: Callable[[Deadline], None] | None) -> None:
         self._send = send
         self._abort = abort
         self._done = threading.Event()
@@ -297,9 +297,12 @@ class _Exchange:
     def _give_up(self) -> None:
         try:
             if self._abort is not None and not self._done.is_set():
+                deadline = Deadline.after(_ABORT_S, "Aborting a request")
                 with shielded(), contextlib.suppress(LoRASyncError):
-                    self._abort()
-                    self._done.wait(_ABORT_GRACE_S)
+                    # More than once, as the server may not have read the request yet.
+                    while not deadline.is_over() and not self._done.is_set():
+                        self._abort(deadline)
+                        self._done.wait(min(deadline.left_s(), POLL_S))
         finally:
             with self._lock:
                 self._is_given_up = True

@@ -155,7 +155,7 @@ class ServerEngine(ABC):
         content: SizedIterable | None = None,
         headers: dict[str, str] | None = None,
         watch: Callable[[], None] | None = None,
-        abort: Callable[[], None] | None = None,
+        abort: Callable[[Deadline], None] | None = None,
     ) -> httpx.Response:
         return self._checked(
             self._http.request(

@@ -64,8 +64,6 @@ _NOT_FOUND_WORDS = (
 _DTYPES = {
     "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"
 }  # fmt: skip
-# How long the abort of the samples of one request may take.
-_ABORT_S = 0.5
 _NEVER_LOADED = "trl-lora-sync-probe"
 _WARM_UP_PROMPT = [0, 1, 2, 3]
 _ONE_TOKEN = Sampling.unrestricted(max_tokens=1, logprobs=None)
@@ -411,14 +409,13 @@ class SGLangEngine(SGLangServer):
                 )
         return response
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, request_ids: Sequence[str], deadline: Deadline) -> None:
         """End requests before their connection is broken off.
 
         From 0.5.15 to 0.5.21 a request whose client leaves keeps its adapter's reference for ever, and so does one
         that is aborted while it is queued; no unload gets past that. One that is aborted while it runs lets go.
         Source: managers/tokenizer_manager.py `abort_request`, `_handle_abort_req`, `_discard_pending_req_states`.
         """
-        deadline = Deadline.after(_ABORT_S, "Aborting requests")
         for request_id in request_ids:
             self._admin("/abort_request", deadline, body={"rid": request_id})
 
