@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,9 +28,11 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
 )
 from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S, FleetServer
+from trl_lora_sync.places import is_listening
 from trl_lora_sync.preflight import Preflight
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sharing import Worker, share_out
+from trl_lora_sync.threads import in_parallel
 from trl_lora_sync.transports import Transport
 from trl_lora_sync.verify import Evidence, Scores, TrainedBase, Trial
 
@@ -249,18 +251,45 @@ class Fleet:
         sends_content = any(server.sends_content for server in self.servers)
         self.active = stored if sends_content else replace(stored, content=None)
 
-    def unload_later(self, adapter_name: str) -> "list[Future[None]]":
+    def unload_later(self, adapter_name: str) -> "list[Future[bool]]":
         """Forget a name on every server, beside the training."""
         return [server.unload_later(adapter_name) for server in self.servers]
 
-    def unload_unconfirmed_later(self) -> "list[Future[None]]":
-        """Forget, beside the training, what servers in service did not confirm to have forgotten."""
-        return [unload for server in self.in_service for unload in server.unload_unconfirmed_later()]
+    def has_forgotten(self, adapter_name: str) -> bool:
+        """Whether every server has confirmed that it forgot a name that was unloaded."""
+        return not any(adapter_name in server.unconfirmed for server in self.servers)
 
-    def unload(self, adapter_name: str) -> None:
-        """Forget a name on every server, now."""
+    def let_go(self, adapter_names: Sequence[str], deadline: Deadline) -> dict[str, list[str]]:
+        """Wake all servers, and have each forget these names and those that it has not confirmed before.
+
+        Never fails, and ends by the deadline, whatever is still under way.
+
+        Returns:
+            The names that servers may still have, by URL; nothing for a server that confirmed all.
+        """
+        tasks: list[Future[Any]] = []
         for server in self.servers:
-            server.unload(adapter_name, CLOSE_TIMEOUT_S)
+            if server.is_asleep and not server.is_dropped:
+                tasks.append(server.wake_later())
+            names = dict.fromkeys([*sorted(server.unconfirmed), *adapter_names])
+            tasks += [server.unload_later(name, deadline) for name in names]
+        wait(tasks, timeout=deadline.left_s())
+        return {server.base_url: sorted(server.unconfirmed) for server in self.servers if server.unconfirmed}
+
+    def sweep(self, transport: Transport, deadline: Deadline) -> list[str]:
+        """Remove what dead runs left in the transport's folder and on these servers; returns their run ids."""
+        silent: set[FleetServer] = set()  # not asked again, so that the start is held up once only
+
+        def forget(adapter_name: str) -> bool:
+            for server in set(self.servers) - silent:
+                if not server.engine.unload(adapter_name, Deadline.after(CLOSE_TIMEOUT_S, f"Unloading {adapter_name}")):
+                    silent.add(server)
+            return not silent
+
+        def knows(base_url: str) -> bool:
+            return any(server.base_url == base_url for server in self.servers) or not is_listening(base_url)
+
+        return transport.sweep(forget, knows, deadline)
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
         """The adapters that every server in service would serve."""
@@ -423,10 +452,9 @@ class Fleet:
         """Sample `count` completions for each OpenAI chat request, which name the same model; see `Engine`."""
 
         def converse(server: FleetServer, places: list[int], at_once: int) -> list[list[Completion]]:
-            with ThreadPoolExecutor(max_workers=min(at_once, len(places))) as pool:
-                return list(
-                    pool.map(lambda place: server.engine.chat(bodies[place], count, sampling, deadline), places)
-                )
+            return in_parallel(
+                lambda place: server.engine.chat(bodies[place], count, sampling, deadline), places, at_once
+            )
 
         model = bodies[0]["model"] if bodies else ""
         return self._share_out([count] * len(bodies), model, converse, deadline)
@@ -522,11 +550,17 @@ def _reason_to_be_down(server: FleetServer) -> ServerUnreachableError | None:
 
 def _each(servers: Sequence[FleetServer], act: Callable[[FleetServer], T]) -> list[T]:
     """Do the same on all servers at the same time; wait for all, then raise the first error."""
+
+    def attempt(server: FleetServer) -> tuple[T | None, Exception | None]:
+        try:
+            return act(server), None
+        except Exception as error:
+            return None, error
+
     if len(servers) < 2:
         return [act(server) for server in servers]
-    with ThreadPoolExecutor(len(servers), thread_name_prefix="lora-sync-fleet") as pool:
-        try:
-            futures = [pool.submit(act, server) for server in servers]
-        except RuntimeError:  # the interpreter is ending and starts no more threads
-            return [act(server) for server in servers]
-    return [future.result() for future in futures]
+    outcomes = in_parallel(attempt, servers, len(servers))
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]  # type: ignore[misc]

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.errors import AdapterLostError, LoRASyncError, ServerSetupError, VerificationError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.threads import BackgroundThread, shielded
 from trl_lora_sync.transports import is_sent_content
 from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, compare
 
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # An unload runs beside the training; one that takes longer is stuck.
 _UNLOAD_TIMEOUT_S = 30.0
-# How long the end of a run, and the release of the KV cache, wait for unloads.
+# How long everything together may take at the end of a run; also how long a release of the KV cache waits for unloads.
 CLOSE_TIMEOUT_S = 5.0
 _PROOFS_IN_A_ROW = 8
 # A version that is lost again as often as this after it was loaded is no accident.
@@ -56,7 +57,7 @@ class FleetServer:
         self._unconfirmed: set[str] = set()
         self._is_asleep = False
         self._lock = threading.Lock()
-        self._unloader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-sync-unload")
+        self._unloader = BackgroundThread("lora-sync-unload")
 
     @property
     def base_url(self) -> str:
@@ -106,7 +107,6 @@ class FleetServer:
         self.versions = 0
 
     def disconnect(self) -> None:
-        self._unloader.shutdown(wait=False)
         if self._engine is not None:
             self._engine.close()
 
@@ -206,38 +206,39 @@ class FleetServer:
             self.engine.pause(self._settings.pause, deadline)
             yield
         finally:
-            self.engine.resume(Deadline.after(_UNLOAD_TIMEOUT_S, "Resuming generation"))
+            with shielded():
+                self.engine.resume(Deadline.after(_UNLOAD_TIMEOUT_S, "Resuming generation"))
 
-    def unload_later(self, adapter_name: str) -> "Future[None]":
+    def unload_later(self, adapter_name: str, deadline: Deadline | None = None) -> "Future[bool]":
         """Beside the training, one at a time: an unload may wait on the server, and may never hold up a step."""
-        try:
-            return self._unloader.submit(self.unload, adapter_name, _UNLOAD_TIMEOUT_S)
-        except RuntimeError:  # the interpreter is ending and starts no more work beside this
-            self.unload(adapter_name, CLOSE_TIMEOUT_S)
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
-
-    def unload(self, adapter_name: str, timeout_s: float) -> None:
-        if self._engine is None:
-            return
-        if self.is_dropped:
+        if self._engine is not None:
             self._unconfirmed.add(adapter_name)
-            return
-        deadline = Deadline.after(timeout_s, f"Unloading {adapter_name}")
+        return self._unloader.submit(lambda: self.unload(adapter_name, deadline))
+
+    def unload(self, adapter_name: str, deadline: Deadline | None = None) -> bool:
+        """Forget a name, now. Returns whether the server confirmed it; if not, it is asked again at the end."""
+        if self._engine is None:
+            return True
+        self._unconfirmed.add(adapter_name)
+        if self.is_dropped:
+            return False
+        deadline = deadline or Deadline.after(_UNLOAD_TIMEOUT_S, f"Unloading {adapter_name}")
         if self.engine.unload(adapter_name, deadline):
             self._unconfirmed.discard(adapter_name)
-        else:
-            self._unconfirmed.add(adapter_name)
-            logger.info("%s did not confirm that it forgot %s; training is not affected.", self.base_url, adapter_name)
+            return True
+        logger.info("%s did not confirm that it forgot %s; training is not affected.", self.base_url, adapter_name)
+        return False
+
+    @property
+    def unconfirmed(self) -> frozenset[str]:
+        """The names that it may still have although the run needs them no more."""
+        return frozenset(self._unconfirmed.copy())
 
     def unload_unconfirmed(self, loaded: dict[str, str]) -> None:
         """Forget what it could not be told to forget while it was away."""
-        self._unconfirmed &= loaded.keys()
-        self.unload_unconfirmed_later()
-
-    def unload_unconfirmed_later(self) -> "list[Future[None]]":
-        return [self.unload_later(name) for name in sorted(self._unconfirmed)]
+        self._unconfirmed.difference_update(self.unconfirmed - loaded.keys())
+        for name in sorted(self.unconfirmed):
+            self.unload_later(name)
 
     def wait_for_unloads(self, deadline: Deadline) -> None:
         try:
@@ -258,6 +259,18 @@ class FleetServer:
         self.wait_for_unloads(Deadline.after(CLOSE_TIMEOUT_S, "Waiting for unloads"))
         self._is_asleep = True  # before the request, whose answer may be late; waking for nothing is harmless
         self.engine.release_kv_cache(deadline)
+
+    def wake_later(self) -> "Future[bool]":
+        """Beside the caller, and before the unloads that are asked for from now on."""
+        deadline = Deadline.after(self._settings.sync_timeout_s, f"Waking {self.base_url} (lora_sync_timeout)")
+        return self._unloader.submit(lambda: self._wake_quietly(deadline))
+
+    def _wake_quietly(self, deadline: Deadline) -> bool:
+        try:
+            return self.wake(deadline)
+        except LoRASyncError as error:
+            logger.warning("A server could not be woken: %s", error)
+            return False
 
     def wake(self, deadline: Deadline) -> bool:
         """Take the KV cache back. Returns whether loaded adapters are intact."""

@@ -65,6 +65,19 @@ def _can_bind(family: int, address: Any) -> bool:
     return True
 
 
+def is_listening(url: str, timeout_s: float = 1.0) -> bool:
+    """Whether a process may listen at `url`: false only if the connection is refused."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout_s).close()
+    except ConnectionRefusedError:
+        return False
+    except (OSError, ValueError):  # no answer, or no such host: nothing is known
+        return True
+    return True
+
+
 def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
     """Where versions are written if `lora_sync_dir` is not given."""
     if is_local and _SHARED_MEMORY.is_dir():

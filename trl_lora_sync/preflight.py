@@ -121,7 +121,7 @@ class Preflight:
             return
         finally:
             wait([server.unload_later(probe.name)], timeout=CLOSE_TIMEOUT_S)
-            self._transport.delete(probe)
+            self._transport.delete(probe, keep_name=probe.name in server.unconfirmed)
         raise self._other_base(server, self._wider.base_model, "its layers are wider than the trainer's")
 
     @contextmanager
@@ -134,7 +134,8 @@ class Preflight:
             yield stored
         finally:
             wait([server.unload_later(stored.name) for server in servers], timeout=CLOSE_TIMEOUT_S)
-            self._transport.delete(stored)
+            is_known = any(stored.name in server.unconfirmed for server in servers)
+            self._transport.delete(stored, keep_name=is_known)
 
     def try_out(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline) -> None:
         """Load an adapter of the trainer's shapes and sample a token from it; to be unloaded by the caller.

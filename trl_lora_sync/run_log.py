@@ -17,7 +17,7 @@ from trl_lora_sync._trl import record_metrics
 from trl_lora_sync.metrics import GENERATE, LOG_FILE
 
 if TYPE_CHECKING:
-    from trl_lora_sync.trainers import GRPOTrainer
+    from trl_lora_sync.trainers import LoRASyncTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
     happens to the file ends a training.
     """
 
-    def __init__(self, trainer: "GRPOTrainer") -> None:
+    def __init__(self, trainer: "LoRASyncTrainer") -> None:
         self._trainer = trainer
         self._path = Path(trainer.args.output_dir) / LOG_FILE
         self._has_begun = False
@@ -85,7 +85,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
             self._has_warned = True
 
 
-def header(trainer: "GRPOTrainer", state: TrainerState) -> dict[str, Any]:
+def header(trainer: "LoRASyncTrainer", state: TrainerState) -> dict[str, Any]:
     """What was run, in which versions and with which settings; for process 0."""
     args, model = trainer.args, trainer.model
     lora = model.peft_config[model.active_adapter]

@@ -7,11 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from trl_lora_sync.engines.base import CONCURRENT_REQUESTS
+from trl_lora_sync.threads import TaskGroup, wait_for_any
 
 T = TypeVar("T")
 
@@ -70,28 +72,24 @@ class _SharedWork(Generic[T]):
         self._recoveries: dict[Future[Any], Worker[T]] = {}
         self._last_loss: BaseException | None = None
         self._halt = threading.Event()
-        self._doing = ThreadPoolExecutor(max(1, len(workers)) * (_PARTS + 1), thread_name_prefix="lora-sync-sample")
-        # Apart from the others, because nobody waits for a recovery that has become needless.
-        self._recovering = ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="lora-sync-recover")
+        self._tasks = TaskGroup()
 
     def run(self) -> list[T]:
         started = time.monotonic()
-        try:
-            for worker in self._workers:
-                if worker.is_away:
-                    self._start_recovery(worker)
-            while len(self._results) < len(self._samples):
-                self._hand_out()
-                if not self._parts and not self._recoveries:
-                    assert self._last_loss is not None
-                    raise self._last_loss
-                done, _ = wait([*self._parts, *self._recoveries], return_when=FIRST_COMPLETED)
-                for future in done:
-                    self._collect(future)
-        finally:
-            self._halt.set()
-            self._recovering.shutdown(wait=False)
-            self._doing.shutdown(cancel_futures=True)
+        with self._tasks:
+            try:
+                for worker in self._workers:
+                    if worker.is_away:
+                        self._start_recovery(worker)
+                while len(self._results) < len(self._samples):
+                    self._hand_out()
+                    if not self._parts and not self._recoveries:
+                        assert self._last_loss is not None
+                        raise self._last_loss
+                    for future in wait_for_any([*self._parts, *self._recoveries]):
+                        self._collect(future)
+            finally:
+                self._halt.set()  # a recovery that is still under way is not needed any more
         self._measure(started)
         return [self._results[place] for place in range(len(self._samples))]
 
@@ -113,7 +111,7 @@ class _SharedWork(Generic[T]):
         if places:
             worker.under_way += sum(self._samples[place] for place in places)
             at_once = CONCURRENT_REQUESTS if is_alone else CONCURRENT_REQUESTS // _PARTS
-            self._parts[self._doing.submit(worker.do, places, at_once)] = (worker, places)
+            self._parts[self._tasks.start(partial(worker.do, places, at_once))] = (worker, places)
 
     def _collect(self, future: "Future[Any]") -> None:
         if future in self._recoveries:
@@ -141,7 +139,7 @@ class _SharedWork(Generic[T]):
 
     def _start_recovery(self, worker: Worker[T]) -> None:
         worker.is_away = True
-        self._recoveries[self._recovering.submit(worker.recover, self._halt)] = worker
+        self._recoveries[self._tasks.start(partial(worker.recover, self._halt))] = worker
 
     def _measure(self, started: float) -> None:
         for worker in self._workers:

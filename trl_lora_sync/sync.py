@@ -78,7 +78,7 @@ class AdapterSync:
         self._transport = transport_for(settings, [server.sends_content for server in fleet.servers])
         deadline = self._control_deadline("Preparing the adapter folder")
         self.transport.open(deadline)
-        for run in self.transport.sweep(fleet.unload, deadline):
+        for run in fleet.sweep(self.transport, deadline):
             logger.info("Removed what the run %s had left behind.", run)
         self._layout = _layout_of(adapter)
         deadline = self._control_deadline("Checking the server with a trial adapter")
@@ -164,16 +164,26 @@ class AdapterSync:
         )
 
     def close(self) -> None:
-        """Unload and delete every version; never fails, and may be called again. A later `publish` starts anew."""
-        self._wake_quietly()
-        unloads = self.fleet.unload_unconfirmed_later()
-        unloads += [unload for stored in self._registered for unload in self.fleet.unload_later(stored.name)]
-        wait(unloads, timeout=CLOSE_TIMEOUT_S)
+        """Unload and delete every version; never fails, and may be called again. A later `publish` starts anew.
+
+        Servers that do not answer hold it up for `CLOSE_TIMEOUT_S` together. What they do not confirm to have
+        forgotten is noted for the sweep of the next run.
+        """
+        deadline = Deadline.after(CLOSE_TIMEOUT_S, "The end of the run")
+        left = self.fleet.let_go([stored.name for stored in self._registered], deadline)
         self.fleet.active = None
         self._registered.clear()
         self._retired.clear()
         if self._transport is not None:
-            self._transport.close()
+            self._transport.close({name for names in left.values() for name in names})
+        for base_url, names in left.items():
+            logger.warning(
+                "%s did not confirm that it forgot %s. The next run removes it, or: trl-lora-sync sweep %s --dir %s",
+                base_url,
+                ", ".join(names),
+                base_url,
+                self.settings.root,
+            )
 
     def end(self) -> None:
         """`close` for good: the connections and the threads go too."""
@@ -194,12 +204,6 @@ class AdapterSync:
         """Take the KV cache back. Returns whether the active version can be sampled from; if not, publish it anew."""
         return self.fleet.wake(self._control_deadline("Restoring the KV cache")) and self.active is not None
 
-    def _wake_quietly(self) -> None:
-        try:
-            self.wake()
-        except LoRASyncError as error:
-            logger.warning("A server could not be woken: %s", error)
-
     def _control_deadline(self, task: str) -> Deadline:
         return Deadline.after(self.settings.sync_timeout_s, f"{task} (lora_sync_timeout)")
 
@@ -212,7 +216,7 @@ class AdapterSync:
         except BaseException:
             # Unloaded even after a refusal: the request may have been carried out although its answer was lost.
             wait(self.fleet.unload_later(stored.name), timeout=CLOSE_TIMEOUT_S)
-            self.transport.delete(stored)
+            self.transport.delete(stored, keep_name=not self.fleet.has_forgotten(stored.name))
             raise
 
     def _verify(self, stored: StoredAdapter, score: ScoreAdapter | None, deadline: Deadline) -> list[Evidence]:
@@ -228,7 +232,7 @@ class AdapterSync:
         Source: vLLM re-reads an evicted adapter from its path inside the engine step, and dies if it is gone.
         """
         for stored in self._retired:
-            self.transport.delete(stored)
+            self.transport.delete(stored, keep_name=not self.fleet.has_forgotten(stored.name))
         self._retired.clear()
         while len(self._registered) > self.settings.keep:
             oldest = self._registered.popleft()

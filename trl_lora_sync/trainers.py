@@ -31,6 +31,8 @@ class LoRASyncTrainer:
 
     accelerator: Any
     model: Any
+    add_callback: Any
+    args: Any
     vllm_generation: "LoRASyncGeneration"
     _totals: "SyncTotals | None" = None  # of the training that runs
 

@@ -1,13 +1,11 @@
 """The ways an adapter version reaches a server: as files in a shared folder, or over HTTP."""
 
 import contextlib
-import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.slots import SlotRing
@@ -16,6 +14,7 @@ from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.threads import BackgroundThread
 
 # Clean-up is worth waiting for, but not for long.
 _CLEAN_UP_S = 5.0
@@ -26,7 +25,9 @@ T = TypeVar("T")
 class Transport(Protocol):
     """Holds the versions of one run until the servers need them no longer."""
 
-    run_id: str
+    @property
+    def run_id(self) -> str:
+        """What the names of all versions begin with; another one after a `close` that kept names."""
 
     @property
     def where(self) -> str:
@@ -60,14 +61,16 @@ class Transport(Protocol):
     def prepare(self) -> None:
         """Get ready for the next version while nobody waits for it; returns at once, and never fails."""
 
-    def delete(self, stored: StoredAdapter) -> None:
-        """Let go of a version; never fails."""
+    def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
+        """Let go of a version, but of its name only if no server has it any more; never fails."""
 
-    def sweep(self, forget: Callable[[str], None], deadline: Deadline | None = None) -> list[str]:
+    def sweep(
+        self, forget: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
+    ) -> list[str]:
         """Remove what dead runs left behind, see `sweep_leftovers`."""
 
-    def close(self) -> None:
-        """Let go of everything; never fails, and may be called again."""
+    def close(self, names: Collection[str] = ()) -> None:
+        """Let go of everything but the names that a server may still have; never fails, and may be called again."""
 
 
 class DiskTransport:
@@ -77,13 +80,23 @@ class DiskTransport:
     order, and only the waiting for it ends at the deadline. What it finishes too late is deleted again.
 
     Args:
-        slots: see `AdapterStore`.
+        servers, slots: see `AdapterStore`.
     """
 
-    def __init__(self, root: Path, *, server_root: str | None = None, slots: SlotRing | None = None) -> None:
-        self._store = AdapterStore(root, server_root=server_root, slots=slots)
-        self._files = _Worker("lora-sync-files")
-        self.run_id = self._store.run_id
+    def __init__(
+        self,
+        root: Path,
+        *,
+        server_root: str | None = None,
+        servers: Sequence[str] = (),
+        slots: SlotRing | None = None,
+    ) -> None:
+        self._store = AdapterStore(root, server_root=server_root, servers=servers, slots=slots)
+        self._files = BackgroundThread("lora-sync-files")
+
+    @property
+    def run_id(self) -> str:
+        return self._store.run_id
 
     @property
     def root(self) -> Path:
@@ -133,65 +146,20 @@ class DiskTransport:
     def prepare(self) -> None:
         self._files.submit(self._store.prepare)
 
-    def delete(self, stored: StoredAdapter) -> None:
-        self._clean_up(lambda: self._store.delete(stored))
+    def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
+        self._clean_up(lambda: self._store.delete(stored, keep_name=keep_name))
 
-    def sweep(self, forget: Callable[[str], None], deadline: Deadline | None = None) -> list[str]:
-        return self._wait(self._files.submit(lambda: sweep_leftovers(self.root, forget)), deadline)
+    def sweep(
+        self, forget: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
+    ) -> list[str]:
+        return self._wait(self._files.submit(lambda: sweep_leftovers(self.root, forget, knows)), deadline)
 
-    def close(self) -> None:
-        self._clean_up(self._store.close)
+    def close(self, names: Collection[str] = ()) -> None:
+        self._clean_up(lambda: self._store.close(names))
 
     def _clean_up(self, act: Callable[[], None]) -> None:
         with contextlib.suppress(TimeoutError):  # done as soon as the file system answers again
             self._files.submit(act).result(_CLEAN_UP_S)
-
-
-class _Worker:
-    """Carries out tasks one after the other in a thread that the interpreter does not wait for at its end."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, act: Callable[[], T]) -> "Future[T]":
-        task: Future[T] = Future()
-        self._tasks.put((task, act))
-        if self._thread is None or not self._thread.is_alive():  # not alive in a forked child
-            self._thread = threading.Thread(target=self._work, args=(self._tasks,), name=self._name, daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # the interpreter is ending and starts no more threads
-                self._thread = None
-                while not self._tasks.empty():
-                    _carry_out(*self._tasks.get())
-        return task
-
-    def __del__(self) -> None:
-        self._tasks.put((Future(), _stop))
-
-    @staticmethod
-    def _work(tasks: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]") -> None:
-        while True:
-            task, act = tasks.get()
-            if act is _stop:
-                return
-            _carry_out(task, act)
-            del task, act
-
-
-def _stop() -> None:
-    """Ends a worker's thread."""
-
-
-def _carry_out(task: "Future[Any]", act: Callable[[], Any]) -> None:
-    if not task.set_running_or_notify_cancel():
-        return
-    try:
-        task.set_result(act())
-    except BaseException as error:
-        task.set_exception(error)
 
 
 class DiskAndHTTPTransport(DiskTransport):
@@ -228,12 +196,14 @@ def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transpor
     Args:
         sends_content: for each server, whether it is sent adapters over HTTP; see `is_sent_content`.
     """
+    servers = [server.base_url for server in settings.servers]
     if all(sends_content):
-        return HTTPTransport(settings.root)
+        return HTTPTransport(settings.root, servers=servers)
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel can tell whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
-    return kind(settings.root, server_root=settings.server_root, slots=SlotRing() if are_local else None)
+    slots = SlotRing() if are_local else None
+    return kind(settings.root, server_root=settings.server_root, servers=servers, slots=slots)
 
 
 def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capabilities) -> bool:

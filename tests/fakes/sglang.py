@@ -619,8 +619,13 @@ class FakeSGLang:
         except TypeError:  # not converted: HTTP 500
             self._after_early_failure(worker, job)
             raise
-        runs = [_Running(f"{uuid.uuid4().hex}", name, is_queued=self._holding == "queued") for name in job.lora_names]
         with self._cond:
+            known = {run.rid for run in self._running}
+            if (taken := next((rid for rid in job.rids if rid in known), None)) is not None:
+                self._after_early_failure(worker, job)
+                raise _ClientError(f"Duplicate request ID detected: {taken}")  # read in 0.5.17 and 0.5.23
+            is_queued = self._holding == "queued"
+            runs = [_Running(*one, is_queued=is_queued) for one in zip(job.rids, job.lora_names, strict=True)]
             self._running += runs
         if job.n > 1:
             self._warm_up_prefixes(worker, job)
@@ -914,6 +919,11 @@ class _Job:
             self.token_ids_logprobs = [tokens] * len(self.prompts)
         self.return_prompt_token_ids = bool(body.get("return_prompt_token_ids"))
         self.lora_ids: list[str | None] = [None] * len(self.prompts)
+        rids = body.get("rid") or [uuid.uuid4().hex for _ in range(count)]
+        rids = rids if isinstance(rids, list) else [rids] if self.is_single else [f"{rids}_{i}" for i in range(count)]
+        if len(rids) != count:
+            raise _ClientError("The specified rids length mismatch with the batch_size for batch processing.")
+        self.rids = rids if self.n == 1 else [uuid.uuid4().hex for _ in self.prompts]
         if not len(self.params) == len(self.lora_names) == len(self.prompts):
             raise IndexError("lists of different lengths")
 

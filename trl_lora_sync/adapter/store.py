@@ -2,8 +2,9 @@
 
 Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json}`. A live run holds a lock on
 `<root>/<run_id>/owner.json`, which the kernel releases however the process ends; that is how leftovers are told from
-the files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two versions. Knows
-nothing of models or servers.
+the files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two versions. An
+empty version folder stands for a name that a server may still have: the next run asks it to forget that. Knows nothing
+of models, and of servers only their URLs.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ _OWNER_FILE = "owner.json"
 _STARTING = ".starting"
 _SLOTS = ".slots"
 _TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_MAX_OWNER_BYTES = 1 << 20  # it names the servers of the run
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 
 
@@ -179,6 +181,7 @@ class AdapterStore:
         root: folder shared by all runs; created if missing.
         server_root: the same folder as the servers see it; `None` if they see it under the same path.
         run_id: unique to the run, see `new_run_id`.
+        servers: URLs of the servers that may get to know the names of this run.
         slots: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because somebody
             may read it whom this kernel does not know.
     """
@@ -189,13 +192,16 @@ class AdapterStore:
         *,
         server_root: str | None = None,
         run_id: str | None = None,
+        servers: Sequence[str] = (),
         slots: SlotRing | None = None,
     ) -> None:
         self.run_id = run_id or new_run_id()
         self.root = root.expanduser().absolute()
         self.server_root = (server_root or str(self.root)).rstrip("/")
+        self._servers = list(servers)
         self._slots = slots
         self._lock: int | None = None
+        self._has_record = False
         self._pid = os.getpid()
 
     @property
@@ -215,6 +221,8 @@ class AdapterStore:
         """
         if self._lock is not None:
             return
+        if self._has_record:  # which the sweep of another run may be reading
+            self.run_id, self._has_record = new_run_id(), False
         # Locked under another name first, so that a sweep never meets a run folder without its lock.
         starting = self.root / f".{self.run_id}{_STARTING}"
         try:
@@ -222,7 +230,8 @@ class AdapterStore:
             _check_owner(self.root)
             starting.mkdir(mode=_PRIVATE_DIRECTORY)
             self._lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
-            os.write(self._lock, json.dumps({"pid": os.getpid(), "host": _host(), "boot": _boot_id()}).encode())
+            owner = {"pid": os.getpid(), "host": _host(), "boot": _boot_id(), "servers": self._servers}
+            os.write(self._lock, json.dumps(owner).encode())
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # What `close` could not delete, on a file system that was read-only then, would be in the way.
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -317,28 +326,60 @@ class AdapterStore:
             path=self.directory / name,
         )
 
-    def delete(self, stored: StoredAdapter) -> None:
-        """Delete a version's files; never fails."""
+    def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
+        """Delete a version's files; never fails.
+
+        Args:
+            keep_name: leave an empty folder, because a server may still have the name.
+        """
         if stored.path is not None:
             if self._slots is not None:
                 self._slots.take_back(stored.name, self.directory / _SLOTS, stored.path / _TENSORS)
             shutil.rmtree(stored.path, ignore_errors=True)
+            if keep_name:
+                _make_record(stored.path)
 
-    def close(self) -> None:
-        """Delete everything this run wrote; never fails, and may be called again."""
-        if self._lock is None or self._pid != os.getpid():  # a forked child must not delete its parent's files
+    def close(self, names: Collection[str] = ()) -> None:
+        """Delete everything this run wrote; never fails, and may be called again.
+
+        Args:
+            names: those that a server may still have. Their folders stay, empty, for the sweep of the next run.
+        """
+        is_over = self._lock is None and not self._has_record
+        if is_over or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
         if self._slots is not None:
             self._slots.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
+        self._has_record = bool(names)
+        if not names:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        elif self._lock is not None:
+            _delete_all_but(self.directory, names)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         with contextlib.suppress(OSError):  # other runs may still use the root
             self.root.rmdir()
 
 
-def sweep_leftovers(root: Path, forget: Callable[[str], None]) -> list[str]:
+def _make_record(version: Path) -> None:
+    with contextlib.suppress(OSError):  # without room even for that, the name stays on the server
+        version.mkdir(mode=_PRIVATE_DIRECTORY)
+
+
+def _delete_all_but(directory: Path, names: Collection[str]) -> None:
+    """Leave nothing in a run's folder but its owner and an empty folder for each name."""
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+    for name in names:
+        _make_record(directory / name)
+
+
+def sweep_leftovers(
+    root: Path, forget: Callable[[str], bool | None], knows: Callable[[str], bool] = lambda base_url: True
+) -> list[str]:
     """Delete the folders of runs that ended without cleaning up, never those of a live one.
 
     A run is dead only if its lock is free *and* it was started under this very kernel, because a lock taken on
@@ -346,10 +387,13 @@ def sweep_leftovers(root: Path, forget: Callable[[str], None]) -> list[str]:
 
     Args:
         root: the folder shared by all runs.
-        forget: called with every adapter name of a dead run before its files go, to unload it from the servers.
+        forget: called with every adapter name of a dead run before its files go, to unload it from the servers. False
+            says that a server may still have it; the name is then kept for a later sweep.
+        knows: whether `forget` speaks for the server at this URL. The names of a run that used another server as well
+            are kept for a sweep that knows it.
 
     Returns:
-        The run ids that were swept.
+        The run ids that were swept, and of which nothing is left.
     """
     swept = []
     for directory in sorted([*root.glob(f"{RUN_PREFIX}*"), *root.glob(f".{RUN_PREFIX}*{_STARTING}")]):
@@ -357,13 +401,24 @@ def sweep_leftovers(root: Path, forget: Callable[[str], None]) -> list[str]:
         if lock is None:
             continue
         try:
-            for version in sorted(directory.glob(f"{directory.name}-v*")):
-                forget(version.name)
-            shutil.rmtree(directory, ignore_errors=True)
-            swept.append(directory.name)
+            names = [version.name for version in sorted(directory.glob(f"{directory.name}-v*"))]
+            left = [name for name in names if forget(name) is False]
+            if not all(knows(base_url) for base_url in _servers_of(lock)):
+                left = names
+            if left:
+                _delete_all_but(directory, left)
+            else:
+                shutil.rmtree(directory, ignore_errors=True)
+                swept.append(directory.name)
         finally:
             os.close(lock)
     return swept
+
+
+def _servers_of(lock: int) -> list[str]:
+    """The servers that a dead run noted with its lock."""
+    servers = json.loads(os.pread(lock, _MAX_OWNER_BYTES, 0)).get("servers", [])
+    return [str(server) for server in servers] if isinstance(servers, list) else []
 
 
 def run_states(root: Path) -> dict[str, str]:
@@ -401,7 +456,7 @@ def _lock_if_dead(directory: Path) -> int | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        owner = json.loads(os.read(lock, 4096) or b"{}")
+        owner = json.loads(os.pread(lock, _MAX_OWNER_BYTES, 0) or b"{}")
         if not isinstance(owner, dict):
             raise ValueError(owner)
         if owner.get("boot") == _boot_id():

@@ -246,6 +246,8 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """Sample `group.count` completions for each group from `model`, an adapter name or the base.
 
+        Any error, of one request or in the calling thread such as KeyboardInterrupt, ends all requests at once.
+
         Args:
             at_once: how many requests the groups are put into at most; more groups share one.
 

@@ -11,7 +11,6 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 from urllib.parse import urljoin, urlsplit
@@ -22,10 +21,13 @@ import tenacity
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.threads import POLL_S, check_cancelled, shielded
 
 _CONNECT_TIMEOUT_S = 10.0
 # How often somebody who waits for an answer asks whether it can still come.
 _WATCH_EVERY_S = 5.0
+# How long the abort of a request may take, its answer included. An interrupt is to be over within two seconds.
+_ABORT_S = 1.2
 _MAX_WORDS = 2000
 # Between requests that a gateway limits: without a `Retry-After`, twice as long each time.
 _FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
@@ -73,23 +75,13 @@ class HTTPClient:
         is_local: whether the server is on this host; a proxy from the environment is then bypassed.
     """
 
-    def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool, max_connections: int = 64) -> None:
+    def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool) -> None:
         self.base_url = base_url
         self.api_key = api_key
         self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
-        self._limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-        self._client = self._new_client()
-        self._users: Counter[httpx.Client] = Counter()
+        self._certificates = _certificates()
+        self._idle: list[_Connection] = []
         self._lock = threading.Lock()
-
-    def _new_client(self) -> httpx.Client:
-        try:
-            return httpx.Client(base_url=self.base_url, auth=self.api_key, mounts=self._mounts, limits=self._limits)
-        except (OSError, ssl.SSLError) as error:
-            raise ServerSetupError(
-                f"The certificate authorities in SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error}). "
-                "Correct or unset these environment variables."
-            ) from error
 
     def start_afresh(self) -> None:
         """Use new connections from now on; running requests keep theirs.
@@ -97,28 +89,28 @@ class HTTPClient:
         For after an answer that cannot be the one to its request: a peer that sent one answer too many would answer
         every later request on that connection with that of the one before.
         """
-        new = self._new_client()
         with self._lock:
-            old, self._client = self._client, new
-            is_idle = not self._users[old]
-        if is_idle:
-            old.close()
+            old, self._idle = self._idle, []
+        for connection in old:
+            connection.close()
 
     @contextlib.contextmanager
-    def _connections(self) -> Iterator[httpx.Client]:
+    def _connection(self) -> "Iterator[_Connection]":
+        """One that no other request uses meanwhile."""
         with self._lock:
-            client = self._client
-            self._users[client] += 1
+            idle = self._idle
+            connection = idle.pop() if idle else None
+        connection = connection or _Connection(
+            httpx.Client(base_url=self.base_url, auth=self.api_key, mounts=self._mounts, verify=self._certificates)
+        )
         try:
-            yield client
+            yield connection
         finally:
             with self._lock:
-                self._users[client] -= 1
-                was_last = client is not self._client and not self._users[client]
-                if was_last:
-                    del self._users[client]
-            if was_last:
-                client.close()
+                if is_kept := idle is self._idle and not connection.is_broken:
+                    idle.append(connection)
+            if not is_kept:
+                connection.close()
 
     def request(
         self,
@@ -131,8 +123,12 @@ class HTTPClient:
         headers: Mapping[str, str] | None = None,
         api_key: httpx.Auth | None = None,
         watch: Callable[[], None] | None = None,
+        abort: Callable[[Deadline], None] | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
+
+        The wait for the answer may end in any error: an interrupt, the cancellation of the task that this thread runs,
+        or one of those below. The connection is broken off then.
 
         Args:
             body: sent as JSON.
@@ -140,6 +136,7 @@ class HTTPClient:
             headers: added to the request; those of `content` if it is something else than JSON.
             api_key: another key than the client's own.
             watch: called every few seconds of waiting; what it raises ends the request.
+            abort: asks the server to end the request, by a deadline; called before its connection is broken off.
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
@@ -149,9 +146,11 @@ class HTTPClient:
         exchange = _Exchange(
             lambda running: self._send(
                 running, method, path, deadline, body, content, headers or {}, api_key or self.api_key
-            )
+            ),
+            abort,
         )
         deadline.remaining_s()
+        check_cancelled()
         try:
             return exchange.result(deadline, watch)
         except _StillWaitingError:
@@ -171,8 +170,9 @@ class HTTPClient:
         left = deadline.remaining_s()
         try:
             with (
-                self._connections() as client,
-                client.stream(
+                self._connection() as connection,
+                exchange.on(connection),
+                connection.client.stream(
                     method,
                     path,
                     json=body,
@@ -180,10 +180,9 @@ class HTTPClient:
                     headers=headers if content is None else {**(headers or _JSON), "Content-Length": str(len(content))},
                     auth=api_key,
                     timeout=httpx.Timeout(left, connect=min(left, _CONNECT_TIMEOUT_S)),
-                    extensions={"trace": exchange.trace},
+                    extensions={"trace": connection.trace},
                 ) as response,
             ):
-                exchange.use(response.extensions.get("network_stream"))
                 return httpx.Response(
                     response.status_code,
                     headers=response.headers,
@@ -210,7 +209,47 @@ class HTTPClient:
         )
 
     def close(self) -> None:
-        self._client.close()
+        self.start_afresh()
+
+
+def _certificates() -> ssl.SSLContext:
+    """Reading the authorities takes longer than opening a connection, so it is done once per server."""
+    try:
+        return httpx.create_ssl_context()
+    except (OSError, ssl.SSLError) as error:
+        raise ServerSetupError(
+            f"The certificate authorities in SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error}). "
+            "Correct or unset these environment variables."
+        ) from error
+
+
+class _Connection:
+    """A client for one request at a time, so that the socket which a request uses is known.
+
+    httpcore (1.0) reports the socket of a new connection only, and a request on a kept one could not be broken off.
+    """
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.client = client
+        self.is_broken = False
+        self._socket: socket.socket | None = None
+
+    def trace(self, event: str, info: Any) -> None:
+        """Called by httpcore; a connection that is opened is the one that will be used."""
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self.is_broken:
+                self.break_off()
+
+    def break_off(self) -> None:
+        """Let the server see that the client has gone; the thread that reads from it is woken by an error."""
+        self.is_broken = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.client.close()
 
 
 class _StillWaitingError(Exception):
@@ -224,12 +263,15 @@ class _Exchange:
     the middle, would hold up its caller for longer than the deadline.
     """
 
-    def __init__(self, send: Callable[["_Exchange"], httpx.Response]) -> None:
+    def __init__(self, send: Callable[["_Exchange"], httpx.Response], abort: Callable[[Deadline], None] | None) -> None:
         self._send = send
+        self._abort = abort
         self._done = threading.Event()
         self._response: httpx.Response | None = None
         self._error: BaseException | None = None
-        self._socket: socket.socket | None = None
+        self._connection: _Connection | None = None
+        self._is_given_up = False
+        self._lock = threading.Lock()
 
     def result(self, deadline: Deadline, watch: Callable[[], None] | None) -> httpx.Response:
         try:
@@ -239,7 +281,7 @@ class _Exchange:
         try:
             self._wait(deadline, watch)
         except BaseException:
-            self._break_off()
+            self._give_up()
             raise
         if self._error is not None:
             raise self._error
@@ -247,14 +289,31 @@ class _Exchange:
         return self._response
 
     def _wait(self, deadline: Deadline, watch: Callable[[], None] | None) -> None:
+        watch_at = time.monotonic() + _WATCH_EVERY_S
         while not deadline.is_over():
-            left = deadline.left_s()
-            if self._done.wait(left if watch is None else min(left, _WATCH_EVERY_S)):
+            if self._done.wait(min(deadline.left_s(), POLL_S)):
                 return
-            if watch is not None and not deadline.is_over():
+            check_cancelled()
+            if watch is not None and time.monotonic() >= watch_at and not deadline.is_over():
                 watch()
+                watch_at = time.monotonic() + _WATCH_EVERY_S
         if not self._done.is_set():
             raise _StillWaitingError
+
+    def _give_up(self) -> None:
+        try:
+            if self._abort is not None and not self._done.is_set():
+                deadline = Deadline.after(_ABORT_S, "Aborting a request")
+                with shielded(), contextlib.suppress(LoRASyncError):
+                    # More than once, as the server may not have read the request yet.
+                    while not deadline.is_over() and not self._done.is_set():
+                        self._abort(deadline)
+                        self._done.wait(min(deadline.left_s(), POLL_S))
+        finally:
+            with self._lock:
+                self._is_given_up = True
+                if self._connection is not None:
+                    self._connection.break_off()
 
     def _run(self) -> None:
         try:
@@ -264,20 +323,18 @@ class _Exchange:
         finally:
             self._done.set()
 
-    def trace(self, event: str, info: Any) -> None:
-        """Told by httpcore of what it does; a connection that is opened is the one that will be used."""
-        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            self.use(info.get("return_value"))
-
-    def use(self, stream: Any) -> None:
-        if stream is not None:
-            self._socket = stream.get_extra_info("socket")
-
-    def _break_off(self) -> None:
-        """Let the server see that nobody waits any more. A connection used before is known with its answer's head."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+    @contextlib.contextmanager
+    def on(self, connection: _Connection) -> Iterator[None]:
+        """It is broken off with this request, until the block ends and another request may use it."""
+        with self._lock:
+            self._connection = connection
+            if self._is_given_up:
+                connection.break_off()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connection = None
 
 
 def _until(deadline: Deadline, chunks: SizedIterable | Iterator[bytes]) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from trl_lora_sync.engines.base import CONCURRENT_REQUESTS, Capabilities, Deadline
+from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import (
     APIKey,
     HTTPClient,
@@ -66,7 +66,7 @@ class ServerEngine(ABC):
         self.base_url = base_url
         self._is_local = is_local
         self._api_key = APIKey(self.key_variable)
-        self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, max_connections=CONCURRENT_REQUESTS)
+        self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local)
         self._health = _Health(base_url, is_local=is_local, key_variable=self.key_variable)
         self._capabilities: Capabilities | None = None
         self._base_root: str | None = None  # what the server was told to load, once that is known
@@ -164,9 +164,12 @@ class ServerEngine(ABC):
         content: SizedIterable | None = None,
         headers: dict[str, str] | None = None,
         watch: Callable[[], None] | None = None,
+        abort: Callable[[Deadline], None] | None = None,
     ) -> httpx.Response:
         def send() -> httpx.Response:
-            return self._http.request(method, path, deadline, body=body, content=content, headers=headers, watch=watch)
+            return self._http.request(
+                method, path, deadline, body=body, content=content, headers=headers, watch=watch, abort=abort
+            )
 
         return self._checked(unthrottled(send, deadline))
 
@@ -258,7 +261,7 @@ class _Health:
         try:
             if self._http is None:
                 key = APIKey(self._key_variable)
-                self._http = HTTPClient(self._base_url, api_key=key, is_local=self._is_local, max_connections=1)
+                self._http = HTTPClient(self._base_url, api_key=key, is_local=self._is_local)
             deadline = Deadline.after(_HEALTH_TIMEOUT_S, "The health check")
             if self._http.request("GET", "/health", deadline).status_code < 500:
                 self._alive_at = time.monotonic()

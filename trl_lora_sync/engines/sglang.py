@@ -11,8 +11,9 @@ because up to 0.5.21 its adapter is never released either. And an unload is neve
 import logging
 import math
 import random
+import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -29,8 +30,8 @@ from trl_lora_sync.engines.base import (
     PromptGroup,
     Sampling,
 )
-from trl_lora_sync.engines.http import json_object, server_words
-from trl_lora_sync.engines.server import logprobs_mode
+from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.server import RETRY_S, logprobs_mode
 from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import LoadBody, TensorPayload
 from trl_lora_sync.engines.sglang_server import SGLangServer
@@ -45,6 +46,7 @@ from trl_lora_sync.errors import (
     ServerSetupError,
     ServerUnreachableError,
 )
+from trl_lora_sync.threads import in_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -304,21 +306,17 @@ class SGLangEngine(SGLangServer):
         deadline: Deadline,
         at_once: int = CONCURRENT_REQUESTS,
     ) -> list[list[Completion]]:
-        """See `Engine`.
-
-        The deadline is the only thing that breaks requests off, and it ends the run: a request whose client leaves
-        keeps its adapter's reference for ever in some versions (0.5.15 to 0.5.21), and no unload gets past that.
-        """
+        """See `Engine`."""
         rows = self._rows(groups, sampling)
         if model != self.capabilities.base_model:
             self._check_sampling(rows, deadline)
         size = max(1, math.ceil(len(rows) / at_once))
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        workers = max(1, min(at_once, len(batches)))
-        with self._distrusting_connections(), ThreadPoolExecutor(max_workers=workers) as pool:
-            answers = pool.map(lambda batch: self._generate_batch(model, batch, sampling, deadline), batches)
-            completions = [completion for answer in answers for completion in answer]
-        iterator = iter(completions)
+        with self._distrusting_connections():
+            answers = in_parallel(
+                lambda batch: self._generate_batch(model, batch, sampling, deadline), batches, at_once
+            )
+        iterator = (completion for answer in answers for completion in answer)
         return [[next(iterator) for _ in range(group.count)] for group in groups]
 
     def _rows(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[_Row]:
@@ -403,7 +401,29 @@ class SGLangEngine(SGLangServer):
                 f"The KV cache of {self.base_url} is released, and a request now would end the server. Take it back "
                 "first: generate through the trainer, which does so."
             )
-        return self._retried("POST", "/generate", deadline, body=body)
+        for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S, on_repeat=self._count_retry):
+            with attempt:
+                # New ones for each attempt: an id that the server still knows is refused as a duplicate (0.5.17).
+                ids = _request_ids(body)
+                response = self._request(
+                    "POST",
+                    "/generate",
+                    deadline,
+                    body={**body, "rid": ids if _is_batch(body) else ids[0]},
+                    watch=self._watch(),
+                    abort=partial(self._abort, ids),
+                )
+        return response
+
+    def _abort(self, request_ids: Sequence[str], deadline: Deadline) -> None:
+        """End requests before their connection is broken off.
+
+        From 0.5.15 to 0.5.21 a request whose client leaves keeps its adapter's reference for ever, and so does one
+        that is aborted while it is queued; no unload gets past that. One that is aborted while it runs lets go.
+        Source: managers/tokenizer_manager.py `abort_request`, `_handle_abort_req`, `_discard_pending_req_states`.
+        """
+        for request_id in request_ids:
+            self._admin("/abort_request", deadline, body={"rid": request_id})
 
     def _sample(self, body: dict[str, Any], lora_path: str | None, deadline: Deadline) -> list[dict[str, Any]]:
         response = self._post_generate(body, deadline)
@@ -437,6 +457,15 @@ class SGLangEngine(SGLangServer):
             "SGLang's chat route serves the base model for adapters that are named without a colon, so it is not "
             "used. Render the chat template in the rollout function and call generate() with token ids."
         )
+
+
+def _is_batch(body: dict[str, Any]) -> bool:
+    return isinstance(body["input_ids"][0], list)
+
+
+def _request_ids(body: dict[str, Any]) -> list[str]:
+    """A new id for each sample of a request. None begins with another, as SGLang aborts by the beginning of an id."""
+    return [uuid.uuid4().hex for _ in (body["input_ids"] if _is_batch(body) else [0])]
 
 
 def _token_ids(group: PromptGroup) -> list[int]:

@@ -11,7 +11,6 @@ import os
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +50,7 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
     WrongPolicyError,
 )
+from trl_lora_sync.threads import in_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -203,12 +203,12 @@ class VLLMEngine(ServerEngine):
                     return found
             raise AssertionError("the last force always tells")
 
-        with ThreadPoolExecutor(max_workers=_SCORED_AT_ONCE) as pool:
-            try:
-                likely = [ranked_logprobs(found) for (found,) in free]
-                return list(pool.map(logprob, prefixes, prompt_ids[1:], likely))
-            except ValueError as error:
-                raise self._unscored() from error
+        try:
+            likely = [ranked_logprobs(found) for (found,) in free]
+            tokens = list(zip(prefixes, prompt_ids[1:], likely, strict=True))
+            return in_parallel(lambda token: logprob(*token), tokens, _SCORED_AT_ONCE)
+        except ValueError as error:
+            raise self._unscored() from error
 
     # Adapters
 
@@ -381,12 +381,11 @@ class VLLMEngine(ServerEngine):
             batches = [[index] for index in range(len(groups))]
         else:
             batches = _batches(groups, at_once)
-        workers = min(at_once, max(1, len(batches)))
-        with self._distrusting_connections(), ThreadPoolExecutor(max_workers=workers) as pool:
-            answers = list(
-                pool.map(
-                    lambda batch: self._generate_batch(model, [groups[i] for i in batch], sampling, deadline), batches
-                )
+        with self._distrusting_connections():
+            answers = in_parallel(
+                lambda batch: self._generate_batch(model, [groups[i] for i in batch], sampling, deadline),
+                batches,
+                at_once,
             )
         completions: list[list[Completion]] = [[] for _ in groups]
         for batch, answer in zip(batches, answers, strict=True):

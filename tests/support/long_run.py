@@ -1,0 +1,56 @@
+"""A GRPO run whose generations take minutes, to be interrupted in one: python long_run.py WAY URL MODEL FOLDER
+
+WAY is `main`, where it trains in the main thread, or `thread`, where it trains in another one, which an asynchronous
+exception reaches a second after SIGUSR1. Says on a line of its own when its training ends, by the system's monotonic
+clock, and with which error.
+"""
+
+import ctypes
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.trainers import grpo_trainer
+
+LONG = 14_000
+
+
+def main(way: str, base_url: str, model: str, folder: str, **changes: Any) -> None:
+    torch.set_num_threads(1)
+    config = {
+        "max_completion_length": LONG,
+        "generation_kwargs": {"min_tokens": LONG, "ignore_eos": True},
+        "lora_sync_generation_timeout": 1200.0,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+    }
+    trainer = grpo_trainer(base_url, Path(model), Path(folder), **{**config, **changes})
+    print("training", flush=True)
+    if way == "main":
+        train(trainer)
+        return
+    interrupted = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: interrupted.set())
+    thread = threading.Thread(target=train, args=(trainer,))
+    thread.start()
+    while not interrupted.wait(0.1):
+        pass
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt))
+    thread.join()
+
+
+def train(trainer: Any) -> None:
+    try:
+        trainer.train()
+    except BaseException as error:
+        print(f"ended {time.monotonic()} {type(error).__name__}", flush=True)
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

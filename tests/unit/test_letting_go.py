@@ -1,0 +1,289 @@
+"""Unit tier: a run that is interrupted or ends lets go at once, and what it could not unload is not forgotten."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.served import PROMPT, SMALL, sampling, soon
+from fakes.sglang import FakeSGLang
+
+from trl_lora_sync.engines.base import PromptGroup
+from trl_lora_sync.errors import GenerationError
+from trl_lora_sync.sync import AdapterSync
+from unit.fleets import FleetRun, settings_for
+from unit.servers import nobody_listening
+
+StartRun = Callable[..., FleetRun]
+# Without an interrupt, a generation here takes this long.
+GENERATION_S = 100.0
+AT_ONCE_S = 10.0  # two seconds, and what a busy machine adds
+TOKENS = 100
+ROWS = 72  # more than are sent at once, so that some share a request
+BUSY = (503, "the gateway is out of order")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[StartRun]:
+    """Starts a run on fakes, which are made if none are given; keyword arguments are fields of the fakes."""
+    with ExitStack() as stack:
+
+        def begin(fakes: int | list[FakeSGLang] = 1, root: Path = tmp_path / "sync", **args: Any) -> FleetRun:
+            if isinstance(fakes, int):
+                fakes = [stack.enter_context(FakeSGLang(**{"shapes": SMALL, **args})) for _ in range(fakes)]
+            begun = FleetRun(AdapterSync(settings_for(fakes, root, generation_timeout_s=GENERATION_S)), fakes)
+            stack.callback(begun.sync.close)
+            begun.start()
+            return begun
+
+        yield begin
+
+
+# Interrupts
+
+
+def generate_for_long(training: FleetRun) -> None:
+    """Sample so many tokens that it takes `GENERATION_S`."""
+    assert training.sync.active is not None
+    for fake in training.fakes:
+        fake.token_delay_s = GENERATION_S / TOKENS
+    groups = [PromptGroup(prompt=[*PROMPT, row], count=1) for row in range(ROWS)]
+    training.sync.fleet.generate(training.sync.active.name, groups, sampling(max_tokens=TOKENS), soon(GENERATION_S))
+
+
+def wait_until_generating(training: FleetRun) -> None:
+    """Until all of it is under way.
+
+    Before, threads are started, and an asynchronous exception for the thread that starts another one may hit that
+    instead, for which the first then waits for ever (CPython 3.11, whose new threads have the id of the old at first).
+    """
+    training.fakes[0].wait_until(lambda: sum(len(fake._running) for fake in training.fakes) == ROWS)
+
+
+def interrupt_main_thread(training: FleetRun) -> None:
+    """Ctrl-C in the middle of a generation of the main thread."""
+
+    def send() -> None:
+        wait_until_generating(training)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        generate_for_long(training)
+    sender.join()
+
+
+def interrupt_other_thread(training: FleetRun) -> None:
+    """An asynchronous exception, as notebooks and Ray raise it, in a generation of another thread."""
+    raised: list[type[BaseException]] = []
+
+    def generate() -> None:
+        try:
+            generate_for_long(training)
+        except BaseException as error:
+            raised.append(type(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    wait_until_generating(training)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    thread.join(GENERATION_S)
+    assert raised == [SystemExit]
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_main_thread, interrupt_other_thread])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.15", "0.5.21", "0.5.23"])
+def test_an_interrupt_ends_a_generation_at_once_and_the_servers_abort_it(
+    run: StartRun, interrupt: Callable[[FleetRun], None], servers: int, version: str
+) -> None:
+    """It was noticed when the generation had ended. Up to 0.5.21 a client that just leaves keeps the adapter loaded."""
+    training = run(servers, version=version)
+    for _ in range(2):  # the second one on kept connections
+        training.publish()
+        for fake in training.fakes:
+            fake.token_delay_s = 0.0
+        training.generate()
+        started = time.monotonic()
+
+        interrupt(training)
+
+        assert time.monotonic() - started < AT_ONCE_S
+        for fake in training.fakes:
+            fake.wait_until(lambda fake=fake: not fake._running)
+            assert set(fake.in_flight.values()) == {0}
+    started = time.monotonic()
+    training.sync.close()
+    assert time.monotonic() - started < AT_ONCE_S
+    assert training.adapters() == [[]] * servers
+
+
+def test_a_request_that_fails_ends_the_others_at_once(run: StartRun) -> None:
+    """All others were waited for before the error was raised."""
+    training = run()
+    training.publish()
+    [fake] = training.fakes
+    fake.abort_with = [400]
+    started = time.monotonic()
+    with pytest.raises(GenerationError, match="could not sample"):
+        generate_for_long(training)
+    assert time.monotonic() - started < AT_ONCE_S
+    fake.wait_until(lambda: not fake._running)
+
+
+def test_an_interrupt_of_a_load_withdraws_the_version_on_every_server(run: StartRun) -> None:
+    training = run(2)
+    first = training.publish().adapter_name
+    for fake in training.fakes:
+        fake.delay_s["/load_lora_adapter"] = 1.0
+        fake.requests.clear()
+
+    def send() -> None:
+        for fake in training.fakes:
+            fake.wait_until(lambda fake=fake: any(one.path == "/load_lora_adapter" for one in fake.requests))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        training.publish()
+    sender.join()
+    assert training.sync.active is not None
+    assert training.sync.active.name == first
+    training.sync.fleet.wait_for_unloads(soon())
+    for fake in training.fakes:
+        fake.wait_until(lambda fake=fake: fake.host_adapters == [first])
+
+
+# The end
+
+
+def test_servers_that_do_not_answer_hold_up_the_end_once_and_together(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each unload was waited for in turn, for 30 s each."""
+    monkeypatch.setattr("trl_lora_sync.sync.CLOSE_TIMEOUT_S", 1.0)
+    training = run(3)
+    for _ in range(3):
+        training.publish()
+    for fake in training.fakes:
+        fake.delay_s["/unload_lora_adapter"] = 60.0
+    started = time.monotonic()
+    training.sync.close()
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+# Names that were not unloaded
+
+
+def left_in(folder: Path) -> list[str]:
+    """The names for which there is a folder, and that there is nothing in these."""
+    versions = sorted(folder.glob("lora-sync-*/lora-sync-*-v*"))
+    assert not [entry for version in versions for entry in version.iterdir()]
+    return [version.name for version in versions]
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensors"])
+def test_a_name_whose_unload_was_not_confirmed_is_unloaded_by_the_next_run(
+    run: StartRun, tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder of the run was deleted, and with it the only record of the name."""
+    training = run()
+    [fake] = training.fakes
+    name = training.publish().adapter_name
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    training.sync.close()
+    assert fake.host_adapters == [name]
+    assert left_in(tmp_path / "sync") == [name]
+    assert f"{fake.base_url} did not confirm that it forgot {name}" in caplog.text
+    assert f"trl-lora-sync sweep {fake.base_url} --dir {tmp_path / 'sync'}" in caplog.text
+
+    after = run([fake])
+    assert fake.host_adapters == []
+    after.sync.close()
+    assert not (tmp_path / "sync").exists()
+
+
+def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_killed(
+    run: StartRun, tmp_path: Path
+) -> None:
+    training = run()
+    [fake] = training.fakes
+    first = training.publish().adapter_name
+    training.publish()
+    fake.canned["/unload_lora_adapter"] = [BUSY] * 2  # the next unload tries it again
+    for _ in range(2):
+        training.publish()
+        training.sync.fleet.wait_for_unloads(soon())
+    assert first in fake.host_adapters
+    assert list((tmp_path / "sync" / training.sync.transport.run_id / first).iterdir()) == []
+
+    training.sync.close()
+    assert fake.host_adapters == []
+    assert not (tmp_path / "sync").exists()
+
+
+def test_the_end_that_comes_later_unloads_what_an_earlier_one_could_not(run: StartRun, tmp_path: Path) -> None:
+    training = run()
+    [fake] = training.fakes
+    training.publish()
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    training.sync.close()
+    assert len(left_in(tmp_path / "sync")) == 1
+    training.sync.close()
+    assert fake.host_adapters == []
+    assert not (tmp_path / "sync").exists()
+
+
+def test_a_run_that_goes_on_after_its_end_keeps_the_record_of_what_it_left(run: StartRun, tmp_path: Path) -> None:
+    """`evaluate` after `train` publishes anew."""
+    training = run()
+    [fake] = training.fakes
+    left = training.publish().adapter_name
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    training.sync.close()
+    evaluated = training.publish().adapter_name
+    assert evaluated.rpartition("-v")[0] != left.rpartition("-v")[0]
+    assert (tmp_path / "sync" / left.rpartition("-v")[0] / left).is_dir()
+    training.sync.close()
+    assert fake.host_adapters == []
+    run([fake]).sync.close()
+    assert not (tmp_path / "sync").exists()
+
+
+def test_a_record_is_kept_until_a_run_on_the_same_server_comes(run: StartRun, tmp_path: Path) -> None:
+    training = run()
+    [fake] = training.fakes
+    name = training.publish().adapter_name
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    training.sync.close()
+
+    run().sync.close()  # on another server
+    assert left_in(tmp_path / "sync") == [name]
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    run([fake]).sync.close()  # on this one, which does not confirm again
+    assert left_in(tmp_path / "sync") == [name]
+    run([fake]).sync.close()
+    assert fake.host_adapters == []
+    assert not (tmp_path / "sync").exists()
+
+
+def test_a_record_of_a_server_that_is_gone_is_removed(run: StartRun, tmp_path: Path) -> None:
+    training = run()
+    [fake] = training.fakes
+    training.publish()
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    training.sync.close()
+    assert len(left_in(tmp_path / "sync")) == 1
+    with nobody_listening() as url:
+        owner = next((tmp_path / "sync").glob("*/owner.json"))
+        owner.write_text(owner.read_text().replace(fake.base_url, url))
+        run().sync.close()
+    assert not (tmp_path / "sync").exists()
