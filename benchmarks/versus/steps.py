@@ -145,7 +145,7 @@ def measure_steps(
                 setattr(generation, name, arguments[name])
         return turns
 
-    with _trl.generation_class(adopt):
+    with _trl.generation_class(GRPOTrainer, adopt):
         trainer = GRPOTrainer(
             model=bench.model,
             args=config,

@@ -17,6 +17,7 @@ from support.altered import altered_copy
 from support.policies import RATIO_SPREAD
 from support.processes import run
 from support.servers import adapters_on
+from support.short_run import other_kinds
 from support.trainers import METRICS
 from vllm_server import VLLMServer
 
@@ -27,7 +28,7 @@ FOLDER_VARIABLE = "TRL_LORA_SYNC_TRL_VERSIONS_DIR"
 FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".trl-versions")
 # Those that were tested, but for the one that all other tests run on, and whatever else was unpacked there.
 VERSIONS = sorted({*TRL.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("trl")}, key=Version)
-RUN_TIMEOUT_S = 200.0
+RUN_TIMEOUT_S = 400.0  # a minute by itself
 
 
 def short_run(trl: Path, server: VLLMServer, base_model: Path, folder: Path) -> dict[str, Any]:
@@ -84,8 +85,9 @@ def check_run(result: dict[str, Any], server: VLLMServer, folder: Path) -> None:
         assert step["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=RATIO_SPREAD)
         assert step["sampling/sampling_logp_difference/mean"] < 0.02
     assert result["script"] == ["trl_lora_sync.config", 7, ["--num_processes", "2"]]
+    assert result["others"] == {kind: [1, 2] for kind in other_kinds(result["trl"])}
     assert result["moved"], "training did not change the adapter"
     assert math.isfinite(result["evaluated"]["eval_reward"])
-    assert result["output"].count("LoRA adapter sync: vllm") == 1
+    assert result["output"].count("LoRA adapter sync: vllm") == 1 + len(result["others"])
     assert not (folder / "sync").exists(), "versions were left at exit"
     assert not [path for path in adapters_on(server.base_url).values() if str(folder) in path]

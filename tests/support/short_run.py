@@ -1,4 +1,7 @@
-"""A short GRPO run with an evaluation after it: python short_run.py URL MODEL FOLDER; writes FOLDER/result.json."""
+"""A short GRPO run with an evaluation after it, and a step of each other trainer: python short_run.py URL MODEL FOLDER
+
+Writes FOLDER/result.json.
+"""
 
 import json
 import sys
@@ -8,6 +11,7 @@ import torch
 import trl
 import trl.trainer.utils
 
+from support.kinds import KINDS
 from support.trainers import grpo_trainer, prompts
 from trl_lora_sync.scripts.grpo import make_parser
 
@@ -36,7 +40,9 @@ def main(base_url: str, model: str, folder: str) -> None:
     evaluated = trainer.evaluate()
     flags = ["--output_dir", folder, "--use_cpu", "True", "--bf16", "False", "--lora_sync_keep", "7"]
     _, config, *_, left = make_parser().parse_args_and_config([*flags, "--num_processes", "2"], True)
+    others = {kind: versions_of(kind, base_url, Path(model), Path(folder)) for kind in other_kinds(trl.__version__)}
     result = {
+        "others": others,
         "script": [type(config).__module__, config.lora_sync_keep, left],
         "trl": trl.__version__,
         "trl_path": trl.__file__,
@@ -47,6 +53,19 @@ def main(base_url: str, model: str, folder: str) -> None:
     }
     (Path(folder) / "result.json").write_text(json.dumps(result))
     # No clean-up here: what the evaluation published is taken back at exit.
+
+
+def other_kinds(version: str) -> list[str]:
+    """Those of `KINDS` that train without a GPU: the loss of distillation is a Triton kernel in TRL 1.15."""
+    without = {"grpo", "distillation"} if version.startswith("1.15.") else {"grpo"}
+    return [kind for kind in KINDS if kind not in without]
+
+
+def versions_of(kind: str, base_url: str, model: Path, folder: Path) -> list[float]:
+    """The versions that a run of two steps logs, with the served model as the teacher where there is one."""
+    trainer = KINDS[kind].make(base_url, model, folder / kind, model, max_steps=2)
+    trainer.train()
+    return [entry["lora_sync/version"] for entry in trainer.state.log_history if "lora_sync/version" in entry]
 
 
 if __name__ == "__main__":
