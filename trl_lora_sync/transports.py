@@ -15,6 +15,7 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_lefto
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.errors import ServerSetupError
+from trl_lora_sync.origin import install_command, install_elsewhere
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 
 # Clean-up is worth waiting for, but not for long.
@@ -239,13 +240,22 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
             'lora_sync_transport="auto" to find a way that it offers.'
         )
     if choice == "push":
-        raise _no_way(f"{address.base_url} does not offer the push route")
-    raise _no_way(f"{address.base_url} is on another host, and no way is known by which an adapter reaches it")
+        raise _no_way(f"{address.base_url} does not offer the push route", _installing(address))
+    raise _no_way(
+        f"{address.base_url} is on another host, and no way is known by which an adapter reaches it",
+        _installing(address),
+    )
 
 
-def _no_way(seen: str) -> ServerSetupError:
+def _installing(address: ServerAddress) -> str:
+    if address.is_local:
+        return f"run `{install_command('python')}` in the server's environment"
+    return install_elsewhere()
+
+
+def _no_way(seen: str, installing: str) -> ServerSetupError:
     return ServerSetupError(
-        f"{seen}. Choose one: install this package next to the server with `pip install --no-deps trl-lora-sync` and "
-        f"restart it with --middleware {MIDDLEWARE}; or let both see one folder, and set lora_sync_dir to it and "
-        "lora_sync_server_dir to where the server has it mounted, the same path included."
+        f"{seen}. Choose one of two ways. To push adapters to vLLM, install this package beside it: {installing}. Then "
+        f"restart the server with --middleware {MIDDLEWARE}. Or let both see one folder, and set lora_sync_dir to it "
+        "and lora_sync_server_dir to where the server has it mounted, the same path included."
     )
