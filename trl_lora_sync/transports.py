@@ -13,6 +13,7 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_lefto
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import ServerSetupError
+from trl_lora_sync.origin import install_command, install_elsewhere
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.threads import BackgroundThread
 
@@ -233,9 +234,13 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
 
 
 def _no_way(seen: str, address: ServerAddress, served: Capabilities) -> ServerSetupError:
+    if address.is_local:
+        installing = f"run `{install_command('python')}` in the server's environment"
+    else:
+        installing = install_elsewhere()
     command = serve_command("vllm", served.base_root, ["--push"], base_url=address.base_url, is_local=address.is_local)
     return ServerSetupError(
-        f"{seen}. Choose one: install this package next to the server with `pip install --no-deps trl-lora-sync` and "
-        f"restart it with {command}; or let both see one folder, and set lora_sync_dir to it and "
-        "lora_sync_server_dir to where the server has it mounted, the same path included."
+        f"{seen}. Choose one of two ways. To push adapters to vLLM, install this package beside it: {installing}. Then "
+        f"restart the server with {command}. Or let both see one folder, and set lora_sync_dir to it "
+        "and lora_sync_server_dir to where the server has it mounted, the same path included."
     )

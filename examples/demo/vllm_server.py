@@ -4,7 +4,7 @@ The server is stock vLLM in an environment of its own (``make venv-vllm``). By h
 
     python examples/demo/vllm_server.py MODEL --port 8000
 
-This file needs nothing outside the standard library and does not know the trainer.
+This file needs the standard library and the command line of this package, and does not know the trainer.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
+
+from trl_lora_sync.cli.vllm_on_cpu import ONE_PROCESS_ENV, ONE_PROCESS_FLAGS
 
 PYTHON_VARIABLE = "TRL_LORA_SYNC_VLLM_PYTHON"
 DEFAULT_PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
@@ -225,24 +227,19 @@ class VLLMServer:
         return ServerStartError(f"The vLLM server {what}. The end of its log, {self.log_path}:\n{self.log_tail()}")
 
 
-# 0.31.0, 2 cores: 18 s instead of 30 s to the first answer, mostly because the engine loads in two processes
-# instead of three, and because the warm-up runs the largest batch that the scheduler may build.
+# What `trl-lora-sync serve` chooses on a CPU, and what suits a tiny model. 0.31.0, 2 cores: 18 s instead of 30 s to the
+# first answer, mostly because the engine loads in two processes instead of three, and because the warm-up runs the
+# largest batch that the scheduler may build.
 CPU_ARGS = [
     *("--dtype", "bfloat16"),
-    "--enforce-eager",
-    *("--distributed-executor-backend", "uni"),
+    *(part for flag in ONE_PROCESS_FLAGS.items() for part in flag if part is not None),
     *("--max-num-seqs", "64"),
     *("--max-num-batched-tokens", "1024"),
     *("--kv-cache-memory-bytes", str(256 * 1024**2)),
 ]
 
 CPU_ENV = {
-    # Otherwise the CPU platform turns the "uni" executor back into "mp".
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # vLLM binds its worker to the first core that it finds; two servers, or a trainer, would then share that one.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # The trainer and other servers need the cores that idle OpenMP threads would otherwise spin on.
-    "OMP_WAIT_POLICY": "PASSIVE",
+    **ONE_PROCESS_ENV,
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }

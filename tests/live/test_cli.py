@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from support.models import peft_model, randomize_adapter
 from support.processes import run
 from support.servers import adapters_on
-from vllm_server import CPU_ARGS, CPU_ENV, DEFAULT_PYTHON, PYTHON_VARIABLE, VLLMServer, hold_free_port
+from vllm_server import DEFAULT_PYTHON, PYTHON_VARIABLE, VLLMServer, hold_free_port
 
 from trl_lora_sync import export_adapter
 from trl_lora_sync.adapter.store import AdapterStore
@@ -38,15 +39,18 @@ def adapter(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served_by_command(base_model: Path, tmp_path: Path) -> Iterator[str]:
-    """A server that `trl-lora-sync serve` started."""
+    """A server that `trl-lora-sync serve` started on this CPU, with the engine arguments that it chooses alone.
+
+    Without them vLLM 0.31.0 ended with "less than desired CPU memory utilization".
+    """
     holder, log = hold_free_port(), tmp_path / "serve.log"
     port = holder.getsockname()[1]
     python = os.environ.get(PYTHON_VARIABLE) or str(DEFAULT_PYTHON)
     command = [*CLI, "serve", "vllm", str(base_model), "--python", python, "--lora-rank", "9", "--port", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, "--", *CPU_ARGS, "--max-model-len", "256"],
-            env=os.environ | CPU_ENV | {"OMP_NUM_THREADS": "1"},
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -102,6 +106,21 @@ def test_doctor_knows_another_base_model(
     options = ["--adapter", str(adapter), "--model", str(other), "--timeout", "120"]
     assert main(["doctor", clean_server.base_url, *options]) == 1
     assert "The server serves another base model" in capsys.readouterr().out
+
+
+def test_doctor_compares_with_the_model_that_the_server_names(
+    clean_server: VLLMServer, base_model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter from elsewhere names its base in a way that is no folder here."""
+    copy = tmp_path / "adapter"
+    shutil.copytree(adapter, copy)
+    config = json.loads((copy / "adapter_config.json").read_text()) | {"base_model_name_or_path": "elsewhere/tiny"}
+    (copy / "adapter_config.json").write_text(json.dumps(config))
+    assert main(["doctor", clean_server.base_url, "--adapter", str(copy), "--json", "--timeout", "120"]) == 0
+    [server] = json.loads(capsys.readouterr().out)["servers"]
+    [peft] = [one for one in server["findings"] if one["name"] == "PEFT"]
+    assert peft["status"] == "ok"
+    assert "mean |served - PEFT|" in peft["words"]
 
 
 def test_sweep_unloads_what_a_killed_run_left_and_nothing_else(

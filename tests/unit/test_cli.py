@@ -11,7 +11,6 @@ import pytest
 
 from trl_lora_sync.cli.main import COMMANDS, main, make_parser
 
-TRAINING = {"grpo", "rloo", "distillation"}  # with the arguments of TRL's own scripts
 HEAVY = {"torch", "trl", "peft", "transformers", "accelerate", "datasets", "vllm", "sglang", "matplotlib"}
 _LOADED = """
 import json, sys
@@ -26,13 +25,20 @@ print(json.dumps([code, sorted(set(sys.modules))]))
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name not in TRAINING)],
-    ids=" ".join,
+    "arguments", [["--help"], ["--version"], ["grpo", "-h"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
 )
-def test_help_loads_neither_torch_nor_trl(arguments: list[str], run_python: Callable[..., str]) -> None:
+def test_help_and_version_load_no_slow_library(arguments: list[str], run_python: Callable[..., str]) -> None:
     code, loaded = json.loads(run_python(_LOADED, *arguments).splitlines()[-1])
     assert code == 0
+    assert not HEAVY & set(loaded)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["serve", "vllm", "./typo"], ["grpo", "--config", "typo.yaml"], ["doctor", "localhost"]], ids=" ".join
+)
+def test_mistake_is_found_before_a_slow_library_is_loaded(arguments: list[str], run_python: Callable[..., str]) -> None:
+    code, loaded = json.loads(run_python(_LOADED, *arguments).splitlines()[-1])
+    assert code == 2
     assert not HEAVY & set(loaded)
 
 
@@ -51,10 +57,25 @@ def test_what_cannot_be_understood_ends_with_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - TRAINING))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_each_argument_of_a_command_has_help(name: str) -> None:
     for action in make_parser(name)._actions:
         assert action.help, f"{name}: {action.dest}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["doctor", "http://localhost:8000", "--adaptr", "x"], "Did you mean --adapter?"),
+        (["sweep", "--dryrun"], "Did you mean --dry-run?"),
+        (["report", "out", "--xyzzy"], "See `trl-lora-sync report --help`."),
+    ],
+)
+def test_unknown_option_ends_with_2_and_a_hint(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.rstrip().endswith(hint)
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])

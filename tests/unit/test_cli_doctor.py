@@ -1,6 +1,8 @@
 """Unit tier: what the doctor says of servers that are well, of sick ones, and of none. SGLang's rules, as a fake."""
 
 import json
+import shlex
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -154,7 +156,8 @@ def test_adapter_that_no_server_serves_is_a_problem(
 
 def test_servers_with_different_base_models_are_told_apart(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     same = [start(seed=0).base_url, start(seed=0).base_url]
-    code, servers = diagnose(capsys, *same)
+    code, servers = diagnose(capsys, f"{same[0]}, {same[1]}/v1")  # as in vllm_server_base_url
+    assert [server["url"] for server in servers] == same
     assert code == 0
     code, servers = diagnose(capsys, same[0], start(seed=1).base_url)
     assert code == 1
@@ -174,16 +177,33 @@ def test_adapters_of_others_are_mentioned(
     engine.load(store.write(3, adapter_for(SMALL, 1, rank=8)), soon())
     code, [server] = diagnose(capsys, fake.base_url)
     assert code == 0
-    assert f"{store.run_id}-v3" in words(server, "note")["loaded adapters"]
+    said = words(server, "note")["loaded adapters"]
+    assert f"{store.run_id}-v3" in said
+    command = shlex.split(said.split("`")[1])
+    assert main(command[1:]) == 0
+    assert f"left {store.run_id}-v3" in capsys.readouterr().out
     engine.close()
     store.close()
 
 
 def test_nobody_at_the_url_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     with nobody_listening() as url:
-        assert main(["doctor", url, "--timeout", "0.5"]) == 1
+        started = time.monotonic()
+        assert main(["doctor", url]) == 1
+    assert time.monotonic() - started < 20  # the default --timeout is 30
     said = capsys.readouterr().out
-    assert said.startswith(f"{url}: no server that could be told\n  problem server: ")
+    assert said.startswith(f"{url}: unknown server\n  problem server: No server accepts connections at {url} ")
+    assert f"`trl-lora-sync serve vllm MODEL --port {url.rpartition(':')[2]}`" in said
+
+
+def test_command_that_starts_a_missing_server_names_model_and_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with nobody_listening() as url:
+        main(["doctor", url, "--peft-config", str(tmp_path), "--timeout", "0.5"])
+    assert f"serve vllm Qwen/Qwen3-0.6B --peft-config {tmp_path} --port" in capsys.readouterr().out
 
 
 def test_server_of_something_else_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,10 +220,13 @@ def test_server_of_something_else_is_a_problem(capsys: pytest.CaptureFixture[str
     ("arguments", "said"),
     [
         (["localhost:8000"], "is not a URL"),
+        (["http://localhost:8000,localhost:8001"], "'localhost:8001' is not a URL"),
+        (["http://localhost:99999"], "port 99999 in http://localhost:99999 is out of range"),
+        (["http://localhost:0/v1"], "port 0 in http://localhost:0/v1 is out of range"),
         (["http://user:password@localhost:8000"], "Give the key in the environment"),
         (["http://localhost:8000", "--peft-config", "/nonexistent"], "cannot be read"),
         (["http://localhost:8000", "--adapter", "/nonexistent"], "cannot be read"),
-        (["http://localhost:8000", "--model", "/nonexistent"], "is no folder"),
+        (["http://localhost:8000", "--model", "/nonexistent"], "is not a folder"),
     ],
 )
 def test_what_cannot_be_understood_ends_with_2(

@@ -1,5 +1,7 @@
 """Unit tier: TRL's script under this package's command, and what is handed to accelerate."""
 
+import dataclasses
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import yaml
 
 import trl_lora_sync
 from trl_lora_sync import _trl
-from trl_lora_sync.cli.grpo import without
 from trl_lora_sync.cli.main import main
+from trl_lora_sync.cli.our_fields import our_fields
+from trl_lora_sync.cli.training import without
 
 
 @pytest.fixture
@@ -107,6 +110,107 @@ def test_scripts_of_other_trainers_find_the_classes_of_this_package(name: str, t
         _, config, *_ = script.make_parser().parse_args_and_config(options)
     assert type(config) is ours[0]
     assert config.lora_sync_keep == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (None, "there is no such file"),
+        ("a: [", "cannot be read"),
+        ("lora_r", "holds no settings"),
+    ],
+)
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_configuration_that_cannot_be_read_ends_with_2(
+    form: str, file: str | None, said: str, launched: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if file is not None:
+        (tmp_path / "grpo.yaml").write_text(file)
+    assert main(["grpo", *form.format(tmp_path / "grpo.yaml").split()]) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert "loading" not in found
+    assert not launched
+
+
+@pytest.mark.parametrize(
+    ("typed", "file", "meant"),
+    [
+        (["--lora_sync_kep", "3"], "", "Did you mean --lora_sync_keep?"),
+        (["--lerning_rate=1"], "", "Did you mean --learning_rate?"),
+        (["--num_proceses", "2"], "", "Did you mean --num_processes?"),
+        ([], "lora_sync_timeuot: 3", "Did you mean --lora_sync_timeout?"),
+        (["--xyzzy"], "", "See `trl-lora-sync grpo --help-all` and `accelerate launch --help`."),
+    ],
+)
+def test_unknown_flag_ends_with_2_and_a_suggestion(
+    typed: list[str],
+    file: str,
+    meant: str,
+    launched: list[Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "grpo.yaml").write_text(f"output_dir: out\n{file}")
+    assert main(["grpo", "--config", str(tmp_path / "grpo.yaml"), *typed]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(meant)
+    assert not launched
+
+
+def test_beginning_of_a_flag_is_taken_as_argparse_does(launched: list[Any], tmp_path: Path) -> None:
+    typed = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", "--lora_sync_timeo", "60"]
+    assert main(["grpo", *typed, f"--config={_empty(tmp_path)}"]) == 0
+    assert launched
+
+
+def _empty(folder: Path) -> Path:
+    file = folder / "grpo.yaml"
+    file.write_text("lora_r: 4")
+    return file
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_short_help_has_every_field_of_this_package_and_none_of_trl(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grpo", flag]) == 0
+    said = capsys.readouterr().out
+    ours, theirs = _fields()
+    assert all(f"--{name} " in said for name in ours)
+    listed = said.partition("example:")[0]
+    assert not [name for name in theirs if f"--{name} " in listed]
+    assert "--help-all" in said
+
+
+def test_whole_help_begins_with_the_fields_of_this_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grpo", "--help-all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ours, theirs = _fields()
+    found = {name: _line_of(lines, name) for name in (*ours, *theirs)}
+    assert min(found[name] for name in ours) < 10
+    assert max(found[name] for name in ours) < min(found[name] for name in theirs)
+
+
+def _line_of(lines: list[str], name: str) -> int:
+    return next(number for number, line in enumerate(lines) if line.startswith(f"  --{name}"))
+
+
+def _fields() -> tuple[set[str], set[str]]:
+    theirs = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    return {field.name for field in dataclasses.fields(trl_lora_sync.GRPOConfig)} - theirs, theirs
+
+
+def test_short_help_shows_the_fields_as_they_are() -> None:
+    ours, _ = _fields()
+    read = {field.name: field for field in our_fields()}
+    assert read.keys() == ours
+    hints = typing.get_type_hints(trl_lora_sync.GRPOConfig)
+    for field in dataclasses.fields(trl_lora_sync.GRPOConfig):
+        if field.name in ours:
+            assert read[field.name].default == field.default
+            assert read[field.name].help == field.metadata["help"]
+            is_literal = typing.get_origin(hints[field.name]) is typing.Literal
+            assert read[field.name].choices == (typing.get_args(hints[field.name]) if is_literal else ())
 
 
 @pytest.mark.parametrize(

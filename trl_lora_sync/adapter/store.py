@@ -425,6 +425,8 @@ def run_states(root: Path) -> dict[str, str]:
     """The runs with a folder under `root`: `"live"`, `"dead"`, or `"elsewhere"` if that cannot be seen from here."""
     states = {}
     for directory in sorted(root.glob(f"{RUN_PREFIX}*")):
+        if not directory.is_dir():  # such as the page that `report` writes
+            continue
         lock = _lock_if_dead(directory)
         if lock is not None:
             os.close(lock)

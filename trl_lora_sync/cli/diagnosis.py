@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 
+def model_folder(name: Any) -> Path | None:
+    """The folder on this host that a model is named by, if it is one that a model can be loaded from."""
+    folder = Path(str(name))
+    return folder if (folder / "config.json").is_file() else None
+
+
 @dataclass
 class Finding:
     """One thing that was looked at: its name, how it is (`ok`, `note` or `problem`), and the words for it."""
@@ -63,6 +69,7 @@ class Case:
         folder: where to write what a server shall read, if it was given.
         server_folder: the same folder as the servers see it, if that differs.
         timeout_s: for each server to answer, and for each of the checks.
+        peft_config: where `config` was read, if one was given.
     """
 
     config: dict[str, Any] | None
@@ -73,6 +80,7 @@ class Case:
     folder: Path | None
     server_folder: str | None
     timeout_s: float
+    peft_config: Path | None = None
 
     def deadline(self, task: str) -> "Deadline":
         from trl_lora_sync.engines.base import Deadline

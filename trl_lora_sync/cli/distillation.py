@@ -1,13 +1,12 @@
-"""TRL's script for distillation, with adapter sync: all of its flags, all fields of this package, and accelerate's.
+"""TRL's `trl distillation`, with adapter sync: its flags, this package's fields, and the flags of `accelerate launch`.
 
-Settings may come from a YAML file with --config. Launched through accelerate the way TRL's commands are.
+Settings may come from a YAML file with --config. Launched through accelerate the way `trl distillation` is.
 """
 
-from trl_lora_sync.cli.grpo import launch
+from functools import partial
+
+from trl_lora_sync.cli import training
 
 PARSES_ITSELF = True
-
-
-def run(arguments: list[str]) -> int:
-    """Launch the script with `arguments`; `-h` shows them all."""
-    return launch("distillation", arguments)
+add_arguments = partial(training.add_arguments, "distillation")
+run = partial(training.run, "distillation")

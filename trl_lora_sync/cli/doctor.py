@@ -12,22 +12,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trl_lora_sync.cli.console import UsageError, out, working
-from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis
+from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, model_folder
 from trl_lora_sync.cli.examination import Examination
 from trl_lora_sync.cli.peft_config import read_peft_config
-from trl_lora_sync.cli.urls import checked_url
+from trl_lora_sync.cli.urls import check_listening, checked_urls, start_command
 from trl_lora_sync.places import is_local_url
 
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("urls", nargs="+", metavar="URL", help="a server, such as http://localhost:8000")
+    parser.add_argument(
+        "urls", nargs="+", metavar="URL", help="a server, such as http://localhost:8000; or several, with commas"
+    )
     parser.add_argument("--peft-config", type=Path, metavar="DIR", help="folder with the adapter_config.json to serve")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="folder of a saved adapter to load and verify")
     parser.add_argument(
         "--model", type=Path, metavar="DIR",
-        help="folder of the base model, to compare with (default: the one that the adapter names, if it is a folder)",
+        help="folder of the base model, to compare with (default: the folder that the adapter or the server names)",
     )  # fmt: skip
     parser.add_argument("--dir", type=Path, help="folder shared with the servers (default: as in training)")
     parser.add_argument("--server-dir", help="the same folder as the servers see it")
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         raise UsageError(f"nothing may follow --, but {' '.join(rest)} does.")
-    urls = [checked_url(url) for url in args.urls]
+    urls = [url for typed in args.urls for url in checked_urls(typed)]
     case = case_of(args)
     diagnoses: list[Diagnosis] = []
     scores: list[list[float]] = []
@@ -77,10 +79,9 @@ def case_of(args: argparse.Namespace) -> Case:
                 unusable = str(error)
     base = args.model
     if base is not None and not base.is_dir():
-        raise UsageError(f"--model {base} is no folder. Give the base model's, or leave it out.")
+        raise UsageError(f"--model {base} is not a folder. Give the base model's, or leave it out.")
     if base is None and saved is not None:
-        named = Path(str(saved.config.get("base_model_name_or_path")))
-        base = named if named.is_dir() else None
+        base = model_folder(saved.config.get("base_model_name_or_path"))
     return Case(
         config=config,
         adapter=args.adapter,
@@ -90,6 +91,7 @@ def case_of(args: argparse.Namespace) -> Case:
         folder=args.dir,
         server_folder=args.server_dir,
         timeout_s=args.timeout,
+        peft_config=args.peft_config or args.adapter,
     )
 
 
@@ -97,7 +99,7 @@ def show(diagnosis: Diagnosis) -> None:
     """Print what was found at one URL."""
     from rich.text import Text
 
-    known = f"{diagnosis.engine} {diagnosis.version}" if diagnosis.engine else "no server that could be told"
+    known = f"{diagnosis.engine} {diagnosis.version}" if diagnosis.engine else "unknown server"
     served = f", serving {diagnosis.base_model}" if diagnosis.base_model else ""
     out().print(Text(f"{diagnosis.url}: {known}{served}", style="bold"))
     for finding in diagnosis.findings:
@@ -123,6 +125,13 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
             check_saved_config(case.config)
             diagnosis.add("adapter features", OK, "plain LoRA, which both engines serve exactly")
     try:
+        where = "" if is_local_url(url) else " on its host"
+        start = start_command(url, *_serve_arguments(case))
+        check_listening(url, case.timeout_s, f"Start one{where} with `{start}`, or correct the URL.")
+    except LoRASyncError as error:
+        diagnosis.add("server", PROBLEM, str(error))
+        return diagnosis
+    try:
         engine = connect_engine(
             url,
             engine="auto",
@@ -139,6 +148,12 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
     finally:
         engine.close()
     return diagnosis
+
+
+def _serve_arguments(case: Case) -> tuple[str, ...]:
+    named = (case.config or {}).get("base_model_name_or_path")
+    model = str(case.base or named or "MODEL")
+    return (model, "--peft-config", str(case.peft_config)) if case.peft_config else (model,)
 
 
 def _identify(diagnosis: Diagnosis, case: Case) -> None:

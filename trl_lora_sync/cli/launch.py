@@ -10,6 +10,8 @@ from trl_lora_sync.cli.console import UsageError
 
 _ON = ("1", "true", "yes", "on")
 _TARGET_MODULES = "--lora-target-modules"
+# Flags of the engines whose values are printed nowhere.
+_SECRET = frozenset({"--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password"})
 # What both engines call the layers that they make of several.
 _STACKED = dict(zip(("qkv_proj", "gate_up_proj"), FUSED_LAYERS, strict=True))
 
@@ -53,9 +55,9 @@ class Launch:
     notes: tuple[str, ...] = ()
 
     def shell_line(self) -> str:
-        """The command as it would be typed."""
+        """The command as it would be typed, without its keys."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return " ".join([*settings, shlex.join(self.command)])
+        return " ".join([*settings, shlex.join(without_keys(self.command))])
 
 
 class EngineArguments:
@@ -84,7 +86,12 @@ class EngineArguments:
         try:
             return default if value is None else int(value)
         except ValueError as error:
-            raise UsageError(f"{names[0]} {value} is no number.") from error
+            raise UsageError(f"{names[0]} {value} is not a whole number.") from error
+
+    def check_port(self, request: Wanted) -> None:
+        port = self.number("--port", default=request.port)
+        if not 0 < port < 65536:
+            raise UsageError(f"--port {port} is out of range. Give a port from 1 to 65535.")
 
     def check_rank(self, request: Wanted, advised: int) -> None:
         reserved = self.number("--max-lora-rank", default=request.lora_rank)
@@ -130,6 +137,28 @@ class EngineArguments:
         return missing
 
 
+def without_keys(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `[key]` for each key, password or token."""
+    shown: list[str] = []
+    is_secret = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            name, has_value, _ = argument.partition("=")
+            is_secret = name.replace("_", "-") in _SECRET
+            shown.append(f"{name}=[key]" if is_secret and has_value else argument)
+        else:
+            shown.append("[key]" if is_secret else argument)
+    return shown
+
+
+def key_notes(given: "EngineArguments", advice: str) -> list[str]:
+    if not any(given.has(flag) for flag in _SECRET):
+        return []
+    return [
+        f"the command is printed without its keys. The list of processes shows them to all users of this host{advice}"
+    ]
+
+
 def is_on(environ: Mapping[str, str], name: str) -> bool:
     """Whether a variable of the engine is set to one of the words for yes."""
     return environ.get(name, "").lower() in _ON
@@ -139,8 +168,8 @@ def port_notes(host: str, key: str, environ: Mapping[str, str] | None) -> list[s
     if host in ("127.0.0.1", "localhost", "::1") or environ is None or environ.get(key):
         return []
     return [
-        f"the server listens on {host}. Whoever reaches it can load adapters, and so make it read any folder: keep the "
-        f"port private, and set a key with {key}."
+        f"the server listens on {host}. Every client that reaches it can load adapters, and so make it read any "
+        f"folder. Keep the port private, and set a key with {key}."
     ]
 
 

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed
-from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, port_notes
+from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, key_notes, port_notes
 from trl_lora_sync.cli.peft_config import USUAL_MODULES
 
 # Source: sglang#36894; a request with n > 1 leaves its adapter in use for ever, so that no unload ends.
@@ -17,6 +17,7 @@ _SAMPLES_SAFELY_FROM = Version("0.5.22")
 def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
     """The command for `request`; see `serve.plan`."""
     given = EngineArguments(request.extra)
+    given.check_port(request)
     _check_sglang(installed, given, request, environ)
     notes: list[str] = []
     if installed.parsed() < _SAMPLES_SAFELY_FROM:
@@ -37,6 +38,7 @@ def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str
     notes += port_notes(
         given.get("--host") or request.host, "--api-key", environ if not given.has("--api-key") else None
     )
+    notes += key_notes(given, ".")
     program = (str(installed.python), "-m", "sglang.launch_server", "--model-path", request.model)
     return Launch(command=(*program, *given.missing(flags), *request.extra), notes=tuple(notes))
 

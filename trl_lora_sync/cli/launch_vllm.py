@@ -6,13 +6,15 @@ from packaging.version import Version
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed
-from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, port_notes
+from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, key_notes, port_notes
+from trl_lora_sync.cli.vllm_on_cpu import cpu_env, cpu_flags, cpu_notes
 from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE as FUSED_MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_fused import WORKER as FUSED_WORKER
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_quick_load import MIDDLEWARE as QUICK_MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_quick_load import WORKER as QUICK_WORKER
 from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
+from trl_lora_sync.origin import install_command
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # vLLM 0.22 to 0.25 may serve running requests from the wrong slot after a load with two slots or more.
@@ -25,7 +27,9 @@ _BITSANDBYTES_IN_A_PLUGIN_FROM = Version("0.28")
 def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
     """The command for `request`; see `serve.plan`."""
     given = EngineArguments(request.extra)
+    given.check_port(request)
     _check_vllm(given, request, environ)
+    _check_plugins(installed, request)
     notes: list[str] = []
     slots = 2
     if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
@@ -68,16 +72,20 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         flags["--enable-sleep-mode"] = None
         env["VLLM_SERVER_DEV_MODE"] = "1"
         notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
-    notes += port_notes(given.get("--host") or request.host, "VLLM_API_KEY", environ)
+    if installed.is_cpu_build(environ):
+        flags |= cpu_flags(given, environ)
+        env |= cpu_env(given, environ)
+        notes += cpu_notes(installed.version, flags)
+    has_key = given.has("--api-key")
+    notes += port_notes(given.get("--host") or request.host, "VLLM_API_KEY", None if has_key else environ)
+    notes += key_notes(given, "; export VLLM_API_KEY instead of --api-key." if has_key else ".")
     command = [*_vllm_program(installed, request.model), *given.missing(flags)]
-    middlewares = {"--push": MIDDLEWARE} if request.takes_pushes else {}
-    middlewares |= {"--fused": FUSED_MIDDLEWARE} if request.is_fused else {}
-    middlewares |= {"--quick-load": QUICK_MIDDLEWARE} if request.loads_quickly else {}
-    for option, middleware in middlewares.items():
-        notes.append(
-            f"{option} needs this package next to vLLM, where it brings nothing with it: "
-            f"{installed.python} -m pip install --no-deps trl-lora-sync"
-        )
+    wanted = {
+        MIDDLEWARE: request.takes_pushes,
+        FUSED_MIDDLEWARE: request.is_fused,
+        QUICK_MIDDLEWARE: request.loads_quickly,
+    }
+    for middleware in (one for one, is_wanted in wanted.items() if is_wanted):
         if not _names_middleware(middleware, request.extra):
             command += ["--middleware", middleware]  # may be given several times, so one that was typed stays
     return Launch(command=(*command, *request.extra), env=env, notes=tuple(notes))
@@ -94,6 +102,17 @@ def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:
     if installed.script is not None:
         return (str(installed.script), "serve", model)
     return (str(installed.python), "-m", "vllm.entrypoints.cli.main", "serve", model)
+
+
+def _check_plugins(installed: Installed, request: Wanted) -> None:
+    options = {"--push": request.takes_pushes, "--fused": request.is_fused, "--quick-load": request.loads_quickly}
+    needing = [option for option, is_set in options.items() if is_set]
+    if needing and not installed.has_plugins:
+        raise UsageError(
+            f"{' and '.join(needing)} cannot be used: the server needs this package beside vLLM, and "
+            f"{installed.python} does not find it there. Install it, which brings nothing else with it:\n"
+            f"{install_command(installed.python, has_pip=installed.has_pip)}"
+        )
 
 
 def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from trl_lora_sync.cli.console import UsageError, err
+from trl_lora_sync.cli.unknown import explain_unknown
 
 GOOD, PROBLEM, USAGE = 0, 1, 2
 _DESCRIPTION = "LoRA adapter sync for TRL: start servers, check them, train, measure and look at what came out."
@@ -91,10 +92,18 @@ def _run(name: str, arguments: list[str]) -> int:
 
     try:
         if getattr(module, "PARSES_ITSELF", False):
+            if {"-h", "--help"} & set(arguments):
+                make_parser(name).print_help()
+                return GOOD
             return int(module.run(arguments))
         end = arguments.index("--") if "--" in arguments else len(arguments)
-        args = make_parser(name).parse_args(arguments[:end])
-        return int(module.run(args, arguments[end + 1 :]))
+        typed, rest = arguments[:end], arguments[end + 1 :]
+        parser = make_parser(name)
+        args, unknown = parser.parse_known_args(typed)
+        if unknown:
+            passes_on = getattr(module, "PASSES_ON", False)
+            raise UsageError(explain_unknown(parser, typed, unknown, rest, passes_on=passes_on))
+        return int(module.run(args, rest))
     except (UsageError, UnsupportedSettingError) as error:
         err().print(f"trl-lora-sync {name}: {error}", style="red")
         return USAGE

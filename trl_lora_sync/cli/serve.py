@@ -1,13 +1,16 @@
 """Start a vLLM or SGLang server with the flags and the environment that adapter sync needs.
 
-Finds the engine that is installed, without importing it, prints its own command, and becomes it. What follows `--`
-goes to the engine as it is, and wins over what is chosen here unless that is known to break.
+Finds the engine that is installed, without importing it, prints its own command, and becomes it. Arguments after `--`
+go to the engine unchanged, and win over what is chosen here unless that is known to break. A CPU build of vLLM also
+gets a small KV cache and one process.
 """
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +23,10 @@ from trl_lora_sync.cli.launch_vllm import plan_vllm
 from trl_lora_sync.cli.peft_config import read_peft_config, served_modules
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
 
+PASSES_ON = True  # what follows `--`
 _DEFAULT_RANK = 16
+# A name on the Hub has one slash at most. Source: huggingface_hub/utils/_validators.py `validate_repo_id`, 1.2.
+_HUB_NAME_PARTS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +84,7 @@ def wanted(args: argparse.Namespace, rest: Sequence[str]) -> Wanted:
         UsageError: it contradicts itself.
         UnsupportedAdapterError: the adapter in `--peft-config` could not be served exactly.
     """
+    check_model(args.engine, args.model)
     rank = _DEFAULT_RANK if args.lora_rank is None else args.lora_rank
     modules: tuple[str, ...] = ()
     if args.peft_config:
@@ -100,6 +107,36 @@ def wanted(args: argparse.Namespace, rest: Sequence[str]) -> Wanted:
         port=args.port,
         extra=tuple(rest),
     )
+
+
+def check_model(engine: str, model: str) -> None:
+    """Refuse a path that leads to no model, which the engine would find out after many seconds.
+
+    Raises:
+        UsageError: the path does not exist, or is the folder of an adapter.
+    """
+    path = Path(model)
+    if "://" in model:  # a store that the engine reads itself
+        return
+    if not path.exists():
+        if model.startswith((".", "/", "~")) or len(Path(model).parts) > _HUB_NAME_PARTS:
+            raise UsageError(
+                f"{model} does not exist{_similar(path)}. Give the folder of the base model, or its name on the Hub."
+            )
+    elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        base = read_peft_config(path).get("base_model_name_or_path") or "MODEL"
+        raise UsageError(
+            f"{model} holds an adapter, not a model. Serve its base model, and take the rank from the adapter: "
+            f"{shlex.join(['trl-lora-sync', 'serve', engine, str(base), '--peft-config', model])}"
+        )
+
+
+def _similar(path: Path) -> str:
+    """The folder that was probably meant, as a part of a sentence."""
+    found = get_close_matches(
+        path.name, [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    )
+    return f"; {path.parent / found[0]} does" if found else ""
 
 
 def plan(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:

@@ -10,15 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_lora_sync.cli.console import UsageError, out, working
-from trl_lora_sync.cli.urls import checked_url
+from trl_lora_sync.cli.urls import check_listening, checked_urls
 from trl_lora_sync.places import default_sync_dir, is_local_url
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Deadline, Engine
 
+_STOPPED = (
+    "A stopped server holds no adapters. `trl-lora-sync sweep` removes the files that its runs left on this host."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("targets", nargs="+", metavar="DIR|URL", help="a lora_sync_dir, or a server")
+    parser.add_argument(
+        "targets", nargs="*", metavar="DIR|URL",
+        help="a lora_sync_dir, an output_dir, or a server; several of these (default: the folder in shared memory that "
+        "runs of this user write to)",
+    )  # fmt: skip
     parser.add_argument(
         "--dir", type=Path, help="lora_sync_dir of the runs on the servers (default: the one used on this host)"
     )
@@ -32,20 +40,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     if rest:
         raise UsageError(f"nothing may follow --, but {' '.join(rest)} does.")
+    if not args.targets:
+        folder = default_sync_dir(True, ".")
+        _show(folder, sweep_folder(folder, args.dry_run))
     for target in args.targets:
         if "://" in target:
-            url = checked_url(target)
-            with working(f"sweeping {url}"):
-                lines = sweep_server(url, args)
-        else:
-            folder = Path(target)
-            if not folder.is_dir():
-                raise UsageError(f"{folder} is no folder. Give the lora_sync_dir of the runs, or the URL of a server.")
-            with working(f"sweeping {folder}"):
-                lines = sweep_folder(folder, args.dry_run)
-        for line in lines or [f"{target}: nothing was left behind."]:
-            out().print(line)
+            for url in checked_urls(target):
+                check_listening(url, args.timeout, _STOPPED)
+                with working(f"sweeping {url}"):
+                    lines = sweep_server(url, args)
+                _show(url, lines)
+            continue
+        folder = Path(target)
+        if not folder.is_dir():
+            raise UsageError(
+                f"{folder} is not a folder. Give the lora_sync_dir of the runs, their output_dir, or a server's URL."
+            )
+        with working(f"sweeping {folder}"):
+            lines = [*sweep_folder(folder, args.dry_run), *sweep_folder(default_sync_dir(False, folder), args.dry_run)]
+        _show(folder, lines)
     return 0
+
+
+def _show(target: str | Path, lines: list[str]) -> None:
+    for line in lines or [f"{target}: nothing was left behind."]:
+        out().print(line)
 
 
 def sweep_folder(folder: Path, dry_run: bool, forget: Callable[[str], None] = lambda name: None) -> list[str]:

@@ -1,7 +1,25 @@
-"""URLs of servers, as typed."""
+"""URLs of servers, as typed, and whether a server is there."""
+
+import re
+import shlex
+import time
+from urllib.parse import urlsplit
 
 from trl_lora_sync.cli.console import UsageError
-from trl_lora_sync.places import has_secrets, is_http_url
+from trl_lora_sync.places import has_secrets, is_http_url, is_local_url
+
+# A port that refuses connections has no server behind it; one that is being restarted opens it again within this time.
+_PATIENCE_S = 3.0
+_HIGHEST_PORT = 65535
+
+
+def checked_urls(text: str) -> list[str]:
+    """One URL, or several with commas in between as in `vllm_server_base_url`, as they are used.
+
+    Raises:
+        UsageError: one is no URL, or carries a key.
+    """
+    return [checked_url(url.strip()) for url in text.split(",")]
 
 
 def checked_url(url: str) -> str:
@@ -12,6 +30,58 @@ def checked_url(url: str) -> str:
     """
     if has_secrets(url):
         raise UsageError("a URL carries a user, password, query or fragment. Give the key in the environment instead.")
+    port = re.fullmatch(r"https?://[^/]+:(-?\d+)(/.*)?", url)
+    if port and not 0 < int(port[1]) <= _HIGHEST_PORT:
+        raise UsageError(f"port {port[1]} in {url} is out of range. Give a port from 1 to {_HIGHEST_PORT}.")
     if not is_http_url(url):
         raise UsageError(f"{url!r} is not a URL. Expected something like http://localhost:8000.")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def check_listening(url: str, timeout_s: float, advice: str) -> None:
+    """Return if something accepts connections at `url`, or if more than a few seconds are needed to know.
+
+    Args:
+        advice: what to do if nothing does; ends the message.
+
+    Raises:
+        ServerUnreachableError: nothing accepts them.
+    """
+    import httpx
+
+    from trl_lora_sync.engines.base import Deadline
+    from trl_lora_sync.engines.http import NO_KEY, HTTPClient
+    from trl_lora_sync.errors import DeadlineExceededError, ServerUnreachableError
+
+    patience_s = min(_PATIENCE_S, timeout_s)
+    give_up_at = time.monotonic() + patience_s
+    client = HTTPClient(url, api_key=NO_KEY, is_local=is_local_url(url))
+    try:
+        while True:
+            try:
+                client.request("GET", "/health", Deadline.after(patience_s, f"Connecting to {url}"))
+                return
+            except DeadlineExceededError:
+                return  # it is there, and slow
+            except ServerUnreachableError as error:
+                if not isinstance(error.__cause__, httpx.ConnectError):
+                    return
+                if time.monotonic() > give_up_at:
+                    raise ServerUnreachableError(
+                        f"No server accepts connections at {url} ({error.__cause__}). {advice}"
+                    ) from error
+            time.sleep(0.2)
+    finally:
+        client.close()
+
+
+def start_command(url: str, *serve_arguments: str) -> str:
+    """What starts a server at `url`.
+
+    Args:
+        serve_arguments: of `trl-lora-sync serve vllm`, the model first.
+    """
+    parts = urlsplit(url)
+    flags = [] if is_local_url(url) else ["--host", "0.0.0.0"]
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return shlex.join(["trl-lora-sync", "serve", "vllm", *serve_arguments, *flags, "--port", str(port)])

@@ -1,0 +1,56 @@
+"""The fields that this package adds to TRL's configuration, read from the source, so that no one waits for torch."""
+
+import argparse
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_lora_sync import cli
+
+_SOURCE = Path(cli.__file__).parents[1] / "config.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OurField:
+    """A field of `LoRASyncConfig`: its values if these are few, otherwise its type."""
+
+    name: str
+    choices: tuple[str, ...]
+    type: str
+    default: Any
+    help: str
+
+    def add_to(self, parser: argparse._ArgumentGroup) -> None:
+        default = "" if self.default is None else f" (default: {self.default})"
+        parser.add_argument(
+            f"--{self.name}",
+            choices=self.choices or None,
+            metavar=None if self.choices else self.type.upper(),
+            help=f"{self.help}{default}".replace("%", "%%"),
+        )
+
+
+def our_fields() -> list[OurField]:
+    """The fields in the order of the source."""
+    (config,) = [
+        node
+        for node in ast.parse(_SOURCE.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "LoRASyncConfig"
+    ]
+    return [_read(node) for node in config.body if isinstance(node, ast.AnnAssign)]
+
+
+def _read(node: ast.AnnAssign) -> OurField:
+    assert isinstance(node.target, ast.Name)
+    assert isinstance(node.value, ast.Call)
+    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.value.keywords}
+    annotation = node.annotation
+    is_literal = isinstance(annotation, ast.Subscript)
+    return OurField(
+        name=node.target.id,
+        choices=tuple(ast.literal_eval(annotation.slice)) if isinstance(annotation, ast.Subscript) else (),
+        type="" if is_literal else ast.unparse(annotation).partition(" | ")[0],
+        default=given["default"],
+        help=given["metadata"]["help"],
+    )

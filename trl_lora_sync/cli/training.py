@@ -1,0 +1,136 @@
+"""The commands that run a training script of TRL with this package's classes, through `accelerate launch`."""
+
+import argparse
+from collections.abc import Collection, Iterable, Sequence
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any
+
+from trl_lora_sync.cli.console import UsageError, out, working
+from trl_lora_sync.cli.our_fields import our_fields
+from trl_lora_sync.cli.unknown import similar_flag
+from trl_lora_sync.errors import UnsupportedSettingError
+
+_USAGE = "trl-lora-sync {} [--config FILE] [settings] [arguments of accelerate launch]"
+_ALL = "--help-all"
+_TITLE = "adapter sync"
+_EPILOG = """\
+example:
+  trl-lora-sync {} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my/prompts {}\\
+      --use_peft --lora_r 16 --lora_target_modules all-linear --output_dir out \\
+      --use_vllm --vllm_mode server --vllm_server_base_url http://localhost:8000 --vllm_sync_strategy lora_adapter
+"""
+
+
+# What the example of each command has besides.
+_REWARDS = "--reward_funcs my_rewards.length "
+_OWN = {"grpo": _REWARDS, "rloo": _REWARDS, "distillation": "--teacher_model_name_or_path Qwen/Qwen3-8B "}
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """The short help of the command `name`, which names what this package adds and loads nothing."""
+    parser.usage = _USAGE.format(name)
+    parser.epilog = _EPILOG.format(name, _OWN[name])
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings; typed ones win")
+    parser.add_argument(_ALL, action="store_true", help="also show all flags of TRL, which takes some seconds to load")
+    group = parser.add_argument_group(_TITLE)
+    for field in our_fields():
+        field.add_to(group)
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Launch the script `name` of `trl_lora_sync.scripts` with `arguments`."""
+    # TRL knows `--config FILE` only.
+    arguments = [part for typed in arguments for part in (typed.split("=", 1) if _is_config(typed) else [typed])]
+    settings = _read_config(name, arguments)
+    with working("loading TRL and accelerate"):
+        script = import_module(f"trl_lora_sync.scripts.{name}")
+
+        from accelerate.commands.launch import launch_command, launch_command_parser
+
+        from trl_lora_sync import _trl
+
+    parser = script.make_parser(f"trl-lora-sync {name}")
+    if _ALL in arguments:
+        out().print(_with_ours_first(name, parser).format_help(), end="")
+        return 0
+    accelerates = launch_command_parser()
+    known = {"--accelerate_config", *parser._option_string_actions, *accelerates._option_string_actions}
+    _check_flags(name, [argument.partition("=")[0] for argument in arguments if argument.startswith("--")], known)
+    _check_flags(name, [f"--{setting}" for setting in settings if setting != "env"], known)
+    try:
+        # What is left over is for accelerate: from the file, and, as a part of `arguments` in their order, typed.
+        *_, from_file, typed = parser.parse_args_and_config(
+            arguments, return_remaining_strings=True, separate_remaining_strings=True
+        )
+        options = _trl.accelerate_options([*from_file, *typed])
+    except UnsupportedSettingError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    file = str(resources.files("trl_lora_sync.scripts").joinpath(f"{name}.py"))
+    launch_command(accelerates.parse_args([*options, file, *without(arguments, typed)]))
+    return 0
+
+
+def without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
+    """`arguments` less `part`, which is contained in it in the same order."""
+    left, kept = list(part), []
+    for argument in arguments:
+        if left and argument == left[0]:
+            left.pop(0)
+        else:
+            kept.append(argument)
+    return kept
+
+
+def _is_config(argument: str) -> bool:
+    return argument.startswith("--config=")
+
+
+def _read_config(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The settings in the file of `--config`, which is refused before anything is loaded if it cannot be read."""
+    finder = argparse.ArgumentParser(
+        f"trl-lora-sync {name}", usage=_USAGE.format(name), add_help=False, allow_abbrev=False
+    )
+    finder.add_argument("--config")
+    file = finder.parse_known_args(arguments)[0].config
+    if file is None:
+        return {}
+    if not Path(file).is_file():
+        raise UsageError(f"--config {file}: there is no such file. Give a YAML file of settings.")
+    import yaml
+
+    try:
+        settings = yaml.safe_load(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"--config {file} cannot be read: {why}. Give a YAML file of settings.") from error
+    if not isinstance(settings, dict):
+        raise UsageError(f"--config {file} holds no settings. Give one on each line, such as `lora_r: 16`.")
+    return settings
+
+
+def _check_flags(name: str, flags: Iterable[str], known: Collection[str]) -> None:
+    """Refuse what neither TRL nor accelerate knows; the latter would take its value for the script."""
+    for flag in flags:
+        if flag == "--" or any(one.startswith(flag) for one in known):  # argparse takes the beginning of a name
+            continue
+        meant = similar_flag(flag, known)
+        hint = (
+            f"Did you mean {meant}?" if meant else f"See `trl-lora-sync {name} {_ALL}` and `accelerate launch --help`."
+        )
+        raise UsageError(f"{flag} is not known, neither to TRL nor to accelerate. {hint}")
+
+
+def _with_ours_first(name: str, parser: Any) -> Any:
+    """TRL's parser, whose help begins with the fields of this package and has a usage of one line."""
+    names = {field.name for field in our_fields()}
+    ours = [action for action in parser._actions if action.dest in names]
+    for group in parser._action_groups:
+        group._group_actions[:] = [action for action in group._group_actions if action not in ours]
+    first = parser.add_argument_group(_TITLE)
+    first._group_actions.extend(ours)
+    parser._action_groups.insert(0, parser._action_groups.pop())
+    parser.usage = f"{_USAGE.format(name)}\n\n`accelerate launch --help` lists the arguments of accelerate."
+    return parser

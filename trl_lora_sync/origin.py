@@ -1,0 +1,90 @@
+"""Where this copy of the package is from, and the commands that install the same one in another environment.
+
+A command never names the package alone: an index that the user did not install it from may hold another project of
+that name. Needs no torch.
+"""
+
+import json
+import shlex
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+_PACKAGE = Path(__file__).resolve().parent
+_NAME = "trl-lora-sync"
+
+
+def pip_source() -> str | None:
+    """What pip installs this copy from: a folder, a file, a URL or a version on an index; None if that is gone.
+
+    Source: PEP 610, "Recording the Direct URL Origin of installed distributions".
+    """
+    if (_PACKAGE.parent / "pyproject.toml").is_file():  # a checkout: editable, or on PYTHONPATH
+        return str(_PACKAGE.parent)
+    try:
+        installed = metadata.distribution(_NAME)
+    except metadata.PackageNotFoundError:
+        return None
+    if Path(str(installed.locate_file(_PACKAGE.name))).resolve() != _PACKAGE:
+        return None
+    recorded = installed.read_text("direct_url.json")
+    if recorded is None:  # from an index
+        return f"{_NAME}=={installed.version}"
+    return _from_direct_url(json.loads(recorded))
+
+
+def _from_direct_url(recorded: dict[str, object]) -> str | None:
+    url = str(recorded["url"])
+    version_control = recorded.get("vcs_info")
+    if isinstance(version_control, dict):
+        found = f"{version_control['vcs']}+{url}@{version_control['commit_id']}"
+        folder = recorded.get("subdirectory")
+        return f"{found}#subdirectory={folder}" if folder else found
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        return url
+    path = Path(url2pathname(parts.path))
+    return str(path) if path.exists() else None
+
+
+def install_command(python: Path | str, *, has_pip: bool = True) -> str:
+    """The shell command that installs this copy in the environment of an interpreter on this host, without its needs.
+
+    Args:
+        has_pip: whether that environment has pip; one that uv made has none.
+    """
+    source = pip_source()
+    if source is None:
+        into = shlex.join([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
+        return f'cp -r {shlex.quote(str(_PACKAGE))} "$({into})"'
+    pip = [str(python), "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", str(python)]
+    return shlex.join([*pip, "--no-deps", source])
+
+
+def install_elsewhere() -> str:
+    """What to do to have this copy in an environment on another host, as a part of a sentence."""
+    source = pip_source()
+    if source is None:
+        return (
+            f"copy {_PACKAGE} into an empty folder of the server's host, and start the server with "
+            "PYTHONPATH set to that folder"
+        )
+    if not Path(source).exists():
+        return f"run `{_install(source)}` in the server's environment"
+    if Path(source).is_file():
+        return f"copy {source} to the server's host, and run `{_install(Path(source).name)}` in its environment"
+    if find_spec("pip") is not None:
+        wheel = shlex.join([sys.executable, "-m", "pip", "wheel", "--no-deps", source])
+    else:
+        wheel = shlex.join(["uv", "build", "--wheel", "--out-dir", ".", source])
+    return (
+        f"run `{wheel}` here, copy the trl_lora_sync-*.whl that it writes to the server's host, and run "
+        "`pip install --no-deps trl_lora_sync-*.whl` in the server's environment"
+    )
+
+
+def _install(*what: str) -> str:
+    return shlex.join(["pip", "install", "--no-deps", *what])
