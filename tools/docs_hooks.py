@@ -115,11 +115,10 @@ def settings_table() -> str:
 
 
 def command_help() -> str:
-    """What `--help` says, for all commands but those of training, which have TRL's own long ones."""
+    """What `--help` says, for all commands."""
     with mock.patch.dict(os.environ, COLUMNS=_HELP_WIDTH):
         parts = [f"```text\n{make_parser().format_help().rstrip()}\n```"]
-        names = [name for name in COMMANDS if name not in ("grpo", "rloo", "distillation")]
-        parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in names]
+        parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in COMMANDS]
     return "\n\n".join(parts)
 
 
