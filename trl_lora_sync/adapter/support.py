@@ -22,7 +22,12 @@ FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _EMBEDDING_MODULES = frozenset({"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out"})
 _WEIGHTS_WAY_OUT = 'or set vllm_sync_strategy="weights", which merges the adapter and sends every weight'
 
-# Fields whose value never changes what a plain LoRA adapter computes, or that the export resolves.
+_DROPOUT_ADVICE = (
+    "any value, but 0 is advised: dropout changes the trainer's log-probabilities in training mode and never the "
+    "server's. TRL's command line defaults to 0.05"
+)
+
+# Fields whose value never changes the adapter that is served, or that the export resolves.
 _ANY_VALUE = frozenset(
     {
         # what the config says about itself
@@ -32,8 +37,10 @@ _ANY_VALUE = frozenset(
         "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
         # which modules exist is read from the model
         "exclude_modules", "layers_to_transform", "layers_pattern",
-        # training time only, or orientation of the base weight only
-        "lora_dropout", "fan_in_fan_out", "runtime_config",
+        # orientation of the base weight only, or where it is computed
+        "fan_in_fan_out", "runtime_config",
+        # changes what the trainer computes, which `active_dropout` finds in the live model
+        "lora_dropout",
         # read by PEFT only beside a switch that is refused below
         "qalora_group_size", "megatron_core", "eva_config",
     }
@@ -232,6 +239,7 @@ def check_model(model: Any, peft_config: Any) -> None:
 def supported_features() -> dict[str, str]:
     """Every `LoraConfig` field this version knows, with how it is treated; the support table is made from it."""
     table = dict.fromkeys(sorted(_ANY_VALUE), "any value")
+    table["lora_dropout"] = _DROPOUT_ADVICE
     table |= {"bias": 'only "none"', "target_modules": "any, but not the embedding or the output head"}
     table["init_lora_weights"] = "only " + ", ".join(repr(pure) for pure in _PURE_INITS)
     table |= {name: f"refused: {why}" for name, why in _REFUSED_WHEN_SET.items()}
