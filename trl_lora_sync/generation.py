@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync._trl import zero3_hooks_removed
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.export import AdapterReader, base_dtype, unwrapped_path
+from trl_lora_sync.adapter.export import AdapterReader, active_dropout, base_dtype, unwrapped_path
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import (
@@ -74,6 +74,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trial))
         if self.accelerator.is_main_process:
             print(summary, flush=True)
+            if dropout := active_dropout(self.model):
+                print(dropout_note(dropout), flush=True)
 
     def _start(self, read: ReadAdapter, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> str:
         assert self._sync is not None
@@ -366,6 +368,15 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         if self._sync is not None:
             self._sync.close()
         self._reader.release()
+
+
+def dropout_note(dropout: float) -> str:
+    """What a run with `lora_dropout` above 0 prints at its start, on process 0."""
+    return (
+        f"LoRA adapter sync: lora_dropout is {dropout:g}, where 0 is advised. Dropout changes the trainer's "
+        "log-probabilities and never the server's, so the logprob gap grows and the importance ratios spread. Set "
+        "lora_dropout=0 (--lora_dropout 0), or disable_dropout=True."
+    )
 
 
 def _saved_name(path: str, adapter_name: str) -> str:

@@ -1,7 +1,8 @@
 """What `make demo` runs: GRPO on this machine's CPU, against a real vLLM server that loads the adapter every step.
 
 Makes a tiny model, starts the server, runs examples/grpo.py, stops the server, and shows how the reward rose and what
-each sync took. Exits with an error if the reward did not at least double.
+each sync took. Exits with an error if the run did not learn. Arguments that this file does not know go to
+examples/grpo.py: `python examples/demo/run.py --lora_dropout 0.05` shows what dropout does to the logprob gap.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm_server import ServerStartError, VLLMServer
 GRPO_SCRIPT = Path(__file__).resolve().parents[1] / "grpo.py"
 EDGE_STEPS = 5  # how many steps at either end of the run are averaged to say how much the reward rose
 LORA_RANK = 8
+LEARNED_REWARD = 0.5  # the untrained model gets 0.13, and one that picks any ASCII character at random 0.2
 PACKAGE_LINE = "LoRA adapter sync:"  # how the package's own line at the start begins
 Metrics = dict[str, Any]  # what the trainer logged at one step
 
@@ -34,15 +36,18 @@ class DemoError(Exception):
     """The demo failed, for the reason given."""
 
 
-def training_command(model: Path, base_url: str, output_dir: Path, steps: int) -> list[str]:
+def training_command(model: Path, base_url: str, output_dir: Path, steps: int, more: Sequence[str] = ()) -> list[str]:
+    """The command of examples/grpo.py; of an argument given twice, the one in `more` counts."""
     # What the user's own accelerate configuration could change is said explicitly.
     launch = "launch --num_processes 1 --num_machines 1 --cpu --mixed_precision no --dynamo_backend no"
     # One thread, as for the server: more would wait for each other. Quiet, so that an error is the output's end.
     other = "--num_cpu_threads_per_process 1 --quiet"
-    policy = f"--use_peft --lora_r {LORA_RANK} --lora_alpha 16 --lora_target_modules all-linear"
+    # TRL's 0.05 would set the trainer's log-probabilities apart from the server's, which drops nothing.
+    dropout = "--lora_dropout 0"
+    policy = f"--use_peft --lora_r {LORA_RANK} --lora_alpha 16 --lora_target_modules all-linear {dropout}"
     server = f"--use_vllm --vllm_mode server --vllm_server_base_url {base_url}"
     sync = "--vllm_sync_strategy lora_adapter --lora_sync_timeout 30"
-    batch = "--per_device_train_batch_size 32 --num_generations 8 --max_completion_length 32"
+    batch = "--per_device_train_batch_size 32 --num_generations 16 --max_completion_length 32"
     schedule = f"--max_steps {steps} --learning_rate 1e-2 --beta 0"
     output = "--logging_steps 1 --report_to none --save_strategy no --disable_tqdm True --use_cpu True"
     return [
@@ -52,6 +57,7 @@ def training_command(model: Path, base_url: str, output_dir: Path, steps: int) -
         *("--model_name_or_path", str(model)),
         *("--output_dir", str(output_dir)),
         *f"{policy} {server} {sync} {batch} {schedule} {output}".split(),
+        *more,
     ]
 
 
@@ -139,7 +145,7 @@ def sync_ms(metrics: Metrics) -> float:
 
 
 def print_table(history: list[Metrics]) -> None:
-    header = ("step", "reward", "adapter version", "sync ms", "logprob gap")
+    header = ("step", "reward", "adapter version", "sync ms", "logprob gap", "importance ratios")
     rule = "  ".join("-" * len(name) for name in header)
     print("  ".join(header), rule, sep="\n")
     for metrics in history:
@@ -151,6 +157,7 @@ def print_table(history: list[Metrics]) -> None:
             f"{metrics['lora_sync/version']:.0f}",
             f"{sync_ms(metrics):.1f}",
             f"{metrics['sampling/sampling_logp_difference/mean']:.4f}",
+            " to ".join(f"{metrics[f'sampling/importance_sampling_ratio/{end}']:.2f}" for end in ("min", "max")),
         )
         print("  ".join(cell.rjust(len(name)) for cell, name in zip(row, header, strict=True)))
     print(rule)
@@ -193,7 +200,7 @@ def plot(history: list[Metrics], path: Path) -> None:
 
 
 def report(history: list[Metrics], picture: Path, started: float) -> None:
-    """Print the table and the verdict; raises DemoError if the reward did not double."""
+    """Print the table and the verdict; raises DemoError if the run did not learn."""
     print()
     print_table(history)
     first, last = mean_reward(history[:EDGE_STEPS]), mean_reward(history[-EDGE_STEPS:])
@@ -204,11 +211,41 @@ def report(history: list[Metrics], picture: Path, started: float) -> None:
     plot(history, picture)
     print(f"Picture: {picture}")
     print(f"The whole run took {time.monotonic() - started:.0f} s.")
-    if not last >= 2 * first:
-        raise DemoError(f"The reward should have at least doubled, but went from {first:.3f} to {last:.3f}.")
+    check_learned(history)
 
 
-def run(folder: Path, steps: int, seed: int) -> None:
+def is_learned(history: list[Metrics]) -> bool:
+    return mean_reward(history[-EDGE_STEPS:]) >= LEARNED_REWARD
+
+
+def check_learned(history: list[Metrics]) -> None:
+    """Raise DemoError if the reward at the end is not what a run that learns has."""
+    if not is_learned(history):
+        first, last = mean_reward(history[:EDGE_STEPS]), mean_reward(history[-EDGE_STEPS:])
+        raise DemoError(
+            f"The run did not learn: the mean reward went from {first:.3f} in the first {EDGE_STEPS} steps to "
+            f"{last:.3f} in the last, and at least {LEARNED_REWARD} is expected after 40 steps. "
+            "benchmarks/results/demo-seeds-cpu.json has ten runs that learned."
+        )
+
+
+def run(folder: Path, steps: int, seed: int, training_args: Sequence[str] = ()) -> None:
+    started = time.monotonic()
+    history = play(folder, steps, seed, training_args)
+    report(history, folder / "demo.png", started)
+
+
+def play(
+    folder: Path, steps: int, seed: int, training_args: Sequence[str] = (), server_args: Sequence[str] = ()
+) -> list[Metrics]:
+    """Make the model, train it against a server of its own, and return what was logged at each step.
+
+    Args:
+        folder: gets model, logs and the trained adapter.
+        seed: of the model's random weights.
+        training_args: appended to those of the training script, so they win.
+        server_args: appended to vLLM's, likewise.
+    """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()
@@ -216,10 +253,12 @@ def run(folder: Path, steps: int, seed: int) -> None:
     server_log, train_log = folder / "server.log", folder / "train.log"
     print(f"[1/4] A tiny Qwen3 with random weights is in {model}.", flush=True)
     print(f"[2/4] Starting vLLM; its log is {server_log}.", flush=True)
-    with VLLMServer(model, served_model_name="demo", max_lora_rank=LORA_RANK, log_path=server_log) as server:
+    with VLLMServer(
+        model, served_model_name="demo", max_lora_rank=LORA_RANK, log_path=server_log, extra_args=server_args
+    ) as server:
         print(f"      Ready on {server.base_url} after {time.monotonic() - started:.0f} s.", flush=True)
         print(f"[3/4] Training for {steps} steps; the log is {train_log}.", flush=True)
-        command = training_command(model, server.base_url, folder / "training", steps)
+        command = training_command(model, server.base_url, folder / "training", steps, training_args)
         try:
             history = train(command, folder / "training", train_log, steps)
         except DemoError as error:
@@ -227,7 +266,7 @@ def run(folder: Path, steps: int, seed: int) -> None:
                 raise
             raise DemoError(f"{error}\n\nThe server had ended. The end of its log:\n{server.log_tail()}") from error
     print("[4/4] The server is stopped.", flush=True)
-    report(history, folder / "demo.png", started)
+    return history
 
 
 def main() -> None:
@@ -235,11 +274,11 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("demo-output"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the model's random weights")
-    args = parser.parse_args()
+    args, training_args = parser.parse_known_args()
     # The server and the training script are stopped on the way out, which a plain SIGTERM would skip.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        run(args.output_dir, args.steps, args.seed)
+        run(args.output_dir, args.steps, args.seed, training_args)
     except (DemoError, ServerStartError) as error:
         sys.exit(f"\nThe demo failed. {error}\n\nAll logs are in {args.output_dir}/.")
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from support.models import base_weights, peft_model, randomize_adapter, same_tensors, written_adapter
+from support.models import base_weights, lora, peft_model, randomize_adapter, same_tensors, written_adapter
 from support.policies import RATIO_SPREAD, is_policy_of, sample, token_ids
 from support.servers import Proxy, adapters_on
 from support.trainers import METRICS, mean_byte, prompts, steps_of
@@ -75,6 +75,46 @@ def test_a_run_trains_the_policy_it_samples_from_and_leaves_nothing_behind(
         assert said in announced[0]
     assert all(len(versions) >= 1 for versions in seen), "versions were written somewhere else"
     assert nothing_left(clean_server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "config", "lines"),
+    [(0.05, {}, 1), (0.0, {}, 0), (0.05, {"disable_dropout": True}, 0)],
+    ids=["dropout", "no dropout", "dropout that TRL disables"],
+)
+def test_a_run_with_dropout_says_so_in_one_line_at_its_start(
+    dropout: float,
+    config: dict[str, bool],
+    lines: int,
+    make_trainer: Make,
+    clean_server: VLLMServer,
+    base_model: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_trainer(clean_server.base_url, base_model, peft_config=lora(lora_dropout=dropout), **config)
+
+    said = [line for line in capsys.readouterr().out.splitlines() if "dropout" in line]
+
+    assert len(said) == lines
+    for line in said:
+        assert line.startswith("LoRA adapter sync: lora_dropout is 0.05, where 0 is advised.")
+        assert "Set lora_dropout=0 (--lora_dropout 0), or disable_dropout=True." in line
+
+
+def test_dropout_sets_the_trainer_apart_from_the_server_and_a_run_without_it_does_not(
+    make_trainer: Make, clean_server: VLLMServer, base_model: Path, tmp_path: Path
+) -> None:
+    gaps = {}
+    for dropout in (0.0, 0.05):
+        model = peft_model(base_model, lora_dropout=dropout)
+        randomize_adapter(model, seed=1)
+        folder = tmp_path / str(dropout)
+        trainer = make_trainer(clean_server.base_url, model, folder, peft_config=None, max_steps=2, learning_rate=1e-6)
+        trainer.train()
+        gaps[dropout] = max(step[LOGP_GAP] for step in steps_of(trainer))
+
+    assert gaps[0.0] < 0.02
+    assert gaps[0.05] > 2 * gaps[0.0]
 
 
 def test_evaluation_works_during_training_and_again_after_the_clean_up(

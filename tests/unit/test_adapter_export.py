@@ -11,9 +11,9 @@ from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 
 from trl_lora_sync import ExportedAdapter, export_adapter
-from trl_lora_sync.adapter.export import base_dtype, collect_modules, read_adapter
+from trl_lora_sync.adapter.export import active_dropout, base_dtype, collect_modules, read_adapter
 from trl_lora_sync.errors import AdapterExportError, UnsupportedAdapterError
-from unit.tiny import base_model, everything_under, logits, lora_model, randomize_adapters
+from unit.tiny import R, base_model, everything_under, logits, lora_model, randomize_adapters
 
 ATTENTION = {"qwen3": ["q_proj", "v_proj"], "llama": ["q_proj", "v_proj"], "gpt2": ["c_attn", "c_proj"]}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -303,3 +303,15 @@ def test_wrappers_around_single_layers_leave_no_trace_in_the_names() -> None:
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
     assert any("_orig_mod" in name for name, _ in model.named_modules())
     assert read_adapter(model, dtype=torch.float32).tensors.keys() == plain.keys()
+
+
+def test_dropout_is_that_of_the_active_adapters_layers_as_they_are_now() -> None:
+    from trl.trainer.utils import disable_dropout_in_model
+
+    assert active_dropout(lora_model()) == 0
+    model = lora_model(lora_dropout=0.05)
+    model.add_adapter("other", LoraConfig(r=R, target_modules=["q_proj"], lora_dropout=0.3))
+    assert active_dropout(model) == 0.05
+
+    disable_dropout_in_model(model)
+    assert active_dropout(model) == 0

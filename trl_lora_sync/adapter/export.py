@@ -308,6 +308,14 @@ def _find_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
     return layers
 
 
+def active_dropout(model: "PeftModel") -> float:
+    """The largest `lora_dropout` that the active adapter's layers have now; TRL's `disable_dropout` sets it to 0."""
+    adapter_name = check_active_adapters(model.active_adapters)
+    layers = (module.lora_dropout for module in model.modules() if hasattr(module, "lora_dropout"))
+    # PEFT puts an Identity, which has no `p`, where the configuration says 0.
+    return max((float(getattr(layer[adapter_name], "p", 0.0)) for layer in layers if adapter_name in layer), default=0.0)
+
+
 def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """`(out_features, in_features)` of every linear layer of the base model, quantised ones included."""
     return {

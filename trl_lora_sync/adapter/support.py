@@ -27,7 +27,12 @@ WEIGHTS_WAY_OUT = (
 )
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-# Fields whose value never changes what a plain LoRA adapter computes, or that the export resolves.
+_DROPOUT_ADVICE = (
+    "any value, but 0 is advised: dropout changes the trainer's log-probabilities in training mode and never the "
+    "server's. TRL's command line defaults to 0.05"
+)
+
+# Fields whose value never changes the adapter that is served, or that the export resolves.
 _ANY_VALUE = frozenset(
     {
         # what the config says about itself
@@ -37,8 +42,10 @@ _ANY_VALUE = frozenset(
         "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
         # which modules exist is read from the model
         "exclude_modules", "layers_to_transform", "layers_pattern",
-        # training time only, or orientation of the base weight only
-        "lora_dropout", "fan_in_fan_out", "runtime_config",
+        # orientation of the base weight only, or where it is computed
+        "fan_in_fan_out", "runtime_config",
+        # changes what the trainer computes, which `active_dropout` finds in the live model
+        "lora_dropout",
         # read by PEFT only beside a switch that is refused below
         "qalora_group_size", "megatron_core", "eva_config",
     }
@@ -262,6 +269,7 @@ def check_model(model: Any, peft_config: Any) -> None:
 def supported_features() -> dict[str, str]:
     """Every `LoraConfig` field this version knows, with how it is treated; the support table is made from it."""
     table = dict.fromkeys(sorted(_ANY_VALUE), "any value")
+    table["lora_dropout"] = _DROPOUT_ADVICE
     table |= {"bias": 'only "none"', "target_modules": "any, but not the embedding or the output head"}
     table["init_lora_weights"] = "only " + ", ".join(repr(pure) for pure in _PURE_INITS)
     table |= {name: f"refused: {why}" for name, why in _REFUSED_WHEN_SET.items()}
