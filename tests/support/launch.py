@@ -19,6 +19,7 @@ LAUNCHERS = TESTS.parent / ".launchers"
 # With `--cpu`, accelerate 1.15 starts one process, or needs MPI. This way is torchrun's, and the environment keeps the
 # processes on the CPU, with gloo.
 CPU_ENV = {"ACCELERATE_USE_CPU": "true"}
+LAUNCH_ENV = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}:{LAUNCHERS}", "OMP_NUM_THREADS": "1"}
 
 
 def check_launchers() -> None:
@@ -55,6 +56,13 @@ def two_processes(scenario: str, folder: Path, url: str, model: Path, *, timeout
     return launch(script, arguments, folder, ["--multi_gpu"], env=CPU_ENV, timeout_s=timeout_s)
 
 
+def launch_command(script: Path, arguments: Sequence[str], way: Sequence[str], *, processes: int = 2) -> list[str]:
+    """What `launch` runs, with `LAUNCH_ENV`."""
+    common = f"--num_processes {processes} --num_machines 1 --mixed_precision no --dynamo_backend no"
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *common.split()]
+    return [*command, "--main_process_port", "0", *way, str(script), *arguments]
+
+
 def launch(
     script: Path,
     arguments: Sequence[str],
@@ -76,11 +84,8 @@ def launch(
     Raises:
         TimeoutError: a process hangs.
     """
-    common = f"--num_processes {processes} --num_machines 1 --mixed_precision no --dynamo_backend no"
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *common.split()]
-    command += ["--main_process_port", "0", *way, str(script), *arguments]
-    path = f"{TESTS}:{TESTS.parent}:{LAUNCHERS}"
-    ended = run(command, folder / "log", timeout_s, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})})
+    command = launch_command(script, arguments, way, processes=processes)
+    ended = run(command, folder / "log", timeout_s, {**LAUNCH_ENV, **(env or {})})
     assert ended.code == 0, ended.output
     seen = [json.loads((folder / f"process-{index}.json").read_text()) for index in range(processes)]
     return {"seen": seen, "output": ended.output}

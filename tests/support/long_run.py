@@ -1,11 +1,12 @@
 """A GRPO run whose generations take minutes, to be interrupted in one: python long_run.py WAY URL MODEL FOLDER
 
-WAY is `main`, where it trains in the main thread, or `thread`, where it trains in another one, which an asynchronous
-exception reaches a second after SIGUSR1. Says on a line of its own when its training ends, by the system's monotonic
-clock, and with which error.
+WAY is `main`, where it trains in the main thread, or `thread`, where it trains in another one, in which SIGUSR1 raises
+KeyboardInterrupt. Some versions have been loaded and unloaded before it trains. Process N writes its id to
+FOLDER/pid-N, and says on a line when its training ends, by the system's monotonic clock, and with which error.
 """
 
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -17,20 +18,25 @@ import torch
 
 from support.trainers import grpo_trainer
 
-LONG = 14_000
+LONG = 14_000  # tokens
+ROWS = 8
 
 
-def main(way: str, base_url: str, model: str, folder: str, **changes: Any) -> None:
+def main(way: str, base_url: str, model: str, folder: str) -> None:
     torch.set_num_threads(1)
-    config = {
-        "max_completion_length": LONG,
-        "generation_kwargs": {"min_tokens": LONG, "ignore_eos": True},
-        "lora_sync_generation_timeout": 1200.0,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-    }
-    trainer = grpo_trainer(base_url, Path(model), Path(folder), **{**config, **changes})
-    print("training", flush=True)
+    trainer = grpo_trainer(
+        base_url,
+        Path(model),
+        Path(folder),
+        max_completion_length=LONG,
+        generation_kwargs={"min_tokens": LONG, "ignore_eos": True},
+        lora_sync_generation_timeout=1200.0,
+        per_device_train_batch_size=ROWS,
+        num_generations=ROWS // 2,
+    )
+    for _ in range(3):
+        trainer.vllm_generation.sync_weights()
+    (Path(folder) / f"pid-{trainer.accelerator.process_index}").write_text(str(os.getpid()))
     if way == "main":
         train(trainer)
         return
