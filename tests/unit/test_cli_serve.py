@@ -48,7 +48,7 @@ def values(found: Launch) -> dict[str, list[str]]:
 
 
 def test_vllm_gets_the_flags_and_the_variable_of_adapter_sync() -> None:
-    found = launch("0.31.0")
+    found = launch("0.31.0", loads_quickly=False)
     assert found.env == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     assert found.command[:4] == ("/env/bin/python", "-m", "vllm.entrypoints.cli.main", "serve")
     assert values(found) == {
@@ -193,7 +193,7 @@ def test_sleeping_vllm_gets_its_development_mode_with_a_warning() -> None:
 
 
 def test_pushed_to_vllm_gets_the_route() -> None:
-    assert values(launch("0.31.0", takes_pushes=True))["--middleware"] == [MIDDLEWARE]
+    assert values(launch("0.31.0", takes_pushes=True, loads_quickly=False))["--middleware"] == [MIDDLEWARE]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_what_needs_this_package_beside_vllm_is_refused_without_it(wanted: dict[
 
 
 def test_pushed_to_vllm_keeps_the_middleware_that_was_typed() -> None:
-    found = launch("0.31.0", "--middleware", "theirs.Middleware", takes_pushes=True)
+    found = launch("0.31.0", "--middleware", "theirs.Middleware", takes_pushes=True, loads_quickly=False)
     assert found.command[-4:] == ("--middleware", MIDDLEWARE, "--middleware", "theirs.Middleware")
 
 
@@ -263,7 +263,21 @@ def test_vllm_with_fused_serving_gets_the_worker_and_the_routes_and_no_lora() ->
 def test_vllm_that_loads_quickly_gets_the_worker_and_what_asks_it_to() -> None:
     found = launch("0.31.0", loads_quickly=True)
     added = {"--worker-extension-cls": [vllm_quick_load.WORKER], "--middleware": [vllm_quick_load.MIDDLEWARE]}
-    assert values(found) == values(launch("0.31.0")) | added
+    assert values(found) == values(launch("0.31.0", loads_quickly=False)) | added
+
+
+def test_adapters_are_loaded_quickly_wherever_that_is_possible() -> None:
+    assert launch("0.31.0").command == launch("0.31.0", loads_quickly=True).command
+    assert vllm_quick_load.WORKER not in launch("0.31.0", is_fused=True).command
+    typed = launch("0.31.0", "--worker-extension-cls", "mine.Worker").command
+    assert vllm_quick_load.MIDDLEWARE not in typed
+    assert vllm_quick_load.WORKER not in typed
+
+
+def test_without_this_package_beside_vllm_adapters_are_loaded_as_usual_and_a_note_says_what_helps() -> None:
+    found = launch("0.31.0", has_plugins=False)
+    assert found.command == launch("0.31.0", loads_quickly=False).command
+    assert any(note.endswith(install_command("/env/bin/python")) for note in found.notes)
 
 
 def test_another_worker_extension_than_that_which_loads_quickly_is_refused() -> None:

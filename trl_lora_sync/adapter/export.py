@@ -313,7 +313,8 @@ def active_dropout(model: "PeftModel") -> float:
     adapter_name = check_active_adapters(model.active_adapters)
     layers = (module.lora_dropout for module in model.modules() if hasattr(module, "lora_dropout"))
     # PEFT puts an Identity, which has no `p`, where the configuration says 0.
-    return max((float(getattr(layer[adapter_name], "p", 0.0)) for layer in layers if adapter_name in layer), default=0.0)
+    shares = (float(getattr(layer[adapter_name], "p", 0.0)) for layer in layers if adapter_name in layer)
+    return max(shares, default=0.0)
 
 
 def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -28,7 +28,7 @@ class Wanted:
         sleeps: whether `vllm_server_sleep="kv_cache"` will be used.
         takes_pushes: whether adapters will be pushed to it over HTTP.
         is_fused: whether adapters are added to its weights, `lora_sync_serving="fused"` of the trainer.
-        loads_quickly: whether adapters are read with several threads.
+        loads_quickly: whether adapters are read with several threads; None where that is possible.
         host, port: where to listen.
         extra: the engine arguments that were typed.
     """
@@ -40,7 +40,7 @@ class Wanted:
     sleeps: bool = False
     takes_pushes: bool = False
     is_fused: bool = False
-    loads_quickly: bool = False
+    loads_quickly: bool | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     extra: tuple[str, ...] = ()

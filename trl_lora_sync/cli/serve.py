@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fused", action="store_true", help='add adapters to the weights, for lora_sync_serving="fused"; vLLM only'
     )
     serving.add_argument(
-        "--quick-load", action="store_true", help="read large adapters faster, with several threads; vLLM only"
+        "--quick-load",
+        action=argparse.BooleanOptionalAction,
+        help="read large adapters faster, with several threads; vLLM only (default: where this package is installed "
+        "beside vLLM)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
