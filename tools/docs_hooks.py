@@ -112,11 +112,18 @@ def settings_table() -> str:
 
 
 def command_help() -> str:
-    """What `--help` says, for all commands; `grpo` has TRL's own, which is long."""
-    parts = [f"```text\n{make_parser().format_help().rstrip()}\n```"]
+    """What `--help` says, for all commands but `grpo`, which the page says more of."""
     names = [name for name in COMMANDS if name != "grpo"]
-    parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in names]
-    return "\n\n".join(parts)
+    return "\n\n".join([_help(None), *(f"## {name}\n\n{_help(name)}" for name in names)])
+
+
+def grpo_help() -> str:
+    """What `grpo --help` says."""
+    return _help("grpo")
+
+
+def _help(command: str | None) -> str:
+    return f"```text\n{make_parser(command).format_help().rstrip()}\n```"
 
 
 def error_reference() -> str:
@@ -146,6 +153,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "versions": version_table,
     "settings": settings_table,
     "commands": command_help,
+    "grpo": grpo_help,
     "errors": error_reference,
     "security": security_policy,
 }
