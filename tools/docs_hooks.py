@@ -115,11 +115,19 @@ def settings_table() -> str:
 
 
 def command_help() -> str:
-    """What `--help` says, for all commands."""
+    """What `--help` says, for all commands but those that train, whose help differs in their names only."""
+    names = [name for name in COMMANDS if name not in ("grpo", "rloo", "distillation")]
+    return "\n\n".join([_help(None), *(f"## {name}\n\n{_help(name)}" for name in names)])
+
+
+def grpo_help() -> str:
+    """What `grpo --help` says."""
+    return _help("grpo")
+
+
+def _help(command: str | None) -> str:
     with mock.patch.dict(os.environ, COLUMNS=_HELP_WIDTH):
-        parts = [f"```text\n{make_parser().format_help().rstrip()}\n```"]
-        parts += [f"## {name}\n\n```text\n{make_parser(name).format_help().rstrip()}\n```" for name in COMMANDS]
-    return "\n\n".join(parts)
+        return f"```text\n{make_parser(command).format_help().rstrip()}\n```"
 
 
 def error_reference() -> str:
@@ -149,6 +157,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "versions": version_table,
     "settings": settings_table,
     "commands": command_help,
+    "grpo": grpo_help,
     "errors": error_reference,
     "security": security_policy,
 }

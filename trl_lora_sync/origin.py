@@ -58,7 +58,7 @@ def install_command(python: Path | str, *, has_pip: bool = True) -> str:
     """
     source = pip_source()
     if source is None:
-        into = shlex.join([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
+        into = shlex.join([str(python), "-c", 'import sysconfig; print(sysconfig.get_path("purelib"))'])
         return f'cp -r {shlex.quote(str(_PACKAGE))} "$({into})"'
     pip = [str(python), "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", str(python)]
     return shlex.join([*pip, "--no-deps", source])

@@ -121,7 +121,7 @@ class Examination:
             if names:
                 words = (
                     f"{', '.join(names)}: of a live run, or left behind by a dead one. "
-                    f"`{self._sweep_command()} --dry-run` lists which; without --dry-run it removes the dead run's"
+                    f"`{self._sweep_command()} --dry-run` lists which; without --dry-run it removes those of dead runs"
                 )
                 self._diagnosis.add("loaded adapters", NOTE, words)
             else:
