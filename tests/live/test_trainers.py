@@ -1,7 +1,10 @@
 """Live tier: every kind of trainer that syncs adapters, through the public interface or with the two mixins."""
 
+import json
 import math
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,12 @@ from make_model import make_model
 from support.kinds import KINDS
 from support.models import base_weights, peft_model, randomize_adapter, same_tensors
 from support.policies import is_policy_of, sample, token_ids
+from support.processes import run
 from support.servers import Proxy, adapters_on
-from support.trainers import METRICS, steps_of
+from support.trainers import METRICS, steps_of, sync_fields
 from vllm_server import VLLMServer
+
+TESTS = Path(__file__).parents[1]
 
 Make = Callable[..., Any]
 # Enough to learn something.
@@ -141,3 +147,31 @@ def test_configuration_made_with_the_mixin_is_saved_with_the_model(make: Make, t
     saved = torch.load(tmp_path / "out" / "training_args.bin", weights_only=False)
     assert type(saved) is KINDS["gmpo"].config
     assert saved.vllm_sync_strategy == "lora_adapter"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rloo", "distillation"])
+def test_command_trains_without_a_script(
+    kind: str, clean_server: VLLMServer, base_model: Path, teacher: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"prompt": text}) for text in ("hello", "the sea", "winter", "bread")]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
+    settings = {name: value for name, value in sync_fields(clean_server.base_url, tmp_path).items() if value != []}
+    settings |= {"model_name_or_path": str(base_model), "dataset_name": str(tmp_path / "data"), "report_to": "none"}
+    settings |= {"use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear", "max_steps": 2}
+    if kind == "rloo":
+        settings |= {"reward_funcs": ["support.kinds.lowercase"], "num_generations": 4}
+    else:
+        settings |= {"teacher_model_name_or_path": str(teacher)}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    flags = ["--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no"]
+    command = [sys.executable, "-m", "trl_lora_sync.cli.main", kind, "--config", str(tmp_path / "run.yaml"), *flags]
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    ended = run(command, tmp_path / "log", 300, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+
+    assert ended.code == 0, ended.output[-4000:]
+    assert "LoRA adapter sync, in all: 2 syncs" in ended.output
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert not adapters_on(clean_server.base_url)

@@ -114,10 +114,16 @@ def in_a_fork(order: dict[str, str]) -> dict[str, Any]:
 
 
 def main(orders: str) -> None:
-    for module in ("torch", "torch._dynamo", "transformers", "accelerate", "datasets", "httpx"):
+    wanted = json.loads(orders)
+    modules = ["torch", "torch._dynamo", "transformers", "accelerate", "datasets", "httpx"]
+    if all(order["action"] != "peft" for order in wanted):
+        # Most of what TRL's trainers take to import; Transformers' trainer imports PEFT.
+        modules += ["peft", "transformers.trainer", "transformers.models.auto.modeling_auto", "pandas"]
+    for module in modules:
         importlib.import_module(module)
-    assert not {"trl", "peft"} & set(sys.modules), "a copy could not take its place"
-    print(json.dumps([in_a_fork(order) for order in json.loads(orders)]))
+    assert "trl" not in sys.modules, "a copy could not take its place"
+    assert "peft" in modules or "peft" not in sys.modules, "a copy could not take its place"
+    print(json.dumps([in_a_fork(order) for order in wanted]))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ TRL_CASES: dict[str, Case] = {
         TRAINER,
         "trl.generation.vllm_generation cannot be imported (No module named 'trl.generation.vllm_generation')",
     ),
+    "the trainer in another module": (
+        {"trainer/__init__.py": {"grpo_trainer": "group_trainer"}},
+        {GRPO: "trainer/group_trainer.py"},
+        TRAINER,
+        None,
+    ),
     "another name of the generation class": (
         {GENERATION: {"class VLLMGeneration:": "class VLLMRollout:\n    pass\n\n\nclass Engine:"}},
         {},
