@@ -27,12 +27,20 @@ _HOMES = {
     "export_adapter": "adapter.export",
 }
 
+# How the names of TRL's public classes end.
+_KINDS = ("Config", "Trainer")
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("trl-lora-sync")
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name.endswith(_KINDS):  # not an AttributeError, whose words `from ... import` would replace
+        raise ImportError(
+            f"cannot import name {name!r} from {__name__!r}: adapter sync is for GRPO only. This package has "
+            f"{', '.join(__all__)}. Import {name} from trl, which syncs weights in its own way."
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

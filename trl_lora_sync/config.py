@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import trl
 
+from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
+from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 # What a collective needs beyond the time that process 0 may take.
 _COLLECTIVE_MARGIN_S = 60.0
+_TRL_VLLM_MODE = trl.GRPOConfig.vllm_mode
 
 
 @dataclass
@@ -199,11 +202,12 @@ def check_sync_fields(args: Any) -> None:
     if not args.use_vllm:
         raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
     if args.vllm_mode != "server":
+        default = " (TRL's default, which applies if it is not set)" if args.vllm_mode == _TRL_VLLM_MODE else ""
         raise _contradiction(
-            f"vllm_mode={args.vllm_mode!r}",
+            f"vllm_mode={args.vllm_mode!r}{default}",
             "adapters are loaded over HTTP, and an engine inside the trainer is not supported yet",
-            'Set vllm_mode="server" and start a server with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL '
-            "--enable-lora --max-lora-rank R",
+            f'Set vllm_mode="server" and start a server with {serve_command("vllm", "MODEL")}, where MODEL is the base '
+            "model; for an adapter of a rank above 16, add --lora-rank",
         )
     if args.lora_sync_keep < 1:
         raise _contradiction(
@@ -327,6 +331,5 @@ def sync_settings(args: GRPOConfig) -> "SyncSettings":
 
 def _contradiction(seen: str, why: str, fix: str) -> UnsupportedSettingError:
     return UnsupportedSettingError(
-        f'{seen} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {fix}, or set '
-        'vllm_sync_strategy="weights".'
+        f'{seen} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {fix}, {WEIGHTS_WAY_OUT}.'
     )

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor, nn
 
+from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
 from trl_lora_sync.errors import RemoteProcessError, UnsupportedSettingError
 from trl_lora_sync.shards import Shard, shards_of
 
@@ -169,7 +170,7 @@ def check_launcher(accelerator: Accelerator) -> None:
 def _unreadable(launcher: str, why: str) -> UnsupportedSettingError:
     return UnsupportedSettingError(
         f'vllm_sync_strategy="lora_adapter" does not support {launcher}: {why}. Use DDP, FSDP or DeepSpeed ZeRO with '
-        'parameters on the GPU or the CPU, or set vllm_sync_strategy="weights".'
+        f"parameters on the GPU or the CPU, {WEIGHTS_WAY_OUT}."
     )
 
 

@@ -23,6 +23,13 @@ def is_http_url(url: str) -> bool:
         return False
 
 
+def next_port(url: str) -> str:
+    """The same host, one port on, for an example of a second server."""
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}:{(parts.port or 8000) + 1}"
+
+
 def is_local_url(url: str) -> bool:
     """Whether the host in `url` is this one: one of its addresses can be bound here."""
     host = urlsplit(url).hostname or ""

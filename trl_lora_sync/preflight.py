@@ -6,13 +6,16 @@ misfit. So names, dtype, vocabulary and the log-probabilities of a prompt are co
 
 import itertools
 import logging
+from collections.abc import Sequence
 from concurrent.futures import wait
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, widened
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, ServerSetupError
 from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S, FleetServer
+from trl_lora_sync.mixed_batches import score_base
 from trl_lora_sync.transports import Transport
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
 
@@ -69,7 +72,9 @@ class Preflight:
         if base.vocab_size and not engine.knows_token(base.vocab_size - 1, deadline):
             evidence = f"its vocabulary has fewer than the trainer's {base.vocab_size} tokens"
             raise self._other_base(server, base.name, evidence)
-        server.base_logprobs = engine.score(served.base_model, list(PROBE_PROMPT), deadline)
+        server.base_logprobs = score_base(
+            engine, deadline, is_plausible=lambda scores: not base_gap(base, scores).is_suspicious
+        )
         gap = base_gap(base, server.base_logprobs)
         if gap.is_suspicious and (self._is_strict or not served.survives_misfit):
             evidence = f"it computes other log-probabilities ({gap})"
@@ -86,12 +91,14 @@ class Preflight:
 
     def _check_dtype(self, server: FleetServer) -> None:
         """Refuse an adapter that the server would cast to a dtype which holds other numbers; float32 loses nothing."""
-        served, written = server.engine.capabilities.dtype, str(self._wider.dtype).removeprefix("torch.")
+        engine = server.engine.capabilities
+        served, written = engine.dtype, str(self._wider.dtype).removeprefix("torch.")
         if served is not None and served != written and written != "float32":
+            command = self._command(server, engine.base_root, ["--dtype", written])
             raise ServerSetupError(
                 f"{server.base_url} was started with --dtype {served}, and the adapter is written in {written}, "
                 f"the dtype of the trainer's base model. Both must compute in the same one. Restart the server with "
-                f'--dtype {written}, or load the trainer\'s model in {served} and set lora_sync_dtype="{served}".'
+                f'{command}, or load the trainer\'s model in {served} and set lora_sync_dtype="{served}".'
             )
 
     def _check_width(self, server: FleetServer, deadline: Deadline) -> None:
@@ -128,9 +135,21 @@ class Preflight:
         served = server.engine.capabilities
         return ServerSetupError(
             f"{server.base_url} serves {served.base_model!r} ({served.base_root}), which is not the base model "
-            f"of the trainer, {name!r}: {evidence}. The adapter would be applied to the wrong weights. "
-            "Restart the server with the model that is being trained, or point vllm_server_base_url at the right "
-            f"server. {words}".rstrip()
+            f"of the trainer, {name!r}: {evidence}. The adapter would be applied to the wrong weights. Restart the "
+            f"server with the model that is being trained, {Preflight._command(server, name or 'MODEL')}, or point "
+            f"vllm_server_base_url at the right server. {words}".rstrip()
+        )
+
+    @staticmethod
+    def _command(server: FleetServer, model: str, engine_options: Sequence[str] = ()) -> str:
+        address, served = server.address, server.engine.capabilities
+        return serve_command(
+            served.engine,
+            model,
+            served.serve_options,
+            engine_options=engine_options,
+            base_url=address.base_url,
+            is_local=address.is_local,
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
 from trl_lora_sync.errors import UnsupportedSettingError
 
 
@@ -209,8 +210,8 @@ def _zero3_shard(weight: Any) -> Shard:
     if part.status.name != "AVAILABLE" or part.dtype != weight.dtype:
         raise UnsupportedSettingError(
             f'vllm_sync_strategy="lora_adapter" cannot read a ZeRO-3 parameter that is {part.status.name} as '
-            f"{part.dtype}: it is swapped to NVMe or quantised. Offload parameters to the CPU instead, or set "
-            'vllm_sync_strategy="weights".'
+            f"{part.dtype}: it is swapped to NVMe or quantised. Offload parameters to the CPU instead, "
+            f"{WEIGHTS_WAY_OUT}."
         )
     start = torch.distributed.get_rank(weight.ds_process_group) * part.ds_numel
     stop = max(start, min(start + part.ds_numel, weight.ds_numel))
@@ -224,7 +225,7 @@ def _dtensor_shard(weight: DTensor) -> Shard:
     if not all(type(placement) in (ShardPlacement, Replicate) for placement in weight.placements):
         raise UnsupportedSettingError(
             f'vllm_sync_strategy="lora_adapter" cannot put together a LoRA matrix with placements {weight.placements}. '
-            'Train without tensor parallelism, or set vllm_sync_strategy="weights".'
+            f"Train without tensor parallelism, {WEIGHTS_WAY_OUT}."
         )
     sizes, starts = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     region = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))

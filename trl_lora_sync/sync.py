@@ -15,6 +15,7 @@ from statistics import fmean
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S
@@ -82,8 +83,9 @@ class AdapterSync:
         if fleet.capabilities.logprobs_mode == "raw_logprobs":
             logger.warning(
                 "A server returns raw log-probabilities, which do not know the temperature. At other temperatures than "
-                "1 TRL's importance ratios are wrong. Restart vLLM with --logprobs-mode processed_logprobs, or SGLang "
-                "without SGLANG_RETURN_ORIGINAL_LOGPROB."
+                "1 TRL's importance ratios are wrong. Restart vLLM with "
+                f"{serve_command('vllm', fleet.capabilities.base_root, fleet.capabilities.serve_options)}, or SGLang without "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB."
             )
         return self._summary(adapter)
 

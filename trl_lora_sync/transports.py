@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers
-from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 
@@ -239,13 +239,15 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
             'lora_sync_transport="auto" to find a way that it offers.'
         )
     if choice == "push":
-        raise _no_way(f"{address.base_url} does not offer the push route")
-    raise _no_way(f"{address.base_url} is on another host, and no way is known by which an adapter reaches it")
+        raise _no_way(f"{address.base_url} does not offer the push route", address, served)
+    seen = f"{address.base_url} is on another host, and no way is known by which an adapter reaches it"
+    raise _no_way(seen, address, served)
 
 
-def _no_way(seen: str) -> ServerSetupError:
+def _no_way(seen: str, address: ServerAddress, served: Capabilities) -> ServerSetupError:
+    command = serve_command("vllm", served.base_root, ["--push"], base_url=address.base_url, is_local=address.is_local)
     return ServerSetupError(
         f"{seen}. Choose one: install this package next to the server with `pip install --no-deps trl-lora-sync` and "
-        f"restart it with --middleware {MIDDLEWARE}; or let both see one folder, and set lora_sync_dir to it and "
+        f"restart it with {command}; or let both see one folder, and set lora_sync_dir to it and "
         "lora_sync_server_dir to where the server has it mounted, the same path included."
     )

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
 from trl_lora_sync.adapter.flat import FlatBuffer
+from trl_lora_sync.adapter.modalities import check_adapted_modules
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
+    WEIGHTS_WAY_OUT,
     check_active_adapters,
     check_peft_config,
     is_embedding_module,
@@ -239,7 +241,7 @@ class _Layer:
             raise UnsupportedAdapterError(
                 f"The LoRA layer {self.path!r} ({type(self.layer).__name__}) {oddity}, so its product lora_B @ lora_A "
                 "is not what the trainer computes and no server could serve it exactly. Use plain LoRA on linear "
-                'layers, or set vllm_sync_strategy="weights".'
+                f"layers, {WEIGHTS_WAY_OUT}."
             )
 
     def read(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
@@ -265,6 +267,9 @@ def _find_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
     for path, layer in found:
         if adapter_name in layer.lora_embedding_A or is_embedding_module(path):
             raise refuse_module(path)
+    peft_model: Any = model
+    if hasattr(peft_model, "get_base_model"):
+        check_adapted_modules(peft_model.get_base_model(), dict(found), peft_model.peft_config[adapter_name])
     layers = [
         _Layer(path=path, layer=layer, adapter_name=adapter_name, matrices=_matrices(layer, adapter_name))
         for path, layer in found
@@ -291,7 +296,7 @@ def _checked_name(model: "PeftModel", adapter_name: str | None) -> str:
     if adapter_name not in model.peft_config:
         known = ", ".join(repr(name) for name in model.peft_config)
         raise UnsupportedAdapterError(f"The model has no adapter {adapter_name!r}. Choose one of {known}.")
-    check_peft_config(model.peft_config[adapter_name])
+    check_peft_config(model.peft_config[adapter_name], is_of_model=True)
     return adapter_name
 
 

@@ -20,7 +20,12 @@ _WHY_NO_EMBEDDINGS = (
 # Layers that SGLang serves as one, so that an adapter must have all of a group or none.
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _EMBEDDING_MODULES = frozenset({"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out"})
-_WEIGHTS_WAY_OUT = 'or set vllm_sync_strategy="weights", which merges the adapter and sends every weight'
+WEIGHTS_WAY_OUT = (
+    'or set vllm_sync_strategy="weights", which merges the adapter and sends every weight: that needs vLLM in the '
+    "trainer's environment, and a vLLM server started with VLLM_SERVER_DEV_MODE=1 in its environment and "
+    """--weight-transfer-config '{"backend": "nccl"}'"""
+)
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 # Fields whose value never changes what a plain LoRA adapter computes, or that the export resolves.
 _ANY_VALUE = frozenset(
@@ -67,15 +72,16 @@ _REFUSED_WHEN_SET = {
 }
 
 
-def _refuse(what: str, why: str, fix: str) -> UnsupportedAdapterError:
+def refuse(what: str, why: str, fix: str) -> UnsupportedAdapterError:
+    """The error for an adapter that cannot be served exactly."""
     return UnsupportedAdapterError(
-        f'{what} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {fix}, {_WEIGHTS_WAY_OUT}.'
+        f'{what} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {fix}, {WEIGHTS_WAY_OUT}.'
     )
 
 
 def _check_bias(value: Any) -> None:
     if value != "none":
-        raise _refuse(
+        raise refuse(
             f"LoraConfig(bias={value!r})",
             "trained biases of the base layers are not part of what a server loads",
             'Use bias="none"',
@@ -84,7 +90,7 @@ def _check_bias(value: Any) -> None:
 
 def _check_init(value: Any) -> None:
     if not any(value is pure or (isinstance(value, str) and value.lower() == pure) for pure in _PURE_INITS):
-        raise _refuse(
+        raise refuse(
             f"LoraConfig(init_lora_weights={value!r})",
             "it is not one of the initialisations known to leave the base weights untouched "
             "(PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA and the like rewrite them), so the server's base would differ from "
@@ -109,7 +115,7 @@ _CHECKED: dict[str, Callable[[Any], None]] = {
 
 def refuse_module(name: str) -> UnsupportedAdapterError:
     """The error for an adapter on the embedding or the output head."""
-    return _refuse(f"A LoRA adapter on {name!r}", _WHY_NO_EMBEDDINGS, "Leave it out of target_modules")
+    return refuse(f"A LoRA adapter on {name!r}", _WHY_NO_EMBEDDINGS, "Leave it out of target_modules")
 
 
 def is_embedding_module(name: str) -> bool:
@@ -117,11 +123,12 @@ def is_embedding_module(name: str) -> bool:
     return name.rpartition(".")[2] in _EMBEDDING_MODULES
 
 
-def check_peft_config(config: Any) -> None:
+def check_peft_config(config: Any, *, is_of_model: bool = False) -> None:
     """Refuse a PEFT configuration that no server could serve exactly.
 
     Args:
         config: the `peft_config` given to the trainer, or the active one of a `PeftModel`; `None` if there is none.
+        is_of_model: whether it is one of a `PeftModel`, into which PEFT writes what it has found in the model.
 
     Raises:
         UnsupportedAdapterError: naming the PEFT type or the field, why it cannot be served, and what to do.
@@ -135,24 +142,40 @@ def check_peft_config(config: Any) -> None:
         raise UnsupportedAdapterError(
             'vllm_sync_strategy="lora_adapter" needs a LoRA adapter, but there is no PEFT configuration. '
             "Pass peft_config=LoraConfig(...) to the trainer (--use_peft on the command line) or a PeftModel, "
-            f"{_WEIGHTS_WAY_OUT}."
+            f"{WEIGHTS_WAY_OUT}."
         )
     # AdaLoraConfig and others derive from LoraConfig, so the type must match exactly.
     if type(config) is not LoraConfig:
         kind = getattr(config.peft_type, "value", config.peft_type) if hasattr(config, "peft_type") else None
-        raise _refuse(
+        raise refuse(
             f"PEFT type {kind or type(config).__name__} ({type(config).__name__})",
             "vLLM and SGLang load plain LoRA adapters only",
             "Use peft.LoraConfig",
         )
     if getattr(config, "_custom_modules", None):
-        raise _refuse(
+        raise refuse(
             "LoraConfig with custom modules registered",
             "PEFT then adapts layers with classes of your own, which no server runs",
             "Remove the call of _register_custom_module",
         )
+    if is_of_model and config.target_parameters:
+        raise _refuse_experts(config)
     for field in dataclasses.fields(config):
         _check_field(field, getattr(config, field.name))
+
+
+def _refuse_experts(config: Any) -> UnsupportedAdapterError:
+    """For experts that Transformers keeps in one parameter. PEFT adapts these as `target_parameters`, also if they
+    were named as modules, or by "all-linear".
+    Source: peft/utils/transformers_weight_conversion.py `_convert_peft_config_moe`, 0.21.2.
+    """
+    left = sorted(name for name in config.target_modules or () if "." not in name) or _ATTENTION
+    return refuse(
+        f"A LoRA adapter on the fused parameters of experts ({', '.join(sorted(config.target_parameters))})",
+        f'{_REFUSED_WHEN_SET["target_parameters"]}. On this model, target_modules="all-linear" includes them, and so '
+        "do the names of the experts' layers",
+        f"Set target_modules={list(left)!r}",
+    )
 
 
 def check_saved_config(saved: Mapping[str, Any]) -> None:
@@ -164,15 +187,13 @@ def check_saved_config(saved: Mapping[str, Any]) -> None:
         UnsupportedAdapterError: as for `check_peft_config`.
     """
     if saved.get("peft_type") != "LORA":
-        raise _refuse(
-            f"PEFT type {saved.get('peft_type')}", "vLLM and SGLang load plain LoRA adapters only", "Use LORA"
-        )
+        raise refuse(f"PEFT type {saved.get('peft_type')}", "vLLM and SGLang load plain LoRA adapters only", "Use LORA")
     for name, check in _CHECKED.items():
         if name in saved:
             check(saved[name])
     for name, why in _REFUSED_WHEN_SET.items():
         if saved.get(name):
-            raise _refuse(f"LoraConfig({name}={saved[name]!r})", why, "Leave it unset")
+            raise refuse(f"LoraConfig({name}={saved[name]!r})", why, "Leave it unset")
 
 
 def saved_rank(saved: Mapping[str, Any]) -> int:
@@ -187,9 +208,9 @@ def _check_field(field: "dataclasses.Field[Any]", value: Any) -> None:
         _CHECKED[field.name](value)
     elif field.name in _REFUSED_WHEN_SET:
         if value:
-            raise _refuse(f"LoraConfig({field.name}={value!r})", _REFUSED_WHEN_SET[field.name], "Leave it unset")
+            raise refuse(f"LoraConfig({field.name}={value!r})", _REFUSED_WHEN_SET[field.name], "Leave it unset")
     elif value != _default_of(field):
-        raise _refuse(
+        raise refuse(
             f"LoraConfig({field.name}={value!r})",
             "this version of trl-lora-sync does not know the field, so it cannot tell whether a server would "
             "compute the same",
@@ -213,7 +234,7 @@ def check_active_adapters(active: Iterable[str]) -> str:
     if len(names) != 1:
         raise UnsupportedAdapterError(
             f"{len(names)} active adapters ({', '.join(names) or 'none'}), but a server samples from exactly one. "
-            f"Activate the one to train with model.set_adapter(name), {_WEIGHTS_WAY_OUT}."
+            f"Activate the one to train with model.set_adapter(name), {WEIGHTS_WAY_OUT}."
         )
     return names[0]
 
@@ -222,11 +243,16 @@ def check_model(model: Any, peft_config: Any) -> None:
     """Refuse what the trainer was given, a model or its name and a PEFT configuration, before anything is loaded.
 
     Raises:
-        UnsupportedAdapterError: as for `check_peft_config` and `check_active_adapters`.
+        UnsupportedAdapterError: as for `check_peft_config`, `check_active_adapters` and `check_planned_modules`.
     """
+    from trl_lora_sync.adapter.modalities import check_planned_modules
+
     if hasattr(model, "peft_config"):
-        peft_config = model.peft_config[check_active_adapters(model.active_adapters)]
-    check_peft_config(peft_config)
+        # Where the adapter sits is checked when it is read, before the first step.
+        check_peft_config(model.peft_config[check_active_adapters(model.active_adapters)], is_of_model=True)
+    else:
+        check_peft_config(peft_config)
+        check_planned_modules(model, peft_config)
 
 
 def supported_features() -> dict[str, str]:

@@ -3,13 +3,15 @@
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis
 from trl_lora_sync.cli.peft_config import served_modules
+from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.mixed_batches import SharedCPUServerError, score_base
 from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.verify import PROBE_PROMPT, BaseGap, Scores, compare, mean_distance
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from trl_lora_sync.transports import Transport
 
 _BEYOND_ANY_RANK = 1_000_000
+# Mean distance of log-probabilities beyond which two servers do not serve the same weights.
+_OTHER_BASE = 0.5
 
 
 class Examination:
@@ -72,7 +76,7 @@ class Examination:
         mode = self._served.logprobs_mode
         if mode == "raw_logprobs":
             fix = {
-                "vllm": "Restart the server with --logprobs-mode processed_logprobs",
+                "vllm": f"Restart the server with {self._serve_command()}",
                 "sglang": "Restart the server without SGLANG_RETURN_ORIGINAL_LOGPROB",
             }
             self._diagnosis.add(
@@ -93,10 +97,22 @@ class Examination:
         wanted = served_modules(targets)
         missing = [name for name in wanted if not self._served.serves_module(name)]
         if missing:
-            words = f"{', '.join(missing)} cannot be adapted. Restart the server with --lora-target-modules "
-            self._diagnosis.add("target modules", PROBLEM, f"{words}{' '.join(wanted)}.")
+            command = self._serve_command(engine_options=["--lora-target-modules", *wanted])
+            words = f"{', '.join(missing)} cannot be adapted. Restart the server with {command}."
+            self._diagnosis.add("target modules", PROBLEM, words)
         else:
             self._diagnosis.add("target modules", OK, f"{', '.join(wanted)} can be adapted")
+
+    def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
+        url = self._engine.base_url
+        return serve_command(
+            self._served.engine,
+            self._served.base_root,
+            (*self._served.serve_options, *options),
+            engine_options=engine_options,
+            base_url=url,
+            is_local=is_local_url(url),
+        )
 
     def _check_leftovers(self) -> None:
         with self._diagnosis.reporting("loaded adapters"):
@@ -108,10 +124,16 @@ class Examination:
                 self._diagnosis.add("loaded adapters", OK, "none")
 
     def _check_base(self) -> None:
-        score = self._engine.score(
-            self._served.base_model, list(PROBE_PROMPT), self._case.deadline("Scoring a prompt with the base model")
-        )
-        if self._scores and mean_distance(score, self._scores[0]) > 0.5:
+        try:
+            score = score_base(
+                self._engine,
+                self._case.deadline("Scoring a prompt with the base model"),
+                is_plausible=lambda found: not self._scores or mean_distance(found, self._scores[0]) <= _OTHER_BASE,
+            )
+        except SharedCPUServerError as error:
+            self._diagnosis.add("base model", NOTE, str(error))
+            return
+        if self._scores and mean_distance(score, self._scores[0]) > _OTHER_BASE:
             self._diagnosis.add(
                 "base model",
                 PROBLEM,
@@ -124,7 +146,6 @@ class Examination:
 
     def _check_rank(self, config: dict[str, Any]) -> None:
         from trl_lora_sync.adapter.support import saved_rank
-        from trl_lora_sync.engines.known import allowed_max_lora_rank
 
         if self._served.is_fused:
             self._diagnosis.add("rank", OK, f"{saved_rank(config)} fits, as any does")
@@ -136,10 +157,8 @@ class Examination:
             )
             self._diagnosis.add("rank", NOTE, words)
         elif rank > reserved:
-            flag = allowed_max_lora_rank(rank) if self._served.engine == "vllm" else rank
-            words = (
-                f"the server reserves {reserved}, and the adapter has {rank}. Restart it with --max-lora-rank {flag}."
-            )
+            command = self._serve_command("--lora-rank", str(rank))
+            words = f"the server reserves {reserved}, and the adapter has {rank}. Restart it with {command}."
             self._diagnosis.add("rank", PROBLEM, words)
         else:
             self._diagnosis.add("rank", OK, f"{rank} fits the {reserved} that the server reserves")
@@ -178,7 +197,11 @@ class Examination:
             return
         with self._loaded(transport, self._canonical(saved)) as stored:
             self._diagnosis.add("adapter", OK, f"loaded as {stored.name}, rank {stored.rank}")
-            base = self._engine.score(self._served.base_model, list(PROBE_PROMPT), self._case.deadline("Scoring"))
+            try:
+                base = score_base(self._engine, self._case.deadline("Scoring"))
+            except SharedCPUServerError as error:
+                self._diagnosis.add("effect", NOTE, str(error))
+                return
             adapted = self._engine.score(stored.name, list(PROBE_PROMPT), self._case.deadline("Scoring"))
             self._judge_change(saved, mean_distance(base, adapted))
             self._compare_with_peft(Scores(base=base, adapted=adapted))

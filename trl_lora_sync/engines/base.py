@@ -69,6 +69,8 @@ class Capabilities:
         takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
         takes_pushes: whether an adapter can be sent to a route of its own first, without a shared file system.
         is_fused: whether a loaded adapter is added to the weights, so that one at a time is served.
+        is_cpu_build: whether it is vLLM on a CPU, which computes requests for the base model with an adapter if both
+            are in one batch; None if that cannot be told.
     """
 
     engine: str
@@ -85,6 +87,12 @@ class Capabilities:
     takes_tensors: bool = False
     takes_pushes: bool = False
     is_fused: bool = False
+    is_cpu_build: bool | None = False
+
+    @property
+    def serve_options(self) -> tuple[str, ...]:
+        """Of `trl-lora-sync serve`, for a server of the same kind."""
+        return ("--fused",) if self.is_fused else ()
 
     def serves_module(self, module: str) -> bool:
         """Whether layers of this name, such as `q_proj`, can be adapted; true if the server does not tell."""
@@ -221,6 +229,12 @@ class Engine(Protocol):
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
         """The adapters the server would serve: name to path."""
+
+    def adapters_ran_at(self, deadline: Deadline) -> float | None:
+        """When a request for any adapter last ran, of whatever client: infinity for now, None if that is not told.
+
+        On the server's clock, so it can only be compared with another answer of this method.
+        """
 
     def generate(
         self,

@@ -3,10 +3,12 @@
 import logging
 import threading
 
+from httpx import Auth
+
 from trl_lora_sync.engine_plugins.vllm_fused import ROUTE as FUSED_ROUTE
 from trl_lora_sync.engines import sglang_server, vllm
 from trl_lora_sync.engines.base import Deadline, Engine
-from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying
+from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying, unthrottled
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
@@ -61,7 +63,7 @@ def connect_engine(
 def _is_fused(base_url: str, is_local: bool, deadline: Deadline) -> bool:
     http = HTTPClient(base_url, api_key=APIKey(vllm.API_KEY_VARIABLE), is_local=is_local)
     try:
-        return http.request("GET", FUSED_ROUTE, deadline).status_code == 200
+        return unthrottled(lambda: http.request("GET", FUSED_ROUTE, deadline), deadline).status_code == 200
     finally:
         http.close()
 
@@ -112,11 +114,15 @@ def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
         ServerAuthError: no key opens a route that tells the engines apart.
     """
     keys = [APIKey(sglang_server.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
+
+    def status_of(route: str, key: Auth) -> int:
+        return unthrottled(lambda: http.request("GET", route, deadline, api_key=key), deadline).status_code
+
     for key in (NO_KEY, *keys):
-        status = http.request("GET", _SGLANG_ROUTE, deadline, api_key=key).status_code
+        status = status_of(_SGLANG_ROUTE, key)
         if status != 401:
             return status == 200
-    if http.request("GET", _VLLM_ROUTE, deadline, api_key=keys[1]).status_code == 200:
+    if status_of(_VLLM_ROUTE, keys[1]) == 200:
         return False
     raise ServerAuthError(
         f"{http.base_url} answers nothing without another key, so the engine cannot be told. In the trainer's "

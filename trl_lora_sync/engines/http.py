@@ -4,6 +4,7 @@ Knows nothing of any engine's routes.
 """
 
 import contextlib
+import email.utils
 import json
 import os
 import socket
@@ -13,17 +14,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import tenacity
 
 from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreachableError
 
 _CONNECT_TIMEOUT_S = 10.0
 # How often somebody who waits for an answer asks whether it can still come.
 _WATCH_EVERY_S = 5.0
 _MAX_WORDS = 2000
+# Between requests that a gateway limits: without a `Retry-After`, twice as long each time.
+_FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -193,7 +198,8 @@ class HTTPClient:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
-                "A running server was expected there. Start it, or correct vllm_server_base_url."
+                f"A running server was expected there. Start it on its host, for vLLM with "
+                f"{serve_command('vllm', 'MODEL', base_url=self.base_url)}, or correct vllm_server_base_url."
             )
         if isinstance(error, httpx.TimeoutException):
             return deadline.error(f"waiting for {method} {self.base_url}{path}")
@@ -330,6 +336,53 @@ def retrying(
         before_sleep=pause,
         sleep=lambda _: None,
         reraise=True,
+    )
+
+
+def unthrottled(send: Callable[[], httpx.Response], deadline: Deadline) -> httpx.Response:
+    """The answer of `send`, called again after the pause in `Retry-After` for as long as requests are limited.
+
+    A request that was refused with HTTP 429 has not been carried out, so repeating it is always harmless.
+
+    Raises:
+        DeadlineExceededError: the pause would outlast the deadline.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while (response := send()).status_code == 429:
+        wanted_s = _retry_after_s(response)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if wanted_s is None else wanted_s
+        if pause_s >= deadline.left_s():
+            raise deadline.error(
+                f"{response.request.url} limits the rate of requests, with HTTP 429 and a pause of {pause_s:g} s. "
+                "Raise the limit of the gateway in front of the server, or give vllm_server_base_url the server's own "
+                f"URL. It said: {server_words(response)!r}"
+            )
+        time.sleep(pause_s)
+    return response
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """The header as seconds from now; RFC 9110 allows a date as well. None if there is none that can be read."""
+    text = response.headers.get("Retry-After", "")
+    with contextlib.suppress(ValueError):
+        if text.strip().isdecimal():
+            return max(_SHORTEST_PAUSE_S, float(text))
+        return max(_SHORTEST_PAUSE_S, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    return None
+
+
+def redirect_error(response: httpx.Response) -> ServerSetupError:
+    """For an answer that sends the client to another address."""
+    url = response.request.url
+    target = urlsplit(urljoin(str(url), response.headers.get("Location", "")))
+    place = f"{target.scheme}://{target.netloc.rpartition('@')[2]}{target.path}"  # without anything secret
+    fix = "Give vllm_server_base_url the URL of the server itself, past any proxy"
+    if place.endswith(url.path) and place != str(url):
+        fix = f'Set vllm_server_base_url="{place.removesuffix(url.path)}"'
+    return ServerSetupError(
+        f"{url} answered with a redirect to {place} (HTTP {response.status_code}). An answer of the inference server "
+        "itself was expected. Redirects are not followed, because the key and the adapter would go to another address. "
+        f"{fix}."
     )
 
 

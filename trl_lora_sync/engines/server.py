@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -20,9 +20,12 @@ from trl_lora_sync.engines.http import (
     SizedIterable,
     is_unreachable,
     json_object,
+    redirect_error,
     retrying,
     server_words,
+    unthrottled,
 )
+from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
     AdapterRejectedError,
@@ -55,6 +58,7 @@ class ServerEngine(ABC):
     """
 
     title: ClassVar[str]
+    engine_name: ClassVar[str]
     key_variable: ClassVar[str]
     local_visibility_grace_s: ClassVar[float]
 
@@ -65,6 +69,7 @@ class ServerEngine(ABC):
         self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, max_connections=CONCURRENT_REQUESTS)
         self._health = _Health(base_url, is_local=is_local, key_variable=self.key_variable)
         self._capabilities: Capabilities | None = None
+        self._base_root: str | None = None  # what the server was told to load, once that is known
         self._retries = 0
         self._counting = threading.Lock()
 
@@ -84,6 +89,10 @@ class ServerEngine(ABC):
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
         return {model["id"]: str(model.get("root")) for model in self._models(deadline) if model.get("parent")}
+
+    def adapters_ran_at(self, deadline: Deadline) -> float | None:
+        """See `Engine`."""
+        return None
 
     def close(self) -> None:
         self._http.close()
@@ -156,9 +165,10 @@ class ServerEngine(ABC):
         headers: dict[str, str] | None = None,
         watch: Callable[[], None] | None = None,
     ) -> httpx.Response:
-        return self._checked(
-            self._http.request(method, path, deadline, body=body, content=content, headers=headers, watch=watch)
-        )
+        def send() -> httpx.Response:
+            return self._http.request(method, path, deadline, body=body, content=content, headers=headers, watch=watch)
+
+        return self._checked(unthrottled(send, deadline))
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:
@@ -168,7 +178,21 @@ class ServerEngine(ABC):
                 f"{self.base_url} is up but not serving (HTTP {response.status_code}). It may be starting, paused or "
                 f"out of order; look at its log. It said: {server_words(response)!r}"
             )
+        if 300 <= response.status_code < 400:
+            raise redirect_error(response)
         return response
+
+    def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
+        """The whole command that starts this server with these options; see `serve_command`."""
+        model = self._base_root or "MODEL"
+        return serve_command(
+            self.engine_name,
+            model,
+            options,
+            engine_options=engine_options,
+            base_url=self.base_url,
+            is_local=self._is_local,
+        )
 
     # Answers that cannot be used
 

@@ -85,6 +85,7 @@ class SGLangEngine(SGLangServer):
     def connect(self, deadline: Deadline) -> Capabilities:
         model = json_object(self._get("/model_info", deadline), ServerSetupError)
         server = json_object(self._get("/server_info", deadline), ServerSetupError)
+        self._base_root = str(model.get("model_path") or server.get("served_model_name"))
         self._check_setup(server)
         base_model = str(server.get("served_model_name") or model.get("model_path"))
         self._tp_size = int(server.get("tp_size") or 1)
@@ -164,15 +165,19 @@ class SGLangEngine(SGLangServer):
             raise self._setup_error(
                 f"was started with --max-lora-rank {served.max_lora_rank}",
                 f"the adapter has rank {adapter.rank}",
-                f"Restart it with --max-lora-rank {adapter.rank}",
+                f"Restart it with {self._command_for(adapter)}",
             )
         missing = [name for name in adapter.target_modules if not served.serves_module(name)]
         if missing:
             raise self._setup_error(
                 f"was started without {', '.join(missing)} among its --lora-target-modules",
                 "the adapter needs them",
-                f"Restart it with --lora-target-modules {' '.join(adapter.target_modules)}",
+                f"Restart it with {self._command_for(adapter)}",
             )
+
+    def _command_for(self, adapter: StoredAdapter) -> str:
+        rank, modules = str(adapter.rank), adapter.target_modules
+        return self._serve_command("--lora-rank", rank, engine_options=["--lora-target-modules", *modules])
 
     def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         try:
@@ -223,8 +228,7 @@ class SGLangEngine(SGLangServer):
             return self._setup_error(
                 "cannot hold this adapter",
                 f"it has rank {adapter.rank} and the modules {', '.join(adapter.target_modules)}",
-                f"Restart it with --max-lora-rank {adapter.rank} --lora-target-modules "
-                f"{' '.join(adapter.target_modules)} (it said: {words!r})",
+                f"Restart it with {self._command_for(adapter)} (it said: {words!r})",
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
@@ -342,7 +346,8 @@ class SGLangEngine(SGLangServer):
             raise GenerationError(
                 f"A prompt of {len(prompt_ids)} tokens and up to {params['max_new_tokens']} new ones do not fit into "
                 f"the context of {longest} tokens at {self.base_url}. Lower max_completion_length, shorten the "
-                f"prompts, or restart the server with --context-length {wanted}."
+                f"prompts, or restart the server with "
+                f"{self._serve_command(engine_options=['--context-length', str(wanted)])}."
             )
 
     def _check_sampling(self, rows: Sequence[_Row], deadline: Deadline) -> None:
@@ -380,6 +385,7 @@ class SGLangEngine(SGLangServer):
             "logprob_start_len": -1,
             "top_logprobs_num": sampling.logprobs or 0,
             "return_text_in_logprobs": False,
+            "return_prompt_token_ids": True,  # ignored by versions that do not know it
             "lora_path": lora_path,
             "stream": False,
         }

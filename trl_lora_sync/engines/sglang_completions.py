@@ -34,12 +34,20 @@ def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
 def read_completion(answer: dict[str, Any], prompt_ids: list[int], sampling: Sampling) -> Completion:
     """Check one answer and bring it into the shape TRL expects.
 
+    No version names the adapter in its answer. All give the length of the prompt, and newer ones the prompt itself.
+
     Raises:
         ValueError: with the reason why it cannot be trained on.
     Source: SGLang calls a token outside of the vocabulary a stop at "NaN happened", and puts the end of sequence in its
         place (srt/managers/schedule_batch.py `_check_vocab_boundary_finish`, 0.5.11 to 0.5.23).
     """
     meta, token_ids = answer["meta_info"], answer["output_ids"]
+    length, echo = meta.get("prompt_tokens"), answer.get("prompt_token_ids")
+    if length != len(prompt_ids) or (echo is not None and echo != prompt_ids):
+        raise ValueError(
+            f"a completion belongs to another prompt than the one that was sent (prompt_tokens={length!r}, where "
+            f"{len(prompt_ids)} were sent)"
+        )
     reason = meta["finish_reason"] or {}
     if reason.get("type") not in ("stop", "length"):
         raise ValueError(f"a completion was cut off ({reason.get('type')}: {reason.get('message', 'no reason given')})")

@@ -7,13 +7,14 @@ sampled with in between: SGLang asserts all three, and dies.
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.engines.base import Deadline
-from trl_lora_sync.engines.http import APIKey, SizedIterable, json_object, server_words
+from trl_lora_sync.engines.http import APIKey, SizedIterable, json_object, server_words, unthrottled
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
 from trl_lora_sync.engines.server import ServerEngine
 from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError
@@ -33,6 +34,7 @@ class SGLangServer(ServerEngine):
     """What `SGLangEngine` knows of its server besides adapters and tokens; see `ServerEngine` for the arguments."""
 
     title = f"an SGLang server of {OLDEST} or later"
+    engine_name = "sglang"
     key_variable = API_KEY_VARIABLE
     local_visibility_grace_s = 0.0
 
@@ -59,19 +61,19 @@ class SGLangServer(ServerEngine):
             raise self._setup_error(
                 "was started without LoRA support",
                 "adapters are loaded while it runs",
-                "Restart it with --enable-lora --max-lora-rank R --lora-target-modules ...",
+                f"Restart it with {self._serve_command()}; for an adapter of a rank above 16, add --lora-rank",
             )
         if int(server.get("dp_size") or 1) > 1:
             raise self._setup_error(
                 f"was started with --dp-size {server['dp_size']}",
                 "SGLang loads adapters into one replica only",
-                "Start independent servers with --dp-size 1, one URL each",
+                f"Start independent servers, one URL each, with {self._serve_command()}",
             )
         if int(server.get("tokenizer_worker_num") or 1) > 1:
             raise self._setup_error(
                 f"was started with --tokenizer-worker-num {server['tokenizer_worker_num']}",
                 "each worker keeps a list of adapters of its own, so requests to the others would fail",
-                "Restart it with --tokenizer-worker-num 1",
+                f"Restart it with {self._serve_command()}",
             )
 
     def _max_model_len(self, deadline: Deadline) -> int | None:
@@ -125,7 +127,7 @@ class SGLangServer(ServerEngine):
             raise self._setup_error(
                 "was started without the memory saver",
                 "its KV cache cannot be released",
-                'Restart it with --enable-memory-saver, or set vllm_server_sleep="off"',
+                f'Restart it with {self._serve_command("--sleep")}, or set vllm_server_sleep="off"',
             )
         if self._is_released:
             return
@@ -203,7 +205,8 @@ class SGLangServer(ServerEngine):
         if content is not None and self._version < _ADMIN_TENSORS_FROM:
             keys.reverse()
         for key in keys:
-            response = self._http.request("POST", path, deadline, body=body, content=content, api_key=key)
+            send = partial(self._http.request, "POST", path, deadline, body=body, content=content, api_key=key)
+            response = unthrottled(send, deadline)
             if response.status_code != 401:
                 break
         return self._checked(response)

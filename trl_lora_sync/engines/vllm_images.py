@@ -29,9 +29,12 @@ Post = Callable[[str, dict[str, Any], Deadline], httpx.Response]
 
 
 def request_for(
-    post: Post, model: str, group: PromptGroup, sampling: Sampling, deadline: Deadline
+    post: Post, model: str, group: PromptGroup, sampling: Sampling, deadline: Deadline, *, restart: str
 ) -> tuple[str, dict[str, Any]]:
     """The route and body that sample from a prompt with images.
+
+    Args:
+        restart: the command that starts a server with these routes.
 
     Raises:
         ServerSetupError: the server does not offer the routes.
@@ -39,25 +42,26 @@ def request_for(
     """
     if isinstance(group.prompt, str) or sampling.image_token_id is None:
         raise GenerationError("A prompt with images needs token ids and the model's image token, and has neither.")
-    features = _render(post, model, group.images or [], deadline)
+    features = _render(post, model, group.images or [], deadline, restart)
     body = {
         "request_id": f"trl-lora-sync-{uuid.uuid4().hex}",
         "model": model,
         "token_ids": group.prompt,
+        "return_token_ids": True,
         "features": place_images(features, group.prompt, sampling.image_token_id),
         "sampling_params": sampling_fields(sampling, group.count) | {"output_kind": _FINAL_ONLY},
     }
     return _GENERATE, body
 
 
-def _render(post: Post, model: str, images: list[Any], deadline: Deadline) -> dict[str, Any]:
+def _render(post: Post, model: str, images: list[Any], deadline: Deadline, restart: str) -> dict[str, Any]:
     content = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
     response = post(_RENDER, body, deadline)
     if response.status_code == 404:
         raise ServerSetupError(
-            f"The vLLM server does not offer {_RENDER}, which image prompts need. Restart vLLM 0.31 or later with "
-            f"--enable-scale-out. It said: {server_words(response)!r}"
+            f"The vLLM server does not offer {_RENDER}, which image prompts need. From vLLM 0.31 on, restart it with "
+            f"{restart}. It said: {server_words(response)!r}"
         )
     if response.status_code != 200:
         raise GenerationError(

@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import httpx
@@ -24,7 +25,6 @@ from trl_lora_sync.engine_plugins.push_store import CONFIG_KEY
 from trl_lora_sync.engine_plugins.vllm_push import (
     DIRECTORY_VARIABLE,
     MAX_MB_VARIABLE,
-    MIDDLEWARE,
     PROTOCOL,
     ROUTE,
 )
@@ -57,9 +57,10 @@ class Send(Protocol):
 class PushedAdapters:
     """What this process has pushed to one server and not deleted there yet. Thread-safe."""
 
-    def __init__(self, base_url: str, send: Send) -> None:
+    def __init__(self, base_url: str, send: Send, serve_command: Callable[..., str]) -> None:
         self._base_url = base_url
         self._send = send
+        self._serve_command = serve_command
         self._max_bytes: int | None = None
         # Names by what has become of them, in order.
         self._pushed: dict[str, None] = {}
@@ -92,8 +93,8 @@ class PushedAdapters:
         """
         if adapter.content is None or self._max_bytes is None:
             raise ServerSetupError(
-                f"{self._base_url} takes no adapters over HTTP. Restart it with --middleware {MIDDLEWARE}, and this "
-                "package installed next to it."
+                f"{self._base_url} takes no adapters over HTTP. Install this package next to vLLM, and restart the "
+                f"server with {self._serve_command('--push')}."
             )
         body = SafetensorsBody(adapter.content, deadline)
         if len(body) > self._max_bytes:
@@ -169,9 +170,10 @@ class PushedAdapters:
 
     def _too_large(self, adapter: StoredAdapter, words: str) -> ServerSetupError:
         return ServerSetupError(
-            f"{self._base_url} takes no adapters of {adapter.payload_bytes / 1e6:.1f} MB. Restart it with a larger "
-            f'{MAX_MB_VARIABLE} in its environment, or set lora_sync_dtype="bfloat16" if it runs in that. '
-            f"It said: {words!r}"
+            f"{self._base_url} takes no adapters of {adapter.payload_bytes / 1e6:.1f} MB. In its environment, export "
+            f"{MAX_MB_VARIABLE}={math.ceil(adapter.payload_bytes / 1e6) + 1}, and restart it with "
+            f"{self._serve_command('--lora-rank', str(adapter.rank), '--push')}; or set "
+            f'lora_sync_dtype="bfloat16" if it runs in that. It said: {words!r}'
         )
 
 

@@ -1,0 +1,111 @@
+"""Refuses adapters on the parts of a model that see images or hear sound, which no server applies.
+
+vLLM ignores such matrices without a word unless it runs with --enable-tower-connector-lora (seen on 0.26), and a prompt
+of text shows nothing of it: log-probabilities of prompts with images are then off by 0.2 to 0.5.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import device, nn
+
+from trl_lora_sync.adapter.support import is_embedding_module, refuse
+
+_SHOWN = 8
+
+
+def check_planned_modules(model: Any, peft_config: Any) -> None:
+    """Check which modules PEFT would adapt, on the model without its weights.
+
+    Args:
+        model: a Transformers model without an adapter, or the name of one, of which nothing but the config is loaded.
+            One whose architecture Transformers itself does not have is left to `check_adapted_modules`.
+
+    Raises:
+        UnsupportedAdapterError: some are outside the language model.
+    """
+    from peft import inject_adapter_in_model
+
+    skeleton = _skeleton(model)
+    if skeleton is None:
+        return
+    try:
+        # PEFT writes what it finds into the configuration.
+        inject_adapter_in_model(copy.deepcopy(peft_config), skeleton, low_cpu_mem_usage=True)
+    except ValueError:
+        return  # a target that the model does not have, which PEFT reports when the trainer adds the adapter
+    check_adapted_modules(skeleton, _adapted(skeleton), peft_config)
+
+
+def check_adapted_modules(model: Any, adapted: Mapping[str, nn.Module], peft_config: Any) -> None:
+    """Check where an adapter sits.
+
+    Args:
+        model: the model without PEFT's wrapper.
+        adapted: the modules of `model` that carry it, by their paths.
+
+    Raises:
+        UnsupportedAdapterError: some are outside the language model; with the `exclude_modules` to set.
+    """
+    if not _has_more_than_text(getattr(model, "config", None)):
+        return
+    language_model = model.get_decoder()
+    inside = set(language_model.modules())
+    outside = [path for path, module in adapted.items() if module not in inside and not is_embedding_module(path)]
+    if outside:
+        language_path = next(path for path, module in model.named_modules() if module is language_model)
+        names = _without_numbers(outside)
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        raise refuse(
+            f"A LoRA adapter on modules outside the language model ({shown})",
+            "vLLM and SGLang apply adapters to the language model only and ignore these matrices, so completions for "
+            "images would come from another policy than the one being trained",
+            f"Set LoraConfig(exclude_modules={_exclusion(outside, language_path, peft_config.exclude_modules)!r})",
+        )
+
+
+def _skeleton(model: Any) -> Any:
+    """The model on no device, or None for one of text alone and for one that cannot be built."""
+    import transformers
+
+    if isinstance(model, str):
+        try:
+            config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        except (OSError, ValueError):
+            return None
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+    else:
+        config, kind = getattr(model, "config", None), type(model)
+    if kind is None or not issubclass(kind, transformers.PreTrainedModel) or not _has_more_than_text(config):
+        return None
+    with device("meta"):
+        return kind(config)
+
+
+def _has_more_than_text(config: Any) -> bool:
+    return hasattr(config, "get_text_config") and config.get_text_config() is not config
+
+
+def _adapted(model: nn.Module) -> dict[str, nn.Module]:
+    from peft.tuners.lora import LoraLayer
+
+    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _without_numbers(paths: Iterable[str]) -> list[str]:
+    """`model.visual.blocks.0.mlp` and `.1.mlp` as one, in order."""
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths))
+
+
+def _exclusion(outside: Iterable[str], language_path: str, existing: Any) -> str:
+    """The `exclude_modules` for what is beside the language model, with what was excluded already."""
+    shared = set(language_path.split("."))
+    roots = dict.fromkeys(next(part for part in path.split(".") if part not in shared) for path in outside)
+    pattern = f".*({'|'.join(map(re.escape, roots))}).*"
+    if not existing:
+        return pattern
+    if not isinstance(existing, str):
+        existing = rf"(.*\.)?({'|'.join(map(re.escape, sorted(existing)))})"
+    return f"{existing}|{pattern}"

@@ -1,0 +1,98 @@
+"""Scoring a served base model beside the requests of another run, where that goes wrong on vLLM-CPU.
+
+In a batch with requests for an adapter, vLLM on a CPU computes those for the base model with an adapter as well (seen
+on 0.31): the index -1, which stands for no adapter, selects the last slot. Requests for adapters are right, and so are
+both on a GPU (seen on 0.26). Source: `bgmv_shrink` in vllm/lora/ops/torch_ops/lora_ops.py.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.errors import DeadlineExceededError, ServerSetupError
+from trl_lora_sync.places import is_local_url, next_port
+from trl_lora_sync.verify import PROBE_PROMPT
+
+if TYPE_CHECKING:
+    from trl_lora_sync.engines.base import Deadline, Engine
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+# Where the server does not tell when others have stopped.
+_BLIND_PAUSE_S = 1.0
+
+
+class SharedCPUServerError(ServerSetupError):
+    """The base model of a vLLM-CPU server cannot be scored, because another run always samples there."""
+
+
+def score_base(
+    engine: "Engine",
+    deadline: "Deadline",
+    *,
+    is_plausible: Callable[[Sequence[float]], bool] = lambda scores: False,
+) -> list[float]:
+    """Log-probabilities of `PROBE_PROMPT` by the served base model; on vLLM-CPU at a quiet moment if necessary.
+
+    Args:
+        is_plausible: whether scores are what was expected, so that it does not matter who else sampled meanwhile.
+
+    Raises:
+        SharedCPUServerError: they never were, and there was no quiet moment before the deadline.
+    """
+    is_disturbed = False
+    try:
+        while True:
+            before = _activity(engine, deadline)
+            scores = engine.score(engine.capabilities.base_model, list(PROBE_PROMPT), deadline)
+            if is_plausible(scores) or not _was_disturbed(engine, before, deadline):
+                return scores
+            if not is_disturbed:
+                is_disturbed = True
+                logger.warning(
+                    "Another client samples from an adapter at %s. vLLM on a CPU computes requests for the base model "
+                    "with that adapter when both are in one batch, so the base model is checked again at a quiet "
+                    "moment. Use a vLLM server on a CPU for one run at a time.",
+                    engine.base_url,
+                )
+            _wait_until_quiet(engine, deadline)
+    except DeadlineExceededError as error:
+        if not is_disturbed:
+            raise
+        raise _shared(engine, deadline) from error
+
+
+def _activity(engine: "Engine", deadline: "Deadline") -> float | None:
+    return None if engine.capabilities.is_cpu_build is False else engine.adapters_ran_at(deadline)
+
+
+def _was_disturbed(engine: "Engine", before: float | None, deadline: "Deadline") -> bool:
+    if engine.capabilities.is_cpu_build is False:
+        return False
+    after = _activity(engine, deadline)
+    if before is None or after is None:  # a server with --disable-log-stats
+        return bool(engine.loaded(deadline))
+    return math.isinf(after) or after != before
+
+
+def _wait_until_quiet(engine: "Engine", deadline: "Deadline") -> None:
+    time.sleep(min(_BLIND_PAUSE_S if _activity(engine, deadline) is None else _POLL_S, deadline.remaining_s()))
+    while (ran_at := _activity(engine, deadline)) is not None and math.isinf(ran_at):
+        time.sleep(min(_POLL_S, deadline.remaining_s()))
+
+
+def _shared(engine: "Engine", deadline: "Deadline") -> SharedCPUServerError:
+    served: Any = engine.capabilities
+    url = next_port(engine.base_url)
+    command = serve_command("vllm", served.base_root, base_url=url, is_local=is_local_url(url))
+    gpu = "" if served.is_cpu_build else " If this server runs on a GPU, it serves another base model."
+    return SharedCPUServerError(
+        f"Another client samples from an adapter at {engine.base_url}, and did not pause within "
+        f"{deadline.budget_s:g} s. vLLM on a CPU computes requests for the base model with that adapter when both are in one batch, so its base "
+        "model cannot be checked meanwhile. Use a vLLM server on a CPU for one run at a time: wait for the end of the "
+        f"other run, or start a second server with {command}.{gpu}"
+    )
