@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.engines.known import serve_command
-from trl_lora_sync.errors import DeadlineExceededError, ServerSetupError
+from trl_lora_sync.errors import DeadlineExceededError, GenerationError, ServerSetupError
 from trl_lora_sync.places import is_local_url, next_port
 from trl_lora_sync.verify import PROBE_PROMPT
 
@@ -48,9 +48,13 @@ def score_base(
     try:
         while True:
             before = _activity(engine, deadline)
-            scores = engine.score(engine.capabilities.base_model, list(PROBE_PROMPT), deadline)
-            if is_plausible(scores) or not _was_disturbed(engine, before, deadline):
-                return scores
+            try:
+                scores = engine.score(engine.capabilities.base_model, list(PROBE_PROMPT), deadline)
+                if is_plausible(scores) or not _was_disturbed(engine, before, deadline):
+                    return scores
+            except GenerationError:  # one request was mixed up and another one was not, so they contradict each other
+                if not _was_disturbed(engine, before, deadline):
+                    raise
             if not is_disturbed:
                 is_disturbed = True
                 logger.warning(
@@ -92,7 +96,7 @@ def _shared(engine: "Engine", deadline: "Deadline") -> SharedCPUServerError:
     gpu = "" if served.is_cpu_build else " If this server runs on a GPU, it serves another base model."
     return SharedCPUServerError(
         f"Another client samples from an adapter at {engine.base_url}, and did not pause within "
-        f"{deadline.budget_s:g} s. vLLM on a CPU computes requests for the base model with that adapter when both are in one batch, so its base "
-        "model cannot be checked meanwhile. Use a vLLM server on a CPU for one run at a time: wait for the end of the "
-        f"other run, or start a second server with {command}.{gpu}"
+        f"{deadline.budget_s:g} s. vLLM on a CPU computes requests for the base model with that adapter when both are "
+        "in one batch, so its base model cannot be checked meanwhile. Use a vLLM server on a CPU for one run at a "
+        f"time: wait for the end of the other run, or start a second server with {command}.{gpu}"
     )

@@ -81,10 +81,11 @@ class AdapterSync:
             fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
             self.wake()
         if fleet.capabilities.logprobs_mode == "raw_logprobs":
+            served = fleet.capabilities
             logger.warning(
                 "A server returns raw log-probabilities, which do not know the temperature. At other temperatures than "
                 "1 TRL's importance ratios are wrong. Restart vLLM with "
-                f"{serve_command('vllm', fleet.capabilities.base_root, fleet.capabilities.serve_options)}, or SGLang without "
+                f"{serve_command('vllm', served.base_root, served.serve_options)}, or SGLang without "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB."
             )
         return self._summary(adapter)
