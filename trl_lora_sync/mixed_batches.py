@@ -78,8 +78,8 @@ def _was_disturbed(engine: "Engine", before: float | None, deadline: "Deadline")
     if engine.capabilities.is_cpu_build is False:
         return False
     after = _activity(engine, deadline)
-    if before is None or after is None:  # a server with --disable-log-stats
-        return bool(engine.loaded(deadline))
+    if before is None or after is None:  # as with --disable-log-stats
+        return engine.capabilities.is_cpu_build is True and bool(engine.loaded(deadline))
     return math.isinf(after) or after != before
 
 

@@ -240,8 +240,9 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
         )
     if choice == "push":
         raise _no_way(f"{address.base_url} does not offer the push route", address, served)
-    seen = f"{address.base_url} is on another host, and no way is known by which an adapter reaches it"
-    raise _no_way(seen, address, served)
+    raise _no_way(
+        f"{address.base_url} is on another host, and no way is known by which an adapter reaches it", address, served
+    )
 
 
 def _no_way(seen: str, address: ServerAddress, served: Capabilities) -> ServerSetupError:

@@ -22,6 +22,7 @@ from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.errors import (
     AdapterRejectedError,
     DeadlineExceededError,
+    GenerationError,
     ServerAuthError,
     ServerSetupError,
     ServerUnreachableError,
@@ -359,6 +360,66 @@ def test_an_answer_in_the_name_of_another_model_is_never_trained_on(
 
     assert rewards == []
     assert no_files(tmp_path)
+
+
+def without(name: str, content: bytes) -> bytes:
+    return json.dumps({key: value for key, value in json.loads(content).items() if key != name}).encode()
+
+
+def test_a_gateway_that_drops_the_model_there_and_back_is_found_out(
+    make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path
+) -> None:
+    """Completions of the base model went into the training."""
+    rewards: list[str] = []
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        rewards.extend(completions)
+        return mean_byte(completions)
+
+    trainer = make_trainer(proxy.base_url, base_model, reward_funcs=reward)
+    proxy.before = lambda path, body: {name: value for name, value in body.items() if name != "model"}
+    proxy.after = lambda path, status, answer: (
+        (status, without("model", answer)) if path == "/v1/completions" else (status, answer)
+    )
+    with pytest.raises(WrongPolicyError, match=r"name no model, where '.*-v1' was asked for"):
+        trainer.train()
+
+    assert rewards == []
+    assert no_files(tmp_path)
+
+
+def test_completions_without_their_prompt_are_never_trained_on(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model)
+
+    def forget_prompts(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
+        if path == "/v1/completions":
+            content = json.loads(answer)
+            for choice in content["choices"]:
+                del choice["prompt_token_ids"]
+            answer = json.dumps(content).encode()
+        return status, answer
+
+    proxy.after = forget_prompts
+    with pytest.raises(GenerationError, match="without the token ids of its prompt"):
+        trainer.train()
+
+
+def test_a_gateway_that_limits_requests_slows_a_run_down_and_does_not_end_it(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model, max_steps=1)
+    asked: set[str] = set()
+
+    def limit_first(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
+        first = path not in asked
+        asked.add(path)
+        return (429, b'{"error": "slow down"}') if first else (status, answer)
+
+    proxy.after = limit_first
+    trainer.train()
+    assert {"/v1/load_lora_adapter", "/v1/completions"} <= asked
 
 
 def test_a_proxy_that_quietly_asks_the_base_model_is_found_out(

@@ -100,7 +100,11 @@ def test_defaults_of_adapter_sync_are_accepted(make: Callable[..., GRPOConfig]) 
 
 REFUSED = [
     ({"use_vllm": False}, "use_vllm=False.*loaded by a server.*Set use_vllm=True"),
-    ({"vllm_mode": "colocate"}, "vllm_mode='colocate'.*not supported yet.*Set vllm_mode=\"server\".*--enable-lora"),
+    (
+        {"vllm_mode": "colocate"},
+        "vllm_mode='colocate' \\(TRL's default, which applies if it is not set\\).*not supported yet.*"
+        'Set vllm_mode="server" and start a server with `trl-lora-sync serve vllm MODEL`',
+    ),
     ({"lora_sync_keep": 0}, "lora_sync_keep=0.*at least the active version.*1 or more"),
     ({"lora_sync_keep": -1}, "lora_sync_keep=-1"),
     ({"generation_kwargs": {"n": 2, "seed": 1, "model": "base"}}, "generation_kwargs with 'model', 'n'.*Remove them"),
@@ -116,7 +120,9 @@ def test_contradiction_is_refused_with_the_value_the_fix_and_the_way_out(
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, LoRASyncError)
     assert 'cannot be used with vllm_sync_strategy="lora_adapter"' in str(caught.value)
-    assert 'or set vllm_sync_strategy="weights"' in str(caught.value)
+    way_out = str(caught.value).partition('or set vllm_sync_strategy="weights"')[2]
+    assert "vLLM in the trainer's environment" in way_out
+    assert """--weight-transfer-config '{"backend": "nccl"}'""" in way_out
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,28 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
 from trl_lora_sync.engines.vllm import VLLMEngine, _batches
 from trl_lora_sync.errors import (
     AdapterLostError,
+    AdapterNotVisibleError,
+    DeadlineExceededError,
     GenerationError,
     ServerAuthError,
+    ServerSetupError,
     ServerUnreachableError,
     WrongPolicyError,
 )
@@ -22,6 +31,11 @@ from unit.servers import Request, Server, serving
 
 MODEL = "run-v1"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=4, logprobs=None)
+
+
+CAPABILITIES = Capabilities(
+    engine="vllm", version="0.31.0", base_model="base", base_root="base", max_model_len=None, logprobs_mode="unknown"
+)
 
 
 def completions(request: Request, **changes: Any) -> dict[str, Any]:
@@ -89,10 +103,74 @@ def test_completion_of_another_model_is_never_used(engine_at: Any) -> None:
         sample(engine, 1)
 
 
-@pytest.mark.parametrize("change", [{"model": None}, {}], ids=["null", "right"])
-def test_answer_that_does_not_contradict_is_used(change: dict[str, Any], engine_at: Any) -> None:
-    engine, _ = engine_at(lambda request: request.send(200, completions(request, **change)))
-    assert tokens(sample(engine, 1)) == [[100, 101]]
+@pytest.mark.parametrize("is_null", [True, False], ids=["null", "missing"])
+def test_completion_that_names_no_model_is_never_used(is_null: bool, engine_at: Any) -> None:
+    """A gateway that drops the field, there and back, got completions of the base model into training."""
+
+    def nameless(request: Request) -> None:
+        content = completions(request)
+        del content["model"]
+        request.send(200, content | ({"model": None} if is_null else {}))
+
+    engine, _ = engine_at(nameless)
+    with pytest.raises(WrongPolicyError, match=r"name no model, where 'run-v1' was asked for.*drops the field `model`"):
+        sample(engine, 1)
+
+
+def test_chat_answer_must_name_its_model_and_repeat_its_prompt(engine_at: Any) -> None:
+    choices = [{"index": 0, "token_ids": [7], "finish_reason": "stop", "logprobs": None}]
+    answers = iter(
+        [
+            {"model": MODEL, "prompt_token_ids": [1, 2], "choices": choices},
+            {"prompt_token_ids": [1, 2], "choices": choices},
+            {"model": MODEL, "choices": choices},
+        ]
+    )
+    engine, _ = engine_at(lambda request: request.send(200, next(answers)))
+
+    def chat() -> list[Completion]:
+        body = {"model": MODEL, "messages": []}
+        return engine.chat(body, 1, SAMPLING, Deadline.after(10, "Chat"))
+
+    assert [one.prompt_ids for one in chat()] == [[1, 2]]
+    with pytest.raises(WrongPolicyError, match="name no model"):
+        chat()
+    with pytest.raises(GenerationError, match="without the token ids of its prompt"):
+        chat()
+
+
+IMAGE = Image.new("RGB", (2, 3), "red")
+FEATURES = {"mm_hashes": {"image": ["hash"]}, "mm_placeholders": {"image": [{"offset": 0, "length": 1}]}}
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks", "error"),
+    [
+        ("0.28.0", (), None),
+        ("0.28.0", ("model", "prompt_token_ids"), None),  # these versions have neither
+        ("0.31.0", (), None),
+        ("0.31.0", ("model",), WrongPolicyError),
+        ("0.31.0", ("prompt_token_ids",), GenerationError),
+    ],
+)
+def test_token_route_must_name_the_model_from_the_version_on_that_does(
+    version: str, lacks: tuple[str, ...], error: type[Exception] | None, engine_at: Any
+) -> None:
+    def answer(request: Request) -> None:
+        if request.path.endswith("/render"):
+            request.send(200, {"features": FEATURES})
+            return
+        assert request.body["return_token_ids"] is True
+        choices = [{"index": 0, "token_ids": [7], "finish_reason": "stop", "logprobs": None}]
+        content = {"model": MODEL, "prompt_token_ids": request.body["token_ids"], "choices": choices}
+        request.send(200, {name: value for name, value in content.items() if name not in lacks})
+
+    engine, _ = engine_at(answer)
+    engine._capabilities = replace(CAPABILITIES, version=version)
+    group = PromptGroup(prompt=[1, 9, 2], count=1, images=[IMAGE])
+    with pytest.raises(error) if error else nullcontext():
+        [[found]] = engine.generate(MODEL, [group], replace(SAMPLING, image_token_id=9), Deadline.after(10, "Images"))
+        assert found.prompt_ids == [1, 9, 2]
 
 
 def test_server_that_is_busy_for_a_moment_is_asked_again(engine_at: Any) -> None:
@@ -168,11 +246,12 @@ def test_other_refusals_are_quoted_and_not_repeated(status: int, engine_at: Any)
         (lambda c: c["choices"][0].__delitem__("token_ids"), "cannot be trained on: 'token_ids'"),
         (lambda c: c["choices"][0].update(token_ids=None), "came back without its token ids"),
         (lambda c: c["choices"][0].update(prompt_token_ids=[4, 4]), "another prompt"),
+        (lambda c: c["choices"][0].__delitem__("prompt_token_ids"), "without the token ids of its prompt"),
         (lambda c: [c], "a JSON list where an object was expected"),
         (lambda c: "<html>proxy</html>", "without valid JSON"),
     ],
     ids=["one missing", "one too many", "none", "no choices", "null choices", "abort", "no ids", "null ids", "prompt",
-         "list", "html"],
+         "no prompt", "list", "html"],
 )  # fmt: skip
 def test_answer_that_cannot_be_trained_on_is_refused(damage: Any, words: str, engine_at: Any) -> None:
     def answer(request: Request) -> None:
@@ -224,6 +303,171 @@ def test_unload_on_a_server_that_hangs_ends_at_its_deadline(engine_at: Any) -> N
     assert engine.unload("run-v1", Deadline.after(1, "Unloading")) is False
     assert time.monotonic() - started < 10
     assert len(server.requests) == 1
+
+
+# Gateways
+
+
+def test_request_that_a_gateway_limits_is_sent_again_after_the_pause_it_asks_for(engine_at: Any) -> None:
+    """HTTP 429 was taken for a wrong field in generation_kwargs, and ended the run."""
+    moments: list[float] = []
+
+    def limited(request: Request) -> None:
+        moments.append(time.monotonic())
+        if len(moments) < 3:
+            request.send(429, {"error": "slow down"}, Retry_After="1")
+        else:
+            request.send(200, completions(request))
+
+    engine, _ = engine_at(limited)
+    assert tokens(sample(engine, 1, seconds=30)) == [[100, 101]]
+    assert min(later - earlier for earlier, later in pairwise(moments)) >= 1.0
+
+
+def test_date_to_retry_after_is_honoured(engine_at: Any) -> None:
+    moments: list[float] = []
+
+    def limited(request: Request) -> None:
+        moments.append(time.time())
+        if len(moments) == 1:
+            request.send(429, Retry_After=format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True))
+        else:
+            request.send(200, completions(request))
+
+    engine, _ = engine_at(limited)
+    sample(engine, 1, seconds=30)
+    assert 0.9 < moments[1] - moments[0] < 20
+
+
+def test_pause_that_outlasts_the_deadline_is_an_error_at_once(engine_at: Any) -> None:
+    engine, server = engine_at(lambda request: request.send(429, {"error": "slow down"}, Retry_After="3600"))
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"HTTP 429 and a pause of 3600 s.*'slow down'"):
+        sample(engine, 1, seconds=60)
+    assert time.monotonic() - started < 30
+    assert len(server.requests) == 1
+
+
+def test_limit_without_a_pause_ends_with_the_deadline(engine_at: Any) -> None:
+    engine, server = engine_at(lambda request: request.send(429))
+    with pytest.raises(DeadlineExceededError, match="HTTP 429"):
+        sample(engine, 1, seconds=1.5)
+    assert 1 < len(server.requests) < 10
+
+
+ADAPTER = StoredAdapter(
+    name=MODEL, version=1, rank=8, target_modules=("q_proj",), payload_bytes=10, path=Path("/a"), server_path="/a"
+)
+
+
+@pytest.mark.parametrize(
+    ("location", "fix"),
+    [
+        ("https://inside.example/vllm/v1/load_lora_adapter", r'vllm_server_base_url="https://inside\.example/vllm"'),
+        ("https://user:secret@inside.example/v1/load_lora_adapter?token=secret", 'url="https://inside.example"'),
+        ("/login?next=secret", "past any proxy"),
+        ("/v1/load_lora_adapter/", "past any proxy"),
+    ],
+)
+def test_redirect_of_a_load_is_no_misfit_of_the_base_model(location: str, fix: str, engine_at: Any) -> None:
+    """HTTP 307 was explained by a server that serves another base model."""
+    engine, server = engine_at(lambda request: request.send(307, Location=location))
+    with pytest.raises(ServerSetupError, match=rf"redirect to \S+ \(HTTP 307\).*{fix}") as caught:
+        engine.load(ADAPTER, Deadline.after(10, "Loading"))
+    assert "base model" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert len(server.requests) == 1
+
+
+# Damaged files
+
+
+@pytest.mark.parametrize(
+    ("is_local", "server_path", "words"),
+    [
+        (True, "/a", r"on this host, so something has changed it since"),
+        (True, "/mnt/a", "a network file system may show files late"),
+        (False, "/a", "a network file system may show files late"),
+    ],
+)
+def test_damaged_file_is_explained_by_where_it_is(
+    is_local: bool, server_path: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was cut off on this host was explained by a slow network file system."""
+    monkeypatch.setattr("trl_lora_sync.engines.server._VISIBILITY_GRACE_S", 0.2)
+    message = "Error while deserializing header: incomplete metadata, file not fully covered"
+    with serving(lambda request: request.send(500, {"error": {"message": message}})) as server:
+        engine = VLLMEngine(server.url, is_local=is_local)
+        with pytest.raises(AdapterNotVisibleError, match=words) as caught:
+            engine.load(replace(ADAPTER, server_path=server_path), Deadline.after(20, "Loading"))
+        engine.close()
+    assert ("network" in str(caught.value)) is not (is_local and server_path == "/a")
+
+
+# Connecting
+
+METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="m"} 0.0
+"""
+WITH_LORA = METRICS + "# HELP vllm:lora_requests_info Running stats on lora requests.\n"
+
+
+def vllm_server(request: Request, load: tuple[int, Any], metrics: str | None) -> None:
+    """The routes that connecting asks for."""
+    match request.path:
+        case "/version":
+            request.send(200, {"version": "0.31.0"})
+        case "/v1/models":
+            request.send(200, {"data": [{"id": "served", "root": "/models/a base"}]})
+        case "/v1/load_lora_adapter":
+            request.send(*load)
+        case "/metrics" if metrics is not None:
+            request.send(200, metrics)
+        case _:
+            request.send(404, {"detail": "Not Found"})
+
+
+BAD_REQUEST = (400, {"error": {"message": "Both 'lora_name' and 'lora_path' must be provided."}})
+NO_LORA = (500, {"error": {"message": "Call to add_lora method failed: LoRA is not enabled."}})
+
+
+@pytest.mark.parametrize(
+    ("load", "metrics", "words"),
+    [
+        ((404, {"detail": "Not Found"}), METRICS, "does not let adapters be loaded while it runs"),
+        (BAD_REQUEST, METRICS, "was started without LoRA support"),
+        (NO_LORA, None, "was started without LoRA support"),
+    ],
+)
+def test_server_that_cannot_be_used_is_refused_with_the_whole_command(
+    load: tuple[int, Any], metrics: str | None, words: str, engine_at: Any
+) -> None:
+    """It named a flag or two, and the next check then missed another one."""
+    engine, server = engine_at(lambda request: vllm_server(request, load, metrics))
+    command = f"`trl-lora-sync serve vllm '/models/a base' --port {server.server_port}`"
+    with pytest.raises(ServerSetupError, match=words) as caught:
+        engine.connect(Deadline.after(20, "Connecting"))
+    assert command in str(caught.value)
+
+
+def test_connecting_asks_the_engine_for_no_adapter_that_is_not_there(engine_at: Any) -> None:
+    engine, server = engine_at(lambda request: vllm_server(request, BAD_REQUEST, WITH_LORA))
+    engine.connect(Deadline.after(20, "Connecting"))
+    loads = [request.body for request in server.requests if request.path == "/v1/load_lora_adapter"]
+    assert [body["lora_path"] for body in loads] == [""]
+
+
+@pytest.mark.parametrize(("status", "metrics"), [(401, ""), (500, ""), (200, "<html>a gateway</html>"), (404, "")])
+def test_metrics_that_are_not_to_be_had_are_not_needed(status: int, metrics: str, engine_at: Any) -> None:
+    def answer(request: Request) -> None:
+        if request.path == "/metrics":
+            request.send(status, metrics)
+        else:
+            vllm_server(request, BAD_REQUEST, None)
+
+    engine, _ = engine_at(answer)
+    assert engine.connect(Deadline.after(30, "Connecting")).is_cpu_build is None
+    assert engine.adapters_ran_at(Deadline.after(30, "Asking")) is None
 
 
 # Batches

@@ -230,20 +230,17 @@ def test_completion_of_another_prompt_is_refused() -> None:
         read_completion(choice(prompt_token_ids=[1, 2, 4]), GROUP, SAMPLING)
 
 
-def test_prompt_that_is_not_echoed_is_the_one_that_was_sent() -> None:
-    completion = read_completion(choice(prompt_token_ids=None), GROUP, SAMPLING)
-    assert completion.prompt_ids == [1, 2, 3]
-    assert completion.prompt_ids is not GROUP.prompt
+@pytest.mark.parametrize("prompt", [[1, 2, 3], "hello"])
+@pytest.mark.parametrize("echo", [None, [], "1 2 3"])
+def test_completion_without_the_token_ids_of_its_prompt_is_refused(echo: Any, prompt: Any) -> None:
+    """It was taken for one of the prompt that was sent."""
+    with pytest.raises(ValueError, match="without the token ids of its prompt, which vLLM always sends"):
+        read_completion(choice(prompt_token_ids=echo), PromptGroup(prompt=prompt, count=1), SAMPLING)
 
 
 def test_text_prompt_comes_back_as_the_servers_token_ids() -> None:
     group = PromptGroup(prompt="hello", count=1)
     assert read_completion(choice(prompt_token_ids=[4, 5]), group, SAMPLING).prompt_ids == [4, 5]
-
-
-def test_text_prompt_without_token_ids_is_refused() -> None:
-    with pytest.raises(ValueError, match="a text prompt came back without its token ids"):
-        read_completion(choice(prompt_token_ids=None), PromptGroup(prompt="hello", count=1), SAMPLING)
 
 
 # Scoring

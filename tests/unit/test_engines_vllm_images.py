@@ -18,6 +18,7 @@ SAMPLING = Sampling(
     temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=4, logprobs=0, image_token_id=9
 )
 RED = Image.new("RGB", (2, 3), "red")
+RESTART = "`serve it -- --enable-scale-out`"
 
 
 def features(images: int) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def answering(status: int, body: Any) -> tuple[Callable[..., httpx.Response], li
 
 def request(post: Callable[..., httpx.Response], sampling: Sampling = SAMPLING, prompt: Any = None) -> Any:
     group = PromptGroup(prompt=prompt or [1, 9, 9, 2], count=3, images=[RED])
-    return request_for(post, "run-v1", group, sampling, Deadline.after(5, "The test"))
+    return request_for(post, "run-v1", group, sampling, Deadline.after(5, "The test"), restart=RESTART)
 
 
 def test_images_are_rendered_alone_and_then_paired_with_the_trainers_token_ids() -> None:

@@ -137,7 +137,7 @@ def test_a_load_gives_the_server_a_time_to_wait_that_ends_before_ours() -> None:
         ((200, {"current": "a-v1", "path": "/other"}), AdapterRejectedError, "holds.*/other"),
         ((409, {"error": {"message": "3 other requests were still"}}), AdapterRejectedError, "3 other requests"),
         ((422, {"error": {"message": "The adapter holds NaN"}}), AdapterRejectedError, "holds NaN"),
-        ((422, {"error": {"message": "it was not written completely"}}), AdapterNotVisibleError, "may show files late"),
+        ((422, {"error": {"message": "it was not written completely"}}), AdapterNotVisibleError, "cut off or damaged"),
         ((404, {"error": {"message": "No adapter found for /sync"}}), AdapterNotVisibleError, "lora_sync_server_dir"),
         ((401, {"error": {"message": "Unauthorized"}}), ServerAuthError, "VLLM_API_KEY"),
     ],
@@ -154,7 +154,7 @@ def test_a_load_that_is_refused_says_why(answer: tuple[int, Any], error: type[Ex
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ((404, {"detail": "Not Found"}), r"serve vllm MODEL --fused.*--worker-extension-cls \S+ --middleware"),
+        ((404, {"detail": "Not Found"}), r"`trl-lora-sync serve vllm base --fused --port \d+`"),
         ((500, {"error": {"message": "needs --api-server-count 1"}}), "needs --api-server-count 1"),
         ((200, {"protocol": 2}), "Install the same trl-lora-sync next to both"),
     ],

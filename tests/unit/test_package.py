@@ -76,3 +76,18 @@ def test_wheel_brings_the_command_and_the_script_that_it_launches(wheel: Path) -
     [entry_points] = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
     assert "trl-lora-sync = trl_lora_sync.cli.main:main" in archive.read(entry_points).decode()
     assert "trl_lora_sync/scripts/grpo.py" in archive.namelist()
+
+
+@pytest.mark.parametrize("name", ["RLOOTrainer", "SFTConfig", "RLOOConfig"])
+def test_importing_a_trainer_that_there_is_not_says_what_there_is(name: str) -> None:
+    """Python's own words named neither the reason nor what to import."""
+    with pytest.raises(ImportError, match=rf"'{name}'.*for GRPO only.*GRPOConfig, GRPOTrainer.*Import {name} from trl"):
+        exec(f"from trl_lora_sync import {name}")
+
+
+def test_a_name_that_is_no_trainer_is_not_there_as_usual() -> None:
+    import trl_lora_sync
+
+    assert not hasattr(trl_lora_sync, "no_such_name")
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
+        exec("from trl_lora_sync import no_such_name")

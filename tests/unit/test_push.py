@@ -114,8 +114,12 @@ def stored(version: int = 1, content: CanonicalAdapter | None = None) -> StoredA
     )
 
 
+def command(*options: str) -> str:
+    return f"`serve {' '.join(options)}`"
+
+
 def connected(server: Server) -> PushedAdapters:
-    pushed = PushedAdapters(URL, server)
+    pushed = PushedAdapters(URL, server, command)
     assert pushed.connect(soon())
     server.requests.clear()
     return pushed
@@ -133,12 +137,10 @@ def connected(server: Server) -> PushedAdapters:
 )
 def test_a_server_that_makes_no_offer_that_we_know_takes_no_pushes(offer: tuple[int, Any]) -> None:
     server = Server(offer=offer)
-    pushed = PushedAdapters(URL, server)
+    pushed = PushedAdapters(URL, server, command)
 
     assert not pushed.connect(soon())
-    with pytest.raises(
-        ServerSetupError, match=r"takes no adapters over HTTP.*--middleware trl_lora_sync\.engine_plugins"
-    ):
+    with pytest.raises(ServerSetupError, match=r"takes no adapters over HTTP.*restart the server with `serve --push`"):
         pushed.push(stored(), soon())
     pushed.retire("v1", soon())
     assert server.requests == ["GET"]
@@ -153,7 +155,12 @@ def test_a_push_whose_answer_was_lost_is_repeated() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "error", "words"),
     [
-        (413, {"error": {"message": "more"}}, ServerSetupError, r"larger TRL_LORA_SYNC_PUSH_MAX_MB.*more"),
+        (
+            413,
+            {"error": {"message": "more"}},
+            ServerSetupError,
+            r"PUSH_MAX_MB=2, and restart it with `serve --lora-rank \d+ --push`.*more",
+        ),
         (413, "<html>of a proxy</html>", ServerSetupError, "of a proxy"),
         (507, {"error": {"message": "full"}}, ServerSetupError, r"no room.*--shm-size.*full"),
         (422, {"error": {"message": "other bytes"}}, ServerError, r"HTTP 422.*proxy.*other bytes"),
@@ -256,12 +263,12 @@ def test_the_way_of_delivery(settings: dict[str, Any], chosen: type) -> None:
 def test_without_any_way_the_choices_are_listed() -> None:
     with pytest.raises(ServerSetupError) as caught:
         choice("auto")
-    for part in ("another host", "pip install --no-deps", "--middleware", "lora_sync_dir", "lora_sync_server_dir"):
+    for part in ("another host", "pip install --no-deps", "--push", "lora_sync_dir", "lora_sync_server_dir"):
         assert part in str(caught.value)
 
 
 def test_a_push_to_a_server_without_the_route_says_how_to_add_it() -> None:
-    with pytest.raises(ServerSetupError, match=r"does not offer the push route.*--middleware trl_lora_sync"):
+    with pytest.raises(ServerSetupError, match=r"does not offer the push route.*`trl-lora-sync serve vllm \S+ --push"):
         choice("push", is_local=True)
 
 

@@ -247,6 +247,8 @@ def hostile(request: Request) -> None:
             base = {"id": HOSTILE, "root": HOSTILE, "parent": None, "max_model_len": 64}
             others = [{"id": HOSTILE + name, "root": HOSTILE, "parent": HOSTILE} for name in loaded]
             request.send(200, {"data": [base, *others]})
+        case "/v1/load_lora_adapter" if not request.body["lora_path"]:
+            request.send(400, {"error": {"message": "Both 'lora_name' and 'lora_path' must be provided."}})
         case "/v1/load_lora_adapter":
             request.send(404, {"error": {"message": f"No adapter found for {HOSTILE}"}})
         case _:

@@ -241,6 +241,7 @@ def test_a_seed_by_either_name_advances_with_the_sample() -> None:
 
 def answer(**meta: Any) -> dict[str, Any]:
     plain = {
+        "prompt_tokens": len(PROMPT),
         "finish_reason": {"type": "length", "length": 1},
         "output_token_logprobs": [[-0.5, 7, None]],
         "output_top_logprobs": [[[-0.5, 7, None], [None, 3, None], [-2.0, 9, None], [math.nan, 4, None]]],
@@ -264,11 +265,40 @@ def test_alternatives_without_a_finite_logprob_become_none_and_go_last() -> None
         {"finish_reason": None},
         {"finish_reason": {"type": "abort", "message": "Aborted"}},
         {"finish_reason": {"type": "stop", "matched": "NaN happened"}},
+        {"prompt_tokens": None},
+        {"prompt_tokens": len(PROMPT) + 1},
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_is_refused(meta: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"log-probabilit|cut off|NaN"):
+    with pytest.raises(ValueError, match=r"log-probabilit|cut off|NaN|another prompt"):
         read_completion(answer(**meta), PROMPT, sampling(logprobs=0))
+
+
+def test_a_prompt_that_is_repeated_must_be_the_one_that_was_sent() -> None:
+    read_completion(answer() | {"prompt_token_ids": PROMPT}, PROMPT, sampling(logprobs=0))
+    with pytest.raises(ValueError, match="another prompt"):
+        read_completion(answer() | {"prompt_token_ids": PROMPT[::-1]}, PROMPT, sampling(logprobs=0))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_answer_to_another_prompt_is_never_trained_on(serve: Serve, version: str) -> None:
+    """A gateway that mixes up the answers of one batch."""
+    fake, engine = serve(version)
+    swapped = {"prompt_tokens": 3}
+
+    def swap(output: dict[str, Any]) -> None:
+        output["meta_info"] |= swapped
+
+    fake.edit_output = swap
+    with pytest.raises(GenerationError, match=r"another prompt.*prompt_tokens=3, where 5 were sent"):
+        engine.generate("/models/tiny-qwen3", [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
+
+
+def test_a_request_that_a_gateway_limits_is_sent_again(serve: Serve) -> None:
+    fake, engine = serve()
+    fake.canned["/generate"] = [(429, {"error": "slow down"})]
+    engine.generate("/models/tiny-qwen3", [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
+    assert len(fake.bodies("/generate")) == 2
 
 
 @pytest.mark.parametrize(

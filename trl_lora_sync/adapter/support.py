@@ -22,7 +22,7 @@ FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _EMBEDDING_MODULES = frozenset({"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out"})
 WEIGHTS_WAY_OUT = (
     'or set vllm_sync_strategy="weights", which merges the adapter and sends every weight: that needs vLLM in the '
-    "trainer's environment, and a vLLM server started with VLLM_SERVER_DEV_MODE=1 in its environment and "
+    'trainer\'s environment and, for vllm_mode="server", a vLLM server started with VLLM_SERVER_DEV_MODE=1 and '
     """--weight-transfer-config '{"backend": "nccl"}'"""
 )
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
