@@ -94,12 +94,12 @@ def test_adapter_that_is_not_served_is_a_problem(
 @pytest.mark.parametrize(
     ("args", "name", "said"),
     [
-        ({"enable_lora": False}, "server", "Restart it with --enable-lora"),
-        ({"dp_size": 2}, "server", "--dp-size 1"),
-        ({"tokenizer_worker_num": 2}, "server", "--tokenizer-worker-num 1"),
+        ({"enable_lora": False}, "server", "Restart it with `trl-lora-sync serve sglang /models/tiny-qwen3 --port"),
+        ({"dp_size": 2}, "server", "one URL each, with `trl-lora-sync serve sglang"),
+        ({"tokenizer_worker_num": 2}, "server", "Restart it with `trl-lora-sync serve sglang"),
         ({"api_key": "secret"}, "server", "SGLANG_API_KEY"),
         ({"return_original_logprob": True}, "log-probabilities", "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
-        ({"max_lora_rank": 4}, "adapter", "--max-lora-rank 8"),
+        ({"max_lora_rank": 4}, "adapter", "--lora-rank 8"),
         ({"lora_target_modules": ("q_proj", "k_proj", "v_proj")}, "target modules", "--lora-target-modules q_proj"),
     ],
     ids=str,
@@ -128,7 +128,10 @@ def test_rank_of_a_configuration_is_compared(start: Start, tmp_path: Path, capsy
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     code, [server] = diagnose(capsys, start().base_url, "--peft-config", tmp_path)
     assert code == 1
-    assert "Restart it with --max-lora-rank 64" in words(server, "problem")["rank"]
+    assert (
+        "Restart it with `trl-lora-sync serve sglang /models/tiny-qwen3 --lora-rank 64 --port"
+        in words(server, "problem")["rank"]
+    )
 
 
 def test_feature_that_no_server_serves_is_a_problem(

@@ -1,0 +1,71 @@
+"""The command that messages give to start a server."""
+
+import shlex
+from typing import Any
+
+import pytest
+
+from trl_lora_sync.cli.installed import Installed
+from trl_lora_sync.cli.launch import Launch
+from trl_lora_sync.cli.main import make_parser
+from trl_lora_sync.cli.serve import plan, wanted
+from trl_lora_sync.engines.known import serve_command
+
+
+def carried_out(command: str) -> Launch:
+    """What `serve` would start if the command were typed as it is printed."""
+    program, name, *arguments = shlex.split(command.strip("`"))
+    assert (program, name) == ("trl-lora-sync", "serve")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parsed = make_parser("serve").parse_args(arguments[:end])
+    installed = Installed(python="/env/bin/python", distribution=parsed.engine, version="0.31.0")
+    return plan(installed, wanted(parsed, arguments[end + 1 :]), {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "command"),
+    [
+        ({}, "trl-lora-sync serve vllm M"),
+        ({"base_url": "http://localhost:8000"}, "trl-lora-sync serve vllm M"),
+        ({"base_url": "http://localhost:8431"}, "trl-lora-sync serve vllm M --port 8431"),
+        (
+            {"base_url": "http://gpu-1:8431", "is_local": False},
+            "trl-lora-sync serve vllm M --host 0.0.0.0 --port 8431",
+        ),
+        ({"base_url": "https://gpu-1.example/vllm", "is_local": False}, "trl-lora-sync serve vllm M"),
+        (
+            {"options": ["--lora-rank", "32"], "engine_options": ["--dtype", "bfloat16"]},
+            "trl-lora-sync serve vllm M --lora-rank 32 -- --dtype bfloat16",
+        ),
+    ],
+)
+def test_the_command_starts_a_server_at_the_url_that_the_trainer_has(settings: dict[str, Any], command: str) -> None:
+    assert serve_command("vllm", "M", **settings) == f"`{command}`"
+
+
+@pytest.mark.parametrize("model", ["org/model", "/models/a base", "/tmp/$(touch x); `id`"])
+def test_a_name_that_a_server_gives_stays_one_word_of_the_command(model: str) -> None:
+    assert shlex.split(serve_command("vllm", model)[1:-1])[3] == model
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "engine_options", "flags"),
+    [
+        ("vllm", [], [], ["--enable-lora", "--logprobs-mode"]),
+        ("vllm", ["--lora-rank", "40"], [], ["--max-lora-rank"]),
+        ("vllm", ["--sleep"], [], ["--enable-sleep-mode"]),
+        ("vllm", ["--fused"], [], ["--worker-extension-cls", "--middleware"]),
+        ("vllm", ["--lora-rank", "40", "--push"], [], ["--middleware"]),
+        ("vllm", [], ["--enable-scale-out"], ["--enable-scale-out"]),
+        ("vllm", [], ["--dtype", "bfloat16"], ["--dtype"]),
+        ("sglang", ["--sleep"], [], ["--enable-memory-saver"]),
+        ("sglang", ["--lora-rank", "40"], ["--lora-target-modules", "q_proj", "lm_head"], ["--lora-target-modules"]),
+        ("sglang", [], ["--context-length", "4096"], ["--context-length"]),
+    ],
+)
+def test_a_command_in_a_message_works_as_printed(
+    engine: str, options: list[str], engine_options: list[str], flags: list[str]
+) -> None:
+    launch = carried_out(serve_command(engine, "M", options, engine_options=engine_options))
+    assert set(flags) <= set(launch.command)
+    assert all(launch.command.count(flag) == 1 for flag in flags)
