@@ -159,7 +159,8 @@ def test_a_server_with_too_small_a_max_lora_rank_is_told_the_one_it_needs(
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
 
-    with pytest.raises(ServerSetupError, match=r"rank 12\..* Restart it with --max-lora-rank 16\. It said: .*12"):
+    command = r"`trl-lora-sync serve vllm \S+ --lora-rank 12 --port \d+`"
+    with pytest.raises(ServerSetupError, match=rf"rank 12\..* Restart it with {command}\. It said: .*12"):
         make_trainer(guarded_server.base_url, base_model, peft_config=lora(r=12))
 
     assert no_files(tmp_path)
@@ -169,7 +170,7 @@ def test_a_server_with_too_small_a_max_lora_rank_is_told_the_one_it_needs(
 def test_a_server_without_lora_is_told_to_enable_it(
     other_servers: dict[str, VLLMServer], make_trainer: Make, base_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ServerSetupError, match=r"without LoRA support\. Restart it with --enable-lora"):
+    with pytest.raises(ServerSetupError, match=r"without LoRA support\. Restart it with `trl-lora-sync serve vllm"):
         make_trainer(other_servers["without LoRA"].base_url, base_model)
 
     assert no_files(tmp_path)
@@ -178,7 +179,7 @@ def test_a_server_without_lora_is_told_to_enable_it(
 def test_a_server_without_runtime_loading_is_told_to_allow_it(
     other_servers: dict[str, VLLMServer], make_trainer: Make, base_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ServerSetupError, match="Restart it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+    with pytest.raises(ServerSetupError, match=r"loaded while it runs\. Restart it with `trl-lora-sync serve vllm"):
         make_trainer(other_servers["without runtime loading"].base_url, base_model)
 
     assert no_files(tmp_path)

@@ -88,7 +88,7 @@ def test_served_server_passes_the_doctor_with_an_adapter(
     config = json.loads((adapter / "adapter_config.json").read_text()) | {"r": 17}
     (adapter.parent / "r17" / "adapter_config.json").write_text(json.dumps(config))
     assert main(["doctor", served_by_command, "--peft-config", str(adapter.parent / "r17")]) == 1
-    assert "the server reserves 16, and the adapter has 17. Restart it with --max-lora-rank 32" in (
+    assert "the server reserves 16, and the adapter has 17. Restart it with `trl-lora-sync serve vllm" in (
         capsys.readouterr().out
     )
 

@@ -347,7 +347,7 @@ def test_a_wrong_key_is_reported_at_the_start(
 def test_a_server_without_the_route_is_told_how_to_add_it(
     make_trainer: Callable[..., Any], clean_server: VLLMServer, base_model: Path
 ) -> None:
-    with pytest.raises(ServerSetupError, match=r"does not offer the push route.*--middleware trl_lora_sync"):
+    with pytest.raises(ServerSetupError, match=r"does not offer the push route.*`trl-lora-sync serve vllm \S+ --push"):
         make_trainer(clean_server.base_url, base_model, lora_sync_transport="push")
 
 
