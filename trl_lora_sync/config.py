@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import trl
 
-from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
-from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url
 
@@ -202,6 +200,8 @@ def check_sync_fields(args: Any) -> None:
     if not args.use_vllm:
         raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
     if args.vllm_mode != "server":
+        from trl_lora_sync.engines.known import serve_command
+
         default = " (TRL's default, which applies if it is not set)" if args.vllm_mode == _TRL_VLLM_MODE else ""
         raise _contradiction(
             f"vllm_mode={args.vllm_mode!r}{default}",
@@ -330,6 +330,8 @@ def sync_settings(args: GRPOConfig) -> "SyncSettings":
 
 
 def _contradiction(seen: str, why: str, fix: str) -> UnsupportedSettingError:
+    from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
+
     return UnsupportedSettingError(
         f'{seen} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {fix}, {WEIGHTS_WAY_OUT}.'
     )
