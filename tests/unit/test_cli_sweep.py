@@ -185,3 +185,18 @@ def test_dry_run_unloads_nothing(
 def test_folder_that_is_not_there_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", str(tmp_path / "missing")]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_record_of_an_adapter_that_another_server_may_have_is_kept(
+    fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeSGLang(shapes=SMALL) as other:
+        ended = AdapterStore(tmp_path / "sync", servers=[other.base_url])
+        name = ended.write(1, ADAPTER).name
+        ended.close([name])
+        assert main(["sweep", fake.base_url, "--dir", str(tmp_path / "sync")]) == 0
+        assert f"left {ended.run_id}: a server may still have its adapters" in capsys.readouterr().out
+        assert list((ended.directory / name).iterdir()) == []
+        assert main(["sweep", other.base_url, "--dir", str(tmp_path / "sync")]) == 0
+    assert f"removed {ended.run_id}" in capsys.readouterr().out
+    assert not ended.directory.exists()

@@ -1,5 +1,6 @@
 """The HTTP client, against real servers that answer late, badly or not at all."""
 
+import contextlib
 import gzip
 import logging
 import pickle
@@ -22,6 +23,7 @@ from trl_lora_sync.errors import (
     ServerSetupError,
     ServerUnreachableError,
 )
+from trl_lora_sync.threads import CancelledError, TaskGroup, shielded
 from unit.servers import Answer, Request, Server, nobody_listening, serving
 
 SECRET = "sk-do-not-show"
@@ -213,6 +215,54 @@ def test_server_sees_that_nobody_waits_any_more(ask: Ask) -> None:
         with pytest.raises(DeadlineExceededError):
             ask(server.url, 1.0)
         assert left.wait(10)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_server_sees_that_a_request_was_cancelled_also_on_a_kept_connection(before: int) -> None:
+    """The socket of a connection that was used before was not known until its answer began."""
+    arrived, left = threading.Event(), threading.Event()
+
+    def answer(request: Request) -> None:
+        if len(server.requests) <= before:
+            request.send()
+            return
+        arrived.set()
+        if not request.connection.recv(1):
+            left.set()
+
+    with serving(answer) as server:
+        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        for _ in range(before):
+            client.request("GET", "/before", soon())
+        with contextlib.suppress(ZeroDivisionError), TaskGroup() as group:
+            task = group.start(lambda: client.request("GET", "/path", soon(60)))
+            assert arrived.wait(10)
+            raise ZeroDivisionError
+        assert left.wait(10)
+        assert isinstance(task.exception(10), CancelledError)
+        client.close()
+
+
+def test_cancelled_task_sends_no_further_request_but_for_clean_up() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        assert go_on.wait(10)
+        with shielded():
+            client.request("POST", "/resume", soon())
+        client.request("GET", "/path", soon())
+
+    with serving(lambda request: request.send()) as server:
+        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        with contextlib.suppress(ZeroDivisionError), TaskGroup() as group:
+            task = group.start(work)
+            assert began.wait(10)
+            raise ZeroDivisionError
+        go_on.set()
+        assert isinstance(task.exception(10), CancelledError)
+        assert [request.path for request in server.requests] == ["/resume"]
+        client.close()
 
 
 def test_watch_ends_a_request_that_would_wait_longer(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,6 +348,8 @@ class AdapterStore:
         is_over = self._lock is None and not self._has_record
         if is_over or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
+        # Of another run id are those of which an earlier `close` has left a record.
+        names = [name for name in names if name.startswith(f"{self.run_id}-v")]
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
         if self._slots is not None:
             self._slots.close()
@@ -370,8 +372,8 @@ def _make_record(version: Path) -> None:
 
 def _delete_all_but(directory: Path, names: Collection[str]) -> None:
     """Leave nothing in a run's folder but its owner and an empty folder for each name."""
-    for entry in directory.iterdir():
-        if entry.is_dir():
+    with contextlib.suppress(OSError):
+        for entry in [entry for entry in directory.iterdir() if entry.is_dir()]:
             shutil.rmtree(entry, ignore_errors=True)
     for name in names:
         _make_record(directory / name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.urls import check_listening, checked_urls
-from trl_lora_sync.places import default_sync_dir, is_local_url
+from trl_lora_sync.places import default_sync_dir, is_listening, is_local_url
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Deadline, Engine
@@ -67,19 +67,30 @@ def _show(target: str | Path, lines: list[str]) -> None:
         out().print(line)
 
 
-def sweep_folder(folder: Path, dry_run: bool, forget: Callable[[str], None] = lambda name: None) -> list[str]:
+def sweep_folder(
+    folder: Path,
+    dry_run: bool,
+    forget: Callable[[str], bool] = lambda name: True,
+    knows: Callable[[str], bool] = lambda url: True,
+) -> list[str]:
     """Delete the files of dead runs; says what was done and what was left alone.
 
     Args:
-        forget: called with each adapter name of a dead run before its files go.
+        forget, knows: see `sweep_leftovers`.
     """
     from trl_lora_sync.adapter.store import run_states, sweep_leftovers
 
     states = run_states(folder)
+    dead = [run for run, state in states.items() if state == "dead"]
     lines = [_left_alone(run, state) for run, state in states.items() if state != "dead"]
     if dry_run:
-        return [f"would remove {run}" for run, state in states.items() if state == "dead"] + lines
-    return [f"removed {run}" for run in sweep_leftovers(folder, forget)] + lines
+        return [f"would remove {run}" for run in dead] + lines
+    swept = sweep_leftovers(folder, forget, knows)
+    return [
+        *(f"removed {run}" for run in swept),
+        *lines,
+        *(_left_alone(run, "unconfirmed") for run in dead if run not in swept),
+    ]
 
 
 def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
@@ -111,7 +122,13 @@ def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
             else:
                 lines.append(_unload(engine, name, deadline, dry_run=args.dry_run))
         if root.is_dir():
-            lines += sweep_folder(root, args.dry_run)
+            left = loaded if args.dry_run else engine.loaded(deadline("Listing adapters"))
+            lines += sweep_folder(
+                root,
+                args.dry_run,
+                forget=lambda name: name not in left,
+                knows=lambda other: other == url or not is_listening(other),
+            )
         return lines
     finally:
         engine.close()
@@ -140,6 +157,7 @@ def _left_alone(name: str, state: str) -> str:
     why = {
         "live": "its run goes on",
         "elsewhere": "its run was started on another host, or before this one booted; delete it there, or by hand",
+        "unconfirmed": "a server may still have its adapters; sweep the URL of each server that it used",
         "unknown": "its run keeps its files elsewhere, or sends none; name its lora_sync_dir with --dir",
     }
     return f"left {name}: {why[state]}"
