@@ -291,6 +291,12 @@ def test_a_sync_for_several_steps_is_counted_once(tmp_path: Path) -> None:
     assert run.step_parts()["train"] == [(4, pytest.approx(0.45)), (8, pytest.approx(0.45))]
 
 
+def test_requests_sent_again_are_summed_over_all_syncs_of_a_row(tmp_path: Path) -> None:
+    rows = [row | {"lora_sync/version": row["step"], "lora_sync/retries": 0.1} for row in steps(10, 20)]
+    page = report_of(write_log(tmp_path, HEADER, *rows))
+    assert page.texts[page.texts.index("requests sent again") - 1] == "2"
+
+
 def test_verified_syncs_do_not_flatten_the_phases(tmp_path: Path) -> None:
     rows = steps(*range(1, 21))
     for row in rows[:2]:

@@ -199,6 +199,7 @@ def _figure(unit: str) -> "Figure":
     axis: dict[str, Any] = {
         "automargin": True,
         "zeroline": False,
+        "exponentformat": "e",
         "gridcolor": "rgba(136, 136, 136, 0.3)",
         "tickfont_size": 12,
     }
@@ -209,7 +210,8 @@ def _figure(unit: str) -> "Figure":
             "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
             "hoverlabel": {"namelength": -1}, "modebar": {"bgcolor": _NONE, "color": "#999", "activecolor": "#888"},
             "xaxis": axis | {
-                "title": {"text": "step", "standoff": 4}, "hoverformat": "d", "unifiedhovertitle_text": "step %{x}",
+                "title": {"text": "step", "standoff": 4}, "tickangle": 0, "hoverformat": "d",
+                "unifiedhovertitle_text": "step %{x}",
                 "spikethickness": 1, "spikedash": "solid",
             },
             "yaxis": axis | {"title": {"text": unit, "standoff": 6}, "hoverformat": ".4~g"},

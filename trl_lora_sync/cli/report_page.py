@@ -336,8 +336,9 @@ def _numbers(run: Run) -> dict[str, str]:
         found["per sync"] = _bytes(statistics.median(sizes))
     if versions := run.finite(f"{PREFIX}version"):
         found["adapter version"] = f"{versions[-1]:.0f}"
-    if retries := run.finite(f"{PREFIX}retries"):
-        found["requests sent again"] = f"{sum(retries):.0f}"
+    if retries := run.series(f"{PREFIX}retries"):  # the mean of the syncs that a row stands for
+        counts = run.syncs()
+        found["requests sent again"] = f"{sum(value * counts.get(step, 1.0) for step, value in retries):.0f}"
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_lora_sync.cli.console import UsageError
-from trl_lora_sync.metrics import LOG_FILE, PREFIX
+from trl_lora_sync.metrics import GENERATE, LOG_FILE, PREFIX
 
 Row = dict[str, Any]
 Point = tuple[float, float]
@@ -53,25 +53,31 @@ class Run:
         """Whether the training came to its end; else it runs, or was killed."""
         return any("train_runtime" in row for row in self.rows)
 
+    def syncs(self) -> dict[float, float]:
+        """How many syncs each logged step stands for: the version rises by one with each, and begins again at 1."""
+        found, before = {}, 0.0
+        for step, version in self.series(f"{PREFIX}version"):
+            found[step] = version - before if version >= before else version
+            before = version
+        return found
+
     def step_parts(self) -> dict[str, list[Point]]:
         """Seconds of generation, sync and the rest of each step; empty if the run did not log them.
 
-        A row has the mean of the steps since the row before, but the mean sync of those steps that had one. How many
-        had one is known from the version, which rises by one with each.
+        A row has the mean over the steps since the row before, but the mean sync over those steps that had one.
         """
         parts: dict[str, list[Point]] = {"generate": [], "train": [], "sync": []}
-        step_before, version_before = float(self.header.get("from_step", 0)), 0.0
-        for row in self.rows:
-            whole, generate = row.get("step_time"), row.get(f"{PREFIX}generate_s")
-            if whole is None or generate is None:
-                continue
-            step, version = float(row["step"]), float(row.get(f"{PREFIX}version", version_before))
-            syncs = version - version_before if version >= version_before else version  # a resumed run begins at 1
-            each = float(row.get(f"{PREFIX}total_s", 0.0))
-            sync = min(each * syncs / max(1.0, step - step_before), max(0.0, whole - generate))
-            for name, value in (("generate", generate), ("train", whole - generate - sync), ("sync", sync)):
-                parts[name].append((step, max(0.0, value)))
-            step_before, version_before = step, version
+        syncs, before = self.syncs(), float(self.header.get("from_step", 0))
+        generated, synced = dict(self.series(GENERATE)), dict(self.series(f"{PREFIX}total_s"))
+        for step, whole in self.series("step_time"):
+            if step in generated:
+                generate = generated[step]
+                sync = synced.get(step, 0.0) * syncs.get(step, 0.0) / max(1.0, step - before)
+                sync = min(sync, max(0.0, whole - generate))
+                parts["generate"].append((step, generate))
+                parts["train"].append((step, max(0.0, whole - generate - sync)))
+                parts["sync"].append((step, sync))
+                before = step
         return parts if parts["train"] else {}
 
 
