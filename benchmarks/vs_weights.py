@@ -16,7 +16,6 @@ collective may, ends it after five minutes.
 import argparse
 import contextlib
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -32,9 +31,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
 
 from versus import table  # noqa: E402
 from versus.clock import Clock, OutOfTimeError  # noqa: E402
-from versus.results import Results  # noqa: E402
+from versus.results import Results, command_line  # noqa: E402
 from vllm_server import DEFAULT_PYTHON, PYTHON_VARIABLE  # noqa: E402
 
+PLACES = ("--out", "--work", "--server-python")
 PHASES = ("sync", "decode", "drift", "profile", "steps", "fleet")
 # What is measured of a shape unless it is said.
 USUAL_PHASES = {
@@ -438,19 +438,7 @@ def described(args: argparse.Namespace, gpus: Sequence[str]) -> dict[str, Any]:
     """What somebody needs to judge or repeat the run; no paths of the machine."""
     from trl_lora_sync.cli.surroundings import surroundings
 
-    return surroundings("vllm", args.vllm_version) | {"command": command_line(), "gpus": list(gpus)}
-
-
-def command_line() -> str:
-    """The command without the options that name places on the machine."""
-    places = ("--out", "--work", "--server-python")
-    words, given = iter(sys.argv[1:]), []
-    for word in words:
-        if word in places:
-            next(words, None)
-        elif not word.startswith(places):
-            given.append(word)
-    return shlex.join(["python", "benchmarks/vs_weights.py", *given])
+    return surroundings("vllm", args.vllm_version) | {"command": command_line(PLACES), "gpus": list(gpus)}
 
 
 @contextlib.contextmanager

@@ -234,10 +234,8 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
 
 
 def _no_way(seen: str, address: ServerAddress, served: Capabilities) -> ServerSetupError:
-    if address.is_local:
-        installing = f"run `{install_command('python')}` in the server's environment"
-    else:
-        installing = install_elsewhere()
+    here = f"run `{install_command('python')}` in the server's environment"
+    installing = here if address.is_local else install_elsewhere()
     command = serve_command("vllm", served.base_root, ["--push"], base_url=address.base_url, is_local=address.is_local)
     return ServerSetupError(
         f"{seen}. Choose one of two ways. To push adapters to vLLM, install this package beside it: {installing}. Then "

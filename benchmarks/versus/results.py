@@ -1,6 +1,9 @@
 """The JSON of a comparison, which several runs fill piece by piece."""
 
 import json
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +39,14 @@ class Results:
         written = self._file.with_suffix(".tmp")
         written.write_text(text)
         written.replace(self._file)
+
+
+def command_line(places: Sequence[str]) -> str:
+    """The running command without the options `places`, which name places on the machine."""
+    words, given = iter(sys.argv[1:]), []
+    for word in words:
+        if word in places:
+            next(words, None)
+        elif not word.startswith(tuple(places)):
+            given.append(word)
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])

@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 import inspect
+import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,3 +195,19 @@ def is_listed(error: Exception) -> bool:
     said = " ".join(str(error).split())
     patterns = docs_hooks.collect_messages()[type(error).__name__]
     return any(re.fullmatch(re.escape(" ".join(text.split())).replace("…", ".*"), said) for text in patterns)
+
+
+_ROOT = Path(docs_hooks.__file__).parents[1]
+
+
+def test_the_figures_of_whole_runs_are_those_of_the_results() -> None:
+    """No headline is faster than what a run with default settings logs."""
+    runtime, fused = json.loads((_ROOT / "benchmarks" / "results" / "default-runs.json").read_text())
+    readme = " ".join((_ROOT / "README.md").read_text().split())
+    for found, name in ((runtime, "runtime"), (fused, "fused")):
+        later = [sync["total_s"] for run in found["runs"] for sync in run["syncs"][1:]]
+        median, largest = (round(1000 * seconds) for seconds in (statistics.median(later), max(later)))
+        assert re.search(rf"{median} ms \((median )?of {len(later)}, at most {largest}\) with `{name}`", readme)
+        assert found["all_verified"]
+        assert found["shape"] == "8b"
+    assert statistics.median([sync["total_s"] for run in runtime["runs"] for sync in run["syncs"][1:]]) <= 0.08

@@ -465,4 +465,4 @@ def test_kept_command_names_no_place_of_the_machine(monkeypatch: pytest.MonkeyPa
     given = ["--shapes", "8b", "--work", "/secret", "--out=/secret.json", "--server-python", "/secret", "--keep"]
     monkeypatch.setattr(sys, "argv", ["vs_weights.py", *given])
 
-    assert vs_weights.command_line() == "python benchmarks/vs_weights.py --shapes 8b --keep"
+    assert vs_weights.command_line(vs_weights.PLACES) == "python benchmarks/vs_weights.py --shapes 8b --keep"
