@@ -28,7 +28,7 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
 )
 from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S, FleetServer
-from trl_lora_sync.places import is_listening
+from trl_lora_sync.places import is_gone
 from trl_lora_sync.preflight import Preflight
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sharing import Worker, share_out
@@ -274,6 +274,9 @@ class Fleet:
             names = dict.fromkeys([*sorted(server.unconfirmed), *adapter_names])
             tasks += [server.unload_later(name, deadline) for name in names]
         wait(tasks, timeout=deadline.left_s())
+        for server in self.servers:
+            if server.unconfirmed and is_gone(server.base_url):
+                server.note_end()
         return {server.base_url: sorted(server.unconfirmed) for server in self.servers if server.unconfirmed}
 
     def sweep(self, transport: Transport, deadline: Deadline) -> list[str]:
@@ -287,7 +290,7 @@ class Fleet:
             return not silent
 
         def knows(base_url: str) -> bool:
-            return any(server.base_url == base_url for server in self.servers) or not is_listening(base_url)
+            return any(server.base_url == base_url for server in self.servers) or is_gone(base_url)
 
         return transport.sweep(forget, knows, deadline)
 

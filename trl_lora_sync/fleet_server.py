@@ -234,6 +234,10 @@ class FleetServer:
         """The names that it may still have although the run needs them no more."""
         return frozenset(self._unconfirmed.copy())
 
+    def note_end(self) -> None:
+        """Its process has ended, and with it all names."""
+        self._unconfirmed.clear()
+
     def unload_unconfirmed(self, loaded: dict[str, str]) -> None:
         """Forget what it could not be told to forget while it was away."""
         self._unconfirmed.difference_update(self.unconfirmed - loaded.keys())

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _SHARED_MEMORY = Path("/dev/shm")
+_REFUSED_WITHIN_S = 1.0
 
 
 def has_secrets(url: str) -> bool:
@@ -65,17 +66,20 @@ def _can_bind(family: int, address: Any) -> bool:
     return True
 
 
-def is_listening(url: str, timeout_s: float = 1.0) -> bool:
-    """Whether a process may listen at `url`: false only if the connection is refused."""
+def is_gone(url: str) -> bool:
+    """Whether a server of this host has ended: it refuses connections.
+
+    Never true for a server elsewhere, whose connections a gateway or a firewall may refuse.
+    """
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname or "", port), timeout_s).close()
+        socket.create_connection((parts.hostname or "", port), _REFUSED_WITHIN_S).close()
     except ConnectionRefusedError:
+        return is_local_url(url)
+    except (OSError, ValueError):  # no answer, or no such host
         return False
-    except (OSError, ValueError):  # no answer, or no such host: nothing is known
-        return True
-    return True
+    return False
 
 
 def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:

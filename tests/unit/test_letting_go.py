@@ -168,7 +168,6 @@ def test_an_interrupt_of_a_load_withdraws_the_version_on_every_server(run: Start
 def test_servers_that_do_not_answer_hold_up_the_end_once_and_together(
     run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each unload was waited for in turn, for 30 s each."""
     monkeypatch.setattr("trl_lora_sync.sync.CLOSE_TIMEOUT_S", 1.0)
     training = run(3)
     for _ in range(3):
@@ -287,3 +286,14 @@ def test_a_record_of_a_server_that_is_gone_is_removed(run: StartRun, tmp_path: P
         owner.write_text(owner.read_text().replace(fake.base_url, url))
         run().sync.close()
     assert not (tmp_path / "sync").exists()
+
+
+def test_a_server_that_ended_before_the_run_leaves_no_record_and_no_warning(
+    run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = run()
+    training.publish()
+    training.fakes[0].stop()
+    training.sync.close()
+    assert not (tmp_path / "sync").exists()
+    assert "did not confirm" not in caplog.text

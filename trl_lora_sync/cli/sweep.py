@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.urls import check_listening, checked_urls
-from trl_lora_sync.places import default_sync_dir, is_listening, is_local_url
+from trl_lora_sync.places import default_sync_dir, is_gone, is_local_url
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Deadline, Engine
@@ -127,7 +127,7 @@ def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
                 root,
                 args.dry_run,
                 forget=lambda name: name not in left,
-                knows=lambda other: other == url or not is_listening(other),
+                knows=lambda other: other == url or is_gone(other),
             )
         return lines
     finally:
