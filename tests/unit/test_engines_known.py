@@ -1,6 +1,7 @@
 """The command that messages give to start a server."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ def carried_out(command: str) -> Launch:
     assert (program, name) == ("trl-lora-sync", "serve")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     parsed = make_parser("serve").parse_args(arguments[:end])
-    installed = Installed(python="/env/bin/python", distribution=parsed.engine, version="0.31.0")
+    installed = Installed(
+        python=Path("/env/bin/python"), distribution=parsed.engine, version="0.31.0", has_plugins=True
+    )
     return plan(installed, wanted(parsed, arguments[end + 1 :]), {})
 
 
