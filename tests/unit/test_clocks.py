@@ -14,9 +14,7 @@ WALL_CLOCK = {"time", "time_ns", "ctime", "gmtime", "localtime", "now", "utcnow"
 ALLOWED = {
     ("store.py", "strftime"),
     ("run_log.py", "now"),
-    ("report_page.py", "strftime"),
-    ("surroundings.py", "strftime"),
-    ("surroundings.py", "gmtime"),
+    *((name, asked) for name in ("report_page.py", "surroundings.py") for asked in ("strftime", "gmtime")),
     ("http.py", "time"),
 }
 

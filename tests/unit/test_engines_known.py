@@ -10,6 +10,7 @@ from trl_lora_sync.cli.installed import Installed
 from trl_lora_sync.cli.launch import Launch
 from trl_lora_sync.cli.main import make_parser
 from trl_lora_sync.cli.serve import plan, wanted
+from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.known import serve_command
 
 
@@ -58,7 +59,7 @@ def test_a_name_that_a_server_gives_stays_one_word_of_the_command(model: str) ->
         ("vllm", ["--lora-rank", "40"], [], ["--max-lora-rank"]),
         ("vllm", ["--sleep"], [], ["--enable-sleep-mode"]),
         ("vllm", ["--fused"], [], ["--worker-extension-cls", "--middleware"]),
-        ("vllm", ["--lora-rank", "40", "--push"], [], ["--middleware"]),
+        ("vllm", ["--lora-rank", "40", "--push"], [], [MIDDLEWARE]),
         ("vllm", [], ["--enable-scale-out"], ["--enable-scale-out"]),
         ("vllm", [], ["--dtype", "bfloat16"], ["--dtype"]),
         ("sglang", ["--sleep"], [], ["--enable-memory-saver"]),
