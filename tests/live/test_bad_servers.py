@@ -292,10 +292,9 @@ def test_a_refused_version_leaves_the_one_before_active_and_its_files_intact(
     assert {path: path.read_bytes() for path in files} == files
     left = sorted(path.name for path in (tmp_path / "sync").glob("*/*"))
     assert left == [*before, "owner.json"]
-    rows = sample(generation, [token_ids(seed) for seed in range(4)])
-    assert not is_policy_of(trainer.model, rows)
-    randomize_adapter(trainer.model, seed=1)
-    assert is_policy_of(trainer.model, rows)
+    randomize_adapter(trainer.model, seed=1)  # the version before, of which no other is published to sample from
+    assert is_policy_of(trainer.model, sample(generation, [token_ids(seed) for seed in range(4)]))
+    assert adapters_on(proxy.target) == before
     generation.sync_weights()
     assert [name.rpartition("-v")[2] for name in sorted(adapters_on(proxy.target))] == ["1", "3"]
 
