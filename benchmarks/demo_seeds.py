@@ -14,6 +14,7 @@ is the default of TRL's command line.
 import argparse
 import json
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -39,6 +40,8 @@ SHOWN_EVERY = 5
 
 def main() -> None:
     args = parse_args()
+    # A plain SIGTERM would leave the server and the training script running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="demo-seeds-") as folder:
         for seed in args.seeds:

@@ -367,6 +367,7 @@ def sync_settings(args: Any) -> "SyncSettings":
         on_server_loss=args.lora_sync_on_server_loss,
         verify=args.lora_sync_verify,
         verify_tolerance=args.lora_sync_verify_tolerance,
+        samples_older=getattr(args, "vllm_sync_frequency", 1) > 1,
     )
 
 

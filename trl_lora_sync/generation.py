@@ -115,14 +115,14 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         return any(gather_object([run_on_all(self.accelerator, self._has_changed_here)]))
 
     def _has_changed_here(self) -> bool:
-        """Whether this process's part of the adapter is another one than was published.
+        """Whether this process's part of the adapter is another one than was published, if that is not asked for.
 
         Raises:
             UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
         """
         linears = self._linears()
         self._reader.check()
-        return self._fingerprint(linears) != self._published
+        return not self._settings.samples_older and self._fingerprint(linears) != self._published
 
     def _sync_if_changed(self) -> None:
         """For what samples on process 0 alone, such as a rollout function.

@@ -42,6 +42,8 @@ class SyncSettings:
         on_server_loss: `"error"`, or `"drop"` to go on without a server that stays away.
         verify: `"first"` to prove once per server that it samples from the adapter, `"every"` at each sync, or `"off"`.
         verify_tolerance: see `verify.compare`.
+        samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
+            `vllm_sync_frequency` above 1 asks for.
     """
 
     servers: tuple[ServerAddress, ...]
@@ -60,3 +62,4 @@ class SyncSettings:
     on_server_loss: str = "error"
     verify: str = "first"
     verify_tolerance: float = TOLERANCE
+    samples_older: bool = False

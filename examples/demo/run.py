@@ -47,7 +47,10 @@ def training_command(model: Path, base_url: str, output_dir: Path, steps: int, m
     policy = f"--use_peft --lora_r {LORA_RANK} --lora_alpha 16 --lora_target_modules all-linear {dropout}"
     server = f"--use_vllm --vllm_mode server --vllm_server_base_url {base_url}"
     sync = "--vllm_sync_strategy lora_adapter --lora_sync_timeout 30"
-    batch = "--per_device_train_batch_size 32 --num_generations 16 --max_completion_length 32"
+    # A reward of a whole completion says more about each of its tokens in a short one, and a group's mean is a better
+    # baseline in a large one. With half the completions of twice the length, the reward of some seeds stays low for 30
+    # steps; here all rise within 20.
+    batch = "--per_device_train_batch_size 64 --num_generations 16 --max_completion_length 16"
     schedule = f"--max_steps {steps} --learning_rate 1e-2 --beta 0"
     output = "--logging_steps 1 --report_to none --save_strategy no --disable_tqdm True --use_cpu True"
     return [

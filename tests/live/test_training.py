@@ -93,7 +93,7 @@ def test_a_run_with_dropout_says_so_in_one_line_at_its_start(
 ) -> None:
     make_trainer(clean_server.base_url, base_model, peft_config=lora(lora_dropout=dropout), **config)
 
-    said = [line for line in capsys.readouterr().out.splitlines() if "dropout" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "lora_dropout" in line]
 
     assert len(said) == lines
     for line in said:
