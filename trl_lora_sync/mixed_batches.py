@@ -7,13 +7,13 @@ both on a GPU (seen on 0.26). Source: `bgmv_shrink` in vllm/lora/ops/torch_ops/l
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import DeadlineExceededError, GenerationError, ServerSetupError
 from trl_lora_sync.places import is_local_url, next_port
+from trl_lora_sync.threads import pause
 from trl_lora_sync.verify import PROBE_PROMPT
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def _was_disturbed(engine: "Engine", before: float | None, deadline: "Deadline")
 
 
 def _wait_until_quiet(engine: "Engine", deadline: "Deadline") -> None:
-    time.sleep(min(_BLIND_PAUSE_S if _activity(engine, deadline) is None else _POLL_S, deadline.remaining_s()))
+    pause(min(_BLIND_PAUSE_S if _activity(engine, deadline) is None else _POLL_S, deadline.remaining_s()))
     while (ran_at := _activity(engine, deadline)) is not None and math.isinf(ran_at):
-        time.sleep(min(_POLL_S, deadline.remaining_s()))
+        pause(min(_POLL_S, deadline.remaining_s()))
 
 
 def _shared(engine: "Engine", deadline: "Deadline") -> SharedCPUServerError:

@@ -7,6 +7,7 @@ other tasks: each request that they wait for is broken off, and each later one i
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -36,6 +37,19 @@ def check_cancelled() -> None:
     group: TaskGroup | None = getattr(_thread, "group", None)
     if group is not None and group.is_cancelled:
         raise CancelledError
+
+
+def pause(seconds: float) -> None:
+    """Sleep, but no longer than until this thread's task is cancelled.
+
+    Raises:
+        CancelledError: it was.
+    """
+    until = time.monotonic() + seconds
+    while (left_s := until - time.monotonic()) > 0:
+        check_cancelled()
+        time.sleep(min(left_s, POLL_S))
+    check_cancelled()
 
 
 @contextmanager

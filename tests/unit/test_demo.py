@@ -1,10 +1,13 @@
 """What the demo makes of a run: whether it learned. The run itself needs a server, see `benchmarks/demo_seeds.py`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run import DemoError, check_learned, training_command
+
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "demo-seeds-cpu.json"
 
 
 def history(*rewards: float) -> list[dict[str, Any]]:
@@ -31,3 +34,11 @@ def test_the_demo_trains_without_dropout_unless_told_otherwise() -> None:
 
     changed = training_command(Path("model"), "http://localhost:1", Path("out"), 3, ["--lora_dropout", "0.05"])
     assert changed[-2:] == ["--lora_dropout", "0.05"]  # argparse takes the last
+
+
+def test_the_committed_runs_are_of_ten_seeds_in_a_row_and_all_learned() -> None:
+    runs = json.loads(RESULT.read_text())["runs"]
+
+    assert [run["seed"] for run in runs] == list(range(10))
+    assert {run["arm"] for run in runs} == {"demo"}
+    assert all(run["learned"] and run["reward_last_steps"] >= 0.5 for run in runs)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import queue
 import signal
 import threading
 import time
@@ -10,13 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 
 from trl_lora_sync.engines.base import PromptGroup
+from trl_lora_sync.engines.http import unthrottled
 from trl_lora_sync.errors import GenerationError
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.threads import in_parallel
 from unit.fleets import FleetRun, settings_for
 from unit.servers import nobody_listening
 
@@ -136,6 +140,27 @@ def test_a_request_that_fails_ends_the_others_at_once(run: StartRun) -> None:
         generate_for_long(training)
     assert time.monotonic() - started < AT_ONCE_S
     fake.wait_until(lambda: not fake._running)
+
+
+def test_a_request_that_fails_ends_the_pauses_of_limited_ones_at_once() -> None:
+    """A pause of `Retry-After` was slept to its end."""
+    limited = httpx.Response(429, headers={"Retry-After": "300"}, request=httpx.Request("POST", "http://server"))
+    pausing: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+
+    def send() -> httpx.Response:
+        pausing.put(threading.current_thread())
+        return limited
+
+    def fail() -> None:
+        paused.append(pausing.get(timeout=AT_ONCE_S))
+        raise GenerationError("refused")
+
+    paused: list[threading.Thread] = []
+    with pytest.raises(GenerationError, match="refused"):
+        in_parallel(lambda act: act(), [lambda: unthrottled(send, soon(600)), fail], at_most=2)
+
+    paused[0].join(AT_ONCE_S)
+    assert not paused[0].is_alive()
 
 
 def test_an_interrupt_of_a_load_withdraws_the_version_on_every_server(run: StartRun) -> None:

@@ -110,7 +110,9 @@ def _read(folder: Path, name: str) -> Run:
             "output_dir of a run, or one of its checkpoints."
         )
     if not any("reward" in row or f"{PREFIX}version" in row for row in rows):
-        raise UsageError(f"The log in {folder} has no reward and no sync in it. Is it a GRPO run?")
+        raise UsageError(
+            f"The log in {folder} has no reward and no sync in it. Is it the output folder of a run with a reward?"
+        )
     return Run(name=name, header=header, rows=rows)
 
 

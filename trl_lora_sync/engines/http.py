@@ -21,7 +21,7 @@ import tenacity
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreachableError
-from trl_lora_sync.threads import POLL_S, check_cancelled, shielded
+from trl_lora_sync.threads import POLL_S, check_cancelled, pause, shielded
 
 _CONNECT_TIMEOUT_S = 10.0
 # How often somebody who waits for an answer asks whether it can still come.
@@ -378,8 +378,8 @@ def retrying(
     """
     left = max(0.0, deadline.remaining_s())
 
-    def pause(state: tenacity.RetryCallState) -> None:
-        time.sleep(state.upcoming_sleep)
+    def before_repeat(state: tenacity.RetryCallState) -> None:
+        pause(state.upcoming_sleep)
         # On a busy machine a pause outlasts the deadline; another attempt could then only say that the time is up.
         if deadline.is_over() and state.outcome is not None:
             state.outcome.result()
@@ -390,7 +390,7 @@ def retrying(
         retry=tenacity.retry_if_exception(may_repeat),
         wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),
-        before_sleep=pause,
+        before_sleep=before_repeat,
         sleep=lambda _: None,
         reraise=True,
     )
@@ -414,7 +414,7 @@ def unthrottled(send: Callable[[], httpx.Response], deadline: Deadline) -> httpx
                 "Raise the limit of the gateway in front of the server, or give vllm_server_base_url the server's own "
                 f"URL. It said: {server_words(response)!r}"
             )
-        time.sleep(pause_s)
+        pause(pause_s)
     return response
 
 

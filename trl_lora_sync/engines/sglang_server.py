@@ -5,7 +5,6 @@ sampled with in between: SGLang asserts all three, and dies.
 """
 
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from trl_lora_sync.engines.http import APIKey, SizedIterable, json_object, serve
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
 from trl_lora_sync.engines.server import ServerEngine
 from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError
+from trl_lora_sync.threads import pause
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class SGLangServer(ServerEngine):
                     f"{running} requests still run or wait at {self.base_url}: other clients keep it busy. Set "
                     'lora_sync_pause="abort", or "off", which is safe as well'
                 )
-            time.sleep(_POLL_S)
+            pause(_POLL_S)
 
     def _running_requests(self, deadline: Deadline) -> int:
         loads = json_object(self._get("/v1/loads?include=core", deadline), ServerError).get("loads", [])
@@ -155,7 +155,7 @@ class SGLangServer(ServerEngine):
                     f'off the server, or set vllm_server_sleep="off". It said: {server_words(response)!r}'
                 )
             deadline.remaining_s()
-            time.sleep(_POLL_S)
+            pause(_POLL_S)
 
     def restore_kv_cache(self, deadline: Deadline) -> bool:
         """See `Engine`. Adapters are in another memory pool, so they stay; unless the server was started anew.
