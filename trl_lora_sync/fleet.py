@@ -174,18 +174,16 @@ class Fleet:
         for server in self.servers:
             server.forget_proof()
 
-    def verify(self, stored: StoredAdapter, adapted: Sequence[float], deadline: Deadline) -> list[Evidence]:
+    def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> list[Evidence]:
         """Prove that a loaded version is what the servers sample from, on those of which that is wanted.
 
         Args:
-            adapted: log-probabilities of `PROBE_PROMPT` under this version, as the trainer computes them.
+            trained: of this version and of the base, as the trainer computes them now.
 
         Raises:
             VerificationError: a server computes something else.
             LoRASyncError: as for `load`.
         """
-        assert self._preflight is not None
-        trained = Scores(base=self._preflight.base_logprobs, adapted=adapted)
         found: list[Evidence] = []
 
         def prove(server: FleetServer, halt: threading.Event) -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
@@ -31,11 +32,18 @@ from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, Promp
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, strong_trial, trial_logprobs, trial_weights
+from trl_lora_sync.scoring import (
+    adapter_logprobs,
+    adapter_silenced,
+    base_logprobs,
+    strong_trial,
+    trial_logprobs,
+    trial_weights,
+)
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
 from trl_lora_sync.sync import AdapterSync, ReadAdapter, ScoreAdapter
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, Trial
+from trl_lora_sync.verify import PROBE_PROMPT, Scores, TrainedBase, Trial
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -59,6 +67,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
         self._looked_at: int | None = None  # how many models accelerate had wrapped then
+        self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model as it is wrapped
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -149,16 +158,26 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _score_adapter(self, timer: PhaseTimer) -> ScoreAdapter:
         """**Collective** if the model is sharded, as its forward pass is then, and a server is to be verified."""
-        model, device = self.model, self.accelerator.device
         if self._settings.verify == "off" or not self._is_sharded():
-            return lambda: adapter_logprobs(model, PROBE_PROMPT)
+            return self._scores
         if not run_on_main(self.accelerator, self._wants_proof):
             return lambda: None
         with timer.phase("verify"), self._computing() as forward:
-            computed = run_on_all(
-                self.accelerator, lambda: adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
-            )
+            computed = run_on_all(self.accelerator, lambda: self._scores(forward, self.accelerator.device))
         return lambda: computed
+
+    def _scores(self, forward: Any = None, device: torch.device | None = None) -> Scores:
+        """The policy's log-probabilities of `PROBE_PROMPT`, with the adapter as it is now and without.
+
+        The base is computed again when accelerate has wrapped the model: its autocast rounds both, and the base alone
+        at the start was computed without.
+        """
+        model = self.model
+        adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+        if self._base_logprobs is None:
+            with adapter_silenced(self._reader.last_linears):
+                self._base_logprobs = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+        return Scores(base=self._base_logprobs, adapted=adapted)
 
     def _is_sharded(self) -> bool:
         """Whether a forward pass of the model needs every process."""
@@ -175,6 +194,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         if self._looked_at != prepared:
             check_quantised(self.model, self.accelerator.device)
             self._sharded = is_sharded(self.model)
+            self._base_logprobs = None
             self._looked_at = prepared
 
     @contextmanager

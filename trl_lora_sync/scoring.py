@@ -91,13 +91,37 @@ def trial_logprobs(
     Args:
         weights: by the linear module that holds each matrix.
     """
-    with ExitStack() as hooks:
-        for module, weight in weights.items():
-            hooks.callback(module.register_forward_hook(_computing_with(weight)).remove)
+    with _hooked({module: _computing_with(weight) for module, weight in weights.items()}):
         return adapter_logprobs(model, prompt_ids, forward=forward, device=device)
 
 
-def _computing_with(weight: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+def adapter_silenced(linears: Sequence[nn.Linear]) -> AbstractContextManager[None]:
+    """Compute as if the adapter's matrices were zero, in the block.
+
+    Unlike `adapter_disabled`, this touches no parameter, so it works however a launcher has wrapped the model.
+
+    Args:
+        linears: `lora_A` and `lora_B` of each layer in turn.
+    """
+    return _hooked(dict.fromkeys(linears[1::2], _zeros))
+
+
+_Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
+
+
+@contextmanager
+def _hooked(hooks: Mapping[nn.Module, _Hook]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, hook in hooks.items():
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+def _zeros(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return torch.zeros_like(output)
+
+
+def _computing_with(weight: Tensor) -> _Hook:
     def compute(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return nn.functional.linear(inputs[0], weight.to(inputs[0].dtype)).to(output.dtype)
 

@@ -6,7 +6,7 @@ their caches needless: no request can meet a half-loaded adapter, and no cache e
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,12 +24,12 @@ from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
-from trl_lora_sync.verify import Evidence, TrainedBase, Trial
+from trl_lora_sync.verify import Evidence, Scores, TrainedBase, Trial
 
 logger = logging.getLogger(__name__)
 
 ReadAdapter = Callable[[Capabilities], CanonicalAdapter]
-ScoreAdapter = Callable[[], Sequence[float] | None]
+ScoreAdapter = Callable[[], Scores | None]
 
 
 class AdapterSync:
@@ -111,8 +111,8 @@ class AdapterSync:
         Args:
             read: reads the model's adapter as it is now.
             timer: has been running since the sync began, if it began before this call.
-            score: computes the log-probabilities of `PROBE_PROMPT` under the adapter that `read` reads, or None where
-                that cannot be done now; asked only if `wants_proof`. Without it, nothing is verified.
+            score: computes the log-probabilities of `PROBE_PROMPT` with the adapter that `read` reads and without, or
+                None where that cannot be done now; called only if `wants_proof`. Without it, nothing is verified.
 
         Raises:
             AdapterExportError: it could not be written.
@@ -220,8 +220,8 @@ class AdapterSync:
             raise
 
     def _verify(self, stored: StoredAdapter, score: ScoreAdapter | None, deadline: Deadline) -> list[Evidence]:
-        adapted = score() if score is not None and self.wants_proof else None
-        return [] if adapted is None else self.fleet.verify(stored, adapted, deadline)
+        trained = score() if score is not None and self.wants_proof else None
+        return [] if trained is None else self.fleet.verify(stored, trained, deadline)
 
     def _is_verified(self) -> bool | None:
         return None if self.settings.verify == "off" else all(server.is_proven for server in self.fleet.in_service)

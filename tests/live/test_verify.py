@@ -149,6 +149,20 @@ def test_a_run_is_proved_at_the_start_and_compares_its_first_version_only(
     assert scored(proxy) == [1]
 
 
+@pytest.mark.slow
+def test_a_trainer_that_rounds_more_than_its_server_is_proved(
+    make_trainer: Make, base_model: Path, tmp_path: Path
+) -> None:
+    """TRL trains with autocast to bfloat16 by default; its base computed without was all that rounding away."""
+    with VLLMServer(base_model, extra_args=["--dtype", "float32"]) as server:
+        trainer = make_trainer(server.base_url, base_model, bf16=True, lora_sync_verify="every")
+        trainer.train()
+
+        steps = steps_of(trainer)
+        assert [step["lora_sync/verified"] for step in steps] == [1.0] * 3
+        assert trainer.accelerator.mixed_precision == "bf16"
+
+
 def test_every_sync_of_a_run_can_be_verified(make_trainer: Make, proxy: Proxy, base_model: Path) -> None:
     trainer = make_trainer(proxy.base_url, base_model, max_steps=3, learning_rate=0.02, lora_sync_verify="every")
 

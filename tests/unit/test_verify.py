@@ -117,16 +117,18 @@ class VerifiedRun(FleetRun):
     def trial(self) -> Trial:
         some = another_adapter()
         adapter = replace(some, tensors={name: value * self.trial_size for name, value in some.tensors.items()})
-        logprobs = FakeReference(self.fakes[0]).logprobs(adapter, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
-        return Trial(read=lambda served: adapter, logprobs=logprobs)
+        return Trial(read=lambda served: adapter, logprobs=self.logprobs(adapter))
 
     def publish(self) -> SyncReport:
         self.step += 1
         return self.sync.publish(self._read, None, self.score)
 
-    def score(self) -> list[float] | None:
+    def score(self) -> Scores:
         self.asked += 1
         adapter = self.lies() if self.lies else self.read[-1]
+        return Scores(base=self.logprobs(None), adapted=self.logprobs(adapter))
+
+    def logprobs(self, adapter: Any) -> list[float]:
         return FakeReference(self.fakes[0]).logprobs(adapter, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
 
     def publish_zero(self) -> SyncReport:
@@ -134,8 +136,8 @@ class VerifiedRun(FleetRun):
         self.asked += self.sync.wants_proof
         some = another_adapter()
         zero = replace(some, tensors={name: value * 0 for name, value in some.tensors.items()})
-        base = FakeReference(self.fakes[0]).logprobs(None, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
-        return self.sync.publish(lambda served: zero, None, lambda: base)
+        base = self.logprobs(None)
+        return self.sync.publish(lambda served: zero, None, lambda: Scores(base=base, adapted=base))
 
 
 StartRun = Callable[..., VerifiedRun]
@@ -220,9 +222,9 @@ def test_an_adapter_of_other_modules_than_the_trial_adapter_has_to_be_proved_aga
     assert training.publish_zero().is_verified
     fewer = adapter_for(SMALL, 7, rank=8, modules=["q_proj", "v_proj"])
     zero = replace(fewer, tensors={name: value * 0 for name, value in fewer.tensors.items()})
-    base = FakeReference(training.fakes[0]).logprobs(None, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
+    base = training.logprobs(None)
 
-    report = training.sync.publish(lambda served: zero, None, lambda: base)
+    report = training.sync.publish(lambda served: zero, None, lambda: Scores(base=base, adapted=base))
 
     assert report.verify_gap is not None
     assert report.is_verified is False
