@@ -7,8 +7,8 @@
 Each run is one of examples/demo/run.py: a model and a vLLM server of its own on this CPU, and 40 steps of GRPO. The
 seed is that of the model's random weights. Two runs of one seed differ, because the server samples as requests come.
 
-The arms change the dropout and the precision. The demo's server computes in bfloat16, and its trainer in float32, which
-is the default of TRL's command line.
+The arms change the dropout and the precision. The demo's server computes in bfloat16. Its trainer holds float32 weights
+and computes with autocast to bfloat16, which are the defaults of TRL's command line.
 """
 
 import argparse
