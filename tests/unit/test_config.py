@@ -429,6 +429,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "on_server_loss": "drop",
         "verify": "every",
         "verify_tolerance": 2.5,
+        "samples_older": False,
     }
 
 
