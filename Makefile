@@ -1,4 +1,4 @@
-# Needs Python 3.11 or newer and nothing else: `make demo` and `make test` set up what they use, once.
+# Needs Python 3.10 or newer and nothing else: `make demo` and `make test` set up what they use, once.
 PYTHON ?= python3
 # Passed on: make test ARGS="-k store -x", make bench ARGS="--help"
 ARGS ?=
@@ -13,12 +13,16 @@ TRL_VERSIONS := 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0
 # py-cpuinfo are DeepSpeed's own requirements that $(TRAINER) lacks. The last is for a vLLM server with a 4-bit base.
 LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpuinfo vllm-bnb-plugin==0.0.3
 
-.PHONY: help demo test lint docs bench venv venv-vllm trl-versions launchers clean
+# The Pythons of `make test-pythons`, each of which needs its interpreter.
+PYTHONS := 3.10 3.12 3.13
+
+.PHONY: help demo test test-pythons lint docs bench venv venv-vllm trl-versions launchers clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       train a tiny model against a real vLLM server, on this machine's CPU"
 	@echo "make test       all tests, with a real vLLM server"
+	@echo "make test-pythons  the unit tests on other versions of Python"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation, in site/, with its links checked"
 	@echo "make bench      what one sync costs"
@@ -33,6 +37,15 @@ demo: venv venv-vllm
 
 test: venv venv-vllm trl-versions launchers
 	@$(TRAINER)/bin/python -m pytest $(ARGS)
+
+test-pythons: $(PYTHONS:%=test-python-%)
+
+test-python-%: .pythons/%/.installed
+	@.pythons/$*/bin/python -m pytest tests/unit $(ARGS)
+
+.pythons/%/.installed: pyproject.toml tools/install_env.py
+	@python$* tools/install_env.py any-trainer .pythons/$*
+	@touch $@
 
 lint: venv
 	$(TRAINER)/bin/ruff check $(SOURCES)
@@ -77,5 +90,5 @@ $(SERVER)/.installed: tools/install_env.py
 	@touch $@
 
 clean:
-	rm -rf $(TRAINER) $(SERVER) .trl-versions .launchers demo-output site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(TRAINER) $(SERVER) .pythons .trl-versions .launchers demo-output site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

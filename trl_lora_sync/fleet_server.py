@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -247,7 +248,7 @@ class FleetServer:
     def wait_for_unloads(self, deadline: Deadline) -> None:
         try:
             self._unloader.submit(lambda: None).result(timeout=deadline.remaining_s())
-        except TimeoutError as error:
+        except futures.TimeoutError as error:
             raise deadline.error(f"{self.base_url} is still unloading earlier versions") from error
 
     # Memory between steps

@@ -6,7 +6,7 @@ TRL writes its own log history with a checkpoint only. `trl-lora-sync report` re
 import json
 import logging
 import platform
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,4 +116,4 @@ def _version(package: str) -> str | None:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

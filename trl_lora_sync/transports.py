@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -130,7 +131,7 @@ class DiskTransport:
     def _wait(self, task: "Future[T]", deadline: Deadline | None) -> T:
         try:
             return task.result(None if deadline is None else deadline.left_s())
-        except TimeoutError as error:
+        except futures.TimeoutError as error:
             if task.done() or deadline is None:  # raised by the task itself
                 raise
             raise deadline.error(
@@ -159,7 +160,7 @@ class DiskTransport:
         self._clean_up(lambda: self._store.close(names))
 
     def _clean_up(self, act: Callable[[], None]) -> None:
-        with contextlib.suppress(TimeoutError):  # done as soon as the file system answers again
+        with contextlib.suppress(futures.TimeoutError):  # done as soon as the file system answers again
             self._files.submit(act).result(_CLEAN_UP_S)
 
 

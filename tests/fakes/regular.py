@@ -1,12 +1,12 @@
 """Which characters may follow while a text grows towards a regular expression; what a grammar backend knows."""
 
-import re
+import importlib
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-# The parser of the standard library; its tree is stable, its name became private.
-_parser = re._parser  # type: ignore[attr-defined]
+# The parser of the standard library; its tree is stable, its name became private in 3.11.
+_parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _ANY = frozenset(map(chr, range(32, 127)))
 _CATEGORIES = {
     "CATEGORY_DIGIT": frozenset("0123456789"),

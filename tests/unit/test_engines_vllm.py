@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from itertools import pairwise
 from pathlib import Path
@@ -330,7 +330,9 @@ def test_date_to_retry_after_is_honoured(engine_at: Any) -> None:
     def limited(request: Request) -> None:
         moments.append(time.time())
         if len(moments) == 1:
-            request.send(429, Retry_After=format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True))
+            request.send(
+                429, Retry_After=format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True)
+            )
         else:
             request.send(200, completions(request))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from trl_lora_sync.engine_plugins import vllm_fused
+from trl_lora_sync.engine_plugins.timeouts import timeout
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE, WORKER, FusedMiddleware
 
 WHOLE = {"q": {"shape": [8, 4], "pieces": [[0, 8, 0, 4]]}}
@@ -155,7 +156,7 @@ class Server:
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     async def in_time() -> None:
-        async with asyncio.timeout(20):
+        async with timeout(20):
             await test
 
     asyncio.run(in_time())

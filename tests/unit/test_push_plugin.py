@@ -129,7 +129,8 @@ print(PushMiddleware.__name__, [name for name in sys.modules if name.startswith(
 """
     assert run_python(source).strip() == (
         "PushMiddleware ['trl_lora_sync.engine_plugins', 'trl_lora_sync.engine_plugins.routes', "
-        "'trl_lora_sync.engine_plugins.push_store', 'trl_lora_sync.engine_plugins.vllm_push']"
+        "'trl_lora_sync.engine_plugins.push_store', 'trl_lora_sync.engine_plugins.timeouts', "
+        "'trl_lora_sync.engine_plugins.vllm_push']"
     )
 
 

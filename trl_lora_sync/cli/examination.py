@@ -323,7 +323,8 @@ def _peft_scores(base: Path, adapter: Path) -> tuple[Scores, float]:
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    with warnings.catch_warnings(action="ignore"):  # the report is what is to be read
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report is what is to be read
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
         without, spread = base_logprobs(model, PROBE_PROMPT)
         return Scores(base=without, adapted=adapter_logprobs(model, PROBE_PROMPT)), spread

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.cli.figures import Line, line_figure, outliers, share_steps, stack_top, stacked_figure, sums
@@ -428,7 +428,7 @@ def _bytes(value: float) -> str:
 
 
 def _moment(text: str) -> str:
-    return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return datetime.fromisoformat(text).astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 # The policy keeps the page from loading anything: it must show the same wherever it is opened.

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from trl_lora_sync.engine_plugins.routes import Refused
+from trl_lora_sync.engine_plugins.timeouts import timeout
 
 
 @dataclass(eq=False)
@@ -81,11 +82,11 @@ class Gate:
         self._waiting.append(me)
         self._let_in()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 return await me.is_let_in
         except BaseException as error:
             self._leave(me)
-            if not isinstance(error, TimeoutError):
+            if not isinstance(error, asyncio.TimeoutError):
                 raise
             raise Refused(
                 409,

@@ -39,6 +39,7 @@ from trl_lora_sync.engine_plugins.routes import (
     refuse,
     respond,
 )
+from trl_lora_sync.engine_plugins.timeouts import timeout
 
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_fused.FusedMiddleware"
 WORKER = "trl_lora_sync.engine_plugins.vllm_fused_worker.FusedWorker"
@@ -415,9 +416,9 @@ async def _pause(engine: Any, timeout_s: float) -> None:
     core = getattr(engine, "engine_core", None)
     pause = getattr(core, "pause_scheduler_async", engine.pause_generation)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with timeout(timeout_s):
             await pause(mode="wait", clear_cache=False)
-    except TimeoutError as error:
+    except asyncio.TimeoutError as error:
         raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
 
 

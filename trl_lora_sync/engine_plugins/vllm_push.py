@@ -36,6 +36,7 @@ from trl_lora_sync.engine_plugins.routes import (
     refuse,
     respond,
 )
+from trl_lora_sync.engine_plugins.timeouts import timeout
 
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_push.PushMiddleware"
 ROUTE = "/v1/lora_sync/adapters"
@@ -114,9 +115,9 @@ class PushMiddleware:
         if path is None:
             upload = self._store.begin(name, size)
             try:
-                async with asyncio.timeout(_UPLOAD_TIMEOUT_S):
+                async with timeout(_UPLOAD_TIMEOUT_S):
                     path = await _receive_into(upload, receive, digest)
-            except TimeoutError as error:
+            except asyncio.TimeoutError as error:
                 raise Refused(408, f"The upload took more than {_UPLOAD_TIMEOUT_S:.0f} s.") from error
             finally:
                 upload.abort()
