@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -347,7 +348,9 @@ def test_package_requires_no_trl_that_is_older_than_some_other() -> None:
 def test_tested_versions_are_those_of_the_makefile_and_the_installed_one() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     [listed] = re.findall(r"^TRL_VERSIONS := (.*)$", makefile, flags=re.MULTILINE)
-    assert {*listed.split(), trl.__version__} == set(TRL.run)
+    assert trl.__version__ in TRL.run
+    if sys.version_info >= (3, 11):  # as TRL 1.15 and later need
+        assert {*listed.split(), trl.__version__} == set(TRL.run)
 
 
 def test_installed_peft_was_tested() -> None:
