@@ -183,8 +183,8 @@ def faults() -> str:
         ("completions accepted", f"{found['completions_accepted']:,}"),
         ("schedules in which a guarantee was broken", f"{len(found['broken'])}"),
         ("completions requested from each server after a sync", f"{asked:,}"),
-        ("largest distance to the log-probabilities of the active version", f"{own:.3f}"),
-        ("smallest distance to those of another version", f"{other:.2f}"),
+        ("largest distance to the active version's log-probabilities", f"{own:.3f}"),
+        ("smallest distance to another version's", f"{other:.2f}"),
         ("schedules that left an unused adapter name on a server", f"{len(found['left_behind'])}"),
     ]  # fmt: skip
     return markdown(("", ""), rows)

@@ -148,8 +148,9 @@ def error_reference() -> str:
 
 
 def security_policy() -> str:
-    """SECURITY.md without its title, which the page has."""
-    return (Path(__file__).parents[1] / "SECURITY.md").read_text().partition("\n")[2].strip()
+    """SECURITY.md without its title, which the page has, and with links from the folder of the pages."""
+    policy = (Path(__file__).parents[1] / "SECURITY.md").read_text().partition("\n")[2].strip()
+    return policy.replace("](docs/", "](")
 
 
 MADE: Mapping[str, Callable[[], str]] = {
