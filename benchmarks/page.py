@@ -311,19 +311,19 @@ WAYS = {
 
 def launchers() -> str:
     header = ("launcher", "base model", "MB of the adapter", "MB reduced", "MB of GPU memory on process 0",
-              "gap of log-probabilities")  # fmt: skip
+              "gap of log-probabilities", "verified")  # fmt: skip
     rows = []
     for name, base in WAYS.items():
         for way, found in sorted(read(name)["ways"].items()):
             if "failed" in found:
                 refused = "UnsupportedSettingError" in found["failed"]
-                rows.append((f"`{way}`", base, "", "", "", "refused" if refused else "fails in TRL"))
+                rows.append((f"`{way}`", base, "", "", "", "refused" if refused else "fails in TRL", ""))
                 continue
             gaps = found["logp_difference"]
             rows.append((
                 f"`{way}`", base, f"{found['adapter_bytes'] / MB:.0f}",
                 f"{found['collective_bytes'].get('reduce_', 0) / MB:.0f}", f"{found['peak_bytes'][0] / MB:.0f}",
-                f"{_short(min(gaps))} to {_short(max(gaps))}",
+                f"{_short(min(gaps))} to {_short(max(gaps))}", "yes" if all(found["verified"]) else "no",
             ))  # fmt: skip
     return markdown(header, rows)
 
