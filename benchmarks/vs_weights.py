@@ -2,7 +2,7 @@
 
     python benchmarks/vs_weights.py --shapes 8b --ranks 32 8 128 256       # two GPUs or more of one host
     python benchmarks/vs_weights.py --tiny                                 # on a CPU, to see that it still works
-    python benchmarks/vs_weights.py --show --plot --readme                 # the tables of what has been measured
+    python benchmarks/vs_weights.py --show --page                          # the tables of what has been measured
 
 Makes random-weight models in the shapes of Qwen3, starts the servers that the arms need, and lets the arms take turns
 in every loop; benchmarks/versus/arms.py says what the arms are. The first GPU trains, the others serve. Where not all
@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
 
+import page  # noqa: E402
 from versus import table  # noqa: E402
 from versus.clock import Clock, OutOfTimeError  # noqa: E402
 from versus.results import Results, command_line  # noqa: E402
@@ -74,8 +75,8 @@ def main() -> None:
     print(table.text(results.all))
     if args.plot:
         args.out.with_suffix(".svg").write_text(table.chart(results.all))
-    if args.readme:
-        table.write_sections(ROOT / "README.md", results.all)
+    if args.page:
+        page.write()
     sys.exit(failed)
 
 
@@ -492,7 +493,7 @@ def parse_args() -> argparse.Namespace:
     add("--tiny", action="store_true", help="a tiny model on the CPU, everything once")
     add("--show", action="store_true", help="measure nothing")
     add("--plot", action="store_true", help="write a chart beside the JSON file")
-    add("--readme", action="store_true", help="write the tables into the README")
+    add("--page", action="store_true", help="write docs/benchmarks.md, its chart and the headline of the README")
     args = parser.parse_args()
     if args.tiny:
         vars(args).update(TINY)

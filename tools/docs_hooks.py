@@ -29,33 +29,33 @@ _MARK = re.compile(r"<!-- made: ([a-z-]+) -->")
 _ENGINES = ("vLLM 0.22 to 0.31", "vLLM 0.32 to 0.33", "SGLang 0.5.11 to 0.5.23")
 # Fields that take any value here because something else is looked at instead.
 _VALUES = {"peft_type": "`LORA`; other types are refused by their class"}
-_OTHER_POLICY, _SERVER_DIES, _REFUSED = "another policy, silently", "the server dies", "refused"
+_OTHER_POLICY, _SERVER_EXITS, _REFUSED = "another policy, silently", "the server exits", "refused"
 AS_PEFT_SAVES_IT: dict[str, tuple[str, str, str]] = {
     "use_rslora": ("right", "right", _OTHER_POLICY),
-    "rank_pattern": (_OTHER_POLICY, "right", _SERVER_DIES),
+    "rank_pattern": (_OTHER_POLICY, "right", _SERVER_EXITS),
     "alpha_pattern": (_OTHER_POLICY, "right", _OTHER_POLICY),
     "init_lora_weights": (f"{_OTHER_POLICY} if the base was rewritten", "refused, but not LoRA-GA", _OTHER_POLICY),
     "use_dora": (_REFUSED, _REFUSED, "refused, up to 0.5.12 ignored"),
-    "bias": (_REFUSED, _REFUSED, "corrupt, or the server dies"),
-    "lora_bias": ("refused, 0.31 drops it", _REFUSED, _SERVER_DIES),
-    "modules_to_save": (_REFUSED, _REFUSED, "skipped silently, or the server dies"),
+    "bias": (_REFUSED, _REFUSED, "corrupt, or the server exits"),
+    "lora_bias": ("refused, 0.31 drops it", _REFUSED, _SERVER_EXITS),
+    "modules_to_save": (_REFUSED, _REFUSED, "skipped silently, or the server exits"),
     "trainable_token_indices": (_REFUSED, _REFUSED, "skipped silently"),
     "alora_invocation_tokens": (_OTHER_POLICY, _REFUSED, _OTHER_POLICY),
     "layer_replication": (_OTHER_POLICY, _REFUSED, _REFUSED),
     "use_qalora": ("refused, or another policy", _REFUSED, "not checked"),
     "use_bdlora": ("not checked", _REFUSED, "not checked"),
     "target_parameters": (_OTHER_POLICY, "depends on the model", "not checked"),
-    "target_modules": ("right", "right", "refused as a pattern; the server dies of some parts of q/k/v or gate/up"),
+    "target_modules": ("right", "right", "refused as a pattern; the server exits on some parts of q/k/v or gate/up"),
 }
 
 
 # What to do where a message itself only says what was wrong.
-_LAST_RESORT = "Run `trl-lora-sync doctor URL`, and look at the server's log."
+_LAST_RESORT = "Run `trl-lora-sync doctor URL`, and read the server's log."
 FIXES = {
-    "LoRASyncError": "A method was called too early; a trainer calls them in the right order.",
-    "DeadlineExceededError": "The server is busy or stuck: look at its log, then raise the setting in parentheses.",
-    "RemoteProcessError": "Look at the output of process 0, which has the exception itself.",
-    "GenerationError": "The server, or a proxy before it, sent what is no answer to the request: look at its log.",
+    "LoRASyncError": "A method was called too early. A trainer calls the methods in the right order.",
+    "DeadlineExceededError": "The server is busy or stuck: read its log, then raise the setting in parentheses.",
+    "RemoteProcessError": "Read the output of process 0, which has the exception itself.",
+    "GenerationError": "The server, or a proxy before it, sent an invalid answer: read its log.",
     "AdapterRejectedError": "The adapter does not fit the served model. Run `trl-lora-sync doctor URL --adapter DIR`.",
 }
 
@@ -77,7 +77,7 @@ def support_table() -> str:
         [
             "### Served exactly",
             "",
-            "*alone* says what the engine does with the same adapter as PEFT saves it, where that differs.",
+            "*alone* is the engine's behaviour with the same adapter as PEFT saves it, where that differs.",
             "",
             f"| `LoraConfig` field | values | {columns} |",
             f"|{rule}",
@@ -85,7 +85,7 @@ def support_table() -> str:
             "",
             "### Refused",
             "",
-            "Before the model is loaded, on every engine; the last columns say what the engines do by themselves.",
+            "Before the model is loaded, on every engine. The last columns are the behaviour of the engines alone.",
             "",
             f"| `LoraConfig` field | why | {columns} |",
             f"|{rule}",
@@ -148,8 +148,9 @@ def error_reference() -> str:
 
 
 def security_policy() -> str:
-    """SECURITY.md without its title, which the page has."""
-    return (Path(__file__).parents[1] / "SECURITY.md").read_text().partition("\n")[2].strip()
+    """SECURITY.md without its title, which the page has, and with links from the folder of the pages."""
+    policy = (Path(__file__).parents[1] / "SECURITY.md").read_text().partition("\n")[2].strip()
+    return policy.replace("](docs/", "](")
 
 
 MADE: Mapping[str, Callable[[], str]] = {

@@ -25,10 +25,10 @@ _TRL_VLLM_MODE = trl.GRPOConfig.vllm_mode
 
 @dataclass
 class LoRASyncConfig:
-    r"""The choice of how the policy reaches the vLLM or SGLang server, to be mixed into a configuration of TRL.
+    r"""Mixin that adds the settings of adapter sync to a configuration of TRL.
 
-    With `vllm_sync_strategy="weights"`, the default, the configuration is TRL's own in every respect. For a trainer
-    that this package has no class of:
+    With `vllm_sync_strategy="weights"`, the default, the configuration is TRL's own in every respect. This package has
+    no class for some trainers. Make one:
 
         @dataclass
         class MyGMPOConfig(LoRASyncConfig, GMPOConfig): ...

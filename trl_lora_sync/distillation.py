@@ -16,4 +16,4 @@ class DistillationConfig(LoRASyncConfig, trl.DistillationConfig):  # type: ignor
 
 
 class DistillationTrainer(LoRASyncTrainer, trl.DistillationTrainer):  # type: ignore[misc]
-    """TRL's `DistillationTrainer`, which syncs adapters as `LoRASyncTrainer` says."""
+    """TRL's `DistillationTrainer` with the adapter sync of `LoRASyncTrainer`."""

@@ -16,4 +16,4 @@ class RLOOConfig(LoRASyncConfig, trl.RLOOConfig):  # type: ignore[misc]
 
 
 class RLOOTrainer(LoRASyncTrainer, trl.RLOOTrainer):  # type: ignore[misc]
-    """TRL's `RLOOTrainer`, which syncs adapters as `LoRASyncTrainer` says."""
+    """TRL's `RLOOTrainer` with the adapter sync of `LoRASyncTrainer`."""

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class LoRASyncTrainer:
-    """What makes a trainer of TRL's sync adapters, to be mixed into one that samples with vLLM.
+    """Mixin that adds adapter sync to a trainer of TRL that samples with vLLM.
 
     With `vllm_sync_strategy="lora_adapter"` in its configuration the server loads the adapter at each sync. With
-    `"weights"`, or a configuration of TRL's own, the trainer *is* TRL's. It takes TRL's arguments, unchanged. For a
-    trainer that this package has no class of:
+    `"weights"`, or a configuration of TRL's own, the trainer *is* TRL's. It takes TRL's arguments, unchanged. This
+    package has no class for some trainers. Make one:
 
         class MyGMPOTrainer(LoRASyncTrainer, GMPOTrainer): ...
 
     Raises:
         UnsupportedSettingError: at construction, before the model is loaded, for settings or PEFT features that a
-            server could not serve exactly, and for trainers that adapter sync is not for.
-        UnsupportedTRLError: the trainer of the installed TRL does something otherwise than is known here.
+            server could not serve exactly, and for trainers without adapter sync.
+        UnsupportedTRLError: the trainer of the installed TRL differs from the tested ones.
     """
 
     accelerator: Any
@@ -63,7 +63,7 @@ class LoRASyncTrainer:
         self.add_callback(RunLog(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`; afterwards, or on an error, the versions are unloaded and deleted, and the syncs summed up."""
+        """TRL's `train`. At its end, also on an error, versions are unloaded and deleted, and the syncs summed up."""
         self._totals = None
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -72,9 +72,9 @@ class LoRASyncTrainer:
             self._sum_up()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """**Collective.** TRL's `save_model`; under FSDP with sharded state dicts it saves the adapter as well.
+        """**Collective.** TRL's `save_model`. Under FSDP with sharded state dicts it saves the adapter as well.
 
-        There, Transformers (5.23) saves nothing and says nothing; only its checkpoints hold the adapter, as shards.
+        There, Transformers (5.23) silently saves nothing. Only its checkpoints hold the adapter, as shards.
         """
         if self._syncs_adapters and not _internal_call and _trl.saves_shards_only(self):
             self._save_adapter(output_dir)
@@ -87,7 +87,7 @@ class LoRASyncTrainer:
         run_on_main(self.accelerator, lambda: _trl.save_adapter(self, output_dir, matrices))
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `compute_loss`, before which a server that sleeps between steps is sent to sleep."""
+        """TRL's `compute_loss`. With `vllm_server_sleep` the server first releases its KV cache."""
         if self._syncs_adapters and self.model.training:
             self.vllm_generation.sleep()
         return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
@@ -129,7 +129,7 @@ def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 class GRPOTrainer(LoRASyncTrainer, trl.GRPOTrainer):  # type: ignore[misc]
-    """TRL's `GRPOTrainer`, which syncs adapters as `LoRASyncTrainer` says."""
+    """TRL's `GRPOTrainer` with the adapter sync of `LoRASyncTrainer`."""
 
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "LoRASyncConfig", "LoRASyncTrainer"]

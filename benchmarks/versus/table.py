@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from versus.kinds import ARMS, OURS
@@ -52,14 +51,19 @@ class Growth:
 
 
 def text(results: dict[str, Any]) -> str:
-    """All tables, for the terminal and the README alike."""
+    """All tables for the terminal, below the versions, the hardware and the commands."""
+    return f"{_about(results)}\n\n{tables(results)}" if results.get("shapes") else _NOT_RUN
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All tables with their headings, for the terminal and for docs/benchmarks.md."""
     if not results.get("shapes"):
         return _NOT_RUN
-    parts = [_about(results)]
-    for title, header, rows in _tables(results):
-        if rows:
-            parts.append(f"{title}\n\n{_markdown(header, rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        "\n\n".join(part for part in (f"### {heading}", note, markdown(header, rows)) if part)
+        for heading, note, header, rows in _tables(results)
+        if rows
+    )
 
 
 def summary(results: dict[str, Any], shapes: Sequence[str] = ("8b", "32b"), rank: int = 32) -> str:
@@ -78,39 +82,7 @@ def summary(results: dict[str, Any], shapes: Sequence[str] = ("8b", "32b"), rank
         )
         for arm in (_STOCK, *OURS)
     ]
-    return _markdown(header, rows)
-
-
-def sections(results: dict[str, Any]) -> list[str]:
-    """What the README shows, each between its markers."""
-    return [_marked("vs-weights-summary", summary(results)), _marked("vs-weights", text(results))]
-
-
-def markers(name: str) -> tuple[str, str]:
-    """The lines before and after a section."""
-    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-
-
-def _marked(name: str, content: str) -> str:
-    begin, end = markers(name)
-    return f"{begin}\n{content}\n{end}"
-
-
-def write_sections(readme: Path, results: dict[str, Any]) -> None:
-    """Replace what is between the markers.
-
-    Raises:
-        ValueError: the file lacks some of them.
-    """
-    written = readme.read_text()
-    for section in sections(results):
-        begin, *_, end = section.splitlines()
-        before, has_begin, rest = written.partition(begin)
-        _, has_end, after = rest.partition(end)
-        if not has_begin or not has_end:
-            raise ValueError(f"{readme.name} has no lines {begin} and {end}.")
-        written = before + section + after
-    readme.write_text(written)
+    return markdown(header, rows)
 
 
 def limits(results: dict[str, Any]) -> list[Limit]:
@@ -155,8 +127,8 @@ def growth(results: dict[str, Any], shape: str, arm: str) -> Growth | None:
     ]
     if len(points) < 3:
         return None
-    slope, fixed, r_squared = _line([x / 1e9 for x, _ in points], [y for _, y in points])
-    exponent, _, _ = _line([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
+    slope, fixed, r_squared = line([x / 1e9 for x, _ in points], [y for _, y in points])
+    exponent, _, _ = line([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
     return Growth(fixed_s=fixed, s_per_gb=slope, r_squared=r_squared, exponent=exponent)
 
 
@@ -219,33 +191,38 @@ def _about(results: dict[str, Any]) -> str:
     )
     commands: dict[str, list[str]] = {}
     for run in results["runs"]:
-        of_hardware = commands.setdefault(_hardware(run), [])
+        of_hardware = commands.setdefault(hardware(run), [])
         if run["command"] not in of_hardware:
             of_hardware.append(run["command"])
     ran = " ".join(f"{where}: {'; '.join(f'`{one}`' for one in found)}." for where, found in commands.items())
     return f"{last['server']['engine']} {last['server']['version']}, {versions}, {last['date']}. {ran}"
 
 
-def _hardware(run: dict[str, Any]) -> str:
+def hardware(run: dict[str, Any]) -> str:
+    """The GPUs that a run had, or the CPU."""
     gpus = run["gpus"]
     return f"{len(gpus)} {gpus[0]}" if gpus else f"CPU ({run['cpu_cores']} cores)"
 
 
-def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
+def _tables(results: dict[str, Any]) -> Iterator[tuple[str, str, Row, list[Row]]]:
+    """Heading, note, header and rows."""
     yield (
-        f"One sync, medians. The parts of `{_STOCK}` overlap, so they are from syncs of their own; its gather is "
-        "merging and unmerging.",
+        "One sync",
+        f"Medians. The parts of `{_STOCK}` overlap, so they were measured in separate syncs. Its gather is merging and "
+        "unmerging.",
         ("shape", "rank", "arm", "MB", "gather ms", "write ms", "load ms", "sync ms", f"/ {_STOCK}", "first token ms"),
         [_sync_row(results, shape, rank, arm, found) for shape, rank, arm, found in _found(results, "sync")],
     )
     loads = sorted({int(load) for _, _, _, found in _found(results, "decode") for load in found if load.isdigit()})
     yield (
-        f"Serving: completion tokens per second, in brackets against `{_STOCK}`; and memory.",
+        "Serving",
+        f"Completion tokens per second, with the ratio to `{_STOCK}` in brackets, and memory.",
         ("shape", "rank", "arm", *(f"tokens/s, {load} at once" for load in loads), "trainer rise MB", "server GB"),
         [_serving_row(results, shape, rank, arm, loads) for shape, rank, arm, _ in _found(results, "sync")],
     )
     yield (
-        "The base weights after many syncs with changing adapters.",
+        "The base weights after many syncs",
+        "The adapter changes at each sync.",
         ("shape", "arm", "syncs", "trainer's base: changed", "largest change", "served base: largest logprob change"),
         [
             (
@@ -260,12 +237,14 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
         ],
     )
     yield (
-        "A whole GRPO step.",
+        "A whole GRPO step",
+        "",
         ("shape", "arm", "sync s", "generate s", "train s", "step s", f"/ {_STOCK}"),
         [_step_row(results, shape, rank, arm, found) for shape, rank, arm, found in _found(results, "steps")],
     )
     yield (
-        "Growth with the adapter, rank by rank.",
+        "Growth with the adapter",
+        "A straight line and a power law through the ranks, by least squares. An exponent of 1 is linear growth.",
         ("shape", "arm", "fixed ms", "ms per 100 MB", "R²", "exponent"),
         [
             (
@@ -282,7 +261,8 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
         ],
     )
     yield (
-        "Growth with the servers.",
+        "Growth with the number of servers",
+        "",
         ("shape", "arm", "servers", "load ms", "sync ms"),
         [
             (
@@ -299,7 +279,8 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
         ],
     )
     yield (
-        "What was to be reached.",
+        "Goals",
+        f"Each limit is a ratio to `{_STOCK}` in the same run, or a change of the base weights.",
         ("", "limit", "measured", ""),
         [
             (
@@ -313,7 +294,8 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[str, Row, list[Row]]]:
         ],
     )
     yield (
-        "What failed or was left out.",
+        "Failed or left out",
+        "",
         ("shape", "arm", "why"),
         [
             (shape, name, _short(why))
@@ -434,7 +416,7 @@ def _speed_ratio(results: dict[str, Any], shape: str, rank: int, arm: str, concu
     return None if None in speeds else float(speeds[0] / speeds[1])
 
 
-def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float, float]:
+def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float, float]:
     """Slope, intercept and R² of the least-squares line."""
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
@@ -444,6 +426,7 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float, float
     return slope, fixed, 1 - rest / spread if spread else 1.0
 
 
-def _markdown(header: Row, rows: list[Row]) -> str:
+def markdown(header: Row, rows: Sequence[Row]) -> str:
+    """A table."""
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

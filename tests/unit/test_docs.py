@@ -18,7 +18,8 @@ from contract.reference import adapter_for
 from contract.served import SMALL
 from peft import IA3Config, LoraConfig
 
-from trl_lora_sync import GRPOConfig, errors
+import trl_lora_sync
+from trl_lora_sync import GRPOConfig, LoRASyncConfig, errors
 from trl_lora_sync.adapter.store import AdapterStore, write_adapter
 from trl_lora_sync.adapter.support import check_peft_config, supported_features
 from trl_lora_sync.config import check_choice, server_urls
@@ -72,10 +73,15 @@ def test_settings_table_has_every_field_of_ours() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", docs_hooks.settings_table(), re.MULTILINE)) == ours
 
 
-def test_readme_has_every_setting() -> None:
-    readme = (DOCS.parent / "README.md").read_text()
-    for name in re.findall(r"^\| `(\w+)` \|", docs_hooks.settings_table(), re.MULTILINE):
-        assert f"| `{name}` |" in readme
+def test_settings_page_has_every_setting() -> None:
+    page = docs_hooks.on_page_markdown((DOCS / "settings.md").read_text())
+    for field in dataclasses.fields(LoRASyncConfig):
+        assert f"| `{field.name}` |" in page
+
+
+def test_api_page_has_every_public_name() -> None:
+    shown = re.findall(r"^::: trl_lora_sync\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(trl_lora_sync.__all__)
 
 
 # Messages

@@ -1,6 +1,7 @@
 """Unit tier: the parts of `benchmarks/vs_weights.py` that need no server."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import page
 import psutil
 import pytest
 import torch
@@ -429,24 +431,48 @@ def test_summary_has_only_what_was_measured_beside_trls_own_sync() -> None:
     assert "|" not in table.summary({"shapes": {}})
 
 
-def test_sections_of_a_readme_are_replaced_and_nothing_else(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    (first_begin, first_end), (begin, end) = table.markers("vs-weights-summary"), table.markers("vs-weights")
-    readme.write_text(f"before\n{first_begin}\nold\n{first_end}\nbetween\n{begin}\nold\n{end}\nafter\n")
+def test_sections_of_a_page_are_replaced_and_nothing_else() -> None:
+    (first_begin, first_end), (begin, end) = page.markers("first"), page.markers("second")
+    text = f"before\n{first_begin}\nold\n{first_end}\nbetween\n{begin}\nold\n{end}\nafter\n"
+    sections = {"first": lambda: "new", "second": lambda: "also new"}
 
-    table.write_sections(readme, made_results())
+    filled = page.fill(text, sections)
 
-    first, second = table.sections(made_results())
-    assert readme.read_text() == f"before\n{first}\nbetween\n{second}\nafter\n"
+    assert filled == f"before\n{first_begin}\nnew\n{first_end}\nbetween\n{begin}\nalso new\n{end}\nafter\n"
+    assert page.fill(filled, sections) == filled
     with pytest.raises(ValueError, match="no lines"):
-        table.write_sections(ROOT / "LICENSE", made_results())
+        page.fill((ROOT / "LICENSE").read_text(), sections)
 
 
-def test_the_readme_shows_the_results_that_are_kept() -> None:
-    kept = json.loads(vs_weights.RESULT.read_text()) if vs_weights.RESULT.exists() else {}
+@pytest.mark.parametrize("file", ["docs/benchmarks.md", "README.md"])
+def test_documentation_shows_the_results_that_are_kept(file: str) -> None:
+    """`python benchmarks/page.py` brings both files up to date."""
+    sections = {path.relative_to(ROOT).as_posix(): sections for path, sections in page.pages()}
+    text = (ROOT / file).read_text()
 
-    for section in table.sections(kept):
-        assert section in (ROOT / "README.md").read_text()
+    assert set(re.findall("<!-- (.*): begin -->", text)) == sections[file].keys()
+    assert page.fill(text, sections[file]) == text
+
+
+def test_readme_and_page_show_all_tables_of_the_comparison() -> None:
+    kept = json.loads(vs_weights.RESULT.read_text())
+
+    assert table.summary(kept) in (ROOT / "README.md").read_text()
+    assert table.summary(kept) in page.PAGE.read_text()
+    assert table.tables(kept) in page.PAGE.read_text()
+
+
+def test_every_file_of_results_is_explained_on_the_page() -> None:
+    explained = page.how_it_was_run()
+
+    for file in page.RESULTS.glob("*.json"):
+        assert f"**{file.name}**: " in explained
+
+
+def test_page_shows_the_chart_that_the_command_writes() -> None:
+    assert f"({page.CHART.relative_to(page.PAGE.parent).as_posix()})" in page.PAGE.read_text()
+    text = "".join(ElementTree.parse(page.CHART).getroot().itertext())
+    assert all(part in text for part in ("8b r=32", "32b r=32", "runtime", "fused", "MB of the adapter"))
 
 
 def test_a_further_run_adds_to_the_file(tmp_path: Path) -> None:

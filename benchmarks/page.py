@@ -1,0 +1,446 @@
+"""Writes the numbers in the documentation from benchmarks/results/: docs/benchmarks.md, its chart, and the README.
+
+    python benchmarks/page.py
+
+Both files are prose with sections between two markers, such as `<!-- soak: begin -->` and `<!-- soak: end -->`. This
+command replaces each section.
+"""
+
+import json
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from versus import table  # noqa: E402
+from versus.table import Row, markdown  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+CHART = ROOT / "docs" / "assets" / "vs-weights.svg"
+MB = 1e6
+PACKAGES = {"trl": "TRL", "torch": "torch", "peft": "PEFT", "deepspeed": "DeepSpeed", "bitsandbytes": "bitsandbytes"}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def read(name: str) -> Any:
+    """The content of one file of benchmarks/results/."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def versus_summary() -> str:
+    return table.summary(read("vs-weights"))
+
+
+def versus_tables() -> str:
+    return table.tables(read("vs-weights"))
+
+
+def default_sentence() -> str:
+    """Whole runs in two sentences, for the README."""
+    found = read("default-runs")
+    parts = []
+    for one in found:
+        later = _later_syncs(one)
+        median, largest = (round(1000 * value) for value in (statistics.median(later), max(later)))
+        parts.append(f"{median} ms (median of {len(later)}, at most {largest}) with `{_serving(one)}`")
+    first = [sync for one in found for sync in _first_syncs(one)]
+    [shape], [rate] = {one["shape"].upper() for one in found}, {one["learning_rate"] for one in found}
+    verified = " Every version was verified." if all(one["all_verified"] for one in found) else ""
+    return textwrap.fill(
+        f"In whole GRPO runs with default settings at {shape} and a learning rate of {rate:.0e}, a sync after the "
+        f"first took {' and '.join(parts)}. The first sync took {min(first):.2f} to {max(first):.2f} s, because it "
+        f"compares server and trainer.{verified}".replace("e-0", "e-"),
+        width=120,
+    )
+
+
+def default_runs() -> str:
+    header = ("serving", "runs", "syncs after the first", "median ms", "largest ms", "gather", "write", "load",
+              "verify", "first sync s", "all verified")  # fmt: skip
+    rows = []
+    for one in read("default-runs"):
+        later, first, median = _later_syncs(one), _first_syncs(one), one["median_after_the_first"]
+        parts = [_ms(median[f"{part}_s"]) for part in ("gather", "write", "load", "verify")]
+        rows.append((
+            f"`{_serving(one)}`", str(len(one["runs"])), str(len(later)), _ms(statistics.median(later)),
+            _ms(max(later)), *parts, f"{min(first):.2f} to {max(first):.2f}", "yes" if one["all_verified"] else "no",
+        ))  # fmt: skip
+    return markdown(header, rows)
+
+
+def _serving(one: dict[str, Any]) -> str:
+    return "fused" if "--fused" in one["serve"] else "runtime"
+
+
+def _later_syncs(one: dict[str, Any]) -> list[float]:
+    return [sync["total_s"] for run in one["runs"] for sync in run["syncs"][1:]]
+
+
+def _first_syncs(one: dict[str, Any]) -> list[float]:
+    return [run["syncs"][0]["total_s"] for run in one["runs"]]
+
+
+def other_arms() -> str:
+    """Two measurements beside the main comparison: loads without `--quick-load`, and the base copy in host memory."""
+    plain, host, main = read("vs-weights-plain-load"), read("vs-weights-base-in-host-memory"), read("vs-weights")
+    rows = [
+        (f"8b r=32, `{arm}`, `--no-quick-load`", _sync_ms(plain, 32, arm), _sync_ms(main, 32, arm))
+        for arm in ("weights", "runtime", "fused")
+    ]
+    rows += [
+        (f"8b r={rank}, `fused`, copy of the base in host memory", _sync_ms(host, rank, "fused"),
+         _sync_ms(main, rank, "fused"))
+        for rank in (8, 128, 256)
+    ]  # fmt: skip
+    return markdown(("arm", "sync ms", "sync ms in the main comparison"), rows)
+
+
+def _sync_ms(results: dict[str, Any], rank: int, arm: str) -> str:
+    return _ms(results["shapes"]["8b"]["ranks"][str(rank)]["sync"][arm]["median"]["sync_s"])
+
+
+SYNC_COSTS = {"qwen3-1024x8-cpu": "vLLM, CPU", "vllm-0.26.0-h200-sync-cost": "vLLM, H200"}
+
+
+EXPORTS = {
+    "save_pretrained": "PEFT's `save_pretrained`, float32",
+    "export bfloat16": "ours, bfloat16",
+    "export float32": "ours, float32",
+}
+
+
+def sync_cost() -> str:
+    header = ("server", "rank", "export", "MB", "gather ms", "write ms", "load ms", "sync ms", "/ `save_pretrained`")
+    rows = []
+    for name, title in SYNC_COSTS.items():
+        for rank in read(name)["ranks"]:
+            plain = rank["sync"]["save_pretrained"]["median"]["sync_s"]
+            for arm, found in rank["sync"].items():
+                median = found["median"]
+                parts = [_ms(median[f"{part}_s"]) for part in ("gather", "write", "load", "sync")]
+                rows.append((title, str(rank["lora_rank"]), EXPORTS[arm], f"{median['payload_bytes'] / MB:.1f}", *parts,
+                             f"{median['sync_s'] / plain:.2f}"))  # fmt: skip
+    return markdown(header, rows)
+
+
+def decoding() -> str:
+    header = ("server", "rank", "concurrent requests", "base tokens/s", "adapter tokens/s", "adapter / base")
+    rows = [
+        (title, str(rank["lora_rank"]), str(one["concurrency"]), f"{one['base']:,.0f}", f"{one['adapter']:,.0f}",
+         f"{one['adapter_over_base']:.2f}")
+        for name, title in SYNC_COSTS.items()
+        for rank in read(name)["ranks"]
+        for one in rank["tokens_per_s"]
+    ]  # fmt: skip
+    return markdown(header, rows)
+
+
+TRANSPORTS = {
+    "disk": "disk, in `/dev/shm`",
+    "tensors": "tensors",
+    "naive tensors": "tensors, pickled one by one",
+}
+
+
+def transports() -> str:
+    header = ("SGLang, 40 MB (r=32)", "until the request is ready", "the request", "both", "first token after it")
+    rows = []
+    for arm, found in read("sglang-0.5.15-h200-transports")["median"].items():
+        build, load = found["build_s"], found["load_s"]
+        rows.append(
+            (TRANSPORTS[arm], *(f"{_ms(value)} ms" for value in (build, load, build + load, found["first_token_s"])))
+        )
+    return markdown(header, rows)
+
+
+def push() -> str:
+    rates = {"1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "unlimited": "unlimited"}
+    found = sorted(read("push-vllm-0.31.0-cpu")["results"], key=lambda one: list(rates).index(one["rate"]))
+    rows = [
+        (rates[one["rate"]], f"{one['megabytes']:.0f}", f"{one['mb_per_s']['tcp']:.0f}",
+         f"{one['mb_per_s']['push']:.0f}", f"{one['push_over_tcp']:.2f}")
+        for one in found
+    ]  # fmt: skip
+    return markdown(("link", "MB", "TCP MB/s", "push MB/s", "push / TCP"), rows)
+
+
+def faults() -> str:
+    found = read("vllm-0.31.0-cpu-faults")
+    raised, happened = found["errors_raised"], found["faults_that_happened"]
+    asked = found["completions_asked_of_each_server_after_a_sync"]
+    own, other = found["largest_distance_to_own_version"], found["smallest_distance_to_another_version"]
+    rows = [
+        ("random schedules of faults", f"{found['schedules']}"),
+        ("faults that happened", f"{sum(happened.values()):,} of {len(happened)} kinds"),
+        ("errors raised", f"{sum(raised.values())}"),
+        ("completions accepted", f"{found['completions_accepted']:,}"),
+        ("schedules in which a guarantee was broken", f"{len(found['broken'])}"),
+        ("completions requested from each server after a sync", f"{asked:,}"),
+        ("largest distance to the active version's log-probabilities", f"{own:.3f}"),
+        ("smallest distance to another version's", f"{other:.2f}"),
+        ("schedules that left an unused adapter name on a server", f"{len(found['left_behind'])}"),
+    ]  # fmt: skip
+    return markdown(("", ""), rows)
+
+
+def kills() -> str:
+    found = read("vllm-0.31.0-cpu-kills")["killed"]
+    arms = list(found)
+    rows = [(point, *(_kill(found[arm][point]) for arm in arms)) for point in found[arms[0]]]
+    return markdown(("killed", *arms), rows)
+
+
+def _kill(one: dict[str, Any]) -> str:
+    if one["violations"]:
+        return "; ".join(map(str, one["violations"]))
+    return f"`{one['raised']}` after {one['took_s']:.0f} s" if one["raised"] else f"continued, {one['took_s']:.0f} s"
+
+
+SOAKS = {
+    "vllm-0.31.0-cpu-soak": "vLLM, CPU",
+    "sglang-0.5.15-h200-soak": "SGLang, H200",
+    "vllm-0.26.0-h200-sleep": "vLLM, H200, sleeping between syncs",
+    "sglang-0.5.15-h200-sleep": "SGLang, H200, sleeping between syncs",
+}
+
+
+def soak() -> str:
+    """Rises per 100 syncs. Start-up effects dominate the short runs, so those show GPU memory only."""
+    header = ("server", "syncs", "rank", "MB", "sync ms", "rise of a sync, ms", "of the trainer, MB",
+              "of the server, MB", "of the GPU, MB", "adapters left at the end")  # fmt: skip
+    rows = []
+    for name, title in SOAKS.items():
+        found = read(name)
+        slope = found["slope_per_100_syncs"]
+        rises = (f"{1000 * slope['total_s']:+.1f}", f"{slope['trainer_rss_mb']:+.1f}", f"{slope['server_rss_mb']:+.1f}")
+        rows.append((
+            title, f"{found['syncs']:,}", str(found["lora_rank"]), f"{found['payload_bytes'] / MB:.1f}",
+            _ms(found["median"]["total_s"]), *(rises if found["syncs"] >= 100 else ("", "", "")),
+            f"{slope['gpu_used_mb']:+.1f}", str(len(found["adapters_left_on_server"])),
+        ))  # fmt: skip
+    return markdown(header, rows)
+
+
+def soak_controls() -> str:
+    found = read("vllm-0.31.0-cpu-soak")
+    added, rounds = found["server_rss_mb_added_by_100_rounds"], found["rounds"]
+    later = [one["trainer_rss_mb"] for one in rounds[len(rounds) // 2 :]]
+    apart = found["syncs"] / len(rounds)
+    slope, _, _ = table.line([place * apart / 100 for place in range(len(later))], later)
+    rows = [
+        ("server MB added by 100 rounds of a sync and samples", f"{added['with a sync']:+.1f}"),
+        ("server MB added by 100 rounds of samples only", f"{added['without']:+.1f}"),
+        ("trainer MB added by 100 syncs, second half of the run", f"{slope:+.1f}"),
+        *(
+            (f"{what}, median and maximum", f"{found['median'][key]:.0f} and {found['max'][key]:.0f}")
+            for key, what in (
+                ("server_threads", "threads of the server"), ("trainer_threads", "threads of the trainer"),
+                ("server_open_files", "open files of the server"), ("trainer_open_files", "open files of the trainer"),
+                ("adapters_on_server", "adapters on the server"), ("files", "files of adapters"),
+                ("disk_mb", "MB of disk"),
+            )
+        ),
+    ]  # fmt: skip
+    return markdown(("vLLM, CPU", ""), rows)
+
+
+def grpo_runs() -> str:
+    found = read("sglang-0.5.15-h200-grpo")
+    header = ("run", "steps", "rank", "reward, first 5 steps", "reward, last 5", "sync ms", "step s")
+    median = found["median"]
+    rows: list[Row] = [
+        ("SGLang, H200", str(len(found["steps"])), str(found["lora_rank"]), f"{found['reward_first_5']:.2f}",
+         f"{found['reward_last_5']:.2f}", _ms(median["sync_s"]), f"{median['step_s']:.2f}")
+    ]  # fmt: skip
+    return markdown(header, rows)
+
+
+def demo_seeds() -> str:
+    header = ("seed", "reward, first 5 steps", "reward, last 5", "learned", "mean gap", "gap of the worst step",
+              "importance ratio")  # fmt: skip
+    rows = [
+        (str(one["seed"]), f"{one['reward_first_steps']:.2f}", f"{one['reward_last_steps']:.2f}",
+         "yes" if one["learned"] else "no", f"{one['logprob_gap_mean']:.4f}", f"{one['logprob_gap_of_worst_step']:.4f}",
+         f"{one['importance_ratio_min']:.2f} to {one['importance_ratio_max']:.2f}")
+        for one in read("demo-seeds-cpu")["runs"]
+        if one["arm"] == "demo"
+    ]  # fmt: skip
+    return markdown(header, rows)
+
+
+BASES = {
+    "bf16": "the unquantised base in bfloat16",
+    "dequantised": "the values of the 4-bit base, in bfloat16",
+    "4bit": "the same base in 4 bits",
+}
+
+
+def qlora() -> str:
+    header = ("trainer and server", "the server has", "mean gap", "largest gap", "gap in a GRPO run",
+              "importance ratios of the run")  # fmt: skip
+    rows = []
+    for name, title in (("qlora-gap-cpu", "CPU"), ("qlora-gap-h200", "H200")):
+        for base, found in read(name)["gaps"].items():
+            steps = found.get("grpo_steps", [])
+            gaps = [step["logp_difference_mean"] for step in steps]
+            ratios = [step["importance_ratio_mean"] for step in steps]
+            rows.append((
+                title, BASES[base], _short(found["mean"]), _short(found["max"]),
+                f"{_short(min(gaps))} to {_short(max(gaps))}" if gaps else "refused as another base model",
+                f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "",
+            ))  # fmt: skip
+    return markdown(header, rows)
+
+
+WAYS = {
+    "vllm-0.26.0-2xh200-ways": "bfloat16 base",
+    "vllm-0.26.0-2xh200-fsdp2-offload": 'bfloat16 base, `lora_sync_verify="every"`',
+    "vllm-0.26.0-2xh200-ways-4bit": "4-bit base, sharded by ZeRO-3 and FSDP",
+    "vllm-0.26.0-2xh200-ways-4bit-whole": "4-bit base, whole on each GPU; another model",
+    "vllm-0.26.0-2xh200-ways-bf16": "bfloat16 base; that other model",
+    "vllm-0.26.0-2xh200-ways-4bit-refused": "4-bit base, sharded, with the check of this package",
+}
+
+
+def launchers() -> str:
+    header = ("launcher", "base model", "MB of the adapter", "MB reduced", "MB of GPU memory on process 0",
+              "gap of log-probabilities", "verified")  # fmt: skip
+    rows = []
+    for name, base in WAYS.items():
+        for way, found in sorted(read(name)["ways"].items()):
+            if "failed" in found:
+                refused = "UnsupportedSettingError" in found["failed"]
+                rows.append((f"`{way}`", base, "", "", "", "refused" if refused else "fails in TRL", ""))
+                continue
+            gaps = found["logp_difference"]
+            rows.append((
+                f"`{way}`", base, f"{found['adapter_bytes'] / MB:.0f}",
+                f"{found['collective_bytes'].get('reduce_', 0) / MB:.0f}", f"{found['peak_bytes'][0] / MB:.0f}",
+                f"{_short(min(gaps))} to {_short(max(gaps))}", "yes" if all(found["verified"]) else "no",
+            ))  # fmt: skip
+    return markdown(header, rows)
+
+
+def fused_tp() -> str:
+    found = read("vllm-0.26.0-2xh200-fused-tp2")
+    gaps, back = found["gap_to_float32"], found["back_to_base"]
+    adapters = statistics.fmean(one["mean"] for one in gaps["adapters"])
+    rows = [
+        ("tensor-parallel workers", str(found["workers"])),
+        ("MB of the adapter", f"{found['adapter_bytes'] / MB:.0f}"),
+        ("first sync s", f"{found['first_sync_s']['client']:.2f}"),
+        ("later syncs, median ms", _ms(found["sync_s_median"]["client"])),
+        (f"mean gap of {len(gaps['adapters'])} adapters to PEFT in float32", _short(adapters)),
+        ("mean gap of the base model to float32", _short(gaps["base"]["mean"])),
+        ("base weights different after the run", str(sum(one["different"] for one in back["weights_compared"]))),
+    ]
+    return markdown(("", ""), rows)
+
+
+def how_it_was_run() -> str:
+    """Each file of results with its versions, hardware, day and commands; then the servers started by hand."""
+    parts = []
+    servers: dict[tuple[str, str], list[str]] = {}
+    for file in sorted(RESULTS.glob("*.json")):
+        found = json.loads(file.read_text())
+        runs = found if isinstance(found, list) else [found] if "command" in found else found["runs"]
+        about = "; ".join(dict.fromkeys(_about(run) for run in runs))
+        commands = dict.fromkeys(command for run in runs for command in run["command"].split("; "))
+        note = f" {found['note'].rstrip('.')}." if "note" in found else ""
+        parts.append(f"**{file.name}**: {about}.{note}\n\n" + _code(commands))
+        if "server_command" in runs[0]:
+            servers.setdefault((runs[0]["server_command"], runs[0]["model"]), []).append(file.name)
+    for (command, model), files in servers.items():
+        parts.append(
+            f"The server of {', '.join(f'`{name}`' for name in files)}; the model: {model}.\n\n" + _code([command])
+        )
+    return "\n\n".join(parts)
+
+
+def _code(commands: Iterable[str]) -> str:
+    return "```bash\n" + "\n".join(commands) + "\n```"
+
+
+def _about(run: dict[str, Any]) -> str:
+    engine, versions = run["server"], run["versions"]
+    known = ", ".join(f"{title} {versions[name]}" for name, title in PACKAGES.items() if name in versions)
+    return f"{ENGINES[engine['engine']]} {engine['version']}, {known}; {table.hardware(run)}; {run['date']}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+README_SECTIONS: Mapping[str, Callable[[], str]] = {
+    "vs-weights-summary": versus_summary,
+    "default-runs": default_sentence,
+}
+PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
+    "vs-weights-summary": versus_summary,
+    "default-runs": default_runs,
+    "vs-weights": versus_tables,
+    "other-arms": other_arms,
+    "sync-cost": sync_cost,
+    "decoding": decoding,
+    "transports": transports,
+    "push": push,
+    "faults": faults,
+    "kills": kills,
+    "soak": soak,
+    "soak-controls": soak_controls,
+    "grpo-runs": grpo_runs,
+    "demo-seeds": demo_seeds,
+    "qlora": qlora,
+    "launchers": launchers,
+    "fused-tp": fused_tp,
+    "how-it-was-run": how_it_was_run,
+}
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines before and after a section."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def fill(text: str, sections: Mapping[str, Callable[[], str]]) -> str:
+    """The text with each section made again.
+
+    Raises:
+        ValueError: the text lacks the markers of a section.
+    """
+    for name, make in sections.items():
+        begin, end = markers(name)
+        before, has_begin, rest = text.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if not has_begin or not has_end:
+            raise ValueError(f"The text has no lines {begin} and {end}.")
+        text = f"{before}{begin}\n{make()}\n{end}{after}"
+    return text
+
+
+def pages() -> Iterator[tuple[Path, Mapping[str, Callable[[], str]]]]:
+    """Each file that holds numbers, with its sections."""
+    yield PAGE, PAGE_SECTIONS
+    yield README, README_SECTIONS
+
+
+def write() -> None:
+    """Bring the files and the chart up to date."""
+    for file, sections in pages():
+        file.write_text(fill(file.read_text(), sections))
+    CHART.write_text(table.chart(read("vs-weights")))
+
+
+if __name__ == "__main__":
+    write()
