@@ -127,7 +127,9 @@ def test_workflow_and_hooks_run_the_commands_of_the_checks() -> None:
     """So neither can drift from what must pass before a change goes in."""
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert commands == [".ci/run"]
+    assert commands == [".ci/run", "make test-python-${{ matrix.python }}"]
+    [pythons] = re.findall(r"^PYTHONS := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert workflow["jobs"]["pythons"]["strategy"]["matrix"]["python"] == pythons.split()
     checks = (ROOT / ".ci" / "run").read_text()
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     entries = [hook["entry"] for repository in hooks for hook in repository["hooks"]]
