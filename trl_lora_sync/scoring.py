@@ -24,17 +24,23 @@ _TRIAL_SEED = 20_011
 
 
 def base_logprobs(
-    model: Any, prompt_ids: Sequence[int], *, device: torch.device | None = None
+    model: Any,
+    prompt_ids: Sequence[int],
+    *,
+    initial: Mapping[nn.Module, Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[list[float], float]:
     """`TrainedBase.logprobs` of a PEFT model.
 
     Args:
+        initial: the initial matrices of an adapter whose initialisation took them out of the base weights; the
+            checkpoint's base is the model with these.
         device: where a sharded model computes; `None` for where it is.
 
     Raises:
         UnsupportedAdapterError: the adapter is merged into the base, which then cannot be computed without it.
     """
-    with adapter_disabled(model):
+    with _computing_with(initial) if initial else adapter_disabled(model):
         logprobs, ids = _score(model, model, prompt_ids, device)
     return _picked(logprobs, ids), float(logprobs.std(-1).mean())
 
@@ -91,15 +97,22 @@ def trial_logprobs(
     Args:
         weights: by the linear module that holds each matrix.
     """
-    with ExitStack() as hooks:
-        for module, weight in weights.items():
-            hooks.callback(module.register_forward_hook(_computing_with(weight)).remove)
+    with _computing_with(weights):
         return adapter_logprobs(model, prompt_ids, forward=forward, device=device)
 
 
-def _computing_with(weight: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+@contextmanager
+def _computing_with(weights: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+    """Let linear modules compute with other weights in the block."""
+    with ExitStack() as hooks:
+        for module, weight in weights.items():
+            hooks.callback(module.register_forward_hook(_instead(weight)).remove)
+        yield
+
+
+def _instead(weight: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
     def compute(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return nn.functional.linear(inputs[0], weight.to(inputs[0].dtype)).to(output.dtype)
+        return nn.functional.linear(inputs[0], weight.to(inputs[0])).to(output.dtype)
 
     return compute
 

@@ -52,10 +52,11 @@ class LoRASyncTrainer:
         check_sync_fields(config)  # fields may have been set after the config was made
         check_model(given["model"], given.get("peft_config"))
         settings = sync_settings(config)
+        is_new = not hasattr(given["model"], "peft_config")
 
         def build(*arguments: Any, **named: Any) -> LoRASyncGeneration:
             check_arguments(LoRASyncGeneration, *arguments, **named)
-            return LoRASyncGeneration(*arguments, **named, settings=settings, on_sync=self._record_sync)
+            return LoRASyncGeneration(*arguments, **named, settings=settings, on_sync=self._record_sync, is_new=is_new)
 
         with _trl.generation_class(type(self), build):
             super().__init__(*args, **kwargs)
