@@ -4,11 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
-from peft import LoraConfig, LoraGAConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import CordaConfig
-from peft.tuners.lora.loraga import preprocess_loraga
 from torch import Tensor, nn
 
 from trl_lora_sync import export_adapter
@@ -21,7 +21,9 @@ from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, trial_logprobs, trial_weights
 from unit.tiny import PROMPT, base_model, logits
 
-INITS = ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "lora_ga"]
+# PEFT has LoRA-GA from 0.19 on.
+LORA_GA = ["lora_ga"] if hasattr(peft, "LoraGAConfig") else []
+INITS = ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", *LORA_GA]
 IDS = PROMPT[0].tolist()
 # Of float32 logits of size 1 to 10.
 EXACT = {"atol": 2e-5, "rtol": 1e-5}
@@ -34,12 +36,12 @@ def new_model(init: str = "pissa", *, architecture: str = "qwen3", base: nn.Modu
     if init == "corda":
         fields["corda_config"] = CordaConfig(corda_method="kpm")
     if init == "lora_ga":
-        fields["lora_ga_config"] = LoraGAConfig()
+        fields["lora_ga_config"] = peft.LoraGAConfig()
     config = LoraConfig(**fields | {"init_lora_weights": init} | lora)
     if init == "corda":
         decompose(base, config)
     if init == "lora_ga":
-        preprocess_loraga(base, config, lambda: base(PROMPT, labels=PROMPT).loss.backward())
+        peft.tuners.lora.loraga.preprocess_loraga(base, config, lambda: base(PROMPT, labels=PROMPT).loss.backward())
     return get_peft_model(base, config).eval()
 
 
@@ -117,7 +119,7 @@ def test_scalings_and_ranks_of_all_kinds_are_served_exactly(feature: str, init: 
     assert read_adapter(model, dtype=torch.float32).rank == 2 * largest
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "corda", "lora_ga"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "corda", *LORA_GA])
 def test_layers_that_keep_their_weight_transposed_are_served_exactly(init: str, tmp_path: Path) -> None:
     model = model_of_a_run(
         init, architecture="gpt2", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, use_rslora=True
