@@ -21,8 +21,9 @@ from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, trial_logprobs, trial_weights
 from unit.tiny import PROMPT, base_model, logits
 
-# PEFT has LoRA-GA from 0.19 on.
+# PEFT has LoRA-GA, and CorDA on layers that keep their weight transposed, from 0.19 on.
 LORA_GA = ["lora_ga"] if hasattr(peft, "LoraGAConfig") else []
+CORDA_TRANSPOSED = ["corda"] if LORA_GA else []
 INITS = ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", *LORA_GA]
 IDS = PROMPT[0].tolist()
 # Of float32 logits of size 1 to 10.
@@ -119,7 +120,7 @@ def test_scalings_and_ranks_of_all_kinds_are_served_exactly(feature: str, init: 
     assert read_adapter(model, dtype=torch.float32).rank == 2 * largest
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "corda", *LORA_GA])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", *CORDA_TRANSPOSED, *LORA_GA])
 def test_layers_that_keep_their_weight_transposed_are_served_exactly(init: str, tmp_path: Path) -> None:
     model = model_of_a_run(
         init, architecture="gpt2", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, use_rslora=True

@@ -118,12 +118,11 @@ REFUSED_FIELDS = [
         )
     ),
 ]
-
-
 # An older PEFT has neither the field nor what it does.
-@pytest.mark.parametrize(
-    ("name", "value", "reason"), [case for case in REFUSED_FIELDS if case.values[0] in LORA_FIELDS]
-)
+REFUSED_FIELDS = [case for case in REFUSED_FIELDS if case.values[0] in LORA_FIELDS]
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), REFUSED_FIELDS)
 def test_field_that_no_server_serves_exactly_is_refused_with_its_reason(name: str, value: Any, reason: str) -> None:
     with pytest.raises(UnsupportedAdapterError) as caught:
         check_peft_config(with_field(name, value))
