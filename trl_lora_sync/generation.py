@@ -26,6 +26,7 @@ from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import (
     check_launcher,
+    check_same_start,
     gather_weights,
     models_prepared,
     outermost,
@@ -80,6 +81,7 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         check_launcher(self.accelerator)
         self._dtype = self._settings.dtype or base_dtype(self.model)
         self._initial = run_on_all(self.accelerator, lambda: remember_initial_adapter(self.model, is_new=self._is_new))
+        check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
         if self.accelerator.is_main_process:
             self._sync = AdapterSync(self._settings)
             Ending(self, self._sync.end)

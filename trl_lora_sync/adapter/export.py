@@ -139,7 +139,8 @@ class AdapterReader:
     """Reads the active adapter of a model again and again, with what is slow about it remembered.
 
     An adapter on a GPU stays there, in a `FlatBuffer`: that is memory for one adapter in the dtype that is written, and
-    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`.
+    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`. The difference to an initial
+    adapter takes twice the adapter in float32 besides, while it is read.
     """
 
     def __init__(self) -> None:

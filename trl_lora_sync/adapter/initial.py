@@ -140,7 +140,7 @@ def _is_split_of(saved: Tensor, layer: Any, module: LoRAModule) -> bool:
     left = layer.get_base_layer().weight.detach()
     lora_A, lora_B = module.lora_A.detach().float(), module.lora_B.detach().float() * module.scaling
     taken, size = lora_B @ lora_A, lora_B.abs() @ lora_A.abs()
-    if layer.fan_in_fan_out:
+    if getattr(layer, "fan_in_fan_out", False):
         taken, size = taken.T, size.T
     saved = saved.to(device=left.device, dtype=left.dtype).float()
     if saved.shape != left.shape:
