@@ -9,6 +9,8 @@ SOURCES := trl_lora_sync tests examples benchmarks tools
 # Other TRL versions that the tests run as well; 1.16 is the one in $(TRAINER). To try a newer one as soon as it is out:
 #   make trl-versions TRL_VERSIONS=1.18.0 && make test ARGS="tests/live/test_trl_versions.py -k 1.18.0"
 TRL_VERSIONS := 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0
+# Other PEFT versions likewise; 0.21.2 is the one in $(TRAINER).
+PEFT_VERSIONS := 0.18.0 0.18.1 0.19.1 0.20.0 0.21.0
 # What the tests of the ways of training need besides: two extras of the package, and what DeepSpeed imports. einops to
 # py-cpuinfo are DeepSpeed's own requirements that $(TRAINER) lacks. The last is for a vLLM server with a 4-bit base.
 LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpuinfo vllm-bnb-plugin==0.0.3
@@ -16,7 +18,7 @@ LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpui
 # The Pythons of `make test-pythons`, each of which needs its interpreter.
 PYTHONS := 3.10 3.12 3.13
 
-.PHONY: help demo test test-pythons lint docs bench venv venv-vllm trl-versions launchers clean
+.PHONY: help demo test test-pythons lint docs bench venv venv-vllm trl-versions peft-versions launchers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,13 +31,14 @@ help:
 	@echo "make venv       the trainer's environment, $(TRAINER)"
 	@echo "make venv-vllm  the vLLM server's environment, $(SERVER)"
 	@echo "make trl-versions  other TRL versions for the tests"
+	@echo "make peft-versions  other PEFT versions for the tests"
 	@echo "make launchers  DeepSpeed and bitsandbytes for the tests"
 	@echo "make clean      remove all of the above and what they wrote"
 
 demo: venv venv-vllm
 	@$(TRAINER)/bin/python examples/demo/run.py $(ARGS)
 
-test: venv venv-vllm trl-versions launchers
+test: venv venv-vllm trl-versions peft-versions launchers
 	@$(TRAINER)/bin/python -m pytest $(ARGS)
 
 test-pythons: $(PYTHONS:%=test-python-%)
@@ -70,6 +73,14 @@ trl-versions: $(TRL_VERSIONS:%=.trl-versions/%/.installed)
 	@$(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-deps --target .trl-versions/$* trl==$*
 	@touch $@
 
+peft-versions: $(PEFT_VERSIONS:%=.peft-versions/%/.installed)
+
+.peft-versions/%/.installed: | $(TRAINER)/.installed
+	@echo "  PEFT $* for the tests"
+	@rm -rf .peft-versions/$*
+	@$(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-deps --target .peft-versions/$* peft==$*
+	@touch $@
+
 launchers: .launchers/.installed
 
 # In a folder of their own, so that every other test shows that the package works without them. DeepSpeed would compile
@@ -90,5 +101,5 @@ $(SERVER)/.installed: tools/install_env.py
 	@touch $@
 
 clean:
-	rm -rf $(TRAINER) $(SERVER) .pythons .trl-versions .launchers demo-output site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(TRAINER) $(SERVER) .pythons .trl-versions .peft-versions .launchers demo-output site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

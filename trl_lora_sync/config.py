@@ -371,6 +371,27 @@ def sync_settings(args: Any) -> "SyncSettings":
     )
 
 
+def check_reference(args: Any, peft_config: Any) -> None:
+    """Refuse a KL term whose reference would be what an initialisation has left of the base.
+
+    TRL computes the reference policy of a model that it has put an adapter on with the adapter disabled.
+    Source: trl/trainer/grpo_trainer.py `_generate_and_score_completions`, 1.11 to 1.16.
+
+    Raises:
+        UnsupportedSettingError: naming both settings.
+    """
+    from trl_lora_sync.adapter.support import changes_base
+
+    init = getattr(peft_config, "init_lora_weights", None)
+    # Other configurations have a `beta` of another meaning.
+    if changes_base(init) and isinstance(args, trl.GRPOConfig | trl.RLOOConfig) and args.beta != 0:
+        raise UnsupportedSettingError(
+            f"beta={args.beta:g} cannot be used with LoraConfig(init_lora_weights={init!r}): TRL computes the "
+            "reference policy with the adapter disabled, and without it the base lacks what the initialisation took "
+            "out. Set beta=0, or init_lora_weights=True."
+        )
+
+
 def _contradiction(seen: str, why: str, fix: str) -> UnsupportedSettingError:
     from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
 

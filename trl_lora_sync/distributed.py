@@ -167,6 +167,31 @@ def check_launcher(accelerator: Accelerator) -> None:
         raise _unreadable("DeepSpeed with parameters offloaded to NVMe", "they are not in memory between steps")
 
 
+def check_same_start(accelerator: Accelerator, fingerprint: tuple[int, ...]) -> None:
+    """**Collective.** Refuse processes that took different initial adapters out of the base, where FSDP would mix them.
+
+    DDP and DeepSpeed replace every parameter by that of process 0, and so does FSDP if it is told to; otherwise FSDP
+    keeps of each process's parameters the part that this process holds.
+
+    Args:
+        fingerprint: of this process's initial adapter; empty if the base is the checkpoint's.
+
+    Raises:
+        UnsupportedSettingError: the base and the adapter that are trained would belong to no initial adapter.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if accelerator.num_processes == 1 or plugin is None or not fingerprint:
+        return
+    if plugin.cpu_ram_efficient_loading or plugin.sync_module_states:
+        return
+    if len(set(gather_object([fingerprint]))) > 1:
+        raise UnsupportedSettingError(
+            "The initialisation gave the training processes different adapters, and FSDP would train a mixture of "
+            "them: the base would lack something else than any of them. Call transformers.set_seed(0) on every process "
+            "before the trainer is built, or set cpu_ram_efficient_loading=True, which takes all from process 0."
+        )
+
+
 def _unreadable(launcher: str, why: str) -> UnsupportedSettingError:
     return UnsupportedSettingError(
         f'vllm_sync_strategy="lora_adapter" does not support {launcher}: {why}. Use DDP, FSDP or DeepSpeed ZeRO with '

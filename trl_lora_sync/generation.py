@@ -16,11 +16,18 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync._trl import zero3_hooks_removed
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.export import AdapterReader, active_dropout, base_dtype, unwrapped_path
+from trl_lora_sync.adapter.export import (
+    AdapterReader,
+    active_dropout,
+    base_dtype,
+    remember_initial_adapter,
+    unwrapped_path,
+)
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import (
     check_launcher,
+    check_same_start,
     gather_weights,
     models_prepared,
     outermost,
@@ -34,8 +41,8 @@ from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import (
     adapter_logprobs,
-    adapter_silenced,
     base_logprobs,
+    computing_with,
     strong_trial,
     trial_logprobs,
     trial_weights,
@@ -52,14 +59,22 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     Args:
         settings: what to sync with.
         on_sync: called on every process with the report of each accepted sync.
+        is_new: whether TRL has just made the adapter; else the model came with one, which may have been trained.
         *args, **kwargs: those of TRL's class, unchanged.
     """
 
     def __init__(
-        self, *args: Any, settings: SyncSettings, on_sync: Callable[[SyncReport], None], **kwargs: Any
+        self,
+        *args: Any,
+        settings: SyncSettings,
+        on_sync: Callable[[SyncReport], None],
+        is_new: bool = False,
+        **kwargs: Any,
     ) -> None:
         self._settings = settings
         self._on_sync = on_sync
+        self._is_new = is_new
+        self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
         self._active_name: str | None = None
         self._sync: AdapterSync | None = None
         self._reader = AdapterReader()
@@ -74,6 +89,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         """**Collective.** Connect instead of starting vLLM or joining an NCCL group."""
         check_launcher(self.accelerator)
         self._dtype = self._settings.dtype or base_dtype(self.model)
+        self._initial = run_on_all(self.accelerator, lambda: remember_initial_adapter(self.model, is_new=self._is_new))
+        check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
         if self.accelerator.is_main_process:
             self._sync = AdapterSync(self._settings)
             Ending(self, self._sync.end)
@@ -85,6 +102,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             print(summary, flush=True)
             if dropout := active_dropout(self.model):
                 print(dropout_note(dropout), flush=True)
+            if self._initial:
+                print(initial_note(sum(one.nbytes for one in self._initial.values())), flush=True)
 
     def _start(self, read: ReadAdapter, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> str:
         assert self._sync is not None
@@ -175,7 +194,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         model = self.model
         adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         if self._base_logprobs is None:
-            with adapter_silenced(self._reader.last_linears):
+            without = self._initial or dict.fromkeys(self._reader.last_linears[1::2])
+            with computing_with(without):
                 self._base_logprobs = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         return Scores(base=self._base_logprobs, adapted=adapted)
 
@@ -277,19 +297,22 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
-        model = self.model
+        model, initial = self.model, self._initial
         is_collective = run_on_all(self.accelerator, self._is_sharded)
         computed = self._base_logprobs_on_all() if is_collective else None
         return TrainedBase(
             name=model.active_peft_config.base_model_name_or_path,
             vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
-            logprobs=lambda prompt_ids: computed or base_logprobs(model, prompt_ids),
+            logprobs=lambda prompt_ids: computed or base_logprobs(model, prompt_ids, initial=initial),
         )
 
     def _base_logprobs_on_all(self) -> tuple[list[float], float]:
-        device = self.accelerator.device
+        device, initial = self.accelerator.device, self._initial
         with self._computing():
-            computed = run_on_all(self.accelerator, lambda: base_logprobs(self.model, PROBE_PROMPT, device=device))
+            computed = run_on_all(
+                self.accelerator,
+                lambda: base_logprobs(self.model, PROBE_PROMPT, initial=initial, device=device),
+            )
         return run_on_main(self.accelerator, lambda: computed)
 
     def generate(
@@ -396,6 +419,19 @@ def dropout_note(dropout: float) -> str:
         f"LoRA adapter sync: lora_dropout is {dropout:g}, where 0 is advised. Dropout changes the trainer's "
         "log-probabilities and never the server's, so the logprob gap grows and the importance ratios spread. Set "
         "lora_dropout=0 (--lora_dropout 0), or disable_dropout=True."
+    )
+
+
+def initial_note(size: int) -> str:
+    """What a run prints at its start, on process 0, whose adapter was taken out of the base weights.
+
+    Args:
+        size: of the copies of the initial adapter, in bytes.
+    """
+    return (
+        "LoRA adapter sync: the initialisation took the initial adapter out of the trainer's base weights. The servers "
+        "keep the checkpoint's base and get the difference to the initial adapter, which has twice the rank; the copy "
+        f"of the initial adapter takes {size / 1e6:.1f} MB here."
     )
 
 

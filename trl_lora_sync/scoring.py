@@ -24,17 +24,23 @@ _TRIAL_SEED = 20_011
 
 
 def base_logprobs(
-    model: Any, prompt_ids: Sequence[int], *, device: torch.device | None = None
+    model: Any,
+    prompt_ids: Sequence[int],
+    *,
+    initial: Mapping[nn.Module, Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[list[float], float]:
     """`TrainedBase.logprobs` of a PEFT model.
 
     Args:
+        initial: the initial matrices of an adapter whose initialisation took them out of the base weights; the
+            checkpoint's base is the model with these.
         device: where a sharded model computes; `None` for where it is.
 
     Raises:
         UnsupportedAdapterError: the adapter is merged into the base, which then cannot be computed without it.
     """
-    with adapter_disabled(model):
+    with computing_with(initial) if initial else adapter_disabled(model):
         logprobs, ids = _score(model, model, prompt_ids, device)
     return _picked(logprobs, ids), float(logprobs.std(-1).mean())
 
@@ -91,39 +97,30 @@ def trial_logprobs(
     Args:
         weights: by the linear module that holds each matrix.
     """
-    with _hooked({module: _computing_with(weight) for module, weight in weights.items()}):
+    with computing_with(weights):
         return adapter_logprobs(model, prompt_ids, forward=forward, device=device)
 
 
-def adapter_silenced(linears: Sequence[nn.Linear]) -> AbstractContextManager[None]:
-    """Compute as if the adapter's matrices were zero, in the block.
+@contextmanager
+def computing_with(weights: Mapping[nn.Module, Tensor | None]) -> Iterator[None]:
+    """Let linear modules compute with other weights in the block.
 
     Unlike `adapter_disabled`, this touches no parameter, so it works however a launcher has wrapped the model.
 
     Args:
-        linears: `lora_A` and `lora_B` of each layer in turn.
+        weights: by module; None for zeros.
     """
-    return _hooked(dict.fromkeys(linears[1::2], _zeros))
-
-
-_Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
-
-
-@contextmanager
-def _hooked(hooks: Mapping[nn.Module, _Hook]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module, hook in hooks.items():
-            stack.callback(module.register_forward_hook(hook).remove)
+    with ExitStack() as hooks:
+        for module, weight in weights.items():
+            hooks.callback(module.register_forward_hook(_instead(weight)).remove)
         yield
 
 
-def _zeros(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return torch.zeros_like(output)
-
-
-def _computing_with(weight: Tensor) -> _Hook:
+def _instead(weight: Tensor | None) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
     def compute(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return nn.functional.linear(inputs[0], weight.to(inputs[0].dtype)).to(output.dtype)
+        if weight is None:
+            return torch.zeros_like(output)
+        return nn.functional.linear(inputs[0], weight.to(inputs[0])).to(output.dtype)
 
     return compute
 

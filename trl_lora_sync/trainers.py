@@ -44,18 +44,20 @@ class LoRASyncTrainer:
             super().__init__(*args, **kwargs)
             return
         from trl_lora_sync.adapter.support import check_model
-        from trl_lora_sync.config import check_sync_fields, sync_settings
+        from trl_lora_sync.config import check_reference, check_sync_fields, sync_settings
         from trl_lora_sync.generation import LoRASyncGeneration
         from trl_lora_sync.run_log import RunLog
 
         check_trainer(type(self))
         check_sync_fields(config)  # fields may have been set after the config was made
         check_model(given["model"], given.get("peft_config"))
+        check_reference(config, given.get("peft_config"))
         settings = sync_settings(config)
+        is_new = not hasattr(given["model"], "peft_config")
 
         def build(*arguments: Any, **named: Any) -> LoRASyncGeneration:
             check_arguments(LoRASyncGeneration, *arguments, **named)
-            return LoRASyncGeneration(*arguments, **named, settings=settings, on_sync=self._record_sync)
+            return LoRASyncGeneration(*arguments, **named, settings=settings, on_sync=self._record_sync, is_new=is_new)
 
         with _trl.generation_class(type(self), build):
             super().__init__(*args, **kwargs)

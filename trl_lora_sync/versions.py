@@ -60,7 +60,12 @@ TRL = KnownVersions(
     newest=Version("1.16"),
     run=("1.11.0", "1.12.0", "1.13.0", "1.14.2", "1.15.0", "1.16.0"),
 )
-PEFT = KnownVersions(title="PEFT", oldest=Version("0.18"), newest=Version("0.21"), run=("0.21.0", "0.21.2"))
+PEFT = KnownVersions(
+    title="PEFT",
+    oldest=Version("0.18"),
+    newest=Version("0.21"),
+    run=("0.18.0", "0.18.1", "0.19.1", "0.20.0", "0.21.0", "0.21.2"),
+)
 
 
 def warn(logger: logging.Logger, caution: str | None) -> None:

@@ -18,7 +18,7 @@ from conftest import FUSED_KEY
 from contract.reference import PeftReference
 from contract.served import sampling, soon
 from safetensors.torch import load_file, save_file
-from support.models import randomize_adapter
+from support.models import lora, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
@@ -298,6 +298,30 @@ def test_a_run_trains_the_policy_it_samples_from_and_leaves_the_base(
     assert fused.state()["current"] == BASE
     assert fused.score(fused.base) == before
     assert not (tmp_path / "sync").exists()
+
+
+def test_a_model_whose_base_lacks_the_initial_adapter_is_added_to_the_checkpoints_base(
+    fused: Fused, base_model: Path, tmp_path: Path
+) -> None:
+    before = fused.score(fused.base)
+    trainer = grpo_trainer(
+        fused.server.base_url,
+        base_model,
+        tmp_path,
+        peft_config=lora(init_lora_weights="pissa"),
+        lora_sync_serving="fused",
+        max_steps=2,
+    )
+    trainer.train()
+    assert [step["lora_sync/verified"] for step in steps_of(trainer)] == [1, 1]
+    for seed in range(50):
+        randomize_adapter(trainer.model, seed=seed)
+        trainer.vllm_generation.sync_weights()
+    assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(seed) for seed in range(4)]))
+    trainer.vllm_generation.close()
+    wait_for_unloads(trainer)
+    assert fused.state()["current"] == BASE
+    assert fused.score(fused.base) == before
 
 
 def test_a_server_that_was_restarted_is_given_the_active_version_again(

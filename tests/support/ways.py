@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM
 import trl_lora_sync.distributed
 import trl_lora_sync.generation
 from support.launch import end_process
-from support.models import base_weights, nf4, peft_model, randomize_adapter, same_tensors
+from support.models import base_weights, lora, nf4, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
 from support.trainers import grpo_trainer, steps_of
 from support.two_processes import Outcome, attempt
 from trl_lora_sync import GRPOTrainer, RLOOConfig, RLOOTrainer, export_adapter
+from trl_lora_sync.adapter.export import remember_initial_adapter
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.shards import is_sharded
 
@@ -51,6 +52,8 @@ FSDP: dict[str, dict[str, Any]] = {
 QLORA = "-qlora"
 # RLOO instead of GRPO.
 WITH_RLOO = "-rloo"
+# An initialisation that takes the initial adapter out of the base weights.
+WITH_PISSA = "-pissa"
 # Whose 4-bit weights are floating-point numbers to FSDP, which it shards.
 AS_NUMBERS = ("fsdp1-orig", "fsdp2")
 
@@ -139,6 +142,9 @@ def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
     if way.endswith(WITH_RLOO):
         trainer_class, config["config_class"] = RLOOTrainer, RLOOConfig
         way = way.removesuffix(WITH_RLOO)
+    if way.endswith(WITH_PISSA):
+        config |= {"peft_config": lora(init_lora_weights="pissa")}
+        way = way.removesuffix(WITH_PISSA)
     is_qlora, way = way.endswith(QLORA), way.removesuffix(QLORA)
     if is_qlora:
         config |= four_bit(torch.bfloat16 if way in AS_NUMBERS else torch.uint8)
@@ -168,7 +174,9 @@ def without_compiled_parts() -> None:
 
 def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     # Before the trainer, because Transformers shards every model that is loaded under ZeRO-3.
-    untrained, copy = peft_model(base), peft_model(base)
+    init = "pissa" if way.endswith(WITH_PISSA) else True
+    untrained, copy = (peft_model(base, init_lora_weights=init) for _ in range(2))
+    remember_initial_adapter(copy, is_new=True)
     trainer = make_trainer(way, folder, url, base)
     generation, process = trainer.vllm_generation, trainer.accelerator.process_index
     seen = {"at_start": attempt(lambda: {"is_sharded": is_sharded(generation.model)})}
@@ -250,7 +258,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     seen["published"] = attempt(published)
     seen["verified"] = attempt(verified)
     seen["disproved"] = attempt(disproved)
-    if way.removesuffix(QLORA) in FSDP:
+    if way.removesuffix(QLORA).removesuffix(WITH_PISSA) in FSDP:
         seen["saved"] = attempt(saved)
     seen["refused"] = attempt(refused)
     seen["after_refusal"] = attempt(sampled)

@@ -249,7 +249,7 @@ def test_newer_peft_is_used_with_one_warning_or_refused_with_what_changed(
         assert found["error"] is None, found
         [warning] = found["warned"]
         assert warning.startswith("PEFT 0.22.0 is newer than 0.21, the last that adapter sync was written for.")
-        assert "Tested with PEFT 0.21.0 and 0.21.2." in warning
+        assert "Tested with PEFT 0.18.0, 0.18.1, 0.19.1, 0.20.0, 0.21.0 and 0.21.2." in warning
     else:
         assert found["error"] == "UnsupportedPEFTError", found
         assert words in found["message"]

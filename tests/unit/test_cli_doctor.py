@@ -257,3 +257,15 @@ def test_doctor_imports_no_trl(run_python: Callable[..., str]) -> None:
     )
     with nobody_listening() as url:
         assert run_python(source, url).splitlines()[-1] == "[]"
+
+
+def test_initialisation_that_changes_the_base_needs_twice_the_rank(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "init_lora_weights": "olora"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    code, [server] = diagnose(capsys, start(max_lora_rank=8).base_url, "--peft-config", tmp_path)
+    assert code == 1
+    assert "twice the rank" in words(server, "ok")["adapter features"]
+    assert "reserves 8, and the adapter has 16. Restart it with" in words(server, "problem")["rank"]
+    assert "--lora-rank 16" in words(server, "problem")["rank"]

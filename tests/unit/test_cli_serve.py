@@ -556,6 +556,16 @@ def test_adapter_in_place_of_its_base_is_refused_with_the_command_to_type(
     assert "--max-lora-rank 32" in capsys.readouterr().out
 
 
+def test_initialisation_that_changes_the_base_takes_twice_the_rank(
+    environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {"peft_type": "LORA", "r": 24, "target_modules": ["q_proj"], "init_lora_weights": "pissa_niter_4"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    arguments = ["--peft-config", str(tmp_path), "--python", str(environment), "--dry-run"]
+    assert main(["serve", "vllm", "Qwen/Qwen3-0.6B", *arguments]) == 0
+    assert "--max-lora-rank 64" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("typed", "after"),
     [

@@ -12,10 +12,11 @@ import pytest
 import torch
 import trl
 import yaml
+from peft import LoraConfig
 from transformers import HfArgumentParser
 
-from trl_lora_sync import GRPOConfig, LoRASyncConfig
-from trl_lora_sync.config import check_sync_fields, server_urls, sync_settings
+from trl_lora_sync import DistillationConfig, GRPOConfig, LoRASyncConfig, RLOOConfig
+from trl_lora_sync.config import check_reference, check_sync_fields, server_urls, sync_settings
 from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, is_local_url
@@ -435,3 +436,23 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
 
 def test_automatic_dtype_is_left_to_the_model(make: Callable[..., GRPOConfig]) -> None:
     assert sync_settings(make()).dtype is None
+
+
+# The reference policy
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_kl_term_against_what_an_initialisation_left_of_the_base_is_refused(config: Any, tmp_path: Path) -> None:
+    """TRL's reference policy is the model with the adapter disabled."""
+    made = config(**{"output_dir": str(tmp_path), **ON_CPU, **SYNC, "beta": 0.05})
+    with pytest.raises(UnsupportedSettingError, match=r"beta=0.05 .*init_lora_weights='olora'.* Set beta=0"):
+        check_reference(made, LoraConfig(init_lora_weights="olora"))
+    check_reference(made, LoraConfig())
+    check_reference(made, None)
+    made.beta = 0.0
+    check_reference(made, LoraConfig(init_lora_weights="olora"))
+
+
+def test_beta_of_another_meaning_is_left_alone(tmp_path: Path) -> None:
+    made = DistillationConfig(**{"output_dir": str(tmp_path), **ON_CPU, **SYNC, "beta": 0.5})
+    check_reference(made, LoraConfig(init_lora_weights="pissa"))

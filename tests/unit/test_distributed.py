@@ -8,7 +8,14 @@ import pytest
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from trl_lora_sync.distributed import _sendable, check_launcher, check_layouts, run_on_all, run_on_main
+from trl_lora_sync.distributed import (
+    _sendable,
+    check_launcher,
+    check_layouts,
+    check_same_start,
+    run_on_all,
+    run_on_main,
+)
 from trl_lora_sync.errors import AdapterRejectedError, RemoteProcessError, UnsupportedSettingError
 
 
@@ -161,3 +168,24 @@ def test_what_cannot_be_read_is_refused(accelerator: SimpleNamespace, words: str
     with pytest.raises(UnsupportedSettingError, match=words) as caught:
         check_launcher(accelerator)
     assert 'vllm_sync_strategy="weights"' in str(caught.value)
+
+
+def processes(**plugin: bool) -> Any:
+    """Two processes; under FSDP if `plugin` says how it loads."""
+    fields = {"cpu_ram_efficient_loading": False, "sync_module_states": False, **plugin}
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**fields) if plugin else None)
+    return SimpleNamespace(num_processes=2, state=state)
+
+
+def test_processes_that_start_differently_are_refused_only_where_nothing_makes_them_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others: list[tuple[int, ...]] = [(2, 3)]
+    monkeypatch.setattr("trl_lora_sync.distributed.gather_object", lambda mine: mine + others)
+    with pytest.raises(UnsupportedSettingError, match=r"a mixture of them.*transformers\.set_seed\(0\)"):
+        check_same_start(processes(sync_module_states=False), (1, 2))
+    check_same_start(processes(sync_module_states=False), (2, 3))
+    check_same_start(processes(sync_module_states=False), ())
+    check_same_start(processes(sync_module_states=True), (1, 2))
+    check_same_start(processes(cpu_ram_efficient_loading=True), (1, 2))
+    check_same_start(processes(), (1, 2))

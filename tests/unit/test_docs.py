@@ -159,7 +159,7 @@ def without_runtime_loading() -> None:
     [
         unset({"use_dora": True}),
         unset({"bias": "all"}),
-        unset({"init_lora_weights": "pissa"}),
+        unset({"init_lora_weights": "mica"}),
         lambda: check_peft_config(None),
         lambda: check_peft_config(IA3Config()),
         lambda: check_choice("name", "value", ("a", "b")),

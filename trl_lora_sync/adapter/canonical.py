@@ -40,6 +40,23 @@ class LoRAModule:
     def rank(self) -> int:
         return int(self.lora_A.shape[0])
 
+    def less(self, initial: "LoRAModule") -> "LoRAModule":
+        """What the layer computes more than with its initial matrices, as an adapter of twice the rank.
+
+        `B A - B0 A0`, each `B` with its scaling, is written as `(B - B0) A + B0 (A - A0)` and not as `B A + (-B0) A0`.
+        Both products are then as small as what was gained, and zero before the first step: rounding to the served dtype
+        loses a share of that, and not of `B0 A0`, which may be a thousand times as large.
+        """
+        lora_A, lora_B = self.lora_A.detach().float(), fold_scaling(self.lora_B, self.scaling)
+        initial_A = initial.lora_A.to(lora_A.device, torch.float32)
+        initial_B = fold_scaling(initial.lora_B.to(lora_B.device), initial.scaling)
+        return LoRAModule(
+            name=self.name,
+            lora_A=torch.cat([lora_A, lora_A - initial_A]),
+            lora_B=torch.cat([lora_B - initial_B, initial_B], dim=1),
+            scaling=1.0,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class CanonicalAdapter:

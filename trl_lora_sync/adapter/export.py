@@ -11,13 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.canonical import (
+    CanonicalAdapter,
+    LoRAModule,
+    canonicalize,
+    complete_siblings,
+    one_cpu_thread,
+)
 from trl_lora_sync.adapter.flat import FlatBuffer
+from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
 from trl_lora_sync.adapter.modalities import check_adapted_modules
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
     WEIGHTS_WAY_OUT,
+    changes_base,
     check_active_adapters,
+    check_other_adapters,
     check_peft_config,
     is_embedding_module,
     refuse_module,
@@ -130,7 +139,8 @@ class AdapterReader:
     """Reads the active adapter of a model again and again, with what is slow about it remembered.
 
     An adapter on a GPU stays there, in a `FlatBuffer`: that is memory for one adapter in the dtype that is written, and
-    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`.
+    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`. The difference to an initial
+    adapter takes twice the adapter in float32 besides, while it is read.
     """
 
     def __init__(self) -> None:
@@ -164,7 +174,7 @@ class AdapterReader:
     def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
         """As `collect_modules`, of the layers that the last call of `linears` was about."""
         self.check()
-        return [layer.read(gathered or {}) for layer in self._layers]
+        return _read(self._layers, gathered)
 
     def read(
         self,
@@ -246,7 +256,34 @@ def collect_modules(
     Raises:
         UnsupportedAdapterError: a layer computes something other than `scaling * lora_B @ lora_A`.
     """
-    return [layer.read(gathered or {}) for layer in _find_layers(model, adapter_name)]
+    return _read(_find_layers(model, adapter_name), gathered)
+
+
+def remember_initial_adapter(model: "PeftModel", *, is_new: bool) -> dict[nn.Module, Tensor]:
+    """Copy the active adapter while it is untrained, if its initialisation took it out of the base weights.
+
+    Without such a copy, a model with that initialisation is refused by all the rest here.
+
+    Args:
+        is_new: whether the adapter is known to be untrained; else it is compared with the checkpoint.
+
+    Returns:
+        The initial matrices by the modules that hold the trained ones; empty if the base is the checkpoint's.
+
+    Raises:
+        UnsupportedAdapterError: the initial adapter cannot be known, or the base lacks more than that.
+    """
+    adapter_name = _checked_name(model, None)
+    layers = _plain_layers(model, adapter_name)
+    if changes_base(model.peft_config[adapter_name].init_lora_weights):
+        remember_initial(model, [(layer.now({}), layer.layer, layer.matrices[0]) for layer in layers], is_new=is_new)
+    return {
+        matrix: weight
+        for layer in layers
+        for initial in [layer.initial]
+        if initial is not None
+        for matrix, weight in zip(layer.matrices, (initial.lora_A, initial.lora_B), strict=True)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,14 +310,39 @@ class _Layer:
                 f"layers, {WEIGHTS_WAY_OUT}."
             )
 
-    def read(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
+    @property
+    def initial(self) -> LoRAModule | None:
+        """The matrices that the base weight lacks, if there are any and they are known."""
+        return initial_of(self.matrices[0])
+
+    def now(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
+        """The matrices as they are trained."""
         lora_A, lora_B = (gathered.get(matrix, matrix.weight) for matrix in self.matrices)
         scaling = float(self.layer.scaling[self.adapter_name])
         return LoRAModule(name=self.path, lora_A=lora_A, lora_B=lora_B, scaling=scaling)
 
+    def read(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
+        """What the layer adds to the checkpoint's base."""
+        module, initial = self.now(gathered), self.initial
+        return module if initial is None else module.less(initial)
+
+
+def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None) -> list[LoRAModule]:
+    with one_cpu_thread():
+        return [layer.read(gathered or {}) for layer in layers]
+
 
 def _find_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
-    """The layers that carry the adapter, in model order, all of them plain LoRA."""
+    """The layers that carry the adapter, in model order, all of them plain LoRA, and served as such."""
+    layers = _plain_layers(model, adapter_name)
+    config = getattr(model, "peft_config", {}).get(adapter_name)
+    if changes_base(getattr(config, "init_lora_weights", None)) and any(layer.initial is None for layer in layers):
+        raise unknown_initial(config)
+    return layers
+
+
+def _plain_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
+    """The layers that carry the adapter, in model order, all of them plain LoRA on some base weight."""
     from peft.tuners.lora import LoraLayer
 
     found = [
@@ -335,6 +397,7 @@ def _checked_name(model: "PeftModel", adapter_name: str | None) -> str:
         known = ", ".join(repr(name) for name in model.peft_config)
         raise UnsupportedAdapterError(f"The model has no adapter {adapter_name!r}. Choose one of {known}.")
     check_peft_config(model.peft_config[adapter_name], is_of_model=True)
+    check_other_adapters(model.peft_config, adapter_name)
     return adapter_name
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
-from trl_lora_sync.adapter.support import check_saved_config, is_embedding_module, refuse_module
+from trl_lora_sync.adapter.support import changes_base, check_saved_config, is_embedding_module, refuse_module
 from trl_lora_sync.errors import UnsupportedAdapterError
 
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<letter>[AB])\.weight")
@@ -64,6 +64,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         check_saved_config(config)
+        _check_base_is_plain(config)
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
     except (OSError, ValueError, SafetensorError) as error:
@@ -74,6 +75,18 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
             f"adapter_model.safetensors was expected, as PEFT saves it ({error})."
         ) from error
     return SavedAdapter(config=config, modules=tuple(_modules(tensors, config)))
+
+
+def _check_base_is_plain(config: Mapping[str, Any]) -> None:
+    """Refuse an adapter for a base that its initialisation has changed: the initial matrices are not in its files."""
+    init = config.get("init_lora_weights")
+    if changes_base(init):
+        raise UnsupportedAdapterError(
+            f"The saved adapter has init_lora_weights={init!r}, so it belongs to a base model that lacks the initial "
+            "adapter, and its files do not say what that was. Either write the form that is served in the process that "
+            "trained it, with trl_lora_sync.export_adapter(trainer.model, directory), or let PEFT convert it: "
+            "model.save_pretrained(directory, path_initial_model_for_weight_conversion=folder_of_the_initial_adapter)."
+        )
 
 
 def base_shapes(folder: Path) -> dict[str, tuple[int, int]]:

@@ -8,6 +8,7 @@ This module reads configurations only; `adapter.export` looks at the live model.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -46,14 +47,25 @@ _ANY_VALUE = frozenset(
         "fan_in_fan_out", "runtime_config",
         # changes what the trainer computes, which `active_dropout` finds in the live model
         "lora_dropout",
-        # read by PEFT only beside a switch that is refused below
-        "qalora_group_size", "megatron_core", "eva_config",
+        # read by PEFT only beside a switch that is refused below, or an initialisation that is checked
+        "qalora_group_size", "megatron_core", "eva_config", "corda_config", "lora_ga_config",
     }
 )  # fmt: skip
 
 # Inits that leave the base weights as the checkpoint has them, so that the server's base equals the trainer's.
 # Source: peft/tuners/lora/layer.py `update_layer`, 0.21.2.
 _PURE_INITS = (True, False, "gaussian", "eva", "orthogonal")
+# Inits that take `scaling * lora_B @ lora_A` out of the base weights, as they are named in LoraConfig; PiSSA may also
+# say its number of iterations. Source: the same `update_layer`, 0.18 to 0.21.
+_SUBTRACTED_INITS = ("pissa", "pissa_niter_16", "olora", "corda", "lora_ga")
+_SUBTRACTED = re.compile(r"pissa|pissa_niter_\d+|(?i:olora)|corda|lora_ga")
+_WHY_NO_LOFTQ = (
+    "LoftQ replaces the base weights by rounded ones, which differ from the checkpoint's by more than an adapter holds"
+)
+_LOFTQ_FIX = (
+    "Either keep a base in 4 bits (bitsandbytes) with init_lora_weights=True and call peft.replace_lora_weights_loftq, "
+    "which leaves the base as it is, or save the rounded base model, serve that one, and train a new adapter on it"
+)
 
 # Field -> why a value that is set cannot be served. Only an unset (falsy) value passes.
 _REFUSED_WHEN_SET = {
@@ -72,9 +84,7 @@ _REFUSED_WHEN_SET = {
     "kasa_config": "KaSA rewrites the base weights and adds a diagonal between lora_A and lora_B",
     "velora_config": "VeLoRA replaces the plain LoRA forward",
     "monteclora_config": "MonteCLoRA samples its weights at run time",
-    "loftq_config": "LoftQ rewrites the base weights, so the server's base would differ from the trainer's",
-    "corda_config": "CorDA rewrites the base weights, so the server's base would differ from the trainer's",
-    "lora_ga_config": "LoRA-GA rewrites the base weights, so the server's base would differ from the trainer's",
+    "loftq_config": _WHY_NO_LOFTQ,
     "ensure_weight_tying": "tied adapters on the embedding and the output head cannot be served",
 }
 
@@ -95,14 +105,24 @@ def _check_bias(value: Any) -> None:
         )
 
 
+def changes_base(init: Any) -> bool:
+    """Whether an `init_lora_weights` takes the initial adapter out of the base weights, and does nothing else to them.
+
+    The model is then served as the checkpoint's base and the difference to the initial adapter, at twice the rank.
+    """
+    return isinstance(init, str) and _SUBTRACTED.fullmatch(init) is not None
+
+
 def _check_init(value: Any) -> None:
-    if not any(value is pure or (isinstance(value, str) and value.lower() == pure) for pure in _PURE_INITS):
+    if value == "loftq":
+        raise refuse(f"LoraConfig(init_lora_weights={value!r})", _WHY_NO_LOFTQ, _LOFTQ_FIX)
+    is_pure = any(value is pure or (isinstance(value, str) and value.lower() == pure) for pure in _PURE_INITS)
+    if not is_pure and not changes_base(value):
         raise refuse(
             f"LoraConfig(init_lora_weights={value!r})",
-            "it is not one of the initialisations known to leave the base weights untouched "
-            "(PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA and the like rewrite them), so the server's base would differ from "
-            "the trainer's",
-            f"Use one of {', '.join(repr(pure) for pure in _PURE_INITS)}",
+            "it is not one of the initialisations known to leave the base weights untouched or to take the initial "
+            "adapter out of them, so the server's base may differ from the trainer's",
+            f"Use one of {', '.join(repr(known) for known in (*_PURE_INITS, *_SUBTRACTED_INITS))}",
         )
 
 
@@ -208,8 +228,12 @@ def check_saved_config(saved: Mapping[str, Any]) -> None:
 
 
 def saved_rank(saved: Mapping[str, Any]) -> int:
-    """The largest rank of a saved `adapter_config.json`, which is the one that its canonical form has."""
-    return max([int(saved["r"]), *map(int, (saved.get("rank_pattern") or {}).values())])
+    """The rank that the canonical form has of a model with a saved `adapter_config.json`.
+
+    That is the largest rank in it, and twice that one if the initialisation changes the base.
+    """
+    largest = max([int(saved["r"]), *map(int, (saved.get("rank_pattern") or {}).values())])
+    return 2 * largest if changes_base(saved.get("init_lora_weights")) else largest
 
 
 def _check_field(field: "dataclasses.Field[Any]", value: Any) -> None:
@@ -250,17 +274,38 @@ def check_active_adapters(active: Iterable[str]) -> str:
     return names[0]
 
 
+def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
+    """Refuse an adapter beside the active one that has changed the base by its initialisation.
+
+    Raises:
+        UnsupportedAdapterError: the base is not the checkpoint's, whatever the active adapter is.
+    """
+    for name, config in configs.items():
+        init = getattr(config, "init_lora_weights", None)
+        if name != active and (init == "loftq" or changes_base(init)):
+            raise refuse(
+                f"The adapter {name!r} with init_lora_weights={init!r}, which is not the active one,",
+                "as it was added it changed the base weights that the active one is computed with, so the server's "
+                "base differs from the trainer's",
+                'Leave it out. TRL adds "ref" to a PeftModel unless beta=0; give the trainer the base model and '
+                "peft_config instead, or set beta=0",
+            )
+
+
 def check_model(model: Any, peft_config: Any) -> None:
     """Refuse what the trainer was given, a model or its name and a PEFT configuration, before anything is loaded.
 
     Raises:
-        UnsupportedAdapterError: as for `check_peft_config`, `check_active_adapters` and `check_planned_modules`.
+        UnsupportedAdapterError: as for `check_peft_config`, `check_active_adapters`, `check_other_adapters` and
+            `check_planned_modules`.
     """
     from trl_lora_sync.adapter.modalities import check_planned_modules
 
     if hasattr(model, "peft_config"):
         # Where the adapter sits is checked when it is read, before the first step.
-        check_peft_config(model.peft_config[check_active_adapters(model.active_adapters)], is_of_model=True)
+        active = check_active_adapters(model.active_adapters)
+        check_peft_config(model.peft_config[active], is_of_model=True)
+        check_other_adapters(model.peft_config, active)
     else:
         check_peft_config(peft_config)
         check_planned_modules(model, peft_config)
@@ -271,6 +316,10 @@ def supported_features() -> dict[str, str]:
     table = dict.fromkeys(sorted(_ANY_VALUE), "any value")
     table["lora_dropout"] = _DROPOUT_ADVICE
     table |= {"bias": 'only "none"', "target_modules": "any, but not the embedding or the output head"}
-    table["init_lora_weights"] = "only " + ", ".join(repr(pure) for pure in _PURE_INITS)
+    table["init_lora_weights"] = (
+        "only " + ", ".join(repr(pure) for pure in _PURE_INITS) + "; and "
+        f"{', '.join(repr(one) for one in _SUBTRACTED_INITS)} on a base that is not quantised, served as the "
+        "difference to the initial adapter at twice the rank"
+    )
     table |= {name: f"refused: {why}" for name, why in _REFUSED_WHEN_SET.items()}
     return table

@@ -113,7 +113,7 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
     Args:
         scores: log-probabilities of the probe prompt from the servers before, to which this one's are added.
     """
-    from trl_lora_sync.adapter.support import check_saved_config
+    from trl_lora_sync.adapter.support import changes_base, check_saved_config
     from trl_lora_sync.engines.connect import connect_engine
     from trl_lora_sync.errors import LoRASyncError
 
@@ -123,7 +123,10 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
     elif case.config is not None:
         with diagnosis.reporting("adapter features"):
             check_saved_config(case.config)
-            diagnosis.add("adapter features", OK, "plain LoRA, which both engines serve exactly")
+            words = "plain LoRA, which both engines serve exactly"
+            if changes_base(case.config.get("init_lora_weights")):
+                words = "served exactly as the difference to the initial adapter, which has twice the rank"
+            diagnosis.add("adapter features", OK, words)
     try:
         where = "" if is_local_url(url) else " on its host"
         start = start_command(url, *_serve_arguments(case))
