@@ -1,4 +1,4 @@
-"""Live tier: with `lora_sync_overlap=1` each batch comes from one version, the one of the batch before, or is cancelled.
+"""Live tier: with `lora_sync_overlap=1` each batch comes from one version, that of the batch before, or is cancelled.
 
 The proxy records the model that each request names, and what the server answered.
 """
@@ -7,19 +7,24 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from conftest import FUSED_KEY
 from support.policies import NOISE_MEAN
 from support.servers import Proxy, adapters_on, is_scoring, version_of
-from support.trainers import mean_byte, prompts, steps_of, wait_for_unloads
-from transformers import TrainerCallback
+from support.trainers import grpo_trainer, mean_byte, prompts, steps_of, wait_for_unloads
+from transformers import AutoTokenizer, TrainerCallback
+from trl.chat_template_utils import qwen3_template
 from vllm_server import VLLMServer
 
+from live.test_generation import TOOL_TEMPLATE
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError
 
@@ -188,10 +193,9 @@ def test_a_version_that_is_sampled_from_outlasts_lora_sync_keep_and_is_retired_a
     held, released = threading.Event(), threading.Event()
     trainer = make_trainer(proxy.base_url, base_model, max_steps=3, **overlapping())
     generation = trainer.vllm_generation
-    answers: list[int] = []
 
     def hold(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if path == "/v1/completions" and body.get("max_tokens") == 16 and version_of(body["model"]) == 1 and answers:
+        if path == "/v1/completions" and body["prompt"] == [[8, 9]]:
             held.set()
             assert released.wait(60)
         return body
@@ -200,7 +204,6 @@ def test_a_version_that_is_sampled_from_outlasts_lora_sync_keep_and_is_retired_a
     generation.sync_weights()
     with generation.training_batch([[5, 6, 7]] * 4):
         generation.generate([[1, 2, 3]] * 4, None, num_generations=4)
-    answers.append(1)
     with generation.training_batch([[8, 9]] * 4) as batch:
         generation.generate([[5, 6, 7]] * 4, None, num_generations=4)
     assert batch.figures.version_lag == 1
@@ -303,7 +306,7 @@ def test_a_second_train_begins_with_a_batch_of_the_newest_version(
     trainer.train()
 
     steps = steps_of(trainer)
-    assert [step[LAG] for step in steps] == [0, 1, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert [step[LAG] for step in steps] == [0, *[1] * 7]
     assert proxy.generations()[first]["model"] == proxy.loads()[2]["lora_name"]
 
 
@@ -399,6 +402,103 @@ def test_other_prompts_than_were_sampled_ahead_are_sampled_now_with_a_warning(
 
 
 # Set-ups
+
+
+def test_all_turns_of_a_batch_with_tools_are_of_the_version_of_its_first_turn(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    called: list[int] = []
+
+    def weather(city: str) -> str:
+        """Tell the weather.
+
+        Args:
+            city: where.
+        """
+        return f"sun in {city}"
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        called.append(sum(any(message["role"] == "tool" for message in messages) for messages in completions))
+        return mean_byte(completions)
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.response_template = qwen3_template
+    trainer = make_trainer(
+        proxy.base_url,
+        base_model,
+        reward_funcs=reward,
+        trainer_kwargs={"tools": [weather], "processing_class": tokenizer},
+        max_completion_length=200,
+        max_tool_calling_iterations=1,
+        per_device_train_batch_size=8,
+        max_steps=4,
+        vllm_structured_outputs_regex=(
+            r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "[A-Z][a-z]{1,6}"\}\}\n</tool_call>|=[a-z]{3,9}'
+        ),
+        **overlapping(train_dataset=prompts(["Rome?", "Oslo?", "Bern?", "Kyiv?"] * 3, conversational=True)),
+    )
+
+    trainer.train()
+
+    turns = [
+        (version_of(request["model"]), "<|im_start|>tool" in tokenizer.decode(prompt))
+        for request in proxy.generations()
+        for prompt in request["prompt"]
+        for _ in range(request["n"])
+    ]
+    assert [version for version, is_later in turns if not is_later] == [1] * 16 + [2] * 8 + [3] * 8
+    versions = [1, 1, 2, 3]
+    assert Counter(version for version, is_later in turns if is_later) == +Counter(
+        {version: sum(n for n, of in zip(called, versions, strict=True) if of == version) for version in (1, 2, 3)}
+    )
+    assert sum(called) > 0
+    assert [step[LAG] for step in steps_of(trainer)] == [0, 1, 1, 1]
+
+
+def test_fused_serving_loads_only_between_batches(
+    fused_server: VLLMServer, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", FUSED_KEY)
+    trainer = grpo_trainer(
+        fused_server.base_url, base_model, tmp_path, max_steps=5, lora_sync_serving="fused", **overlapping()
+    )
+    generation = trainer.vllm_generation
+    load, under_way = generation.fleet.load, []
+
+    def watched(*args: Any) -> Any:
+        ahead = generation._overlap._ahead
+        under_way.append(ahead is not None and not ahead.task.done())
+        return load(*args)
+
+    monkeypatch.setattr(generation.fleet, "load", watched)
+
+    trainer.train()
+
+    assert under_way == [False] * 5
+    steps = steps_of(trainer)
+    assert [step[LAG] for step in steps] == [0, 1, 1, 1, 1]
+    assert [step["lora_sync/version"] for step in steps] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("pause", ["drain"])
+def test_a_load_that_drains_the_server_waits_for_the_batch_first(
+    pause: str, base_model: Path, make_trainer: Make, clean_server: VLLMServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared server does not offer pauses, so what would be asked for is noted."""
+    trainer = make_trainer(clean_server.base_url, base_model, max_steps=3, **overlapping())
+    generation, order = trainer.vllm_generation, []
+    settings = replace(generation._settings, pause=pause)
+    monkeypatch.setattr(generation, "_settings", settings)
+    settle = generation._overlap.settle
+    monkeypatch.setattr(generation._overlap, "settle", lambda: (order.append("settle"), settle()))
+    monkeypatch.setattr(
+        generation, "_publish", lambda *args, publish=generation._publish: (order.append("publish"), publish(*args))[1]
+    )
+
+    trainer.train()
+
+    assert order == ["settle", "publish"] * 3
 
 
 def test_verifying_each_version_works_beside_the_batch_that_is_sampled_ahead(
