@@ -13,6 +13,8 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
   trainer `_prepare_inputs(batch)`, which samples when `_step` is a multiple of `args.steps_per_generation *
   num_iterations` or `_buffered_inputs` is None, `_tokenize_prompts(prompts)` and the key "importance_sampling_ratio" of
   `_buffered_inputs`; also `GradientState.end_of_dataloader` of accelerate.
+- `trl.trainer.utils.RepeatSampler`, found by its name below `callback_handler.train_dataloader`, and its `generator`,
+  for the first batch of the next epoch; without it that batch is not sampled ahead.
 - `Trainer._save(output_dir, state_dict)` and `.is_fsdp_enabled` of Transformers; the former can go once its
   `save_model` saves PEFT adapters under FSDP with sharded state dicts.
 - `trl.scripts.grpo` and its siblings: `make_parser(prog=...)` and `main(*parsed)` take the configuration and the
@@ -23,6 +25,7 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 """
 
 import copy
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,6 +162,29 @@ def tokenized(trainer: Any, batch: Sequence[Mapping[str, Any]]) -> list[list[int
     # The trainer may change messages in place.
     prompts, images, _ = trainer._tokenize_prompts(copy.deepcopy([row["prompt"] for row in batch]))
     return None if images else [list(ids) for ids in prompts]
+
+
+def batch_of_next_epoch(trainer: Any, place: int) -> Any | None:
+    """A batch of the epoch after this one, without moving any random state.
+
+    Returns:
+        None if the order does not come from TRL's `RepeatSampler` alone, or the epoch is shorter.
+    """
+    loader = trainer.callback_handler.train_dataloader
+    batches = getattr(loader, "batch_sampler", ())
+    sampler = batches or None
+    while sampler is not None and type(sampler).__name__ != "RepeatSampler":
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    if sampler is None:
+        return None
+    generator = getattr(sampler, "generator", None)
+    state = generator.get_state() if generator is not None else None
+    try:
+        indices = next(itertools.islice(batches, place, None), None)
+    finally:
+        if generator is not None:
+            generator.set_state(state)
+    return None if indices is None else loader.collate_fn([loader.dataset[index] for index in indices])
 
 
 def masked_share(trainer: Any) -> float:

@@ -46,6 +46,11 @@ class LookAhead:
         """How many batches the update that runs consists of."""
         return len(self._taken)
 
+    @property
+    def known(self) -> int:
+        """How many batches are known, from the first one of the update that runs."""
+        return len(self._taken) + len(self._ahead)
+
     def peek(self, place: int) -> Any | None:
         """A batch of this epoch, or None if it ends before.
 

@@ -117,12 +117,16 @@ class LoRASyncTrainer:
     def _following_prompts(self) -> list[list[int]] | None:
         """The token ids of this process's prompts in the next batch that is sampled; None if there is none."""
         assert self._look_ahead is not None
+        look, per_update = self._look_ahead, self.args.gradient_accumulation_steps
         place = self._step - self._first_step + _trl.batches_until_generation(self)
-        beyond = place - self._look_ahead.taken
-        updates = 1 + beyond // self.args.gradient_accumulation_steps
-        if beyond >= 0 and self.state.global_step + updates >= self.state.max_steps:
+        batch, updates = look.peek(place), max(0, 1 + (place - look.taken) // per_update)
+        if batch is None and look.taken:
+            in_next_epoch = place - look.known
+            # The last update of an epoch may have fewer batches.
+            updates = -(-(look.known - look.taken) // per_update) + 1 + in_next_epoch // per_update
+            batch = _trl.batch_of_next_epoch(self, in_next_epoch)
+        if self.state.global_step + updates >= self.state.max_steps:
             return None
-        batch = self._look_ahead.peek(place)
         prompts = None if batch is None else _trl.tokenized(self, batch)
         if batch is not None and prompts is None and not self._has_warned_of_images:
             self._has_warned_of_images = True

@@ -16,6 +16,7 @@ import torch
 from make_model import make_model
 from support.models import lora
 from support.trainers import grpo_trainer, mean_byte, prompts
+from torch.utils.data import SequentialSampler
 
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.generation import LoRASyncGeneration, TrainingBatch
@@ -109,16 +110,20 @@ def test_what_is_handed_over_is_the_next_batch_and_nothing_else_changes(
 
     assert (noted.asked, noted.states) == without
     assert trainer.state.epoch > 1
-    following = [*noted.asked[1:], None]
+    assert noted.ahead == [*noted.asked[1:], None]
+
+
+def test_the_end_of_an_epoch_is_cold_if_the_order_is_not_trl_s_own(
+    model: Path, noted: Noted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPOTrainer, "_get_train_sampler", lambda self, *args: SequentialSampler(range(16)))
+    train(model, tmp_path, lora_sync_overlap=1, max_steps=9, train_dataset=prompts(NINE + NINE))
+
     cold = [place for place, ahead in enumerate(noted.ahead) if ahead is None]
+    assert cold == [3, 7, 8]
     assert [ahead for ahead in noted.ahead if ahead] == [
-        following[place] for place in range(len(following)) if place not in cold
+        noted.asked[place + 1] for place in range(8) if place not in cold
     ]
-    # Nothing is known at the end of an epoch, and there is nothing after the last step.
-    per_epoch = len(noted.ahead) / trainer.state.epoch
-    assert cold[-1] == len(noted.ahead) - 1
-    assert len(cold) <= 1 + trainer.state.epoch
-    assert all((place + 1) % per_epoch < 1 or place == cold[-1] for place in cold)
 
 
 def test_a_resumed_run_hands_over_the_batch_that_it_will_ask_for(model: Path, noted: Noted, tmp_path: Path) -> None:
