@@ -276,6 +276,11 @@ class Fleet:
         found = {stored.name: stored for stored in [self.active, *self.leased.copy()] if stored is not None}
         return list(found.values())
 
+    def _needed_by(self, server: FleetServer) -> list[StoredAdapter]:
+        """A fused server has one version at a time, and a version is activated only after the batch before it."""
+        is_fused = server.engine.capabilities.is_fused
+        return [stored for stored in self._needed if stored is self.active or not is_fused]
+
     def unload_later(self, adapter_name: str) -> "list[Future[bool]]":
         """Forget a name on every server, beside the training."""
         return [server.unload_later(adapter_name) for server in self.servers]
@@ -386,7 +391,7 @@ class Fleet:
         if server.trouble is None:
             return  # another thread took it back meanwhile
         wait_until_up(server.base_url, is_local=server.address.is_local, deadline=deadline, halt=halt)
-        needed, loaded = self._needed, server.engine.loaded(deadline)
+        needed, loaded = self._needed_by(server), server.engine.loaded(deadline)
         is_complete = needed and all(stored.name in loaded for stored in needed)
         if not is_complete or isinstance(server.trouble, AdapterLostError):
             server.connect(deadline)
