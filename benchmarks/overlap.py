@@ -64,14 +64,15 @@ def main() -> None:
     on_gpu = args.server_gpu is not None
     torch.set_num_threads(torch.get_num_threads() if on_gpu else 1)
     runs: list[dict[str, Any]] = []
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="overlap-", dir="/dev/shm") as folder,
         serving(args, Path(folder), on_gpu=on_gpu) as (model, url),
     ):
         version = httpx.get(f"{url}/version", timeout=30, trust_env=False).json()["version"]
         for number in range(args.rounds):
-            for rate in args.learning_rates:
-                for seed in args.seeds:
+            for seed in args.seeds:
+                for rate in args.learning_rates:
                     for arm in args.arms:
                         place = Path(folder) / f"run-{len(runs)}"
                         print(f"Round {number}, learning rate {rate:g}, seed {seed}, {arm}", flush=True)
@@ -243,7 +244,6 @@ def write(args: argparse.Namespace, runs: list[dict[str, Any]], version: str) ->
         "runs": [{name: value for name, value in run.items() if name != "timeline"} for run in runs],
         "timelines": timelines,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     args.out.with_suffix(".svg").write_text(chart({arm: one for arm, one in timelines.items() if one}))
 

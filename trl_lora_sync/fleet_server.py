@@ -115,17 +115,17 @@ class FleetServer:
                 "set lora_sync_overlap=0."
             )
         if served.max_loras is not None and served.max_loras < _LORAS_FOR_OVERLAP:
-            flag = "--max-loras" if served.engine == "vllm" else "--max-loras-per-batch"
+            flag, for_base = ("--max-loras", 0) if served.engine == "vllm" else ("--max-loras-per-batch", 1)
             restart = serve_command(
                 served.engine,
                 served.base_root,
-                engine_options=[flag, str(_LORAS_FOR_OVERLAP)],
+                engine_options=[flag, str(_LORAS_FOR_OVERLAP + for_base)],
                 base_url=self.base_url,
                 is_local=self.address.is_local,
             )
             raise ServerSetupError(
-                f"{self.base_url} was started with {flag} {served.max_loras}, so the load of a version waits for the "
-                f"whole batch that is sampled from the version before. lora_sync_overlap=1 needs room for "
+                f"{self.base_url} was started with {flag} {served.max_loras + for_base}, so the load of a version "
+                "waits for the whole batch that is sampled from the version before. lora_sync_overlap=1 needs room for "
                 f"{_LORAS_FOR_OVERLAP} adapters. Restart the server with {restart}, or set lora_sync_overlap=0."
             )
 

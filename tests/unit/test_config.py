@@ -388,6 +388,7 @@ PARSED = {
     "lora_sync_on_server_loss": "drop",
     "lora_sync_verify": "every",
     "lora_sync_verify_tolerance": 2.5,
+    "lora_sync_overlap": 0,  # 1 does not go together with the others
 }
 
 
@@ -404,6 +405,16 @@ def test_yaml_config_takes_every_field(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({**PARSED, **ON_CPU, "use_vllm": True, "vllm_mode": "server", "output_dir": "out"}))
     parsed = trl.TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(file)])[0]
     assert values(parsed) == PARSED
+
+
+def test_overlap_is_a_number_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
+    fields = {**ON_CPU, **SYNC, "output_dir": "out", "lora_sync_overlap": 1}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields))
+    typed = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    parser = trl.TrlParser((GRPOConfig,))
+    by_file = parser.parse_args_and_config(["--config", str(tmp_path / "run.yaml")])[0]
+    by_flags = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(typed)[0]
+    assert (by_file.lora_sync_overlap, by_flags.lora_sync_overlap) == (1, 1)
 
 
 def test_unknown_choice_on_the_command_line_lists_the_known_ones(

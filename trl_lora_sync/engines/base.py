@@ -63,7 +63,7 @@ class Capabilities:
         dtype: what the server was told to compute in, such as `"bfloat16"`; None if that was left to the checkpoint
             or is not told.
         max_lora_rank: the largest rank it takes, if the server tells.
-        max_loras: how many adapters one batch of it can have, if the server tells.
+        max_loras: how many adapters one batch of it can have, the base model not counted, if the server tells.
         keeps_adapters_apart: whether an adapter can be loaded while requests run for another one.
         target_modules: the modules it can adapt; empty if the server does not tell.
         needs_fused_siblings: whether q/k/v and gate/up must come complete.
