@@ -18,7 +18,7 @@ from support.models import lora
 from support.trainers import grpo_trainer, mean_byte, prompts
 from torch.utils.data import SequentialSampler
 
-from trl_lora_sync import GRPOTrainer
+from trl_lora_sync import GRPOTrainer, _trl
 from trl_lora_sync.generation import LoRASyncGeneration, TrainingBatch
 from trl_lora_sync.lookahead import LookAhead
 from trl_lora_sync.overlap import BatchFigures
@@ -172,6 +172,41 @@ def test_the_share_of_masked_sequences_is_that_of_trl_s_ratios(model: Path, note
             vllm_importance_sampling_clip_max=clip_max,
         )
         assert trainer.state.log_history[0]["lora_sync/overlap_masked"] == expected, mode
+
+
+@pytest.mark.parametrize(
+    ("row", "images", "expected"),
+    [
+        ({"prompt": "a"}, None, [[7]]),
+        ({"prompt": "a", "image": object()}, None, None),
+        ({"prompt": "a", "images": []}, None, None),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, [["an image"]], None),
+    ],
+    ids=["text", "image column", "images column", "image in a message"],
+)
+def test_prompts_with_images_are_not_handed_over(row: dict[str, Any], images: Any, expected: Any) -> None:
+    trainer = SimpleNamespace(_tokenize_prompts=lambda prompts: ([[7]], images, {}))
+    assert _trl.tokenized(trainer, [row]) == expected
+
+
+def test_batches_with_images_are_sampled_when_they_are_needed_with_one_warning(
+    model: Path, noted: Noted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_trl, "tokenized", lambda trainer, batch: None)
+    train(model, tmp_path, lora_sync_overlap=1, max_steps=3)
+
+    assert noted.ahead == [None] * 3
+    assert caplog.text.count("A batch with images is not sampled ahead") == 1
+
+
+def test_looking_ahead_leaves_the_prompts_of_the_dataset_as_they_are() -> None:
+    def tokenize(prompts: list[Any]) -> Any:
+        prompts[0].append("changed")
+        return [[1]], None, {}
+
+    rows = [{"prompt": ["message"]}]
+    _trl.tokenized(SimpleNamespace(_tokenize_prompts=tokenize), rows)
+    assert rows == [{"prompt": ["message"]}]
 
 
 # The iterator alone
