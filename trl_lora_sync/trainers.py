@@ -9,7 +9,6 @@ import trl
 
 from trl_lora_sync import _trl
 from trl_lora_sync.config import GRPOConfig, LoRASyncConfig
-from trl_lora_sync.metrics import OVERLAP_MASKED
 from trl_lora_sync.trl_checks import check_arguments, check_built, check_overlap, check_trainer, trl_classes
 
 if TYPE_CHECKING:
@@ -110,6 +109,8 @@ class LoRASyncTrainer:
         with self.vllm_generation.training_batch(self._following_prompts()) as batch:
             inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if batch.figures is not None:
+            from trl_lora_sync.metrics import OVERLAP_MASKED
+
             masked = {OVERLAP_MASKED: _trl.masked_share(self)}
             _trl.record_metrics(self, batch.figures.metrics() | masked, latest=frozenset())
         return inputs
