@@ -17,6 +17,7 @@ data; two runs of one seed differ, because the server samples as requests come.
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -61,6 +62,7 @@ Span = tuple[str, float, float]
 
 def main() -> None:
     args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server and the folder go, too
     on_gpu = args.server_gpu is not None
     torch.set_num_threads(torch.get_num_threads() if on_gpu else 1)
     runs: list[dict[str, Any]] = []
