@@ -9,6 +9,12 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 - `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
 - what `VLLMGeneration.__init__` stores under the names of its parameters, and that it calls `_init_vllm()` afterwards.
 - `vllm_generation`, `_metrics` and one of `LAST_SYNC_FIELDS` of a trainer, which exist on instances only.
+- with `lora_sync_overlap`: `Trainer.get_batch_samples(epoch_iterator, num_batches, device)` of Transformers, and of a
+  trainer `_prepare_inputs(batch)`, which samples when `_step` is a multiple of `args.steps_per_generation *
+  num_iterations` or `_buffered_inputs` is None, `_tokenize_prompts(prompts)` and the key "importance_sampling_ratio" of
+  `_buffered_inputs`; also `GradientState.end_of_dataloader` of accelerate.
+- `trl.trainer.utils.RepeatSampler`, found by its name below `callback_handler.train_dataloader`, and its `generator`,
+  for the first batch of the next epoch; without it that batch is not sampled ahead.
 - `Trainer._save(output_dir, state_dict)` and `.is_fsdp_enabled` of Transformers; the former can go once its
   `save_model` saves PEFT adapters under FSDP with sharded state dicts.
 - `trl.scripts.grpo` and its siblings: `make_parser(prog=...)` and `main(*parsed)` take the configuration and the
@@ -18,6 +24,8 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
   them back, as TRL does for its own generation.
 """
 
+import copy
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,6 +139,66 @@ def forget_last_sync(trainer: Any) -> None:
     for name in LAST_SYNC_FIELDS:
         if hasattr(trainer, name):
             setattr(trainer, name, _NEVER_SYNCED)
+
+
+def batches_until_generation(trainer: Any) -> int:
+    """How many batches after the next one the trainer samples again."""
+    every = trainer.args.steps_per_generation * trainer.num_iterations
+    return int(every - trainer._step % every)
+
+
+def generation_is_due(trainer: Any) -> bool:
+    """Whether the trainer samples for the batch that it is given next, in training."""
+    return bool(trainer.model.training) and (
+        trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+        or trainer._buffered_inputs is None
+    )
+
+
+def tokenized(trainer: Any, batch: Sequence[Mapping[str, Any]]) -> list[list[int]] | None:
+    """The prompts of a batch as the trainer will tokenize them; None if they have images as well."""
+    if any(name in row for row in batch for name in ("image", "images")):
+        return None
+    # The trainer may change messages in place.
+    prompts, images, _ = trainer._tokenize_prompts(copy.deepcopy([row["prompt"] for row in batch]))
+    return None if images else [list(ids) for ids in prompts]
+
+
+def batch_of_next_epoch(trainer: Any, place: int) -> Any | None:
+    """A batch of the epoch after this one, without moving any random state.
+
+    Returns:
+        None if the order does not come from TRL's `RepeatSampler` alone, or the epoch is shorter.
+    """
+    loader = trainer.callback_handler.train_dataloader
+    batches = getattr(loader, "batch_sampler", ())
+    sampler = batches or None
+    while sampler is not None and type(sampler).__name__ != "RepeatSampler":
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    if sampler is None:
+        return None
+    generator = getattr(sampler, "generator", None)
+    state = generator.get_state() if generator is not None else None
+    try:
+        indices = next(itertools.islice(batches, place, None), None)
+    finally:
+        if generator is not None:
+            generator.set_state(state)
+    return None if indices is None else loader.collate_fn([loader.dataset[index] for index in indices])
+
+
+def masked_share(trainer: Any) -> float:
+    """**Collective.** The share of sequences of the last batch that the importance sampling correction left out."""
+    masked = torch.cat([_is_masked(batch) for batch in trainer._buffered_inputs])
+    return float(trainer.accelerator.gather(masked.float()).mean())
+
+
+def _is_masked(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """For each sequence, whether the weight of every token that is trained on is zero."""
+    is_trained_on = batch["completion_mask"].bool()
+    if batch.get("tool_mask") is not None:
+        is_trained_on &= batch["tool_mask"].bool()
+    return ((batch["importance_sampling_ratio"] == 0) | ~is_trained_on).all(dim=-1)
 
 
 def saves_shards_only(trainer: Any) -> bool:

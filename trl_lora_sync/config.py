@@ -20,6 +20,8 @@ _COLLECTIVE_MARGIN_S = 60.0
 _TRL_FIELDS = (
     "use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
 )  # fmt: skip
+# The active version, and the one before it.
+_KEPT_FOR_OVERLAP = 2
 _TRL_VLLM_MODE = trl.GRPOConfig.vllm_mode
 
 
@@ -86,6 +88,10 @@ class LoRASyncConfig:
         lora_sync_verify_tolerance (`float`, *optional*, defaults to `3.0`):
             How far the change by the adapter on a server may be from that in the trainer, in multiples of the distance
             between the two base models without any adapter.
+        lora_sync_overlap (`int`, *optional*, defaults to `0`):
+            How many batches the servers sample ahead. With `1` they sample the next batch while the trainer works on
+            this one, so each batch comes from the policy of one generation batch earlier. For `GRPOTrainer` and its
+            subclasses, with `vllm_importance_sampling_correction=True`.
 
     `vllm_server_base_url` takes one URL, or several with commas in between; all of them then sample for the run.
     API keys are read from the environment, never from a field: `VLLM_API_KEY`, or `SGLANG_API_KEY` and
@@ -185,12 +191,25 @@ class LoRASyncConfig:
             "the distance between the two base models without any adapter."
         },
     )
+    lora_sync_overlap: Literal[0, 1] = field(
+        default=0,
+        metadata={
+            "help": "1 lets the servers sample the next batch while the trainer works on this one, from the policy of "
+            "one generation batch earlier. For GRPO, with vllm_importance_sampling_correction."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
         check_choice("vllm_sync_strategy", self.vllm_sync_strategy, ("weights", "lora_adapter"))
         if self.vllm_sync_strategy == "lora_adapter":
             check_sync_fields(self)
+        elif self.lora_sync_overlap:
+            raise UnsupportedSettingError(
+                f'lora_sync_overlap={self.lora_sync_overlap} cannot be used with vllm_sync_strategy="weights": TRL '
+                "replaces the weights that the servers sample from, so generation and training take turns. Set "
+                'vllm_sync_strategy="lora_adapter", or lora_sync_overlap=0.'
+            )
 
 
 @dataclass
@@ -242,9 +261,75 @@ def check_sync_fields(args: Any) -> None:
         )
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
+    check_choice("lora_sync_overlap", args.lora_sync_overlap, (0, 1))
+    if args.lora_sync_overlap:
+        _check_overlap(args)
     _check_start(args)
     _check_generation_kwargs(getattr(args, "generation_kwargs", None) or {})
     _check_teacher(args, server_urls(args))
+
+
+def _check_overlap(args: Any) -> None:
+    """Refuse what sampling one batch ahead does not go together with."""
+    off = "or set lora_sync_overlap=0"
+    if not hasattr(args, "vllm_importance_sampling_correction"):
+        raise _no_overlap(
+            type(args).__name__,
+            "its trainer does not correct for samples of an earlier policy. That correction exists for GRPO and its "
+            "subclasses",
+            "Set lora_sync_overlap=0",
+        )
+    if not args.vllm_importance_sampling_correction:
+        raise _no_overlap(
+            "vllm_importance_sampling_correction=False",
+            "each batch is sampled from an earlier policy, and nothing else corrects for that",
+            f"Set it to True, {off}",
+        )
+    if args.vllm_server_sleep != "off":
+        raise _no_overlap(
+            f"vllm_server_sleep={args.vllm_server_sleep!r}",
+            "the servers sample while the trainer works, so they need their KV cache all the time",
+            f'Set it to "off", {off}',
+        )
+    if args.lora_sync_pause == "abort":
+        raise _no_overlap(
+            'lora_sync_pause="abort"',
+            "each load would end the requests of the batch that is sampled meanwhile",
+            f'Set it to "off", {off}',
+        )
+    if args.lora_sync_keep < _KEPT_FOR_OVERLAP:
+        raise _no_overlap(
+            f"lora_sync_keep={args.lora_sync_keep}",
+            "the version before the active one is sampled from as well",
+            f"Set it to {_KEPT_FOR_OVERLAP} or more, {off}",
+        )
+
+
+def check_overlap_arguments(args: Any, given: dict[str, Any]) -> None:
+    """Refuse arguments of a trainer that sampling one batch ahead does not go together with.
+
+    Args:
+        given: the trainer's arguments by name.
+
+    Raises:
+        UnsupportedSettingError: naming the argument.
+    """
+    for name, why in (
+        ("rollout_func", "it samples by its own requests, and cannot be asked for the next batch"),
+        ("environment_factory", "the prompts of a batch depend on environments that are reset when it is sampled"),
+    ):
+        if given.get(name) is not None:
+            raise _no_overlap(name, why, "Set lora_sync_overlap=0")
+    if given.get("tools") and args.lora_sync_serving == "fused":
+        raise _no_overlap(
+            'tools with lora_sync_serving="fused"',
+            "all turns of a batch are sampled from one version, and a fused server has the newest one only",
+            'Set lora_sync_serving="runtime", or lora_sync_overlap=0',
+        )
+
+
+def _no_overlap(seen: str, why: str, fix: str) -> UnsupportedSettingError:
+    return UnsupportedSettingError(f"{seen} cannot be used with lora_sync_overlap=1: {why}. {fix}.")
 
 
 def _check_fields(args: Any) -> None:
@@ -306,7 +391,7 @@ def _check_generation_kwargs(generation_kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Refuse a value that is none of `choices`; dataclasses do not check `Literal` themselves."""
     if value not in choices:
         raise UnsupportedSettingError(f"{name}={value!r} is not known. Choose one of {', '.join(map(repr, choices))}.")
@@ -368,6 +453,7 @@ def sync_settings(args: Any) -> "SyncSettings":
         verify=args.lora_sync_verify,
         verify_tolerance=args.lora_sync_verify_tolerance,
         samples_older=getattr(args, "vllm_sync_frequency", 1) > 1,
+        overlap=args.lora_sync_overlap == 1,
     )
 
 

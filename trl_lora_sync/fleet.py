@@ -50,11 +50,13 @@ class Fleet:
     Attributes:
         servers: all of them, dropped ones included, in the order of the setting.
         active: the version that every server in service has, with its tensors if any server is sent those.
+        leased: versions that were active and are still sampled from, as often as they are leased.
     """
 
     def __init__(self, settings: SyncSettings) -> None:
         self.servers = [FleetServer(address, settings) for address in settings.servers]
         self.active: StoredAdapter | None = None
+        self.leased: list[StoredAdapter] = []
         self._settings = settings
         self._preflight: Preflight | None = None
         self._drop_lock = threading.Lock()
@@ -249,6 +251,34 @@ class Fleet:
         sends_content = any(server.sends_content for server in self.servers)
         self.active = stored if sends_content else replace(stored, content=None)
 
+    def lease(self) -> StoredAdapter:
+        """Take the active version for sampling that may outlast it.
+
+        Until it is given to `release`, a server that restarts is given this version as well.
+        """
+        assert self.active is not None
+        self.leased.append(self.active)
+        return self.leased[-1]
+
+    def release(self, stored: StoredAdapter) -> None:
+        """Give a lease back."""
+        self.leased.remove(stored)  # names tell versions apart, before any tensor is compared
+
+    def is_leased(self, adapter_name: str) -> bool:
+        """Whether a version is sampled from although others may have come since."""
+        return any(stored.name == adapter_name for stored in self.leased.copy())
+
+    @property
+    def _needed(self) -> list[StoredAdapter]:
+        """The versions that a server must have, the active one first."""
+        found = {stored.name: stored for stored in [self.active, *self.leased.copy()] if stored is not None}
+        return list(found.values())
+
+    def _needed_by(self, server: FleetServer) -> list[StoredAdapter]:
+        """A fused server has one version at a time, and a version is activated only after the batch before it."""
+        is_fused = server.engine.capabilities.is_fused
+        return [stored for stored in self._needed if stored is self.active or not is_fused]
+
     def unload_later(self, adapter_name: str) -> "list[Future[bool]]":
         """Forget a name on every server, beside the training."""
         return [server.unload_later(adapter_name) for server in self.servers]
@@ -355,36 +385,38 @@ class Fleet:
                 server.note_loss(error, engine)
 
     def _readmit(self, server: FleetServer, deadline: Deadline, halt: threading.Event, needs_active: bool) -> None:
-        """Wait until the server is up; if it forgot the active version, check it anew and load that."""
+        """Wait until the server is up; if it forgot a version that it needs, check it anew and load all of these."""
         if server.trouble is None:
             return  # another thread took it back meanwhile
         wait_until_up(server.base_url, is_local=server.address.is_local, deadline=deadline, halt=halt)
-        active, loaded = self.active, server.engine.loaded(deadline)
-        if active is None or active.name not in loaded or isinstance(server.trouble, AdapterLostError):
+        needed, loaded = self._needed_by(server), server.engine.loaded(deadline)
+        is_complete = needed and all(stored.name in loaded for stored in needed)
+        if not is_complete or isinstance(server.trouble, AdapterLostError):
             server.connect(deadline)
             if self._preflight is not None:
                 self._preflight.check(server, deadline)
                 if self._preflight.trial is not None:
                     self._try_out([server], self._preflight.trial.read(self.capabilities), deadline)
-            if active is not None:
-                self._give_again(server, active, deadline, needs_active)
+            server.lacks = None
+            for stored in needed:
+                self._give_again(server, stored, deadline, needs_active)
         server.unload_unconfirmed(loaded)
         server.trouble = None
 
-    def _give_again(self, server: FleetServer, active: StoredAdapter, deadline: Deadline, is_needed: bool) -> None:
-        server.lacks = None
+    def _give_again(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, is_needed: bool) -> None:
         try:
-            server.load(active, deadline)
-            server.warm_up(active, deadline)
+            server.load(stored, deadline)
+            server.warm_up(stored, deadline)
         except AdapterRejectedError as error:
             if is_needed:
                 raise
-            server.lacks = active.name
-            logger.warning("%s had lost %s and could not be given it again. %s", server.base_url, active.name, error)
+            if stored is self.active:
+                server.lacks = stored.name
+            logger.warning("%s had lost %s and could not be given it again. %s", server.base_url, stored.name, error)
             return
-        logger.warning("%s had lost %s; it was given it again.", server.base_url, active.name)
-        if self.active is not active:  # the run has ended meanwhile
-            server.unload_later(active.name)
+        logger.warning("%s had lost %s; it was given it again.", server.base_url, stored.name)
+        if all(stored is not other for other in self._needed):  # it was retired meanwhile, or the run has ended
+            server.unload_later(stored.name)
 
     def _take_back(self, server: FleetServer, deadline: Deadline, halt: threading.Event) -> bool:
         """During a generation: wait for a lost server as long as a sync may take. False if it is dropped."""
@@ -467,7 +499,8 @@ class Fleet:
         sample: Callable[[FleetServer, list[int], int], list[list[Completion]]],
         deadline: Deadline,
     ) -> list[list[Completion]]:
-        is_active = self.active is not None and self.active.name == model
+        # A server that is lost is given these versions again, so the same sampling can be repeated there or elsewhere.
+        is_kept = any(stored.name == model for stored in self._needed)
 
         def do(server: FleetServer, places: list[int], at_once: int) -> list[list[Completion]]:
             engine = server.engine
@@ -475,7 +508,7 @@ class Fleet:
                 answers = sample(server, places, at_once)
             except LoRASyncError as error:
                 lost = self._as_loss(server, error, deadline)
-                if lost is None or not is_active:
+                if lost is None or not is_kept:
                     raise
                 server.note_loss(lost, engine)
                 raise lost from error
@@ -486,10 +519,10 @@ class Fleet:
             server: Worker(
                 do=partial(do, server),
                 # Sampling again is harmless as long as it is from the same version, which every server has.
-                is_loss=lambda error: is_active and _is_loss(error) and not deadline.is_over(),
+                is_loss=lambda error: is_kept and _is_loss(error) and not deadline.is_over(),
                 recover=partial(self._take_back, server, deadline),
                 speed=server.speed,
-                is_away=is_active and server.trouble is not None,
+                is_away=is_kept and server.trouble is not None,
             )
             for server in self.in_service
         }

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Deadline, Engine
+from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
+from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import AdapterLostError, LoRASyncError, ServerSetupError, VerificationError
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.threads import BackgroundThread, shielded
@@ -24,6 +25,8 @@ _UNLOAD_TIMEOUT_S = 30.0
 # How long everything together may take at the end of a run; also how long a release of the KV cache waits for unloads.
 CLOSE_TIMEOUT_S = 5.0
 _PROOFS_IN_A_ROW = 8
+# The version that is sampled from, and the one that is loaded meanwhile.
+_LORAS_FOR_OVERLAP = 2
 # A version that is lost again as often as this after it was loaded is no accident.
 _MAX_LOSSES = 3
 
@@ -94,6 +97,8 @@ class FleetServer:
                 f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
                 "now. Adapters are written for the engines of the start. Start the same server again."
             )
+        if self._settings.overlap and not served.is_fused:
+            self._check_overlap(served)
         self.sends_content = is_sent_content(self._settings, self.address, served)
         if self._engine is not None:
             self._retries_before += self._engine.retries
@@ -101,6 +106,29 @@ class FleetServer:
         self._engine = engine
         self._is_asleep = False
         self.forget_proof()
+
+    def _check_overlap(self, served: Capabilities) -> None:
+        """Refuse a server that cannot load an adapter while it samples from another one."""
+        if not served.keeps_adapters_apart:
+            raise ServerSetupError(
+                f"{self.base_url} runs {served.engine} {served.version}, which may mix up adapters that are loaded "
+                "while requests run. lora_sync_overlap=1 needs vLLM 0.26 or later. Install one beside the server, or "
+                "set lora_sync_overlap=0."
+            )
+        if served.max_loras is not None and served.max_loras < _LORAS_FOR_OVERLAP:
+            flag, for_base = ("--max-loras", 0) if served.engine == "vllm" else ("--max-loras-per-batch", 1)
+            restart = serve_command(
+                served.engine,
+                served.base_root,
+                engine_options=[flag, str(_LORAS_FOR_OVERLAP + for_base)],
+                base_url=self.base_url,
+                is_local=self.address.is_local,
+            )
+            raise ServerSetupError(
+                f"{self.base_url} was started with {flag} {served.max_loras + for_base}, so the load of a version "
+                "waits for the whole batch that is sampled from the version before. lora_sync_overlap=1 needs room for "
+                f"{_LORAS_FOR_OVERLAP} adapters. Restart the server with {restart}, or set lora_sync_overlap=0."
+            )
 
     def forget_proof(self) -> None:
         """Have it compared with the trainer again, from the next version on."""

@@ -6,6 +6,7 @@ prompts go in and completions come out in the order of the rows.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -39,6 +40,7 @@ from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, Promp
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.overlap import BatchFigures, Overlap
 from trl_lora_sync.scoring import (
     adapter_logprobs,
     base_logprobs,
@@ -51,6 +53,19 @@ from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
 from trl_lora_sync.sync import AdapterSync, ReadAdapter, ScoreAdapter
 from trl_lora_sync.verify import PROBE_PROMPT, Scores, TrainedBase, Trial
+
+
+@dataclass
+class TrainingBatch:
+    """A batch that is being sampled with overlap.
+
+    Attributes:
+        following: the prompts of this process in the batch after it, see `LoRASyncGeneration.training_batch`.
+        figures: how it was sampled, once it was.
+    """
+
+    following: list[list[int]] | None
+    figures: BatchFigures | None = None
 
 
 class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -77,6 +92,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
         self._active_name: str | None = None
         self._sync: AdapterSync | None = None
+        self._overlap: Overlap | None = None
+        self._batch: TrainingBatch | None = None  # the one that is being sampled with overlap
         self._reader = AdapterReader()
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
@@ -92,8 +109,14 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         self._initial = run_on_all(self.accelerator, lambda: remember_initial_adapter(self.model, is_new=self._is_new))
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
         if self.accelerator.is_main_process:
-            self._sync = AdapterSync(self._settings)
-            Ending(self, self._sync.end)
+            self._sync = sync = AdapterSync(self._settings)
+            self._overlap = overlap = Overlap(sync.fleet, lambda: _generation_deadline(sync.settings))
+
+            def end() -> None:
+                overlap.cancel()
+                sync.end()
+
+            Ending(self, end)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline, self._sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
         make_trial = self._trial(base)
@@ -120,6 +143,9 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         Raises:
             LoRASyncError: on every process alike.
         """
+        if self._settings.overlap and self._settings.loads_wait:
+            # A wait of its own, as a load that waits for a whole batch would take the time of the sync.
+            run_on_main(self.accelerator, self._settle)
         timer = PhaseTimer()
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
         with timer.phase("gather"):
@@ -170,6 +196,10 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
         assert self._sync is not None
         return self._sync.publish(read, timer, score)
+
+    def _settle(self) -> None:
+        assert self._overlap is not None
+        self._overlap.settle()
 
     def _wants_proof(self) -> bool:
         assert self._sync is not None
@@ -324,6 +354,8 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     ) -> tuple[list[list[int]], list[list[int]], list[Any] | None, list[Any] | None]:
         """**Collective.** Sample one completion per row of `prompts` from the active version.
 
+        In a block of `training_batch` the completions may be of the version before, as that says.
+
         Args:
             prompts: token ids, one list per row of this process.
             images: PIL images per row, or None; None for no images at all.
@@ -338,10 +370,13 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             self.sync_weights()
         # Images go along even if None, because other processes may have some. Shares may differ in length.
         timer = PhaseTimer()
-        shares = gather_object([(prompts, images or [None] * len(prompts))])
-        completions = run_on_main(self.accelerator, lambda: self._sample(shares, profiler))
+        following = self._batch.following if self._batch else None
+        shares = gather_object([(prompts, images or [None] * len(prompts), following)])
+        completions, figures = run_on_main(self.accelerator, lambda: self._sample(shares, profiler))
         self._generate_s = (self._generate_s or 0.0) + timer.total_s()
-        start = sum(len(rows) for rows, _ in shares[: self.accelerator.process_index])
+        if self._batch:
+            self._batch.figures = figures
+        start = sum(len(rows) for rows, *_ in shares[: self.accelerator.process_index])
         mine = completions[start : start + len(prompts)]
         with_logprobs = self.logprobs is not None
         return (
@@ -350,6 +385,25 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
             [row.logprobs for row in mine] if with_logprobs else None,
             [row.logprob_token_ids for row in mine] if with_logprobs else None,
         )
+
+    @contextmanager
+    def training_batch(self, following: list[list[int]] | None) -> Iterator["TrainingBatch"]:
+        """What is sampled in the block are the turns of one batch that is trained on; only with overlap.
+
+        The first turn is what was sampled ahead, if that is for the same prompts, and all turns are of one version.
+        The batch after it is sampled ahead from the newest one.
+
+        Args:
+            following: the prompts of this process in the batch after this one; None if there is none, or they are not
+                known. If so on any process, nothing is sampled ahead.
+        """
+        self._batch = TrainingBatch(following)
+        try:
+            yield self._batch
+        finally:
+            self._batch = None
+            if self._overlap is not None:
+                self._overlap.end_batch()
 
     def take_generate_s(self) -> float | None:
         """Seconds spent in `generate`, syncs not counted, since this was last called; None if it never generated."""
@@ -378,18 +432,26 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
         if self._sync is not None:
             self._sync.sleep()
 
-    def _sample(self, shares: list[tuple[list[list[int]], list[Any]]], profiler: Any) -> list[Completion]:
+    def _sample(
+        self, shares: list[tuple[list[list[int]], list[Any], list[list[int]] | None]], profiler: Any
+    ) -> tuple[list[Completion], BatchFigures | None]:
         assert self._sync is not None
+        assert self._overlap is not None
         assert self._active_name is not None
-        groups = group_rows([row for rows, _ in shares for row in rows], [i for _, images in shares for i in images])
+        groups = group_rows(
+            [row for rows, *_ in shares for row in rows], [image for _, images, _ in shares for image in images]
+        )
         with profiler or nullcontext():
-            answers = self._sync.fleet.generate(
-                self._active_name, groups, self._sampling(), self._generation_deadline()
-            )
-        return [completion for answer in answers for completion in answer]
+            if self._batch is not None:
+                answers = self._overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in shares]))
+            else:
+                answers = self._sync.fleet.generate(
+                    self._active_name, groups, self._sampling(), self._generation_deadline()
+                )
+        return [completion for answer in answers for completion in answer], self._overlap.figures
 
     def _generation_deadline(self) -> Deadline:
-        return Deadline.after(self._settings.generation_timeout_s, "Generation (lora_sync_generation_timeout)")
+        return _generation_deadline(self._settings)
 
     def _sampling(self) -> Sampling:
         return Sampling(
@@ -408,9 +470,15 @@ class LoRASyncGeneration(VLLMGeneration):  # type: ignore[misc]
     def close(self) -> None:
         """Unload and delete all versions; the next `generate` publishes anew. Not collective, never fails."""
         self._active_name = None
+        if self._overlap is not None:
+            self._overlap.cancel()
         if self._sync is not None:
             self._sync.close()
         self._reader.release()
+
+
+def _generation_deadline(settings: SyncSettings) -> Deadline:
+    return Deadline.after(settings.generation_timeout_s, "Generation (lora_sync_generation_timeout)")
 
 
 def dropout_note(dropout: float) -> str:
@@ -438,6 +506,16 @@ def initial_note(size: int) -> str:
 def _saved_name(path: str, adapter_name: str) -> str:
     """The name in PEFT's files of the matrix that a module of the model holds."""
     return f"{unwrapped_path(path).removesuffix(f'.{adapter_name}')}.weight"
+
+
+def _following_groups(shares: list[list[list[int]] | None]) -> list[PromptGroup] | None:
+    """The batch to sample ahead, of the prompts of all processes; None if one of them does not know its own."""
+    rows: list[list[int]] = []
+    for share in shares:
+        if share is None:
+            return None
+        rows += share
+    return group_rows(rows, [None] * len(rows))
 
 
 def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:

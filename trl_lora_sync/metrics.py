@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 PREFIX = "lora_sync/"
 VERIFY_GAP = f"{PREFIX}verify_gap"
 GENERATE = f"{PREFIX}generate_s"
+VERSION_LAG = f"{PREFIX}version_lag"
+OVERLAP_WAIT = f"{PREFIX}overlap_wait_s"
+OVERLAP_HIDDEN = f"{PREFIX}overlap_hidden"
+OVERLAP_MASKED = f"{PREFIX}overlap_masked"
 LOG_FILE = "lora_sync.jsonl"  # in the output_dir of a run
 
 

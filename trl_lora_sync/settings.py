@@ -44,6 +44,7 @@ class SyncSettings:
         verify_tolerance: see `verify.compare`.
         samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
             `vllm_sync_frequency` above 1 asks for.
+        overlap: whether the servers sample the next batch while the trainer works on this one.
     """
 
     servers: tuple[ServerAddress, ...]
@@ -63,3 +64,9 @@ class SyncSettings:
     verify: str = "first"
     verify_tolerance: float = TOLERANCE
     samples_older: bool = False
+    overlap: bool = False
+
+    @property
+    def loads_wait(self) -> bool:
+        """Whether a load lasts until every running request has ended."""
+        return self.serving == "fused" or self.pause == "drain"

@@ -5,7 +5,6 @@ their caches needless: no request can meet a half-loaded adapter, and no cache e
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ class AdapterSync:
         self.fleet = Fleet(settings)
         self._transport: Transport | None = None
         self._next_version = 1
-        self._registered: deque[StoredAdapter] = deque()
+        self._registered: list[StoredAdapter] = []
         self._retired: list[StoredAdapter] = []
         self._retries_reported = 0
         self._layout: dict[str, torch.Size] = {}  # names and shapes of the tensors that servers were proved with
@@ -227,17 +226,18 @@ class AdapterSync:
         return None if self.settings.verify == "off" else all(server.is_proven for server in self.fleet.in_service)
 
     def _retire_old_versions(self) -> None:
-        """Unload what is beyond `keep`; delete files one version later, as a server may still re-read them.
+        """Unload what is beyond `keep` and not leased; delete files one version later, as a server may re-read them.
 
         Source: vLLM re-reads an evicted adapter from its path inside the engine step, and dies if it is gone.
         """
         for stored in self._retired:
             self.transport.delete(stored, keep_name=not self.fleet.has_forgotten(stored.name))
         self._retired.clear()
-        while len(self._registered) > self.settings.keep:
-            oldest = self._registered.popleft()
-            self.fleet.unload_later(oldest.name)
-            self._retired.append(oldest)
+        beyond = self._registered[: -self.settings.keep]
+        self._retired += [stored for stored in beyond if not self.fleet.is_leased(stored.name)]
+        for stored in self._retired:
+            self._registered.remove(stored)
+            self.fleet.unload_later(stored.name)
 
     def _summary(self, adapter: CanonicalAdapter) -> str:
         served = [

@@ -84,8 +84,12 @@ class TaskGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._cancelled.set()
-            wait(self._tasks, timeout=_GRACE_S)
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the tasks, and give them a moment to end."""
+        self._cancelled.set()
+        wait(self._tasks, timeout=_GRACE_S)
 
     @property
     def is_cancelled(self) -> bool:

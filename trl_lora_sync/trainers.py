@@ -1,17 +1,23 @@
 """TRL's trainers, building our generation object instead of theirs when adapter sync is chosen."""
 
 import inspect
+import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import trl
 
 from trl_lora_sync import _trl
 from trl_lora_sync.config import GRPOConfig, LoRASyncConfig
-from trl_lora_sync.trl_checks import check_arguments, check_built, check_trainer, trl_classes
+from trl_lora_sync.trl_checks import check_arguments, check_built, check_overlap, check_trainer, trl_classes
 
 if TYPE_CHECKING:
     from trl_lora_sync.generation import LoRASyncGeneration
+    from trl_lora_sync.lookahead import LookAhead
     from trl_lora_sync.metrics import SyncReport, SyncTotals
+
+
+logger = logging.getLogger(__name__)
 
 
 class LoRASyncTrainer:
@@ -34,7 +40,12 @@ class LoRASyncTrainer:
     add_callback: Any
     args: Any
     vllm_generation: "LoRASyncGeneration"
+    state: Any
+    _step: int
     _totals: "SyncTotals | None" = None  # of the training that runs
+    _look_ahead: "LookAhead | None" = None  # with overlap only
+    _first_step = 0  # `_step` at the first batch of the update that runs
+    _has_warned_of_images = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(type(self), args, kwargs)
@@ -44,12 +55,15 @@ class LoRASyncTrainer:
             super().__init__(*args, **kwargs)
             return
         from trl_lora_sync.adapter.support import check_model
-        from trl_lora_sync.config import check_reference, check_sync_fields, sync_settings
+        from trl_lora_sync.config import check_overlap_arguments, check_reference, check_sync_fields, sync_settings
         from trl_lora_sync.generation import LoRASyncGeneration
         from trl_lora_sync.run_log import RunLog
 
         check_trainer(type(self))
         check_sync_fields(config)  # fields may have been set after the config was made
+        if config.lora_sync_overlap:
+            check_overlap(type(self))
+            check_overlap_arguments(config, given)
         check_model(given["model"], given.get("peft_config"))
         check_reference(config, given.get("peft_config"))
         settings = sync_settings(config)
@@ -63,6 +77,8 @@ class LoRASyncTrainer:
             super().__init__(*args, **kwargs)
         check_built(self, LoRASyncGeneration)
         self.add_callback(RunLog(self))
+        if settings.overlap:
+            self._start_overlap()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. At its end, also on an error, versions are unloaded and deleted, and the syncs summed up."""
@@ -72,6 +88,53 @@ class LoRASyncTrainer:
         finally:
             self._release_adapters()
             self._sum_up()
+
+    def _start_overlap(self) -> None:
+        from trl_lora_sync.lookahead import LookAhead
+        from trl_lora_sync.overlap import start_sentence
+
+        self._look_ahead = LookAhead(lambda: self.accelerator.gradient_state.end_of_dataloader)
+        if self.accelerator.is_main_process:
+            print(start_sentence(self.args.vllm_importance_sampling_mode), flush=True)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """Transformers' `get_batch_samples`; with overlap it remembers what it takes, and what is read beyond it."""
+        if self._look_ahead is not None:
+            self._first_step = self._step
+            epoch_iterator = self._look_ahead.over(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's `_prepare_inputs`; with overlap a batch to train on comes from what was sampled ahead."""
+        if self._look_ahead is None or not _trl.generation_is_due(self):
+            return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        with self.vllm_generation.training_batch(self._following_prompts()) as batch:
+            inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        if batch.figures is not None:
+            from trl_lora_sync.metrics import OVERLAP_MASKED
+
+            masked = {OVERLAP_MASKED: _trl.masked_share(self)}
+            _trl.record_metrics(self, batch.figures.metrics() | masked, latest=frozenset())
+        return inputs
+
+    def _following_prompts(self) -> list[list[int]] | None:
+        """The token ids of this process's prompts in the next batch that is sampled; None if there is none."""
+        assert self._look_ahead is not None
+        look, per_update = self._look_ahead, self.args.gradient_accumulation_steps
+        place = self._step - self._first_step + _trl.batches_until_generation(self)
+        batch, updates = look.peek(place), max(0, 1 + (place - look.taken) // per_update)
+        if batch is None and look.taken:
+            in_next_epoch = place - look.known
+            # The last update of an epoch may have fewer batches.
+            updates = -(-(look.known - look.taken) // per_update) + 1 + in_next_epoch // per_update
+            batch = _trl.batch_of_next_epoch(self, in_next_epoch)
+        if self.state.global_step + updates >= self.state.max_steps:
+            return None
+        prompts = None if batch is None else _trl.tokenized(self, batch)
+        if batch is not None and prompts is None and not self._has_warned_of_images:
+            self._has_warned_of_images = True
+            logger.warning("A batch with images is not sampled ahead: lora_sync_overlap=1 is for text prompts.")
+        return prompts
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """**Collective.** TRL's `save_model`. Under FSDP with sharded state dicts it saves the adapter as well.
@@ -97,6 +160,8 @@ class LoRASyncTrainer:
     def _release_adapters(self) -> None:
         if self._syncs_adapters:
             self.vllm_generation.close()
+            if self._look_ahead is not None:
+                self._look_ahead.forget()
             _trl.forget_last_sync(self)
 
     def _sum_up(self) -> None:

@@ -49,6 +49,10 @@ _IGNORED = frozenset(
 _GENERATION_USES = frozenset({"sync_weights", "generate", "vllm_client", "llm"})
 _CLIENT_USES = frozenset({"get_server_info", "reset_prefix_cache", "generate", "chat", "base_url", "model"})
 _SERVER_INFO_KEYS = ("model_config", "logprobs_mode")
+# With overlap: when GRPO's trainer samples, and what it counts by; and the parameters of `get_batch_samples`.
+_SAMPLES_IF = "self._step % generate_every == 0 or self._buffered_inputs is None"
+_EVERY = "generate_every = self.args.steps_per_generation * self.num_iterations"
+_TAKING_PARAMETERS = ("self", "epoch_iterator", "num_batches", "device")
 _STABLE = frozenset({"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"})
 # The beginnings of names of TRL's trainers and configurations, and why adapter sync is not for them.
 _OTHERS = {
@@ -117,6 +121,50 @@ def check_trainer(trainer_class: type) -> None:
         changes += uses.changes(names[0])
     changes += _signature_changes(trainer_class, names[0])
     _raise_if_changed(changes)
+
+
+def check_overlap(trainer_class: type) -> None:
+    """Look for what sampling one batch ahead relies on in a trainer.
+
+    Raises:
+        UnsupportedSettingError: it is not for such a trainer.
+        UnsupportedTRLError: the installed TRL or Transformers has something in another form.
+    """
+    if not issubclass(trainer_class, trl.GRPOTrainer):
+        raise UnsupportedSettingError(
+            f"{trainer_class.__name__} cannot be used with lora_sync_overlap=1: it is for GRPOTrainer and its "
+            "subclasses, which correct for samples of an earlier policy. Set lora_sync_overlap=0."
+        )
+    changes: list[str] = []
+    for where, owner, name, parameters in (
+        (f"of Transformers {transformers.__version__}", transformers.Trainer, "get_batch_samples", _TAKING_PARAMETERS),
+        ("of TRL", trl.GRPOTrainer, "_prepare_inputs", ("self", "generation_batch")),
+        ("of TRL", trl.GRPOTrainer, "_tokenize_prompts", ("self", "prompts")),
+    ):
+        found, what = getattr(owner, name, None), f"{owner.__name__}.{name}"
+        changes += _parameter_changes(what, found, parameters) if callable(found) else [f"there is no {what} {where}"]
+    if not changes:
+        changes += _overlap_changes()
+    _raise_if_changed(changes)
+
+
+def _overlap_changes() -> Iterator[str]:
+    """Whether the trainer samples when it is expected to, what it is expected to, and keeps the ratios."""
+    tree = _function_tree(inspect.unwrap(trl.GRPOTrainer._prepare_inputs))
+    lines = {ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If)} if tree else None
+    if lines is not None and _SAMPLES_IF not in lines:
+        yield f"GRPOTrainer._prepare_inputs does not sample if {_SAMPLES_IF}"
+    if tree is not None and _EVERY not in {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.stmt)}:
+        yield f"GRPOTrainer._prepare_inputs does not count by {_EVERY}"
+    trainer = _class_tree(trl.GRPOTrainer)
+    if trainer is None:
+        return
+    text = {ast.unparse(node) for node in ast.walk(trainer) if isinstance(node, ast.Call | ast.Subscript)}
+    if "self._tokenize_prompts(prompts)" not in text:
+        yield "GRPOTrainer does not tokenize a batch by self._tokenize_prompts(prompts)"
+    for key in ("importance_sampling_ratio", "completion_mask"):
+        if f"inputs[{key!r}]" not in text:
+            yield f"GRPOTrainer has no {key} in the inputs of its loss"
 
 
 def refuse_others(found: type) -> None:

@@ -32,6 +32,7 @@ from vllm_server import VLLMServer
 from trl_lora_sync import export_adapter
 
 SEEDS = range(12)
+OVERLAP_SEEDS = range(100, 108)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,19 @@ def test_every_accepted_completion_was_sampled_by_the_version_believed_active_or
     seed: int, arena: Arena, clean_server: VLLMServer, tmp_path: Path
 ) -> None:
     schedule = schedule_of(seed)
+
+    outcome = arena.run(schedule, tmp_path)
+
+    assert outcome.violations == []
+    assert outcome.accepted > 0
+    assert outcome.left == [] or schedule.has_stale_answers
+
+
+@pytest.mark.parametrize("seed", OVERLAP_SEEDS)
+def test_with_overlap_every_accepted_completion_is_of_the_version_of_its_batch_or_the_step_raised(
+    seed: int, arena: Arena, clean_server: VLLMServer, tmp_path: Path
+) -> None:
+    schedule = replace(schedule_of(seed), overlap=True)
 
     outcome = arena.run(schedule, tmp_path)
 
@@ -109,6 +123,19 @@ def test_a_schedule_without_faults_breaks_no_rule(
     assert (outcome.violations, outcome.left, outcome.raised) == ([], [], {})
     assert outcome.gap < 0.02 < 0.08 < outcome.margin
     assert outcome.seen == servers * 4  # after two syncs, a generation, and the step after all faults
+
+
+def test_batches_sampled_ahead_are_judged_by_the_version_before(
+    arena: Arena, clean_server: VLLMServer, tmp_path: Path
+) -> None:
+    actions = ("start", "sync", "generate", "sync", "generate", "sync", "sync", "generate")
+    steps = tuple(Step(trainer=0, action=action, prompts=4) for action in actions)
+
+    outcome = arena.run(replace(QUIET, servers=2, steps=steps, overlap=True), tmp_path)
+
+    assert (outcome.violations, outcome.left, outcome.raised) == ([], [], {})
+    assert outcome.ahead == 2
+    assert outcome.gap < 0.02 < 0.08 < outcome.margin
 
 
 def test_a_server_that_samples_from_another_version_and_hides_it_breaks_the_rule(

@@ -65,6 +65,11 @@ def act(action: str) -> None:
         from trl_lora_sync.trl_checks import check_trainer
 
         check_trainer(getattr(trl_lora_sync, name))
+    elif kind == "overlap":
+        import trl_lora_sync
+        from trl_lora_sync.trl_checks import check_overlap
+
+        check_overlap(getattr(trl_lora_sync, name))
     elif kind == "script":
         importlib.import_module(f"trl_lora_sync.scripts.{name}").make_parser()
     elif kind == "command":

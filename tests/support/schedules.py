@@ -5,8 +5,9 @@
 What a completion was sampled by is found out from its log-probabilities alone: the trainer's own model, with the
 adapter as it was at the last sync that succeeded, must give the same ones. After each sync, accepted or not, every
 server in service is asked beneath its proxy what it samples in the name of that version, which is on all of them or on
-none. Nothing else that the package believes is asked. A schedule is a pure function of its seed, so a failing one can
-be run again by itself.
+none. With overlap, a batch that was sampled ahead is of the version that was believed active when the batch before it
+was taken, and is being sampled while syncs and their faults happen. Nothing else that the package believes is asked. A
+schedule is a pure function of its seed, so a failing one can be run again by itself.
 """
 
 import contextlib
@@ -103,6 +104,7 @@ class Schedule:
     servers: int = 1
     on_server_loss: str = "error"
     verify: str = "first"
+    overlap: bool = False
 
     @property
     def faults(self) -> list[Fault]:
@@ -133,6 +135,7 @@ class Outcome:
         dropped: how often a server was gone on without.
         raised: how often each error ended an action.
         fired: how often each kind of fault happened.
+        ahead: how many batches were sampled ahead.
         gap: largest mean distance between the log-probabilities of accepted completions and their version's own.
         margin: smallest mean distance to those of any other version of the run.
         left: adapters or files that stayed behind after the end.
@@ -144,6 +147,7 @@ class Outcome:
     dropped: int = 0
     raised: Counter[str] = field(default_factory=Counter)
     fired: Counter[str] = field(default_factory=Counter)
+    ahead: int = 0
     gap: float = 0.0
     margin: float = float("inf")
     left: list[str] = field(default_factory=list)
@@ -240,6 +244,8 @@ class SmallTrainer:
         believed: seed of the adapter that this trainer believes active: the one the model held at the last sync that
             was reported as accepted.
         accepted: the names of all versions that were reported as accepted, in order.
+        sampled_from: seed of the adapter that the last batch is believed to be sampled from.
+        lags: of each batch, whether it was sampled ahead.
     """
 
     def __init__(
@@ -249,7 +255,7 @@ class SmallTrainer:
         urls: Sequence[str],
         folder: Path,
         first_seed: int,
-        **changes: str,
+        **changes: Any,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -260,7 +266,10 @@ class SmallTrainer:
         self.believed: int | None = None
         self.versions: list[int] = []
         self.accepted: list[str] = []
+        self.sampled_from: int | None = None
+        self.lags: list[int] = []
         self.generation: LoRASyncGeneration | None = None
+        self._asked_from: int | None = None
         self._next_seed = first_seed
         self._held: int | None = None
 
@@ -283,11 +292,23 @@ class SmallTrainer:
         self._change_adapter()
         self.generation.sync_weights()
 
-    def generate(self, prompts: list[list[int]]) -> list[Row]:
+    def generate(self, prompts: list[list[int]], following: list[list[int]] | None = None) -> list[Row]:
+        """Sample a batch, which `sampled_from` is then about; with overlap, ask for the one that follows."""
         assert self.generation is not None
         if self.believed is None:  # the generation syncs by itself then
             self._change_adapter()
-        return sample(self.generation, prompts)
+        if not self.changes.get("overlap"):
+            rows = sample(self.generation, prompts)
+            self.sampled_from = self.believed
+            return rows
+        asked_from, self._asked_from = self._asked_from, None
+        with self.generation.training_batch(following) as batch:
+            rows = sample(self.generation, prompts)
+        self._asked_from = self.believed
+        assert batch.figures is not None
+        self.lags.append(batch.figures.version_lag)
+        self.sampled_from = asked_from if batch.figures.version_lag else self.believed
+        return rows
 
     def _change_adapter(self) -> None:
         self._held = self._next_seed = self._next_seed + 1
@@ -304,7 +325,7 @@ class SmallTrainer:
             self.generation.close()
 
 
-def settings_for(urls: Sequence[str], folder: Path, timeout_s: float, **changes: str) -> SyncSettings:
+def settings_for(urls: Sequence[str], folder: Path, timeout_s: float, **changes: Any) -> SyncSettings:
     return plain_settings(
         urls,
         folder / "sync",
@@ -355,6 +376,7 @@ class Arena:
                     10_000 * schedule.seed + 5_000 * index,
                     on_server_loss=schedule.on_server_loss,
                     verify=schedule.verify,
+                    overlap=schedule.overlap,
                 )
                 for index in range(schedule.trainers)
             ]
@@ -395,6 +417,7 @@ class _Run:
             self._recover(trainer)
         for trainer in self.trainers:
             trainer.close()
+        self.outcome.ahead = sum(sum(trainer.lags) for trainer in self.trainers)
         accepted = {name for trainer in self.trainers for name in trainer.accepted}
         for proxy in self.proxies:
             wrong = {name for name in proxy.sampled if (version_of(name) or 0) > 0} - accepted
@@ -424,8 +447,8 @@ class _Run:
                     case "close":
                         trainer.close()
                     case "generate":
-                        prompts = [token_ids(100 * number + i) for i in range(step.prompts) for _ in range(2)]
-                        self._judge(trainer, trainer.generate(prompts), prompts, when)
+                        prompts = prompts_of(step, number)
+                        self._judge(trainer, trainer.generate(prompts, self._following(number)), prompts, when)
         except LoRASyncError as raised:
             error = raised
             self.outcome.raised[type(raised).__name__] += 1
@@ -438,6 +461,15 @@ class _Run:
             proxy.end_step()
         if step.action in ("sync", "generate"):
             self._look_beneath(trainer, when)
+
+    def _following(self, number: int) -> list[list[int]] | None:
+        """The prompts of the trainer's next batch, if it has one."""
+        later = list(enumerate(self.schedule.steps))[number + 1 :]
+        trainer = self.schedule.steps[number].trainer
+        return next(
+            (prompts_of(step, place) for place, step in later if (step.trainer, step.action) == (trainer, "generate")),
+            None,
+        )
 
     def _look_beneath(self, trainer: SmallTrainer, when: str) -> None:
         """Whether every server in service samples the active version in its name, unless it has restarted since."""
@@ -485,17 +517,22 @@ class _Run:
         outcome.accepted += len(rows)
         if [row[0] for row in rows] != prompts:
             outcome.violations.append(f"{when}: the completions belong to other prompts")
-        gap = trainer.checker.distances(rows, trainer.believed)
-        if not trainer.checker.sampled_by(rows, trainer.believed):
+        gap = trainer.checker.distances(rows, trainer.sampled_from)
+        if not trainer.checker.sampled_by(rows, trainer.sampled_from):
             outcome.violations.append(
                 f"{when}: not sampled by the version believed active (mean {gap.mean():.3f}, largest {gap.max():.3f})"
             )
             return
         outcome.gap = max(outcome.gap, float(gap.mean()))
-        others = [None, *(seed for seed in trainer.versions[-3:] if seed != trainer.believed)]
+        others = [None, *(seed for seed in trainer.versions[-3:] if seed != trainer.sampled_from)]
         outcome.margin = min(
             [outcome.margin, *(float(trainer.checker.distances(rows, other).mean()) for other in others)]
         )
+
+
+def prompts_of(step: Step, number: int) -> list[list[int]]:
+    """What the step of a schedule samples, each prompt twice."""
+    return [token_ids(100 * number + i) for i in range(step.prompts) for _ in range(2)]
 
 
 def servers_of(trainer: SmallTrainer) -> list[FleetServer]:

@@ -5,6 +5,7 @@ its steps fails, so a test sees which process raised what.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from support.folders import largest_file
 from support.launch import end_process
 from support.models import lora, randomize_adapter
 from support.policies import distance, sample, token_ids
-from support.trainers import change_settings, grpo_trainer, steps_of
+from support.trainers import change_settings, grpo_trainer, mean_byte, prompts, steps_of
 from trl_lora_sync import GRPOTrainer
 
 Outcome = dict[str, Any]
@@ -152,9 +153,45 @@ def failing(folder: Path, closed_url: str, model: str) -> dict[str, Outcome]:
     return {"unreachable": attempt(unreachable), "unreachable_again": attempt(unreachable)}
 
 
+def overlapping(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
+    """The same run without and with overlap, and one whose sampling fails while both processes train."""
+
+    def train(overlap: int, name: str) -> dict[str, Any]:
+        batches, states = [], []
+
+        def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+            batches.append(prompts)
+            states.append(hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest())
+            return mean_byte(completions)
+
+        trainer = grpo_trainer(
+            proxy_url,
+            Path(model),
+            folder / name,
+            reward_funcs=reward,
+            train_dataset=prompts([f"prompt {number}" for number in range(12)]),
+            lora_sync_overlap=overlap,
+            gradient_accumulation_steps=2,
+            max_steps=5,
+            ddp_timeout=400,
+        )
+        trainer.train()
+        leased = trainer.vllm_generation.fleet.leased if PartialState().is_main_process else []
+        return {"batches": batches, "states": states, "steps": steps_of(trainer), "leased": len(leased)}
+
+    def broken() -> None:
+        if PartialState().is_main_process:
+            (folder / "order").write_text("refuse version 2")
+        PartialState().wait_for_everyone()
+        train(1, "broken")
+
+    seen = {"plain": attempt(lambda: train(0, "plain")), "overlap": attempt(lambda: train(1, "overlap"))}
+    return seen | {"broken": attempt(broken)}
+
+
 def main(scenario: str, folder: str, url: str, model: str) -> None:
     torch.set_num_threads(1)
-    scenarios = {"working": working, "failing": failing}
+    scenarios = {"working": working, "failing": failing, "overlapping": overlapping}
     seen = scenarios[scenario](Path(folder), url, model)
     end_process(folder, seen)
 

@@ -20,6 +20,25 @@ TRL_CASES: dict[str, Case] = {
     "nothing": ({}, {}, TRAINER, None),
     "nothing, for RLOO": ({}, {}, "trainer:RLOOTrainer", None),
     "nothing, for distillation": ({}, {}, "trainer:DistillationTrainer", None),
+    "nothing, with overlap": ({}, {}, "overlap:GRPOTrainer", None),
+    "another time to sample, with overlap": (
+        {GRPO: {"if self._step % generate_every == 0 or self": "if self._step % generate_every == 1 or self"}},
+        {},
+        "overlap:GRPOTrainer",
+        "GRPOTrainer._prepare_inputs does not sample if self._step % generate_every == 0 or self._buffered_inputs is",
+    ),
+    "another time to sample, without overlap": (
+        {GRPO: {"if self._step % generate_every == 0 or self": "if self._step % generate_every == 1 or self"}},
+        {},
+        TRAINER,
+        None,
+    ),
+    "another way to tokenize, with overlap": (
+        {GRPO: {"_tokenize_prompts(self, prompts: list)": "_tokenize_prompts(self, prompts: list, fast: bool = 1)"}},
+        {},
+        "overlap:GRPOTrainer",
+        "GRPOTrainer._tokenize_prompts takes another parameter, fast",
+    ),
     "the generation class in another module": (
         {GRPO: {"..generation.vllm_generation": "..generation.engines"}},
         {GENERATION: "generation/engines.py"},

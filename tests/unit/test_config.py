@@ -55,6 +55,7 @@ def test_added_fields_have_these_names_types_and_defaults() -> None:
         "lora_sync_on_server_loss": (Literal["error", "drop"], "error"),
         "lora_sync_verify": (Literal["first", "every", "off"], "first"),
         "lora_sync_verify_tolerance": (float, 3.0),
+        "lora_sync_overlap": (Literal[0, 1], 0),
     }
 
 
@@ -124,6 +125,53 @@ def test_contradiction_is_refused_with_the_value_the_fix_and_the_way_out(
     way_out = str(caught.value).partition('or set vllm_sync_strategy="weights"')[2]
     assert "vLLM in the trainer's environment" in way_out
     assert """--weight-transfer-config '{"backend": "nccl"}'""" in way_out
+
+
+# What sampling one batch ahead does not go together with
+
+NO_OVERLAP = [
+    (
+        {"vllm_importance_sampling_correction": False},
+        "vllm_importance_sampling_correction=False.*nothing else corrects",
+    ),
+    ({"vllm_server_sleep": "kv_cache"}, "vllm_server_sleep='kv_cache'.*need their KV cache"),
+    ({"lora_sync_pause": "abort"}, 'lora_sync_pause="abort".*end the requests'),
+    ({"lora_sync_keep": 1}, "lora_sync_keep=1.*version before the active one.*Set it to 2"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), NO_OVERLAP, ids=lambda value: str(value)[:60])
+def test_what_overlap_does_not_go_together_with_is_refused_with_both_ways_out(
+    fields: dict[str, Any], words: str, make: Callable[..., GRPOConfig]
+) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"{words}.*or set lora_sync_overlap=0") as caught:
+        make(**fields, lora_sync_overlap=1)
+    assert "cannot be used with lora_sync_overlap=1" in str(caught.value)
+    make(**fields)
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora_sync_serving": "fused"}, {"lora_sync_pause": "drain"}])
+def test_overlap_goes_together_with(fields: dict[str, Any], make: Callable[..., GRPOConfig]) -> None:
+    assert sync_settings(make(**fields, lora_sync_overlap=1)).overlap
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_vllm": True, "vllm_mode": "colocate"}])
+def test_overlap_without_adapter_sync_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedSettingError, match=r'lora_sync_overlap=1.*vllm_sync_strategy="weights".*take turns'):
+        GRPOConfig(output_dir=str(tmp_path), **ON_CPU, **fields, lora_sync_overlap=1)
+
+
+def test_overlap_in_colocate_mode_is_refused(make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match="vllm_mode='colocate'"):
+        make(vllm_mode="colocate", lora_sync_overlap=1)
+
+
+@pytest.mark.parametrize("overlap", [2, -1, "1", None])
+def test_overlap_is_zero_or_one(overlap: Any, make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(
+        UnsupportedSettingError, match=f"lora_sync_overlap={overlap!r} is not known. Choose one of 0, 1"
+    ):
+        make(lora_sync_overlap=overlap)
 
 
 @pytest.mark.parametrize(
@@ -341,6 +389,7 @@ PARSED = {
     "lora_sync_on_server_loss": "drop",
     "lora_sync_verify": "every",
     "lora_sync_verify_tolerance": 2.5,
+    "lora_sync_overlap": 0,  # 1 does not go together with the others
 }
 
 
@@ -357,6 +406,16 @@ def test_yaml_config_takes_every_field(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({**PARSED, **ON_CPU, "use_vllm": True, "vllm_mode": "server", "output_dir": "out"}))
     parsed = trl.TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(file)])[0]
     assert values(parsed) == PARSED
+
+
+def test_overlap_is_a_number_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
+    fields = {**ON_CPU, **SYNC, "output_dir": "out", "lora_sync_overlap": 1}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields))
+    typed = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    parser = trl.TrlParser((GRPOConfig,))
+    by_file = parser.parse_args_and_config(["--config", str(tmp_path / "run.yaml")])[0]
+    by_flags = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(typed)[0]
+    assert (by_file.lora_sync_overlap, by_flags.lora_sync_overlap) == (1, 1)
 
 
 def test_unknown_choice_on_the_command_line_lists_the_known_ones(
@@ -431,6 +490,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "verify": "every",
         "verify_tolerance": 2.5,
         "samples_older": False,
+        "overlap": False,
     }
 
 

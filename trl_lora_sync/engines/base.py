@@ -63,6 +63,8 @@ class Capabilities:
         dtype: what the server was told to compute in, such as `"bfloat16"`; None if that was left to the checkpoint
             or is not told.
         max_lora_rank: the largest rank it takes, if the server tells.
+        max_loras: how many adapters one batch of it can have, the base model not counted, if the server tells.
+        keeps_adapters_apart: whether an adapter can be loaded while requests run for another one.
         target_modules: the modules it can adapt; empty if the server does not tell.
         needs_fused_siblings: whether q/k/v and gate/up must come complete.
         survives_misfit: whether it refuses an adapter of other shapes instead of dying of it.
@@ -81,6 +83,8 @@ class Capabilities:
     logprobs_mode: str
     dtype: str | None = None
     max_lora_rank: int | None = None
+    max_loras: int | None = None
+    keeps_adapters_apart: bool = True
     target_modules: frozenset[str] = frozenset()
     needs_fused_siblings: bool = False
     survives_misfit: bool = True

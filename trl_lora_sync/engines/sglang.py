@@ -100,6 +100,8 @@ class SGLangEngine(SGLangServer):
             logprobs_mode=logprobs_mode(lambda temperature: self._spread(temperature, deadline)),
             dtype=_DTYPES.get(str(server.get("dtype"))),
             max_lora_rank=server.get("max_lora_rank"),
+            # SGLang counts the base model as one.
+            max_loras=int(server["max_loras_per_batch"]) - 1 if server.get("max_loras_per_batch") else None,
             target_modules=_target_modules(server.get("lora_target_modules")),
             needs_fused_siblings=True,
             survives_misfit=False,

@@ -65,6 +65,8 @@ _PROBE = "trl-lora-sync-probe"
 # Up to 0.28, answers of the token route name no model and repeat no prompt.
 # Source: `GenerateResponse` in vllm/entrypoints/serve/disagg/protocol.py, from 0.31 on in scale_out/token_in_token_out.
 _TOKEN_ROUTE_ECHOES_FROM = Version("0.31")
+# Before, adapters that are loaded while requests run may be mixed up with theirs.
+_ADAPTERS_APART_FROM = Version("0.26")
 
 
 class VLLMEngine(ServerEngine):
@@ -93,6 +95,8 @@ class VLLMEngine(ServerEngine):
             base_root=self._base_root,
             max_model_len=base.get("max_model_len"),
             logprobs_mode=logprobs_mode(lambda temperature: self._spread(base["id"], temperature, deadline)),
+            max_loras=self._metrics(deadline).max_loras,
+            keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
             is_cpu_build=self._is_cpu_build(version, deadline),
             takes_pushes=self._pushed.connect(deadline),
         )
@@ -419,10 +423,7 @@ class VLLMEngine(ServerEngine):
         return self._completions(content, groups, sampling)
 
     def _token_route_echoes(self) -> bool:
-        try:
-            return Version(self.capabilities.version) >= _TOKEN_ROUTE_ECHOES_FROM
-        except InvalidVersion:
-            return False
+        return not _is_below(self.capabilities.version, _TOKEN_ROUTE_ECHOES_FROM, if_unknown=True)
 
     def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
         response = self._post_sampling(path, body, model, deadline)
@@ -499,6 +500,13 @@ class VLLMEngine(ServerEngine):
             f"{self.base_url} wants an API key, and {API_KEY_VARIABLE} {state} in the trainer's environment. "
             f"Export {API_KEY_VARIABLE} with the key the server was started with."
         )
+
+
+def _is_below(version: str, limit: Version, *, if_unknown: bool = False) -> bool:
+    try:
+        return Version(version) < limit
+    except InvalidVersion:
+        return if_unknown
 
 
 def _batches(groups: Sequence[PromptGroup], at_once: int = CONCURRENT_REQUESTS) -> list[list[int]]:

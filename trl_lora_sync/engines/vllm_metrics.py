@@ -23,6 +23,7 @@ class VLLMMetrics:
         is_told: whether the engine's metrics are on it at all.
         has_lora: whether the server was started with --enable-lora.
         is_cpu_build: whether it computes on a CPU; None if that cannot be told.
+        max_loras: how many adapters one batch can have; None if that is not told.
         adapters_ran_at: when a request for an adapter last ran or waited, on the server's clock; infinity while one
             does, and 0 if none ever did.
     """
@@ -30,6 +31,7 @@ class VLLMMetrics:
     is_told: bool
     has_lora: bool
     is_cpu_build: bool | None
+    max_loras: int | None
     adapters_ran_at: float
 
 
@@ -46,6 +48,7 @@ def read_metrics(page: str) -> VLLMMetrics:
         is_told="vllm:num_requests_running" in page,
         has_lora="vllm:lora_requests_info" in page,
         is_cpu_build=_is_cpu_build(cache),
+        max_loras=next((int(labels["max_lora"]) for _, labels in used if labels.get("max_lora", "").isdecimal()), None),
         # The last sample stays when the engine has nothing more to do.
         adapters_ran_at=math.inf if is_busy and _names_adapter(now) else ran_at,
     )

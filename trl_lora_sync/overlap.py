@@ -1,0 +1,189 @@
+"""Sampling the next batch while the trainer works on this one; on process 0 only.
+
+Each batch comes from exactly one version: the one that was newest when the batch before it was taken. A lease keeps
+that version on the servers until the last answer. Knows prompts as token ids, and nothing of TRL.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.fleet import Fleet
+from trl_lora_sync.metrics import OVERLAP_HIDDEN, OVERLAP_WAIT, VERSION_LAG
+from trl_lora_sync.threads import TaskGroup, wait_for_any
+
+logger = logging.getLogger(__name__)
+
+Answers = list[list[Completion]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFigures:
+    """How one batch of the training was sampled.
+
+    Attributes:
+        version_lag: generation batches between asking for it and taking it: 1, or 0 for one that was not sampled ahead.
+        wait_s: seconds that the training waited for it.
+        generation_s: seconds that the servers took.
+    """
+
+    version_lag: int
+    wait_s: float
+    generation_s: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the generation that the training did not wait for."""
+        return max(0.0, 1.0 - self.wait_s / self.generation_s) if self.generation_s > 0 and self.version_lag else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """What the trainer logs."""
+        return {VERSION_LAG: float(self.version_lag), OVERLAP_WAIT: self.wait_s, OVERLAP_HIDDEN: self.hidden}
+
+
+@dataclass(kw_only=True)
+class _Ahead:
+    """A batch that is being sampled, or has been.
+
+    Attributes:
+        stored: the version that it is sampled from.
+        task: gives the answers, and the seconds that they took.
+        waited_s: for how long the training has waited so far.
+    """
+
+    groups: Sequence[PromptGroup]
+    sampling: Sampling
+    stored: StoredAdapter
+    tasks: TaskGroup
+    task: "Future[tuple[Answers, float]]"
+    waited_s: float = field(default=0.0)
+
+    def wait(self) -> None:
+        """Until it has been sampled, or has failed."""
+        started = time.monotonic()
+        try:
+            wait_for_any([self.task])
+        finally:
+            self.waited_s += time.monotonic() - started
+
+
+class Overlap:
+    """Samples batches one after the other, the next one ahead.
+
+    Args:
+        fleet: has the versions, and leases them.
+        deadline: makes the deadline of one batch.
+    """
+
+    def __init__(self, fleet: Fleet, deadline: Callable[[], Deadline]) -> None:
+        self._fleet = fleet
+        self._deadline = deadline
+        self._ahead: _Ahead | None = None
+        self._turns_of: StoredAdapter | None = None  # the version of the batch whose turns are being sampled
+        self.figures: BatchFigures | None = None  # of the batch that was taken last
+
+    def sample(
+        self, groups: Sequence[PromptGroup], sampling: Sampling, following: Sequence[PromptGroup] | None
+    ) -> Answers:
+        """One turn of a batch; all turns until `end_batch` come from the version of the first.
+
+        Args:
+            following: the next batch, asked for once this one is there; None if there is none or it cannot be known.
+
+        Raises:
+            LoRASyncError: the sampling failed, now or while the trainer worked.
+        """
+        if self._turns_of is not None:
+            return self._fleet.generate(self._turns_of.name, groups, sampling, self._deadline())
+        answers = self._take(groups, sampling)
+        if answers is None:
+            answers = self._sample_now(groups, sampling)
+        if following:
+            self._ask(following, sampling)
+        return answers
+
+    def end_batch(self) -> None:
+        """All turns of the batch have been sampled."""
+        if self._turns_of is not None:
+            self._release(self._turns_of)
+            self._turns_of = None
+
+    def settle(self) -> None:
+        """Wait for what is sampled ahead; how it went shows when it is taken."""
+        if self._ahead is not None:
+            self._ahead.wait()
+
+    def cancel(self) -> None:
+        """Break off what is sampled ahead, and let go of all leases; never fails, and may be called again."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.tasks.cancel()
+            self._release(ahead.stored)
+        self.end_batch()
+
+    def _take(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers | None:
+        ahead = self._ahead
+        if ahead is None:
+            return None
+        if (list(ahead.groups), ahead.sampling) != (list(groups), sampling):
+            logger.warning(
+                "Other prompts or sampling settings are due than were sampled ahead, so this batch is sampled now. "
+                "Nothing may change the order of the data, or these settings, while a batch is sampled ahead."
+            )
+            self.cancel()
+            return None
+        ahead.wait()  # interrupted, it stays here for `cancel`
+        self._ahead, self._turns_of = None, ahead.stored
+        answers, seconds = ahead.task.result()
+        self.figures = BatchFigures(version_lag=1, wait_s=ahead.waited_s, generation_s=seconds)
+        return answers
+
+    def _sample_now(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers:
+        self._turns_of = self._fleet.lease()
+        answers, seconds = _timed(partial(self._generate, self._turns_of, groups, sampling))
+        self.figures = BatchFigures(version_lag=0, wait_s=seconds, generation_s=seconds)
+        return answers
+
+    def _ask(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
+        stored, tasks = self._fleet.lease(), TaskGroup()
+        task = tasks.start(partial(_timed, partial(self._generate, stored, groups, sampling)))
+        self._ahead = _Ahead(groups=groups, sampling=sampling, stored=stored, tasks=tasks, task=task)
+
+    def _generate(self, stored: StoredAdapter, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers:
+        return self._fleet.generate(stored.name, groups, sampling, self._deadline())
+
+    def _release(self, stored: StoredAdapter) -> None:
+        self._fleet.release(stored)
+
+
+def _timed(act: Callable[[], Answers]) -> tuple[Answers, float]:
+    started = time.monotonic()
+    return act(), time.monotonic() - started
+
+
+def start_sentence(mode: str) -> str:
+    """What a run with overlap prints at its start, on process 0.
+
+    Args:
+        mode: the value of TRL's `vllm_importance_sampling_mode`.
+    """
+    if mode == "sequence_mask":
+        advice = (
+            'vllm_importance_sampling_mode="sequence_mask" leaves out whole completions whose probability has moved, '
+            'more of them in such a batch, and more of the long ones; "token_truncate" keeps every completion and '
+            "bounds the weight of each token"
+        )
+    else:
+        advice = (
+            f'vllm_importance_sampling_mode="{mode}" corrects for that; TRL\'s default "sequence_mask" would leave out '
+            'more whole completions of such a batch, and "token_truncate" keeps every one'
+        )
+    return (
+        "LoRA adapter sync: the servers sample the next batch while the trainer works on this one, so batches come "
+        f"from the policy of one generation batch earlier. {advice}."
+    )
