@@ -7,7 +7,7 @@ import asyncio
 import sys
 
 if sys.version_info >= (3, 11):
-    from asyncio import timeout
+    timeout = asyncio.timeout
 else:
     from collections.abc import AsyncIterator
     from contextlib import asynccontextmanager
