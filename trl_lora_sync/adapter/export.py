@@ -276,7 +276,7 @@ def remember_initial_adapter(model: "PeftModel", *, is_new: bool) -> dict[nn.Mod
     adapter_name = _checked_name(model, None)
     layers = _plain_layers(model, adapter_name)
     if changes_base(model.peft_config[adapter_name].init_lora_weights):
-        remember_initial(model, [(layer.now({}), layer.layer, layer.matrices[0]) for layer in layers], is_new=is_new)
+        remember_initial(model, [(layer.current({}), layer.layer, layer.matrices[0]) for layer in layers], is_new=is_new)
     return {
         matrix: weight
         for layer in layers
@@ -315,7 +315,7 @@ class _Layer:
         """The matrices that the base weight lacks, if there are any and they are known."""
         return initial_of(self.matrices[0])
 
-    def now(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
+    def current(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
         """The matrices as they are trained."""
         lora_A, lora_B = (gathered.get(matrix, matrix.weight) for matrix in self.matrices)
         scaling = float(self.layer.scaling[self.adapter_name])
@@ -323,7 +323,7 @@ class _Layer:
 
     def read(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
         """What the layer adds to the checkpoint's base."""
-        module, initial = self.now(gathered), self.initial
+        module, initial = self.current(gathered), self.initial
         return module if initial is None else module.less(initial)
 
 
