@@ -5,12 +5,14 @@ The versions lie unpacked, without their dependencies, in folders named by versi
 
 import os
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from support.processes import run
+from support.processes import Finished, run
 
 from trl_lora_sync.versions import PEFT
 
@@ -24,11 +26,15 @@ CORE = ("canonical", "export", "flat", "initial", "reader", "saved", "support")
 RUN_TIMEOUT_S = 300.0  # 16 seconds by itself
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
-def test_adapters_are_read_scored_and_refused_in_the_same_way_on_every_supported_peft(
-    version: str, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future[Finished]"]]:
+    """One for each version, two at a time, as each computes on one core."""
+    with ThreadPoolExecutor(2) as pool:
+        folder = tmp_path_factory.mktemp("peft")
+        yield {version: pool.submit(run_core, version, folder / f"{version}.log") for version in VERSIONS}
+
+
+def run_core(version: str, log: Path) -> Finished:
     folder = FOLDER / version
     if not (folder / "peft").is_dir():
         raise FileNotFoundError(
@@ -39,8 +45,16 @@ def test_adapters_are_read_scored_and_refused_in_the_same_way_on_every_supported
     command = [sys.executable, TESTS / "support" / "peft_run.py", *files]
     path = os.pathsep.join(map(str, [folder, TESTS])) + os.pathsep + os.environ.get("PYTHONPATH", "")
     env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    ended = run(command, tmp_path / "log", RUN_TIMEOUT_S, env=env)
+    return run(command, log, RUN_TIMEOUT_S, env=env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_adapters_are_read_scored_and_refused_in_the_same_way_on_every_supported_peft(
+    version: str, runs: dict[str, "Future[Finished]"]
+) -> None:
+    ended = runs[version].result()
     assert ended.code == 0, ended.output
-    assert f"peft {version} in {folder}" in ended.output
+    assert f"peft {version} in {FOLDER / version}" in ended.output
     assert " passed" in ended.output
     assert "failed" not in ended.output
