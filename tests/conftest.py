@@ -1,6 +1,7 @@
 """Fixtures of all tiers: the tiny model, the one real server that most live tests share, and quiet libraries."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ hypothesis.settings.load_profile("patient")
 # No test may reach a hub, and tokenizers warns about its threads when a test starts a process.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.pop("VLLM_API_KEY", None)  # a key in the developer's shell belongs to another server
+# A shell ignores interrupts in what it starts in the background, and tests send some.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
