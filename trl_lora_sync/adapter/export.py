@@ -276,7 +276,8 @@ def remember_initial_adapter(model: "PeftModel", *, is_new: bool) -> dict[nn.Mod
     adapter_name = _checked_name(model, None)
     layers = _plain_layers(model, adapter_name)
     if changes_base(model.peft_config[adapter_name].init_lora_weights):
-        remember_initial(model, [(layer.current({}), layer.layer, layer.matrices[0]) for layer in layers], is_new=is_new)
+        layers_of = [(layer.current({}), layer.layer, layer.matrices[0]) for layer in layers]
+        remember_initial(model, layers_of, is_new=is_new)
     return {
         matrix: weight
         for layer in layers
