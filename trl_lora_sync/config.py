@@ -229,8 +229,8 @@ def check_sync_fields(args: Any) -> None:
         )
     if not 0 < args.lora_sync_verify_tolerance < math.inf:
         raise UnsupportedSettingError(
-            f"lora_sync_verify_tolerance={args.lora_sync_verify_tolerance:g} is no tolerance. Give a number above 0; "
-            'to verify nothing, set lora_sync_verify="off".'
+            "lora_sync_verify_tolerance must be a positive, finite number, got "
+            f'{args.lora_sync_verify_tolerance:g}. To verify nothing, set lora_sync_verify="off".'
         )
     if args.lora_sync_serving == "fused" and args.vllm_server_engine == "sglang":
         raise UnsupportedSettingError(
@@ -292,7 +292,7 @@ def check_overlap_arguments(args: Any, given: dict[str, Any]) -> None:
         UnsupportedSettingError: naming the argument.
     """
     for name, why in (
-        ("rollout_func", "it samples by its own requests, and cannot be asked for the next batch"),
+        ("rollout_func", "it samples by its own requests, and has no way to sample the next batch"),
         ("environment_factory", "the prompts of a batch depend on environments that are reset when it is sampled"),
     ):
         if given.get(name) is not None:
@@ -335,7 +335,7 @@ def _check_teacher(args: Any, urls: tuple[str, ...]) -> None:
 
 def _check_timeout(name: str, seconds: float, args: Any) -> None:
     if not 0 < seconds < math.inf:
-        raise UnsupportedSettingError(f"{name}={seconds:g} is no time to wait. Give it in seconds, above 0 and finite.")
+        raise UnsupportedSettingError(f"{name} must be a positive, finite number of seconds, got {seconds:g}.")
     if args.world_size > 1 and seconds > args.ddp_timeout - _COLLECTIVE_MARGIN_S:
         raise UnsupportedSettingError(
             f"{name}={seconds:g} is too long for ddp_timeout={args.ddp_timeout}: the other processes wait inside a "
@@ -379,7 +379,7 @@ def server_urls(args: Any) -> tuple[str, ...]:
     """The servers' base URLs from TRL's fields, without trailing slashes.
 
     Raises:
-        UnsupportedSettingError: one is no HTTP URL, is named twice, or carries a key.
+        UnsupportedSettingError: one is not an HTTP URL, is named twice, or carries a key.
     """
     text = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     if has_secrets(text):  # first of all, so that no other message shows a key

@@ -57,7 +57,7 @@ class SyncReport:
             looked at.
         verify_gap_max: the largest of these.
         is_verified: whether every server has proved, in this sync or before, that it samples from what it is sent; None
-            if that is not asked for.
+            with `lora_sync_verify="off"`.
     """
 
     adapter_name: str

@@ -93,7 +93,7 @@ class Overlap:
         """One turn of a batch; all turns until `end_batch` come from the version of the first.
 
         Args:
-            following: the next batch, asked for once this one is there; None if there is none or it cannot be known.
+            following: the next batch, requested once this one is there; None if there is none or it cannot be known.
 
         Raises:
             LoRASyncError: the sampling failed, now or while the trainer worked.

@@ -21,7 +21,7 @@ def is_http_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, half an IPv6 address
+    except ValueError:  # a port that is not a number or too large, half an IPv6 address
         return False
 
 

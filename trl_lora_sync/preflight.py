@@ -1,7 +1,7 @@
 """What is proved about a server before the first step: the right base, and that it loads and serves such an adapter.
 
-A server reports no shapes. vLLM pads an adapter that is too small for it with zeros and answers 200; SGLang dies of a
-misfit. So names, dtype, vocabulary and the log-probabilities of a prompt are compared before a trial load.
+A server reports no shapes. vLLM pads an adapter that is too small for it with zeros and answers 200; SGLang crashes
+on a misfit. So names, dtype, vocabulary and the log-probabilities of a prompt are compared before a trial load.
 """
 
 import itertools

@@ -79,10 +79,10 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def check_quantised(model: nn.Module, device: torch.device) -> None:
-    """Refuse 4-bit weights that FSDP2 would not put together as they are.
+    """Refuse 4-bit weights that FSDP2 would gather with other bits.
 
     It gathers them as the floating-point numbers they are stored as, by a copy that on GPUs (torch 2.11) makes one
-    pattern of all that are no numbers. About one in a thousand packed words of a 4-bit base is such a pattern.
+    pattern of all NaNs. About one in a thousand packed words of a 4-bit base is such a pattern.
 
     Args:
         device: where the model computes.
@@ -106,7 +106,7 @@ def check_quantised(model: nn.Module, device: torch.device) -> None:
 
 @cache
 def _copies_bits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether what FSDP2 gathers with leaves every pattern of 16 bits as it is."""
+    """Whether the copy that FSDP2 gathers with leaves every pattern of 16 bits unchanged."""
     patterns = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16)
     copied = torch.empty_like(patterns)
     torch._foreach_copy_([copied.view(dtype)], [patterns.view(dtype)])

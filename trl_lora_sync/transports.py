@@ -47,7 +47,7 @@ class Transport(Protocol):
         """
 
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        """Keep a version under a name of its own; arguments and errors as for `open`."""
+        """Keep a version under a unique name; arguments and errors as for `open`."""
 
     def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         """Once servers have loaded a version, see that what they read is what was written.
@@ -61,13 +61,13 @@ class Transport(Protocol):
         """
 
     def prepare(self) -> None:
-        """Get ready for the next version while nobody waits for it; returns at once, and never fails."""
+        """Prepare for the next version between syncs; returns at once, and never fails."""
 
     def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
         """Let go of a version, but of its name only if no server has it any more; never fails."""
 
     def sweep(
-        self, forget: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
+        self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
     ) -> list[str]:
         """Remove what dead runs left behind, see `sweep_leftovers`."""
 
@@ -78,7 +78,7 @@ class Transport(Protocol):
 class DiskTransport:
     """Versions as directories that the servers read.
 
-    A call to a shared file system that hangs cannot be ended by anybody. So all of them are made by one thread, in
+    A call to a shared file system that hangs cannot be ended. So all of them are made by one thread, in
     order, and only the waiting for it ends at the deadline. What it finishes too late is deleted again.
 
     Args:
@@ -152,9 +152,9 @@ class DiskTransport:
         self._clean_up(lambda: self._store.delete(stored, keep_name=keep_name))
 
     def sweep(
-        self, forget: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
+        self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
     ) -> list[str]:
-        return self._wait(self._files.submit(lambda: sweep_leftovers(self.root, forget, knows)), deadline)
+        return self._wait(self._files.submit(lambda: sweep_leftovers(self.root, unload, knows)), deadline)
 
     def close(self, names: Collection[str] = ()) -> None:
         self._clean_up(lambda: self._store.close(names))

@@ -41,7 +41,7 @@ class KnownVersions:
         try:
             found = Version(version)
         except InvalidVersion:
-            return f"{self.title} {version} is no released version, so it is not known what it does"
+            return f"{self.title} {version} is not a released version, so its behaviour is unknown"
         if found < self.oldest:
             return f"{self.title} {version} is older than {self.oldest}, the first that adapter sync was written for"
         if found.release[: len(self.newest.release)] > self.newest.release:

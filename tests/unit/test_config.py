@@ -267,8 +267,12 @@ def test_other_generation_kwargs_are_accepted(make: Callable[..., GRPOConfig]) -
 
 @pytest.mark.parametrize("name", ["lora_sync_timeout", "lora_sync_generation_timeout"])
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
-def test_timeout_that_is_no_time_to_wait_is_refused(name: str, seconds: float, make: Callable[..., GRPOConfig]) -> None:
-    with pytest.raises(UnsupportedSettingError, match=f"{name}={seconds:g} is no time to wait"):
+def test_timeout_that_is_not_a_positive_number_is_refused(
+    name: str, seconds: float, make: Callable[..., GRPOConfig]
+) -> None:
+    with pytest.raises(
+        UnsupportedSettingError, match=f"{name} must be a positive, finite number of seconds, got {seconds:g}"
+    ):
         make(**{name: seconds})
 
 
@@ -400,7 +404,7 @@ def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_tolerance_that_is_none_is_refused(tolerance: float, make: Callable[..., GRPOConfig]) -> None:
     with pytest.raises(
-        UnsupportedSettingError, match=r'is no tolerance. Give a number above 0; .*lora_sync_verify="off"'
+        UnsupportedSettingError, match=f'must be a positive, finite number, got {tolerance:g}. .*lora_sync_verify="off"'
     ):
         make(lora_sync_verify_tolerance=tolerance)
 

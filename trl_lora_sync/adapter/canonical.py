@@ -208,7 +208,7 @@ def complete_siblings(modules: list[LoRAModule], shapes: Mapping[str, tuple[int,
         modules: the adapted layers.
         shapes: `(out_features, in_features)` of the base model's linear layers, by module path.
 
-    Source: SGLang serves q/k/v and gate/up as one layer and dies of some incomplete sets (srt/lora/lora.py, 0.5.23).
+    Source: SGLang serves q/k/v and gate/up as one layer and crashes on some incomplete sets (srt/lora/lora.py, 0.5.23).
     """
     present = {module.name for module in modules}
     completed = list(modules)

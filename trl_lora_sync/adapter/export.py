@@ -36,7 +36,7 @@ from trl_lora_sync.errors import UnsupportedAdapterError
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Wrappers that put a component of their own into module paths; the served model has none of them.
+# Wrappers that add a component to module paths; the served model has none of them.
 _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PEFT_PREFIX = "base_model.model."
 # LoRA layers with linear matrices that adapt something other than one linear layer.
@@ -210,7 +210,7 @@ class AdapterReader:
         return _export(model, self._adapter_name, modules, export, dtype, fused_siblings)
 
     def release(self) -> None:
-        """Give the memory back; the next read takes it anew."""
+        """Release the memory; the next read allocates it again."""
         self._buffer.release()
 
     @staticmethod

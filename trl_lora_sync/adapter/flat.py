@@ -102,7 +102,7 @@ class FlatBuffer:
         )
 
     def release(self) -> None:
-        """Give the memory back; the next export takes it anew."""
+        """Release the memory; the next export allocates it again."""
         self._plan = None
 
     def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype) -> _Plan:
@@ -155,7 +155,7 @@ def _views(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
 
 
 def _fill(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]) -> None:
-    # One padded matrix would make torch copy all of a list one by one, so these have lists of their own.
+    # One padded matrix makes torch copy all of a list one by one, so padded matrices have a separate list.
     for padded in (False, True):
         chosen = [
             (place, module)

@@ -37,7 +37,7 @@ def remember_initial(model: "PeftModel", found: Iterable[tuple[LoRAModule, Any, 
 
     Args:
         model: whose adapter has not been trained yet, unless its matrices were copied before.
-        found: each adapted layer as it is now, PEFT's own object, and the module that holds `lora_A`.
+        found: each adapted layer, as PEFT's object, and the module that holds `lora_A`.
         is_new: whether the adapter is known to be untrained; else it is compared with the checkpoint.
 
     Raises:

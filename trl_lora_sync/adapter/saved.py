@@ -66,7 +66,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         check_saved_config(config)
         _check_base_is_plain(config)
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file is not a mapping
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, UnsupportedAdapterError):
             raise
@@ -94,7 +94,7 @@ def base_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
+            for key in file.keys():  # noqa: SIM118 - the file is not a mapping
                 shape = file.get_slice(key).get_shape()
                 if key.endswith(".weight") and len(shape) == 2:
                     shapes[key.removesuffix(".weight")] = (shape[0], shape[1])
@@ -127,7 +127,7 @@ def _modules(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[L
 
 
 def _scaling(path: str, rank: int, config: Mapping[str, Any]) -> float:
-    """PEFT's rule; the rank is that of the tensors, so only alpha can be told by a pattern.
+    """PEFT's rule; the rank is that of the tensors, so a pattern decides alpha only.
 
     Source: peft/utils/other.py `get_pattern_key`, 0.21.2.
     """

@@ -64,7 +64,7 @@ _WHY_NO_LOFTQ = (
 )
 _LOFTQ_FIX = (
     "Either keep a base in 4 bits (bitsandbytes) with init_lora_weights=True and call peft.replace_lora_weights_loftq, "
-    "which leaves the base as it is, or save the rounded base model, serve that one, and train a new adapter on it"
+    "which leaves the base unchanged, or save the rounded base model, serve that one, and train a new adapter on it"
 )
 
 # Field -> why a value that is set cannot be served. Only an unset (falsy) value passes.

@@ -1,4 +1,4 @@
-"""What `doctor` is asked to look at, and what it finds."""
+"""The input of `doctor`, and its findings."""
 
 import contextlib
 from collections.abc import Iterator

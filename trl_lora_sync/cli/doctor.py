@@ -1,6 +1,6 @@
 """Check running servers: what they are, what is missing or wrong, and which flag to change.
 
-With --adapter, the adapter is loaded under a name of its own, the log-probabilities of a fixed prompt are compared with
+With --adapter, the adapter is loaded under a unique name, the log-probabilities of a fixed prompt are compared with
 the base's and, where the base model is on this host, with PEFT's own; then it is unloaded. Nothing is left behind.
 Keys are read from VLLM_API_KEY, SGLANG_API_KEY and SGLANG_ADMIN_API_KEY.
 """
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def case_of(args: argparse.Namespace) -> Case:
-    """What was asked for, with the files read.
+    """The input from the command line, with the files read.
 
     Raises:
         UsageError: they cannot be read.

@@ -87,7 +87,7 @@ class Examination:
                 f"are wrong at any temperature but 1. {fix[self._served.engine]}.",
             )
         elif mode == "unknown":
-            self._diagnosis.add("log-probabilities", NOTE, "whether they come after the temperature cannot be told")
+            self._diagnosis.add("log-probabilities", NOTE, "unknown whether they come before or after the temperature")
         else:
             self._diagnosis.add("log-probabilities", OK, "after the temperature, as TRL compares them")
 

@@ -21,7 +21,7 @@ class Wanted:
     """What a server should be able to do.
 
     Attributes:
-        model: what the engine is told to load.
+        model: the base model that the engine loads.
         lora_rank: the largest rank of the adapters.
         modules: the adapted layers by their last name; empty if they are not known.
         keep: `lora_sync_keep` of the trainer.

@@ -42,8 +42,8 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         )
     if given.has("--lora-target-modules") and not request.modules:
         notes.append(
-            "vLLM ignores the parts of an adapter that --lora-target-modules leaves out, without a word. With "
-            "--peft-config this is checked."
+            "vLLM silently ignores the parts of an adapter that --lora-target-modules leaves out. With --peft-config "
+            "this is checked."
         )
     is_4bit = "bitsandbytes" in (given.get("--quantization", "-q"), given.get("--load-format"))
     if is_4bit and installed.parsed() >= _BITSANDBYTES_IN_A_PLUGIN_FROM:
@@ -135,8 +135,8 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
     if servers > 1:
         raise UsageError(
             f"--api-server-count {servers} cannot be used: each API server would know other adapters, and vLLM refuses "
-            "to start with runtime loading. Leave it out; for more throughput, start several servers on ports of "
-            "their own."
+            "to start with runtime loading. Leave it out; for more throughput, start several servers on "
+            "separate ports."
         )
     if request.is_fused:
         _check_fused(given)
@@ -164,8 +164,8 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
         )
     given.check_rank(request, allowed_max_lora_rank(request.lora_rank))
     # Source: vllm#55193; seen on 0.31, read in 0.26. Not chosen here, as an adapter of other layers may come any time.
-    given.check_modules(request, "vLLM would load it and ignore those parts, without a word")
-    consequence = "vLLM would evict versions that are still in use, and dies if their files are gone"
+    given.check_modules(request, "vLLM would load it and silently ignore those parts")
+    consequence = "vLLM would evict versions that are still in use, and would crash if their files are gone"
     given.check_room("--max-cpu-loras", request, consequence)
 
 

@@ -22,7 +22,7 @@ def read_peft_config(path: Path) -> dict[str, Any]:
     try:
         saved = json.loads(file.read_text())
         if not isinstance(saved, dict) or not isinstance(saved.get("r", 1), int):
-            raise ValueError("it is no PEFT configuration")
+            raise ValueError("it is not a PEFT configuration")
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{file} cannot be read ({error}). Give a folder that PEFT or a trainer has saved an adapter to."

@@ -20,7 +20,7 @@ PHASES = ("gather", "write", "load")  # verification has a chart by itself, as i
 RATIO, GAP = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
 GAP_MAX = (f"{VERIFY_GAP}/max", f"{VERIFY_GAP}_max")
 _CLIPPED = "completions/clipped_ratio"
-# Title, metric, unit, and what is said below the chart.
+# Title, metric, unit, and the text below the chart.
 TRAINING = (
     ("Loss", "loss", "loss", "It need not fall: the advantages of a group add up to zero."),
     ("Entropy", "entropy", "nats per token", "Of the policy. A quick fall to zero is a collapse."),

@@ -70,13 +70,13 @@ def _show(target: str | Path, lines: list[str]) -> None:
 def sweep_folder(
     folder: Path,
     dry_run: bool,
-    forget: Callable[[str], bool] = lambda name: True,
+    unload: Callable[[str], bool] = lambda name: True,
     knows: Callable[[str], bool] = lambda url: True,
 ) -> list[str]:
-    """Delete the files of dead runs; says what was done and what was left alone.
+    """Delete the files of dead runs; returns one line for each that was removed or left.
 
     Args:
-        forget, knows: see `sweep_leftovers`.
+        unload, knows: see `sweep_leftovers`.
     """
     from trl_lora_sync.adapter.store import run_states, sweep_leftovers
 
@@ -85,7 +85,7 @@ def sweep_folder(
     lines = [_left_alone(run, state) for run, state in states.items() if state != "dead"]
     if dry_run:
         return [f"would remove {run}" for run in dead] + lines
-    swept = sweep_leftovers(folder, forget, knows)
+    swept = sweep_leftovers(folder, unload, knows)
     return [
         *(f"removed {run}" for run in swept),
         *lines,
@@ -94,7 +94,7 @@ def sweep_folder(
 
 
 def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
-    """Unload the adapters of dead runs from a server, with their files; says what was done and what was left alone."""
+    """Unload the adapters of dead runs from a server, with their files; returns one line for each."""
     from trl_lora_sync.adapter.store import run_states
     from trl_lora_sync.engines.base import Deadline
     from trl_lora_sync.engines.connect import connect_engine
@@ -116,7 +116,7 @@ def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
         for name, path in sorted(loaded.items()):
             run = _run_of(name)
             if run is None:
-                lines.append(f"left {name}: it is no adapter of this package")
+                lines.append(f"left {name}: it is not an adapter of this package")
             elif (state := states.get(run) or _state_without_folder(path, f"{seen_as}/{run}/{name}")) != "dead":
                 lines.append(_left_alone(name, state))
             else:
@@ -126,7 +126,7 @@ def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
             lines += sweep_folder(
                 root,
                 args.dry_run,
-                forget=lambda name: name not in left,
+                unload=lambda name: name not in left,
                 knows=lambda other: other == url or is_gone(other),
             )
         return lines
@@ -138,7 +138,7 @@ def _unload(engine: "Engine", name: str, deadline: "Callable[[str], Deadline]", 
     if dry_run:
         return f"would unload {name}"
     done = engine.unload(name, deadline(f"Unloading {name}"))
-    return f"unloaded {name}" if done else f"left {name}: the server did not confirm that it forgot it"
+    return f"unloaded {name}" if done else f"left {name}: the server did not confirm the unload"
 
 
 def _run_of(adapter_name: str) -> str | None:

@@ -31,7 +31,7 @@ def connect_engine(
         serving: `"runtime"`, `"fused"` to have adapters added to the weights, or `"auto"` for what the server does.
 
     Raises:
-        ServerUnreachableError: nobody answered before the deadline.
+        ServerUnreachableError: no answer came before the deadline.
         ServerAuthError: it wants another API key.
         ServerSetupError: what answers is not a server that adapter sync can work with.
     """
@@ -75,7 +75,7 @@ def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, halt: th
         halt: once set, no further attempt is made.
 
     Raises:
-        ServerUnreachableError: nobody answered before the deadline, or before `halt`.
+        ServerUnreachableError: no answer came before the deadline, or before `halt`.
     """
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
     try:
@@ -125,7 +125,7 @@ def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
     if status_of(_VLLM_ROUTE, keys[1]) == 200:
         return False
     raise ServerAuthError(
-        f"{http.base_url} answers nothing without another key, so the engine cannot be told. In the trainer's "
+        f"{http.base_url} answers nothing without another key, so the engine is unknown. In the trainer's "
         f"environment, {keys[0]!r} and {keys[1]!r}. Export {sglang_server.API_KEY_VARIABLE} with the --api-key of an "
         f"SGLang server, or {vllm.API_KEY_VARIABLE} with that of vLLM; for a gateway, set vllm_server_engine as well."
     )

@@ -1,4 +1,4 @@
-"""What `/generate` of SGLang is asked for and answers, one sample at a time. Talks to nobody."""
+"""The requests and answers of SGLang's `/generate`, one sample at a time. Does no I/O."""
 
 import math
 from typing import Any

@@ -97,8 +97,8 @@ def _token_id(token: str) -> int:
     return int(token.removeprefix("token_id:"))
 
 
-# Scoring a prompt. What is added to the logit of a token that is not a likely one, so that it is told with the likely
-# ones; the next value if that was not enough. vLLM 0.26 adds it to a bfloat16 number on GPUs, where 100 would round a
+# Scoring a prompt. Added to the logit of an unlikely token, so that the server reports it with the likely ones; the
+# next value if that was not enough. vLLM 0.26 adds it to a bfloat16 number on GPUs, where 100 would round a
 # logit to halves. It takes none beyond that.
 # Source: vllm/v1/worker/gpu/sample/logit_bias.py.
 FORCES = (12.0, 100.0)

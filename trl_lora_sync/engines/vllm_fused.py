@@ -41,12 +41,12 @@ class VLLMFusedEngine(VLLMEngine):
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not add adapters to its weights. Restart it with "
                 f"{self._serve_command()}, "
-                f'or set lora_sync_serving="runtime". It said: {words!r}'
+                f'or set lora_sync_serving="runtime". The server answered: {words!r}'
             )
         if response.status_code != 200:
             raise ServerSetupError(
                 f"Fused serving does not work on the vLLM server at {self.base_url} (HTTP {response.status_code}). "
-                f"It said: {words!r}"
+                f"The server answered: {words!r}"
             )
         protocol = json_object(response, ServerSetupError).get("protocol")
         if protocol != PROTOCOL:
@@ -82,7 +82,8 @@ class VLLMFusedEngine(VLLMEngine):
         if "not written completely" in words:
             return AdapterNotVisibleError(
                 f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
-                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} It said: {words!r}"
+                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} "
+                f"The server answered: {words!r}"
             )
         return super()._load_error(adapter, status, words)
 
@@ -101,7 +102,7 @@ class VLLMFusedEngine(VLLMEngine):
         found = response.headers.get(HEADER)
         if response.status_code == 200 and found != wanted:
             raise WrongPolicyError(
-                f"{self.base_url} answered with completions of {found!r} where {wanted!r} was asked for. They were "
+                f"{self.base_url} answered with completions of {found!r} instead of {wanted!r}. They were "
                 f"not used. Is there a proxy in between that drops the header {HEADER}?"
             )
         return response
