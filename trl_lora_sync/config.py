@@ -329,7 +329,7 @@ def _check_teacher(args: Any, urls: tuple[str, ...]) -> None:
         seen = "use_teacher_server=True" if url is None else f"teacher_model_server_url={url!r}"
         fix = "Set use_teacher_server=False" if url is None else "Serve the teacher from a server that is not sampled"
         raise _contradiction(
-            seen, "TRL would ask the server for its base model there, without the adapter that is trained", fix
+            seen, "TRL would sample from the server's base model there, without the adapter that is trained", fix
         )
 
 

@@ -20,7 +20,7 @@
         ├── GenerationError                          a generation request failed or came back malformed
         └── WrongPolicyError                         a completion was not sampled by the active version
 
-A message says what was wrong, what was expected and what to do, and quotes the server's own words last.
+A message names what was wrong, what was expected and what to do, and quotes the server's own words last.
 Errors travel between processes, so every one of them is built from a single message and pickles.
 """
 

@@ -71,7 +71,7 @@ class Fleet:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What holds for every server. Names and versions are those of the first one."""
+        """What holds for every server. Names and versions are from the first one."""
         served = [server.engine.capabilities for server in self.servers]
         lengths = [one.max_model_len for one in served if one.max_model_len is not None]
         modes = {one.logprobs_mode for one in served}
@@ -152,7 +152,7 @@ class Fleet:
         the one before.
 
         Returns:
-            The seconds that each server took, by its place in `servers`; without those that had to be dropped.
+            The seconds that each server took, by its place in `servers`; without dropped servers.
 
         Raises:
             LoRASyncError: the first error of any server that may not be dropped.
@@ -177,7 +177,7 @@ class Fleet:
             server.forget_proof()
 
     def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> list[Evidence]:
-        """Prove that a loaded version is what the servers sample from, on those of which that is wanted.
+        """Prove that a loaded version is what the servers sample from, on each that needs it.
 
         Args:
             trained: of this version and of the base, as the trainer computes them now.
@@ -209,13 +209,13 @@ class Fleet:
     def _on_all_or_none(
         self, servers: Sequence[FleetServer], act: Callable[[FleetServer, threading.Event], None]
     ) -> dict[int, float]:
-        """Do the same on several servers at the same time; drop those that are lost, if that is allowed.
+        """Do the same on several servers at the same time; drop lost servers, if that is allowed.
 
         Args:
-            act: given a server, and an event that says that another one has failed for good.
+            act: given a server, and an event that is set once another one has failed for good.
 
         Returns:
-            Seconds by place in `servers`, without those that are dropped.
+            Seconds by place in `servers`, without dropped servers.
         """
         halt = threading.Event()
         failures: list[tuple[FleetServer, LoRASyncError]] = []
@@ -262,7 +262,7 @@ class Fleet:
 
     def release(self, stored: StoredAdapter) -> None:
         """Give a lease back."""
-        self.leased.remove(stored)  # names tell versions apart, before any tensor is compared
+        self.leased.remove(stored)  # names distinguish versions, before any tensor is compared
 
     def is_leased(self, adapter_name: str) -> bool:
         """Whether a version is sampled from although others may have come since."""

@@ -20,12 +20,12 @@ from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, compare
 
 logger = logging.getLogger(__name__)
 
-# An unload runs beside the training; one that takes longer is stuck.
+# An unload runs beside the training; beyond this time it is stuck.
 _UNLOAD_TIMEOUT_S = 30.0
 # How long everything together may take at the end of a run; also how long a release of the KV cache waits for unloads.
 CLOSE_TIMEOUT_S = 5.0
 _PROOFS_IN_A_ROW = 8
-# The version that is sampled from, and the one that is loaded meanwhile.
+# The version that is sampled from, and the version that is loaded meanwhile.
 _LORAS_FOR_OVERLAP = 2
 # A version that is lost this often after its load is not lost by accident.
 _MAX_LOSSES = 3
@@ -142,7 +142,7 @@ class FleetServer:
     # Away and back
 
     def note_loss(self, error: LoRASyncError, engine: Engine) -> None:
-        """Remember an error that says the server is away, unless it is one of a process that has been replaced.
+        """Remember an error that shows the server is away, unless it comes from a process that has been replaced.
 
         Raises:
             ServerSetupError: the adapter was lost again and again although it was loaded each time.
@@ -225,7 +225,7 @@ class FleetServer:
     def _paused(self, deadline: Deadline) -> Iterator[None]:
         """Stop other clients' generation during the block if `lora_sync_pause` is set; always resumed.
 
-        Unloads end first: one that waits for a request which does not go on would keep the load waiting as well.
+        Unloads end first: an unload that waits for a paused request would keep the load waiting as well.
         """
         if self._settings.pause == "off":
             yield

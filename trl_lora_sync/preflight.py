@@ -27,7 +27,7 @@ _TRIAL_SAMPLING = Sampling.unrestricted(max_tokens=1, logprobs=0)
 
 
 class Preflight:
-    """The checks that a server passes before it samples for a run: each at the start, and one that restarted.
+    """The checks that a server passes before it samples for a run: each at the start, and again after its restart.
 
     Args:
         base: the trainer's base model; its probe is computed here, once, as a restart may come at any time.
@@ -194,8 +194,8 @@ class Preflight:
 def is_same_model(ours: str, theirs: tuple[str, ...]) -> bool:
     """Whether the trainer's and the server's words for the base model probably mean the same checkpoint.
 
-    Compared by the last path component, because a mount or a hub organisation may differ. Text only: what a server
-    says is never opened as a path.
+    Compared by the last path component, because a mount or a hub organisation may differ. Text only: a server's
+    answer is never opened as a path.
     """
     return _model_name(ours) in {_model_name(name) for name in theirs}
 

@@ -88,7 +88,7 @@ def check_quantised(model: nn.Module, device: torch.device) -> None:
         device: where the model computes.
 
     Raises:
-        UnsupportedSettingError: the trained base would not be the one that was loaded.
+        UnsupportedSettingError: the trained base would not be the loaded one.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -98,7 +98,7 @@ def check_quantised(model: nn.Module, device: torch.device) -> None:
             name = str(weight.dtype).removeprefix("torch.")
             raise UnsupportedSettingError(
                 f"FSDP2 shards the 4-bit base as {name}, and torch {torch.__version__} changes some of its bits each "
-                "time it gathers them on this GPU: another base would be trained than the one that is served. Leave "
+                "time it gathers them on this GPU: the trained base would differ from the served one. Leave "
                 "out bnb_4bit_quant_storage, so that each GPU keeps the 4-bit weights whole, or shard them with FSDP1 "
                 "(examples/accelerate/fsdp1.yaml) or DeepSpeed ZeRO-3."
             )

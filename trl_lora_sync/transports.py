@@ -64,7 +64,7 @@ class Transport(Protocol):
         """Prepare for the next version between syncs; returns at once, and never fails."""
 
     def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
-        """Let go of a version, but of its name only if no server has it any more; never fails."""
+        """Release a version, but its name only if no server has it any more; never fails."""
 
     def sweep(
         self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
@@ -72,7 +72,7 @@ class Transport(Protocol):
         """Remove what dead runs left behind, see `sweep_leftovers`."""
 
     def close(self, names: Collection[str] = ()) -> None:
-        """Let go of everything but the names that a server may still have; never fails, and may be called again."""
+        """Release everything but the names that a server may still have; never fails, and may be called again."""
 
 
 class DiskTransport:
@@ -165,7 +165,7 @@ class DiskTransport:
 
 
 class DiskAndHTTPTransport(DiskTransport):
-    """Versions as directories for the servers that share a folder, and in memory for those that are sent them."""
+    """Versions as directories for the servers that share a folder, and in memory for the others."""
 
     @property
     def where(self) -> str:
@@ -202,7 +202,7 @@ def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transpor
     if all(sends_content):
         return HTTPTransport(settings.root, servers=servers)
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
-    # Only this host's kernel can tell whether a file of this host is still read.
+    # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
     slots = SlotRing() if are_local else None
     return kind(settings.root, server_root=settings.server_root, servers=servers, slots=slots)

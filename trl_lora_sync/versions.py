@@ -1,4 +1,4 @@
-"""Which versions of other software this package was written for and run with, and what to say about any other."""
+"""Which versions of other software this package was written for and run with, and a warning about any other."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ class KnownVersions:
         title: what people call it.
         oldest: below it, something that adapter sync needs is missing.
         newest: the last one whose source was read; later ones are used if they pass every check.
-        run: those that the tests or benchmarks of this release ran on.
+        run: the versions that the tests or benchmarks of this release ran on.
     """
 
     title: str

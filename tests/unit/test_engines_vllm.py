@@ -239,7 +239,7 @@ def test_other_refusals_are_quoted_and_not_repeated(status: int, engine_at: Any)
     [
         (lambda c: c["choices"].__delitem__(1), "sent 1 completions instead of 2"),
         (lambda c: c["choices"].append(dict(c["choices"][0], index=2)), "cannot be trained on"),
-        (lambda c: c.update(choices=[]), "sent 0 completions where 2"),
+        (lambda c: c.update(choices=[]), "sent 0 completions instead of 2"),
         (lambda c: c.__delitem__("choices"), "cannot be trained on: 'choices'"),
         (lambda c: c.update(choices=None), "cannot be trained on"),
         (lambda c: c["choices"][1].update(finish_reason="abort"), "finish_reason='abort'"),

@@ -83,7 +83,7 @@ class CanonicalAdapter:
         return self
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> "CanonicalAdapter":
-        """A plain adapter like this one that holds `tensors` instead."""
+        """A plain copy of this adapter with other `tensors`."""
         return CanonicalAdapter(
             tensors=tensors,
             rank=self.rank,

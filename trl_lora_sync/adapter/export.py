@@ -111,7 +111,7 @@ def read_adapter(
 
     Args:
         fused_siblings: whether to complete q/k/v and gate/up with zeros.
-        gathered: whole weights of those of the `lora_linears` whose own are sharded.
+        gathered: whole weights of the `lora_linears` that are sharded.
     """
     adapter_name = _checked_name(model, adapter_name)
     modules = collect_modules(model, adapter_name, gathered)
@@ -375,7 +375,7 @@ def active_dropout(model: "PeftModel") -> float:
     """The largest `lora_dropout` that the active adapter's layers have now; TRL's `disable_dropout` sets it to 0."""
     adapter_name = check_active_adapters(model.active_adapters)
     layers = (module.lora_dropout for module in model.modules() if hasattr(module, "lora_dropout"))
-    # PEFT puts an Identity, which has no `p`, where the configuration says 0.
+    # PEFT puts an Identity, which has no `p`, where the configuration has 0.
     shares = (float(getattr(layer[adapter_name], "p", 0.0)) for layer in layers if adapter_name in layer)
     return max(shares, default=0.0)
 

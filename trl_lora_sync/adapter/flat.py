@@ -89,7 +89,7 @@ class FlatBuffer:
             # The copy to the host needs no further waiting, as this waits for all of the above.
             finite = is_finite(plan.flat)
         if not finite:
-            canonicalize(modules, dtype=dtype)  # raises, and says which module it is
+            canonicalize(modules, dtype=dtype)  # raises, and names the module
         return FlatAdapter(
             tensors=plan.tensors,
             rank=common_rank(modules),

@@ -67,7 +67,7 @@ def check_adapted_modules(model: Any, adapted: Mapping[str, nn.Module], peft_con
 
 
 def _skeleton(model: Any) -> Any:
-    """The model on no device, or None for one of text alone and for one that cannot be built."""
+    """The model on no device, or None for a text model and for a model that cannot be built."""
     import transformers
 
     if isinstance(model, str):

@@ -44,7 +44,7 @@ class SavedAdapter:
         """The form that is served, in float32.
 
         Args:
-            shapes: those of the base model's linear layers, to complete q/k/v and gate/up with zeros.
+            shapes: of the base model's linear layers, to complete q/k/v and gate/up with zeros.
         """
         modules = list(self.modules)
         return canonicalize(
@@ -83,7 +83,7 @@ def _check_base_is_plain(config: Mapping[str, Any]) -> None:
     if changes_base(init):
         raise UnsupportedAdapterError(
             f"The saved adapter has init_lora_weights={init!r}, so it belongs to a base model that lacks the initial "
-            "adapter, and its files do not say what that was. Either write the form that is served in the process that "
+            "adapter, and its files do not contain that. Either write the form that is served in the process that "
             "trained it, with trl_lora_sync.export_adapter(trainer.model, directory), or let PEFT convert it: "
             "model.save_pretrained(directory, path_initial_model_for_weight_conversion=folder_of_the_initial_adapter)."
         )

@@ -124,7 +124,7 @@ class Slot:
 class SlotRing:
     """The slots of one run: at most one more than versions have files, each written again once it is idle.
 
-    With the `lora_sync_keep` versions that stay registered and the one that is being retired, that makes
+    With the `lora_sync_keep` versions that stay registered and the version that is being retired, that makes
     `lora_sync_keep + 2` slots of the adapter's size, which is also what as many plain files take at that moment.
 
     Not thread-safe.
@@ -160,9 +160,9 @@ class SlotRing:
         return self._make(pool, size, device)
 
     def prepare(self, pool: Path) -> None:
-        """Make the slot that the next `take` would have to make, if it asks for the same again.
+        """Make the slot that the next `take` would have to make for the same size and device.
 
-        Page-locking takes longer than the rest of a sync. Arguments and errors are those of `take`.
+        Page-locking takes longer than the rest of a sync. Arguments and errors as for `take`.
         """
         if self._wanted is None or self._new:
             return

@@ -125,7 +125,7 @@ def _write_files(
     write_tensors(tensors, adapter)
     config.write_text(_config_text(adapter))
     for file in (tensors, config):
-        # safetensors makes its file 0600 whatever the umask, so the other one tells what the process's default is.
+        # safetensors makes its file 0600 whatever the umask, so the other one shows the process's default.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
         _fsync(file)
     if private:
@@ -297,7 +297,7 @@ class AdapterStore:
     def prepare(self) -> None:
         """Prepare the memory of the next version between syncs; never fails."""
         if self._slots is not None and self._lock is not None:
-            with contextlib.suppress(OSError):  # `write` will say it
+            with contextlib.suppress(OSError):  # `write` will raise it
                 self._slots.prepare(self.directory / _SLOTS)
 
     def note(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
@@ -343,12 +343,12 @@ class AdapterStore:
         """Delete everything this run wrote; never fails, and may be called again.
 
         Args:
-            names: those that a server may still have. Their folders stay, empty, for the sweep of the next run.
+            names: names that a server may still have. Their folders stay, empty, for the sweep of the next run.
         """
         is_over = self._lock is None and not self._has_record
         if is_over or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
-        # Of another run id are those of which an earlier `close` has left a record.
+        # Names of another run id come from a record that an earlier `close` has left.
         names = [name for name in names if name.startswith(f"{self.run_id}-v")]
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
         if self._slots is not None:
@@ -382,7 +382,7 @@ def _delete_all_but(directory: Path, names: Collection[str]) -> None:
 def sweep_leftovers(
     root: Path, unload: Callable[[str], bool | None], knows: Callable[[str], bool] = lambda base_url: True
 ) -> list[str]:
-    """Delete the folders of runs that ended without cleaning up, never those of a live one.
+    """Delete the folders of runs that ended without cleaning up, never of a live one.
 
     A run is dead only if its lock is free *and* it was started under this very kernel, because a lock taken on
     another host need not be visible here. Anything else is left alone and named in the log.
@@ -391,7 +391,7 @@ def sweep_leftovers(
         root: the folder shared by all runs.
         unload: called with every adapter name of a dead run before its files go, to unload it from the servers. False
             means that a server may still have it; the name is then kept for a later sweep.
-        knows: whether `unload` speaks for the server at this URL. The names of a run that used another server as well
+        knows: whether `unload` covers the server at this URL. The names of a run that used another server as well
             are kept for a sweep that knows it.
 
     Returns:

@@ -160,11 +160,11 @@ def _serve_arguments(case: Case) -> tuple[str, ...]:
 
 
 def _identify(diagnosis: Diagnosis, case: Case) -> None:
-    """Engine and version of a server that cannot be connected to, if it tells."""
+    """Engine and version of a server that cannot be connected to, if known."""
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
     from trl_lora_sync.errors import LoRASyncError
 
-    # vLLM tells its version without a key, so SGLang's goes to no vLLM.
+    # vLLM sends its version without a key, so SGLang's key never goes to vLLM.
     for engine, route, key in (
         ("vllm", "/version", NO_KEY),
         ("sglang", "/server_info", NO_KEY),

@@ -89,4 +89,4 @@ def _preferred_samples(given: EngineArguments) -> int:
     try:
         return int(json.loads(given.get("--preferred-sampling-params") or "{}").get("n", 1))
     except (ValueError, AttributeError, TypeError):
-        return 1  # SGLang itself says what is wrong with it
+        return 1  # SGLang itself reports what is wrong with it

@@ -94,7 +94,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     }
     for middleware in (one for one, is_wanted in wanted.items() if is_wanted):
         if not _names_middleware(middleware, request.extra):
-            command += ["--middleware", middleware]  # may be given several times, so one that was typed stays
+            command += ["--middleware", middleware]  # may be given several times, so a typed one stays
     return Launch(command=(*command, *request.extra), env=env, notes=tuple(notes))
 
 
@@ -112,7 +112,7 @@ def _names_middleware(middleware: str, extra: Sequence[str]) -> bool:
 
 def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:
     if installed.distribution != "vllm":
-        # Its console script asks for the version of a distribution called `vllm`, finds none, and ends (0.31.0).
+        # Its console script reads the version of a distribution called `vllm`, finds none, and ends (0.31.0).
         return (str(installed.python), "-m", "vllm.entrypoints.openai.api_server", "--model", model)
     if installed.script is not None:
         return (str(installed.script), "serve", model)
@@ -177,8 +177,8 @@ def _check_fused(given: EngineArguments) -> None:
     replicas = given.number("--data-parallel-size", "-dp", default=1)
     if replicas > 1:
         raise UsageError(
-            f"--data-parallel-size {replicas} cannot be used with --fused: vLLM tells of one replica only whether the "
-            "weights were changed. Start one server for each, and give the trainer all URLs."
+            f"--data-parallel-size {replicas} cannot be used with --fused: vLLM reports changed weights "
+            "for one replica only. Start one server for each, and give the trainer all URLs."
         )
     quantization = given.get("--quantization", "-q")
     if quantization is not None:

@@ -28,7 +28,7 @@ Exit status: 0 if all is well, 1 if something is wrong, 2 if the command cannot 
 # Name -> one line; the module of the same name in this package has `add_arguments(parser)` and `run(args, rest)`.
 COMMANDS = {
     "serve": "start a vLLM or SGLang server with the flags that adapter sync needs",
-    "doctor": "check running servers, and say what to change",
+    "doctor": "check running servers, and name what to change",
     "grpo": "TRL's `trl grpo`, with adapter sync",
     "rloo": "TRL's `trl rloo`, with adapter sync",
     "distillation": "TRL's `trl distillation`, with adapter sync",

@@ -1,4 +1,4 @@
-"""Remove what dead runs left behind: files in a folder, and adapters on a server. Never those of a live run.
+"""Remove what dead runs left behind: files in a folder, and adapters on a server. Never of a live run.
 
 A run is known to be dead if its files are not locked any more and it was started on this host since it last booted, or
 if its files are gone. Of any other, such as a run on another host, nothing is touched, and its name is printed.
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dir", type=Path, help="lora_sync_dir of the runs on the servers (default: the one used on this host)"
     )
     parser.add_argument("--server-dir", help="the same folder as the servers see it")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a server (default: %(default)g)"
     )
@@ -149,7 +149,7 @@ def _run_of(adapter_name: str) -> str | None:
 
 
 def _state_without_folder(listed: str, ours: str) -> str:
-    """The state of a run that has no folder in ours: dead if that is where its adapter came from, as text tells."""
+    """The state of a run that has no folder in ours: dead if its adapter came from there, by comparing text."""
     return "dead" if listed == ours else "unknown"
 
 

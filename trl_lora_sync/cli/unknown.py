@@ -1,4 +1,4 @@
-"""What to say about arguments that a command does not have."""
+"""Messages about arguments that a command does not have."""
 
 import argparse
 import contextlib

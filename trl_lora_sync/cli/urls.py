@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.places import has_secrets, is_http_url, is_local_url
 
-# A port that refuses connections has no server behind it; one that is being restarted opens it again within this time.
+# A port that refuses connections has no server behind it; a server that restarts opens its port again within this time.
 _PATIENCE_S = 3.0
 _HIGHEST_PORT = 65535
 

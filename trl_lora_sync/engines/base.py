@@ -58,13 +58,13 @@ class Capabilities:
         version: the engine's own version, such as `"0.31.0"`.
         base_model: the name requests use for the base model.
         base_root: the base that the server was started with (text to compare and show, never to open).
-        max_model_len: longest prompt plus completion in tokens, if the server tells.
+        max_model_len: longest prompt plus completion in tokens, if known.
         logprobs_mode: `"processed_logprobs"`, `"raw_logprobs"`, or `"unknown"`.
         dtype: the server's --dtype, such as `"bfloat16"`; None if the checkpoint decides it, or if it is unknown.
-        max_lora_rank: the largest rank it takes, if the server tells.
-        max_loras: how many adapters one batch of it can have, the base model not counted, if the server tells.
+        max_lora_rank: the largest rank it takes, if known.
+        max_loras: how many adapters one batch of it can have, the base model not counted, if known.
         keeps_adapters_apart: whether an adapter can be loaded while requests run for another one.
-        target_modules: the modules it can adapt; empty if the server does not tell.
+        target_modules: the modules it can adapt; empty if unknown.
         needs_fused_siblings: whether q/k/v and gate/up must come complete.
         survives_misfit: whether it refuses an adapter of other shapes instead of crashing.
         takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
@@ -98,7 +98,7 @@ class Capabilities:
         return ("--fused",) if self.is_fused else ()
 
     def serves_module(self, module: str) -> bool:
-        """Whether layers of this name, such as `q_proj`, can be adapted; true if the server does not tell."""
+        """Whether layers of this name, such as `q_proj`, can be adapted; true if unknown."""
         fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
         fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
         served = self.target_modules

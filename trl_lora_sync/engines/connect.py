@@ -27,7 +27,7 @@ def connect_engine(
     """Wait until the server at `base_url` is up and connect to it.
 
     Args:
-        engine: `"vllm"`, `"sglang"`, or `"auto"` to ask the server.
+        engine: `"vllm"`, `"sglang"`, or `"auto"` to detect it.
         serving: `"runtime"`, `"fused"` to have adapters added to the weights, or `"auto"` for what the server does.
 
     Raises:
@@ -106,12 +106,12 @@ def _wait_until_up(http: HTTPClient, deadline: Deadline, halt: threading.Event) 
 
 
 def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
-    """Ask without a key, then with each engine's, because SGLang and any gateway answer 401 whatever the route.
+    """Send a request without a key, then with each engine's, because SGLang and any gateway answer 401 on any route.
 
-    A key goes to no server that tells what it is without one.
+    Never send a key to a server that identifies itself without one.
 
     Raises:
-        ServerAuthError: no key opens a route that tells the engines apart.
+        ServerAuthError: no key opens a route that identifies the engine.
     """
     keys = [APIKey(sglang_server.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
 

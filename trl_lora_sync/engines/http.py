@@ -96,7 +96,7 @@ class HTTPClient:
 
     @contextlib.contextmanager
     def _connection(self) -> "Iterator[_Connection]":
-        """One that no other request uses meanwhile."""
+        """A connection that no other request uses meanwhile."""
         with self._lock:
             idle = self._idle
             connection = idle.pop() if idle else None
@@ -133,10 +133,10 @@ class HTTPClient:
         Args:
             body: sent as JSON.
             content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
-            headers: added to the request; those of `content` if it is something else than JSON.
+            headers: added to the request; for `content` that is not JSON.
             api_key: another key than the client's own.
             watch: called every few seconds of waiting; what it raises ends the request.
-            abort: asks the server to end the request, by a deadline; called before its connection is broken off.
+            abort: ends the request on the server, by a deadline; called before its connection is broken off.
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
@@ -235,7 +235,7 @@ class _Connection:
         self._socket: socket.socket | None = None
 
     def trace(self, event: str, info: Any) -> None:
-        """Called by httpcore; a connection that is opened is the one that will be used."""
+        """Called by httpcore; the connection that is opened will be used."""
         if event.endswith(("connect_tcp.complete", "start_tls.complete")):
             self._socket = info["return_value"].get_extra_info("socket")
             if self.is_broken:
@@ -380,7 +380,7 @@ def retrying(
 
     def before_repeat(state: tenacity.RetryCallState) -> None:
         pause(state.upcoming_sleep)
-        # On a busy machine a pause outlasts the deadline; another attempt could then only say that the time is up.
+        # On a busy machine a pause outlasts the deadline; another attempt could then only fail because the time is up.
         if deadline.is_over() and state.outcome is not None:
             state.outcome.result()
         if on_repeat is not None:

@@ -255,7 +255,7 @@ class _Health:
         return check
 
     def _ask(self) -> None:
-        """One of all that wait asks for the others as well."""
+        """One waiting request probes for all."""
         if not self._asking.acquire(blocking=False):
             return
         try:
@@ -276,7 +276,7 @@ class _Health:
 
 
 def logprobs_mode(spread: Callable[[float], float | None]) -> str:
-    """Tell processed from raw log-probabilities: only processed ones are flattened by the temperature.
+    """Distinguish processed from raw log-probabilities: only processed ones are flattened by the temperature.
 
     Neither engine reports its mode, so it is measured. Source: vLLM 0.31 and SGLang 0.5.15, where the spread of the
     top 5 is proportional to 1/T or constant.

@@ -1,7 +1,7 @@
 """What a stock SGLang server accepts, answers and drops (0.5.11 to 0.5.23).
 
 Samples through `/generate` only: the OpenAI routes serve the base model, with HTTP 200, for an adapter that is named
-without a colon. Four rules keep the server alive and unblocked, beside those of `sglang_server`. An adapter's weights
+without a colon. Four rules keep the server alive and unblocked, beside those in `sglang_server`. An adapter's weights
 are copied at its first batch, and a misfit kills the scheduler there, so every load is followed by one token, while
 nothing else waits for it. Samples are sent one by one (`n=1`), because up to 0.5.21 `n>1` leaves a reference behind
 that no unload ever sees released. A request that the server would refuse is not sent, or first to the base model,
@@ -420,8 +420,8 @@ class SGLangEngine(SGLangServer):
     def _abort(self, request_ids: Sequence[str], deadline: Deadline) -> None:
         """End requests before their connection is broken off.
 
-        From 0.5.15 to 0.5.21 a request whose client leaves keeps its adapter's reference for ever, and so does one
-        that is aborted while it is queued; no unload gets past that. One that is aborted while it runs lets go.
+        From 0.5.15 to 0.5.21 a request whose client leaves keeps its adapter's reference for ever, and so does an abort
+        of a queued request; no unload gets past that. An abort of a running request releases the reference.
         Source: managers/tokenizer_manager.py `abort_request`, `_handle_abort_req`, `_discard_pending_req_states`.
         """
         for request_id in request_ids:

@@ -109,7 +109,7 @@ class SGLangServer(ServerEngine):
             return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
-                f"{self.base_url}/v1/loads does not tell how many requests run, so nothing can be drained. Set "
+                f"{self.base_url}/v1/loads does not report how many requests run, so nothing can be drained. Set "
                 'lora_sync_pause="abort", or "off", which is safe as well.'
             ) from error
 
@@ -144,7 +144,7 @@ class SGLangServer(ServerEngine):
     def _flush_when_idle(self, deadline: Deadline) -> None:
         """Flush the prefix cache, which SGLang refuses (HTTP 400) by the very condition that a release asserts.
 
-        `/v1/loads` would not do: it tells what the scheduler last published, which may be a batch behind.
+        `/v1/loads` would not do: it has what the scheduler last published, which may be a batch behind.
         """
         grace = Deadline.after(_IDLE_GRACE_S, "Waiting for an idle server")
         while (response := self._admin("/flush_cache", deadline)).status_code != 200:

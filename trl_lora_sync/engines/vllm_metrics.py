@@ -1,4 +1,4 @@
-"""What the `/metrics` page of a vLLM server tells about its set-up and its load; no key guards it (0.22 to 0.33).
+"""What the `/metrics` page of a vLLM server shows about its set-up and its load; no key guards it (0.22 to 0.33).
 
 A server that runs with --disable-log-stats has the page without any of these lines.
 """

@@ -85,7 +85,7 @@ class PushedAdapters:
         """Send an adapter's tensors; sending the same again succeeds.
 
         Returns:
-            Where the server says it keeps them.
+            The server's path of them.
 
         Raises:
             ServerSetupError: the server takes no pushes, none of this size, or has no room.
