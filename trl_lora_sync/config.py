@@ -182,7 +182,7 @@ class LoRASyncConfig:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        check_choice(self, "vllm_sync_strategy")
+        check_choice("vllm_sync_strategy", self.vllm_sync_strategy, _CHOICES["vllm_sync_strategy"])
         if self.vllm_sync_strategy == "lora_adapter":
             check_sync_fields(self)
         elif self.lora_sync_overlap:
@@ -193,6 +193,7 @@ class LoRASyncConfig:
             )
 
 
+# Field -> the values that its annotation lists.
 _CHOICES = {one.name: get_args(one.type) for one in fields(LoRASyncConfig) if get_origin(one.type) is Literal}
 
 
@@ -209,8 +210,8 @@ def check_sync_fields(args: Any) -> None:
     """
     refuse_others(type(args))
     _check_fields(args)
-    for name in _CHOICES:
-        check_choice(args, name)
+    for name, choices in _CHOICES.items():
+        check_choice(name, getattr(args, name), choices)
     if not args.use_vllm:
         raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
     if args.vllm_mode != "server":
@@ -368,9 +369,8 @@ def _check_generation_kwargs(generation_kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_choice(args: Any, name: str) -> None:
-    """Refuse a value of the field `name` that its annotation does not list; dataclasses do not check `Literal`."""
-    value, choices = getattr(args, name), _CHOICES[name]
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuse a value that is not one of `choices`; dataclasses do not check `Literal` themselves."""
     if value not in choices:
         raise UnsupportedSettingError(f"{name}={value!r} is not known. Choose one of {', '.join(map(repr, choices))}.")
 

@@ -162,7 +162,7 @@ def without_runtime_loading() -> None:
         unset({"init_lora_weights": "mica"}),
         lambda: check_peft_config(None),
         lambda: check_peft_config(IA3Config()),
-        lambda: check_choice(type("Args", (), {"lora_sync_pause": "never"}), "lora_sync_pause"),
+        lambda: check_choice("name", "value", ("a", "b")),
         lambda: server_urls(type("Args", (), {"vllm_server_base_url": "nonsense"})),
         lambda: server_urls(type("Args", (), {"vllm_server_base_url": "http://user@host"})),
         lambda: Deadline.after(-1.0, "The test").remaining_s(),
