@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Slot
 from trl_lora_sync.engine_plugins.fused_placement import Piece
-from trl_lora_sync.engine_plugins.routes import logger
 from trl_lora_sync.engine_plugins.tensor_file import ParallelReader, ShortFileError
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], None]

@@ -21,11 +21,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from trl_lora_sync.engine_plugins.routes import Refused, check_name
+from trl_lora_sync.engine_plugins.refusals import Refused, check_name
+from trl_lora_sync.engine_plugins.vllm_push import CONFIG_KEY
 
 FOLDER_PREFIX = "trl-lora-sync-push-"
-CONFIG_KEY = "adapter_config"
-"""In the metadata of the safetensors file: what becomes `adapter_config.json`."""
 
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 # Of the file system, left for others: vLLM's own queues are in /dev/shm, and touching one there is no room for kills.

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
 from trl_lora_sync.engine_plugins.fused_weights import (
@@ -32,7 +33,6 @@ from trl_lora_sync.engine_plugins.fused_weights import (
     finite,
     fuse,
 )
-from trl_lora_sync.engine_plugins.routes import logger
 
 PLACE_VARIABLE = "TRL_LORA_SYNC_FUSED_BASE"
 

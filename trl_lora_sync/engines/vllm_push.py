@@ -21,13 +21,7 @@ from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engine_plugins.push_store import CONFIG_KEY
-from trl_lora_sync.engine_plugins.vllm_push import (
-    DIRECTORY_VARIABLE,
-    MAX_MB_VARIABLE,
-    PROTOCOL,
-    ROUTE,
-)
+from trl_lora_sync.engine_plugins.vllm_push import CONFIG_KEY, DIRECTORY_VARIABLE, MAX_MB_VARIABLE, PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.http import SizedIterable, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.server import RETRY_S
