@@ -7,16 +7,17 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from trl_lora_sync.adapter.support import FUSED_LAYERS
+from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.errors import AdapterNotFiniteError
 
 _KEY_PREFIX = "base_model.model."
 # Layers that read the hidden state, and layers whose output is added to it.
-_READ_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_READ_HIDDEN = frozenset(chain(*PACKED_LAYERS.values()))
 _WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
 
 
@@ -214,7 +215,7 @@ def complete_siblings(modules: list[LoRAModule], shapes: Mapping[str, tuple[int,
     completed = list(modules)
     for module in modules:
         parent, _, leaf = module.name.rpartition(".")
-        for sibling in next((group for group in FUSED_LAYERS if leaf in group), ()):
+        for sibling in next((group for group in PACKED_LAYERS.values() if leaf in group), ()):
             name = f"{parent}.{sibling}"
             if name not in present and name in shapes:
                 out_features, in_features = shapes[name]
