@@ -571,7 +571,7 @@ def test_two_names_in_one_request_are_refused() -> None:
     run(test())
 
 
-def test_the_routes_import_where_vllm_s_web_framework_is_installed_and_nothing_else(
+def test_the_routes_import_where_only_starlette_is_installed(
     run_python: Callable[..., str],
 ) -> None:
     source = """

@@ -194,6 +194,12 @@ def tensor_keys(module: LoRAModule) -> tuple[str, str]:
     return f"{_KEY_PREFIX}{module.name}.lora_A.weight", f"{_KEY_PREFIX}{module.name}.lora_B.weight"
 
 
+def split_flat(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Views of `flat` with these shapes, one after the other."""
+    parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
 def is_finite(flat: Tensor) -> bool:
     """Whether there is no NaN and no infinity among the values.
 
@@ -260,11 +266,7 @@ def _served_tensors(modules: list[LoRAModule], rank: int, dtype: torch.dtype) ->
     # Checked as the server will see it: what float32 holds may be infinite in float16.
     if not is_finite(flat):
         raise _not_finite(modules, list(matrices.values()), dtype)
-    flat, tensors, start = flat.cpu(), {}, 0
-    for key, matrix in matrices.items():
-        tensors[key] = flat[start : start + matrix.numel()].view(matrix.shape)
-        start += matrix.numel()
-    return tensors
+    return split_flat(flat.cpu(), {key: matrix.shape for key, matrix in matrices.items()})
 
 
 @contextmanager

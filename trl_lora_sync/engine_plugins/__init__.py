@@ -1,9 +1,8 @@
 """Code that runs inside an inference server's own process, next to which neither TRL nor PEFT need be installed.
 
-Nothing here imports them, nor the rest of this package. The routes (`routes`, `push_middleware`, `fused_middleware`)
-import Starlette, which vLLM brings through FastAPI. What runs in vLLM's workers (`fused_placement`, `fused_weights`,
-`vllm_fused_worker`, `vllm_quick_load_worker`) imports torch, and `fused_kernel` Triton. Everything else imports the
-standard library only, above all `vllm_push`, `vllm_fused` and `vllm_quick_load`, which the trainer's side imports too.
+Nothing here imports them, nor the rest of this package, nor anything that vLLM does not bring: the routes import
+Starlette, what reads files and runs in the workers imports torch, and `fused_kernel` Triton. The trainer's side imports
+`vllm_push`, `vllm_fused` and `vllm_quick_load`, which need the standard library only, and `safetensors_file`.
 """
 
 import logging

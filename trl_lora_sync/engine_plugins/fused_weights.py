@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
-from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Slot
+from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError
 from trl_lora_sync.engine_plugins.fused_placement import Piece
-from trl_lora_sync.engine_plugins.tensor_file import ParallelReader, ShortFileError
+from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError, bytes_of, joined
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _KERNEL_DTYPES = ({torch.bfloat16}, {torch.float16})
 # Of a product in float32 that has no kernel of its own.
 _PRODUCT_BYTES = 64 << 20
@@ -84,20 +83,20 @@ class Reader:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._files = ParallelReader()
 
-    def read(self, head: AdapterFile) -> dict[str, tuple[Tensor, Tensor]]:
+    def read(self, adapter: AdapterFile) -> dict[str, tuple[Tensor, Tensor]]:
         """The matrices of each module, as views of one buffer on the device.
 
         Raises:
             AdapterFileError: the file is gone or shorter than its head says.
         """
         try:
-            with head.file.open("rb", buffering=0) as file:
-                data = self._read(file.fileno(), head.data_start, head.data_bytes)
+            with adapter.file.open("rb", buffering=0) as file:
+                data = self._read(file.fileno(), adapter.head.start, adapter.head.size)
         except OSError as error:
-            raise AdapterFileError(f"{head.file} cannot be read ({error.strerror})", True) from error
+            raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", True) from error
         except ShortFileError as error:
-            raise AdapterFileError(f"{head.file}: {error}") from error
-        return {name: (view_of(data, a), view_of(data, b)) for name, (a, b) in head.modules.items()}
+            raise AdapterFileError(f"{adapter.file}: {error}") from error
+        return {name: (a.view_in(data), b.view_in(data)) for name, (a, b) in adapter.modules.items()}
 
     def _read(self, file: int, start: int, size: int) -> Tensor:
         if self.device.type != "cuda":
@@ -121,16 +120,6 @@ class Reader:
                     copy_to[part].copy_(memory[part], non_blocking=True)
 
 
-def bytes_of(memory: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, to be written to."""
-    array: Any = memory.numpy()
-    return memoryview(array)
-
-
-def view_of(data: Tensor, slot: Slot) -> Tensor:
-    return data[slot.start : slot.end].view(DTYPES[slot.dtype]).view(slot.shape)
-
-
 def finite(name: str, scaling: float, matrices: dict[str, tuple[Tensor, Tensor]]) -> FusedAdapter:
     """The adapter without its all-zero modules.
 
@@ -151,28 +140,14 @@ def _largest(tensors: list[Tensor]) -> list[float]:
     """The largest magnitude in each tensor; NaN in one that holds it."""
     sizes = [tensor.numel() for tensor in tensors]
     width = gcd(*sizes)
-    joined = _joined(tensors)
-    if joined is not None and width >= _LEAST_WIDTH:
-        rows = joined.view(-1, width)
+    flat = joined(tensors)
+    if flat is not None and width >= _LEAST_WIDTH:
+        rows = flat.view(-1, width)
         largest: list[float] = torch.maximum(rows.amax(1), -rows.amin(1)).tolist()
         if all(value < float("inf") for value in largest):  # `max` would lose a NaN
             ends = [end // width for end in accumulate(sizes)]
             return [max(largest[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     return torch.stack(list(torch._foreach_norm(tensors, float("inf")))).tolist()
-
-
-def _joined(tensors: list[Tensor]) -> Tensor | None:
-    """All of them as one, if they lie one after the other in memory, as the tensors of a file do."""
-    first = tensors[0]
-    place = first.data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != place or tensor.dtype != first.dtype or not tensor.is_contiguous():
-            return None
-        place += tensor.numel() * tensor.element_size()
-    size = (place - first.data_ptr()) // first.element_size()
-    if first.untyped_storage().nbytes() < (first.storage_offset() + size) * first.element_size():
-        return None  # neighbours by chance
-    return first.as_strided((size,), (1,))
 
 
 def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]) -> None:
