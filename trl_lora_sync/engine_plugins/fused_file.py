@@ -47,13 +47,9 @@ class AdapterFileError(Exception):
         is_missing: whether there is no adapter at all.
     """
 
-    def __init__(self, words: str, is_missing: bool = False) -> None:
-        super().__init__(words, is_missing)
-        self.words = words
+    def __init__(self, message: str, *, is_missing: bool = False) -> None:
+        super().__init__(message)
         self.is_missing = is_missing
-
-    def __str__(self) -> str:
-        return self.words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +84,8 @@ def read_head(folder: str) -> AdapterFile:
         scaling = _scaling_of(config)
         modules = _modules_in(head)
     except FileNotFoundError as error:
-        raise AdapterFileError(f"No adapter found for {folder} ({error.strerror}: {error.filename})", True) from error
+        message = f"No adapter found for {folder} ({error.strerror}: {error.filename})"
+        raise AdapterFileError(message, is_missing=True) from error
     except OSError as error:
         raise AdapterFileError(f"{folder} cannot be read ({error.strerror})") from error
     except MALFORMED as error:

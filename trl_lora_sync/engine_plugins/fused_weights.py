@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from math import gcd
-from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -93,7 +93,7 @@ class Reader:
             with adapter.file.open("rb", buffering=0) as file:
                 data = self._read(file.fileno(), adapter.head.start, adapter.head.size)
         except OSError as error:
-            raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", True) from error
+            raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", is_missing=True) from error
         except ShortFileError as error:
             raise AdapterFileError(f"{adapter.file}: {error}") from error
         return {name: (a.view_in(data), b.view_in(data)) for name, (a, b) in adapter.modules.items()}
@@ -241,8 +241,8 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
         )
     if has_room and place != "host":
         return [weight.clone() for weight in weights], "gpu"
-    available = _available_host_bytes()
-    if available is not None and available < size * 1.1:
+    available = psutil.virtual_memory().available
+    if available < size * 1.1:
         raise MemoryError(
             f"The copy of the base weights takes {size / 2**30:.1f} GiB, and neither the GPU ({free / 2**30:.1f} GiB "
             f"free) nor the host ({available / 2**30:.1f} GiB) has room. Lower --gpu-memory-utilization."
@@ -259,11 +259,3 @@ def _pinned_copy(weight: Tensor) -> Tensor:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(runtime.cudaHostRegister(copy.data_ptr(), size, 0))
     return copy.copy_(weight)
-
-
-def _available_host_bytes() -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
