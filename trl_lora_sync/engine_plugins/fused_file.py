@@ -1,4 +1,4 @@
-"""What is in an adapter's folder, told from its configuration and the head of its safetensors file; reads no tensors.
+"""What an adapter's folder holds, by its configuration and the head of its safetensors file; reads no tensors.
 
 Takes plain LoRA only. Everything else is refused here, before any weight is touched.
 """
@@ -106,7 +106,7 @@ def _scaling_of(config: dict[str, Any]) -> float:
     return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
 
 
-# All versions of a run have one header; whoever sees the same modules again may know what it found out about them.
+# All versions of a run have one header. The worker knows modules that it has placed by the identity of this result.
 @lru_cache(maxsize=2)
 def _modules_in(head: Head) -> dict[str, tuple[TensorSpan, TensorSpan]]:
     found: dict[str, dict[str, TensorSpan]] = defaultdict(dict)

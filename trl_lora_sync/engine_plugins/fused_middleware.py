@@ -214,7 +214,7 @@ class FusedMiddleware:
                     await self._change(engine, BASE)
         return {"name": name, "deleted": self._adapters.pop(name, None) is not None, "current": self._gate.current}
 
-    # Changing the weights; all of it with nobody sampling
+    # Changing the weights, while no request is sampled
 
     async def _change(self, engine: Any, name: str) -> None:
         path = self._adapters[name] if name != BASE else None
@@ -321,7 +321,7 @@ async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        task.exception()  # said to nobody, as nobody listens
+        task.exception()  # marks it as retrieved: the request that would report it is gone
         raise cancelled
     return task.result()
 

@@ -25,9 +25,9 @@ from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortF
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
 
 _KERNEL_DTYPES = ({torch.bfloat16}, {torch.float16})
-# Of a product in float32 that has no kernel of its own.
+# Bounds a product in float32, where the kernel cannot be used.
 _PRODUCT_BYTES = 64 << 20
-# Rows of fewer elements are not worth to be looked at by themselves.
+# Below this row width, a reduction per row is slower than `torch._foreach_norm`.
 _LEAST_WIDTH = 256
 # Smaller tensors share pages of memory with others, and a page can be pinned once.
 _OWN_PAGES_BYTES = 1 << 20

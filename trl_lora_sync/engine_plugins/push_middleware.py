@@ -22,7 +22,7 @@ from trl_lora_sync.engine_plugins.vllm_push import DIRECTORY_VARIABLE, MAX_MB_VA
 _DEFAULT_MAX_MB, _DEFAULT_DIRECTORY = "4096", "/dev/shm"
 # RFC 9530
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
-# Hashed and written off the event loop in pieces of this size, so that nobody else's tokens wait for an upload.
+# Hashed and written off the event loop in pieces of this size, so that no other request waits for an upload.
 _BATCH_BYTES = 1 << 20
 _UPLOAD_TIMEOUT_S = 600.0
 
