@@ -563,6 +563,33 @@ def test_a_server_that_was_started_wrongly_does_not_start(change: Callable[[Any]
     run(test())
 
 
+def test_a_socket_is_held_back_like_a_request_and_closed_with_the_reason_of_a_refusal() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        sent: list[Any] = []
+
+        async def accept(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "websocket.accept"})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        server.middleware.app = accept
+        scope = {"type": "websocket", "path": "/v1/realtime", "headers": [], "app": server.app}
+        await server.middleware(scope, None, send)
+        assert sent == [{"type": "websocket.accept", "headers": [(HEADER.lower().encode(), b"v1")]}]
+        sent.clear()
+        server.engine.fails = {(1, "apply"): "out of memory", (1, "undo"): "still out of memory"}
+        await server.load("v2")
+        await server.middleware(scope, None, send)
+        assert [(message["type"], message["code"]) for message in sent] == [("websocket.close", 1013)]
+        assert "unknown state" in sent[0]["reason"]
+        assert len(sent[0]["reason"]) <= 120
+
+    run(test())
+
+
 def test_two_names_in_one_request_are_refused() -> None:
     async def test() -> None:
         server = Server()
