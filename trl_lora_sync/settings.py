@@ -22,8 +22,39 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncSettings:
-    """Everything a sync needs to know, passed down whole.
+class PolicySettings:
+    """What generation on servers and in the trainer's process both need to know.
+
+    Attributes:
+        dtype: dtype of the exported adapter; `None` takes that of the base model.
+        serving: `"runtime"`, or `"fused"` to have adapters added to the weights that are sampled from.
+        verify: `"first"` to prove at the start that what samples uses the adapter, `"every"` at each sync, or `"off"`.
+        verify_tolerance: see `verify.compare`.
+        samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
+            `vllm_sync_frequency` above 1 asks for.
+    """
+
+    dtype: torch.dtype | None
+    serving: str = "runtime"
+    verify: str = "first"
+    verify_tolerance: float = TOLERANCE
+    samples_older: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColocateSettings(PolicySettings):
+    """What generation in the trainer's process needs to know.
+
+    Attributes:
+        base: `"own"` for a second copy of the base weights in the engine, `"shared"` for one copy, or `"auto"`.
+    """
+
+    base: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSettings(PolicySettings):
+    """Everything that sampling on servers needs to know, passed down whole.
 
     Attributes:
         servers: all servers that sample for the run, at least one.
@@ -34,16 +65,10 @@ class SyncSettings:
         keep: how many versions stay registered on the servers.
         pause: `"off"`, or how to stop other clients' generation during a load: `"drain"` or `"abort"`.
         frees_kv_cache: whether the servers give back their KV cache between generation and the next sync.
-        dtype: dtype of the written adapter; `None` takes that of the base model.
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
         generation_timeout_s: for the completions of one generation call.
-        serving: `"runtime"`, or `"fused"` to have adapters added to the servers' weights.
         on_server_loss: `"error"`, or `"drop"` to go on without a server that stays away.
-        verify: `"first"` to prove once per server that it samples from the adapter, `"every"` at each sync, or `"off"`.
-        verify_tolerance: see `verify.compare`.
-        samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
-            `vllm_sync_frequency` above 1 asks for.
         overlap: whether the servers sample the next batch while the trainer works on this one.
     """
 
@@ -55,15 +80,10 @@ class SyncSettings:
     keep: int
     pause: str
     frees_kv_cache: bool
-    dtype: torch.dtype | None
     sync_timeout_s: float
     startup_timeout_s: float
     generation_timeout_s: float
-    serving: str = "runtime"
     on_server_loss: str = "error"
-    verify: str = "first"
-    verify_tolerance: float = TOLERANCE
-    samples_older: bool = False
     overlap: bool = False
 
     @property
