@@ -3,7 +3,7 @@
     python3 tools/install_env.py trainer .venv
     python3.13 tools/install_env.py any-trainer .pythons/3.13   # the trainer's, with any build of torch
     python3 tools/install_env.py vllm .venv-vllm
-    python3 tools/install_env.py colocate .venv-colocate   # vLLM in the trainer's process
+    python3 tools/install_env.py colocate .venv-colocate   # vLLM in the trainer's process; after .venv-vllm
 
 The first two are separate because vLLM pins its own torch and because the trainer must work without vLLM. Needs Python 3.10 or
 newer and nothing else; packages come from wherever pip is configured to look. An environment that exists is brought up
@@ -69,9 +69,12 @@ def install_vllm(python: Path) -> None:
 
 
 def install_colocate(python: Path) -> None:
-    """vLLM and the trainer in one environment, as `vllm_mode="colocate"` needs them."""
-    install_vllm(python)
+    """The trainer's packages on top of the vLLM of `.venv-vllm`, which is not installed a second time."""
+    vllm = ROOT / ".venv-vllm"
+    site = next((vllm / "lib").glob("python*/site-packages"))
+    next((python.parents[1] / "lib").glob("python*/site-packages")).joinpath("vllm.pth").write_text(f"{site}\n")
     install_package(python, extras="dev")
+    run(python, "check: vLLM and the trainer import together", ["-P", "-c", "import vllm, trl, trl_lora_sync"])
 
 
 def install_torch(python: Path) -> None:

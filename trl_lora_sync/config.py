@@ -12,7 +12,7 @@ from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_
 from trl_lora_sync.trl_checks import refuse_others
 
 if TYPE_CHECKING:
-    from trl_lora_sync.settings import SyncSettings
+    from trl_lora_sync.settings import PolicySettings
 
 # What a collective needs beyond the time that process 0 may take.
 _COLLECTIVE_MARGIN_S = 60.0
@@ -235,16 +235,9 @@ def check_sync_fields(args: Any) -> None:
     check_choice("lora_sync_verify", args.lora_sync_verify, ("first", "every", "off"))
     if not args.use_vllm:
         raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
-    if args.vllm_mode != "server":
-        from trl_lora_sync.engines.known import serve_command
-
-        default = " (TRL's default, which applies if it is not set)" if args.vllm_mode == _TRL_VLLM_MODE else ""
-        raise _contradiction(
-            f"vllm_mode={args.vllm_mode!r}{default}",
-            "adapters are loaded over HTTP, and an engine inside the trainer is not supported yet",
-            f'Set vllm_mode="server" and start a server with {serve_command("vllm", "MODEL")}, where MODEL is the base '
-            "model; for an adapter of a rank above 16, add --lora-rank",
-        )
+    check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
+    if args.vllm_mode == "colocate":
+        _check_colocate(args)
     if args.lora_sync_keep < 1:
         raise _contradiction(
             f"lora_sync_keep={args.lora_sync_keep}", "at least the active version must stay", "Set it to 1 or more"
@@ -267,6 +260,37 @@ def check_sync_fields(args: Any) -> None:
     _check_start(args)
     _check_generation_kwargs(getattr(args, "generation_kwargs", None) or {})
     _check_teacher(args, server_urls(args))
+
+
+# Fields that are about servers, with the values that ask for nothing.
+_SERVER_ONLY: dict[str, tuple[Any, ...]] = {
+    "vllm_server_engine": ("auto", "vllm"),
+    "lora_sync_transport": ("auto",),
+    "lora_sync_pause": ("off",),
+    "lora_sync_serving": ("runtime",),
+    "lora_sync_overlap": (0,),
+}
+
+
+def _check_colocate(args: Any) -> None:
+    """Refuse what adapter sync cannot do with an engine in the trainer's process."""
+    from trl_lora_sync.engines.known import serve_command
+
+    if args.vllm_server_sleep != "off":
+        raise UnsupportedSettingError(
+            f'vllm_server_sleep={args.vllm_server_sleep!r} is for vllm_mode="server". In colocate mode, give the KV '
+            "cache back between generations with vllm_enable_sleep_mode=True."
+        )
+    for name, allowed in _SERVER_ONLY.items():
+        value = getattr(args, name)
+        if value not in allowed:
+            default = " (TRL's default, which applies if it is not set)" if _TRL_VLLM_MODE == "colocate" else ""
+            raise UnsupportedSettingError(
+                f'{name}={value!r} cannot be used with vllm_mode="colocate"{default}: vLLM runs in the trainer\'s '
+                f'process there. Set {name}={allowed[0]!r}, or set vllm_mode="server" and start a server with '
+                f"{serve_command('vllm', 'MODEL')}, where MODEL is the base model; for an adapter of a rank above 16, "
+                "add --lora-rank."
+            )
 
 
 def _check_overlap(args: Any) -> None:
@@ -426,12 +450,21 @@ def server_urls(args: Any) -> tuple[str, ...]:
     return plain
 
 
-def sync_settings(args: Any) -> "SyncSettings":
+def sync_settings(args: Any) -> "PolicySettings":
     """The trainer's arguments as the one object that is passed down."""
     import torch
 
-    from trl_lora_sync.settings import ServerAddress, SyncSettings
+    from trl_lora_sync.settings import ColocateSettings, ServerAddress, SyncSettings
 
+    shared: dict[str, Any] = {
+        "dtype": None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
+        "serving": args.lora_sync_serving,
+        "verify": args.lora_sync_verify,
+        "verify_tolerance": args.lora_sync_verify_tolerance,
+        "samples_older": getattr(args, "vllm_sync_frequency", 1) > 1,
+    }
+    if args.vllm_mode == "colocate":
+        return ColocateSettings(**shared)
     servers = tuple(ServerAddress(base_url=url, is_local=is_local_url(url)) for url in server_urls(args))
     # In this host's memory only if every server can see it.
     is_local = all(server.is_local for server in servers)
@@ -443,17 +476,13 @@ def sync_settings(args: Any) -> "SyncSettings":
         server_root=args.lora_sync_server_dir,
         keep=args.lora_sync_keep,
         pause=args.lora_sync_pause,
-        serving=args.lora_sync_serving,
         frees_kv_cache=args.vllm_server_sleep == "kv_cache",
-        dtype=None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
         sync_timeout_s=args.lora_sync_timeout,
         startup_timeout_s=args.vllm_server_timeout,
         generation_timeout_s=args.lora_sync_generation_timeout,
         on_server_loss=args.lora_sync_on_server_loss,
-        verify=args.lora_sync_verify,
-        verify_tolerance=args.lora_sync_verify_tolerance,
-        samples_older=getattr(args, "vllm_sync_frequency", 1) > 1,
         overlap=args.lora_sync_overlap == 1,
+        **shared,
     )
 
 

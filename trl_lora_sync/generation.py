@@ -186,6 +186,16 @@ class LoRASyncGeneration(AdapterGeneration):
                 self._overlap.end_batch()
 
     @property
+    def engine_summary(self) -> dict[str, Any]:
+        """What the log of a run says about the servers; on process 0."""
+        served = self.fleet.capabilities
+        return {
+            "engine": served.engine,
+            "engine_version": served.version,
+            "servers": len(self.fleet.servers),
+        }
+
+    @property
     def fleet(self) -> Fleet:
         """The servers, which only process 0 knows."""
         assert self._sync is not None

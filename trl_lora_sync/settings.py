@@ -43,13 +43,7 @@ class PolicySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ColocateSettings(PolicySettings):
-    """What generation in the trainer's process needs to know.
-
-    Attributes:
-        base: `"own"` for a second copy of the base weights in the engine, `"shared"` for one copy, or `"auto"`.
-    """
-
-    base: str = "auto"
+    """What generation in the trainer's process needs to know."""
 
 
 @dataclass(frozen=True, kw_only=True)

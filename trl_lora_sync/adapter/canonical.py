@@ -7,6 +7,7 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 
 import torch
 from torch import Tensor
@@ -274,6 +275,10 @@ def one_cpu_thread() -> Iterator[None]:
     long on 16 virtual ones.
     """
     threads = torch.get_num_threads()
+    # A CPU build of vLLM in this process replaces the function by one that only warns (0.31, v1/worker/cpu_worker.py).
+    if threads == 1 or not isinstance(torch.set_num_threads, BuiltinFunctionType):
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield

@@ -1,0 +1,248 @@
+"""What TRL calls each step in colocate mode: `sync_weights()` and `generate()`, with vLLM in the trainer's process."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from trl_lora_sync import _trl
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.fingerprint import fingerprint
+from trl_lora_sync.adapter_generation import AdapterGeneration
+from trl_lora_sync.colocate import engine
+from trl_lora_sync.colocate.slots import AdapterSlots
+from trl_lora_sync.distributed import run_on_all, run_on_main
+from trl_lora_sync.errors import VerificationError
+from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.settings import ColocateSettings
+from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, TrainedBase, Trial, base_gap, compare
+
+logger = logging.getLogger(__name__)
+
+
+class ColocateGeneration(AdapterGeneration):
+    """Generates with vLLM in this process, which is kept on the newest adapter version.
+
+    TRL builds the engine and asks it for completions, as in its own colocate mode. Everything that samples through
+    `llm`, such as a rollout function, samples from the active version.
+    """
+
+    _settings: ColocateSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._next_version = 1
+        self._active_id = 0
+        self._layout: Any = None  # names and shapes of the tensors that the engine was proved with
+        self._is_proven = False
+        self._gap: Evidence | None = None
+        super().__init__(*args, **kwargs)
+
+    # TRL pushes the weights again before it generates if this says that they were discarded, which they never are.
+    _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
+
+    @property
+    def engine_summary(self) -> dict[str, Any]:
+        """What the log of a run says about the engine."""
+        return {
+            "engine": "vllm (colocate)",
+            "engine_version": engine.installed_version(),
+            "servers": self.accelerator.num_processes // self.tensor_parallel_size,
+        }
+
+    def _init_vllm(self) -> None:
+        """**Collective.** Start vLLM in this process, and prove that it samples from what it is given."""
+        self._look_at_model()
+        self._gate = engine.SamplingGate(self._before_sampling)
+        linears = run_on_all(self.accelerator, self._linears)
+        rank = max(linear.out_features for linear in linears[::2]) * (2 if self._initial else 1)
+        options = engine.lora_options(rank) | ({"dtype": self._settings.dtype} if self._settings.dtype else {})
+        with _trl.engine_class(lambda **given: engine.build(options, self._gate, **given)):
+            super()._init_vllm()
+        self._dtype = engine.lora_dtype(self.llm)
+        self._slots = AdapterSlots(self.llm)
+        base = self._trained_base()
+        make_trial = self._trial(base)
+        summary = run_on_all(self.accelerator, lambda: self._start(base, make_trial))
+        self._print_start(summary)
+
+    def _start(self, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> str:
+        """Check the base model, and that vLLM samples from an adapter of the trained one's shapes."""
+        base = base.remembered()
+        if self._settings.verify != "off":
+            self._check_base(base)
+        trial = make_trial(base)
+        if trial is not None:
+            self._try(trial, base)
+        runner_dtype = str(engine.model_dtype(self.llm)).removeprefix("torch.")
+        return (
+            f"LoRA adapter sync: vLLM {engine.installed_version()} in the trainer's process, serving {base.name} in "
+            f"{runner_dtype}; adapters are written into its slots; checked: adapter features, base model, rank"
+            + (", a trial adapter." if trial is not None else ".")
+        )
+
+    def _check_base(self, base: TrainedBase) -> None:
+        served = engine.prompt_logprobs(self.llm, self._gate, None, PROBE_PROMPT)
+        gap = base_gap(base, served)
+        if gap.is_suspicious:
+            raise VerificationError(
+                f"vLLM has loaded {self.model.name_or_path!r}, and computes other log-probabilities with it than the "
+                f"trainer: {gap}. The adapter would be applied to the wrong weights. Build the trainer with the path "
+                'of the checkpoint whose weights it trains. If they are meant to differ, set lora_sync_verify="off".'
+            )
+
+    def _try(self, trial: Trial, base: TrainedBase) -> None:
+        request = self._slots.load("trial", self._idle_id(), trial.read(False))
+        found = self._compared(request, Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.logprobs))
+        self._is_proven = found.proves
+        if not found.proves:
+            logger.warning(
+                "A trial adapter does not prove that vLLM samples from what it loads, because its effect is too small "
+                "beside the difference of the base models: %s. The first versions are verified instead, and "
+                "lora_sync/verified stays 0 until one of them is a proof.",
+                found,
+            )
+
+    def _compared(self, request: Any, trained: Scores) -> Evidence:
+        """Compare what vLLM computes with what the trainer does.
+
+        Raises:
+            VerificationError: it is something else.
+        """
+        served = Scores(
+            base=engine.prompt_logprobs(self.llm, self._gate, None, PROBE_PROMPT),
+            adapted=engine.prompt_logprobs(self.llm, self._gate, request, PROBE_PROMPT),
+        )
+        found = compare(served, trained, tolerance=self._settings.verify_tolerance)
+        if found.contradicts:
+            raise VerificationError(
+                f"vLLM in this process computes something else with {request.lora_name} than the trainer: {found}. "
+                "The last version stays active. Compare the checkpoint that vLLM loads with the one that is trained. "
+                'If the difference is meant, set lora_sync_verify="off".'
+            )
+        return found
+
+    def sync_weights(self) -> None:
+        """**Collective.** Make the adapter as it is now the active version; on an error the previous one stays active.
+
+        Raises:
+            LoRASyncError: on every process alike.
+        """
+        timer = PhaseTimer()
+        read = self._gather_adapter(timer)
+        with timer.phase("gather"):
+            adapter = self._on_every_process(read)
+            current = run_on_all(self.accelerator, lambda: self._fingerprint(self._reader.last_linears))
+        trained = self._scores_to_compare(timer, adapter)
+        version = self._next_version
+        self._next_version += 1  # a name is never used again, not even after a failure
+        request, evidence = run_on_all(
+            self.accelerator, lambda: self._load(f"version-{version}", adapter, trained, timer)
+        )
+        self._gate.policy, self._gate.is_ready = request, True
+        self._active_name, self._active_id, self._published = request.lora_name, request.lora_int_id, current
+        self._layout = _layout_of(adapter)
+        self._is_proven = self._is_proven or (evidence is not None and evidence.proves)
+        self._on_sync(self._report(version, adapter, timer, evidence))
+
+    def _on_every_process(self, read: Callable[[bool], CanonicalAdapter]) -> CanonicalAdapter:
+        """**Collective.** The adapter, with the same bits on each process.
+
+        Raises:
+            VerificationError: the processes train different adapters.
+        """
+        if self._is_sharded():
+            return run_on_main(self.accelerator, lambda: read(False).on_host())
+        adapter = run_on_all(self.accelerator, lambda: read(False))
+        if self.accelerator.num_processes > 1:
+            digests = gather_object([_digest(adapter)])
+            if len(set(digests)) > 1:
+                raise VerificationError(
+                    "The training processes hold different adapters, so they would sample from different policies. "
+                    "Under DDP they are the same after each step; look for code that changes weights on some "
+                    "processes only."
+                )
+        return adapter
+
+    def _scores_to_compare(self, timer: PhaseTimer, adapter: CanonicalAdapter) -> Scores | None:
+        """**Collective** if the model is sharded. The trainer's log-probabilities, if they are to be compared."""
+        verify = self._settings.verify
+        is_new = not self._is_proven or self._active_id == 0 or _layout_of(adapter) != self._layout
+        if verify == "off" or not (verify == "every" or is_new):
+            return None
+        with timer.phase("verify"):
+            if not self._is_sharded():
+                return run_on_all(self.accelerator, self._scores)
+            with self._computing() as forward:
+                return run_on_all(self.accelerator, lambda: self._scores(forward, self.accelerator.device))
+
+    def _load(
+        self, name: str, adapter: CanonicalAdapter, trained: Scores | None, timer: PhaseTimer
+    ) -> tuple[Any, Evidence | None]:
+        with timer.phase("load"):
+            request = self._slots.load(name, self._idle_id(), adapter)
+        if trained is None:
+            return request, None
+        with timer.phase("verify"):
+            return request, self._compared(request, trained)
+
+    def _idle_id(self) -> int:
+        """The number of an adapter that nothing samples from."""
+        return self._active_id % engine.SLOTS + 1
+
+    def _report(
+        self, version: int, adapter: CanonicalAdapter, timer: PhaseTimer, evidence: Evidence | None
+    ) -> SyncReport:
+        return SyncReport(
+            adapter_name=f"version-{version}",
+            version=version,
+            payload_bytes=adapter.payload_bytes,
+            gather_s=timer.phases["gather"],
+            write_s=0.0,
+            load_s=timer.phases["load"],
+            verify_s=timer.phases.get("verify", 0.0),
+            total_s=timer.total_s(),
+            servers=self.accelerator.num_processes // self.tensor_parallel_size,
+            verify_gap=evidence.gap_mean if evidence else None,
+            verify_gap_max=evidence.gap_max if evidence else None,
+            is_verified=None if self._settings.verify == "off" else self._is_proven,
+        )
+
+    def generate(
+        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any = None
+    ) -> Any:
+        """**Collective.** TRL's `generate`, from the active version; arguments and result are TRL's."""
+        if self._active_name is None or self._has_changed():
+            self.sync_weights()
+        timer = PhaseTimer()
+        answer = super().generate(prompts, images, num_generations, profiler)
+        self._generate_s = (self._generate_s or 0.0) + timer.total_s()
+        return answer
+
+    def _before_sampling(self) -> None:
+        """Before each call of `llm` that samples; of rollout functions and tools, too."""
+        if self._active_name is None and self.accelerator.num_processes == 1:
+            self.sync_weights()
+        else:
+            self._sync_if_changed()
+        if self._active_id:
+            self._slots.check(self._active_id)
+
+    def sleep(self) -> None:
+        """Nothing: TRL's `generate` gives the KV cache back by itself, if `vllm_enable_sleep_mode` is set."""
+
+    def close(self) -> None:
+        """Forget the active version; the next `generate` loads the adapter again. Not collective, never fails."""
+        self._active_name, self._gate.is_ready, self._gate.policy = None, False, None
+        self._slots.release()
+        self._reader.release()
+
+
+def _layout_of(adapter: CanonicalAdapter) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((key, tensor.shape) for key, tensor in adapter.tensors.items())
+
+
+def _digest(adapter: CanonicalAdapter) -> tuple[int, ...]:
+    """Equal on processes that hold the same adapter; computed where the adapter is."""
+    return fingerprint(list(adapter.tensors.values()))
