@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Passed on: make test ARGS="-k store -x", make bench ARGS="--help"
 ARGS ?=
+# Two files of tests at a time: half of the time is waiting for a server. The tests of one file share theirs.
+AT_ONCE := --numprocesses 2 --dist loadfile
 
 TRAINER := .venv
 SERVER := .venv-vllm
@@ -41,7 +43,7 @@ demo: venv venv-vllm
 	@$(TRAINER)/bin/python examples/demo/run.py $(ARGS)
 
 test: venv venv-vllm trl-versions peft-versions launchers
-	@$(TRAINER)/bin/python -m pytest $(ARGS)
+	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) $(ARGS)
 
 test-pythons: $(PYTHONS:%=test-python-%)
 

@@ -5,9 +5,9 @@
     python3 tools/install_env.py vllm .venv-vllm
     python3 tools/install_env.py colocate .venv-colocate   # vLLM in the trainer's process; after .venv-vllm
 
-The first two are separate because vLLM pins its own torch and because the trainer must work without vLLM. Needs Python 3.10 or
-newer and nothing else; packages come from wherever pip is configured to look. An environment that exists is brought up
-to date in place.
+The first two are separate because vLLM pins its own torch and because the trainer must work without vLLM. Needs
+Python 3.10 or newer and nothing else; packages come from wherever pip is configured to look. An environment that exists
+is brought up to date in place.
 """
 
 import argparse

@@ -51,15 +51,22 @@ def test_wheel_installs_and_imports_elsewhere(wheel: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_wheel_without_its_dependencies_serves_the_plugins(wheel: Path, tmp_path: Path) -> None:
-    """As next to vLLM; here even without that, as `-S` leaves nothing but the standard library."""
+    """As next to vLLM, which brings torch and Starlette; what trainer and server agree on needs not even these."""
     site = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
-    source = (
-        "import trl_lora_sync; from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE, PushMiddleware as p;"
-        "print(f'{p.__module__}.{p.__name__}' == MIDDLEWARE, trl_lora_sync.__version__)"
+    names = "import trl_lora_sync; from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE; "
+    printed = run(
+        *(sys.executable, "-S", "-c", f"{names}print(MIDDLEWARE, trl_lora_sync.__version__)"),
+        env={"PYTHONPATH": str(site)},
+        cwd=tmp_path,
     )
-    printed = run(sys.executable, "-S", "-c", source, env={"PYTHONPATH": str(site)}, cwd=tmp_path)
-    assert printed.split() == ["True", wheel.name.split("-")[1]]
+    dotted, version = printed.split()
+    assert version == wheel.name.split("-")[1]
+
+    module, _, name = dotted.rpartition(".")
+    blocked = "import sys; sys.modules |= dict.fromkeys(('trl', 'peft', 'httpx', 'safetensors')); "
+    source = f"{blocked}from {module} import {name} as found; print(found.__name__)"
+    assert run(sys.executable, "-c", source, env={"PYTHONPATH": str(site)}, cwd=tmp_path).split() == [name]
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_lora_sync.engine_plugins import vllm_push
-from trl_lora_sync.engine_plugins.push_store import FOLDER_PREFIX, PushStore, Refused, sweep_dead_servers
+from trl_lora_sync.engine_plugins import push_middleware
+from trl_lora_sync.engine_plugins.push_store import FOLDER_PREFIX, PushStore, sweep_dead_servers
+from trl_lora_sync.engine_plugins.refusals import Refused
 from trl_lora_sync.engine_plugins.vllm_push import DIRECTORY_VARIABLE, MAX_MB_VARIABLE, ROUTE, PushMiddleware
 
 CONFIG = {"peft_type": "LORA", "r": 4}
@@ -119,19 +120,32 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 WHOLE = ["a-v1", "a-v1/adapter_config.json", "a-v1/adapter_model.safetensors"]
 
 
-def test_it_imports_where_nothing_but_the_standard_library_is_installed(run_python: Callable[..., str]) -> None:
+def test_it_imports_where_only_torch_and_starlette_are_installed(
+    run_python: Callable[..., str],
+) -> None:
     source = """
 import sys
-for name in ("trl", "peft", "torch", "transformers", "httpx", "safetensors", "starlette", "vllm"):
+for name in ("trl", "peft", "transformers", "httpx", "safetensors", "vllm"):
     sys.modules[name] = None
-from trl_lora_sync.engine_plugins.vllm_push import PushMiddleware
-print(PushMiddleware.__name__, [name for name in sys.modules if name.startswith("trl_lora_sync.")])
+from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE, PushMiddleware
+print(PushMiddleware.__name__ == MIDDLEWARE.rpartition(".")[2])
+print([name for name in sys.modules if name.startswith("trl_lora_sync.") and ".engine_plugins" not in name])
 """
-    assert run_python(source).strip() == (
-        "PushMiddleware ['trl_lora_sync.engine_plugins', 'trl_lora_sync.engine_plugins.routes', "
-        "'trl_lora_sync.engine_plugins.push_store', 'trl_lora_sync.engine_plugins.timeouts', "
-        "'trl_lora_sync.engine_plugins.vllm_push']"
-    )
+    assert run_python(source).split() == ["True", "[]"]
+
+
+def test_the_trainer_s_side_needs_no_web_framework(run_python: Callable[..., str]) -> None:
+    source = """
+import sys
+sys.modules["starlette"] = None
+import trl_lora_sync.cli.launch_vllm, trl_lora_sync.engines.connect, trl_lora_sync.engines.vllm_push
+from trl_lora_sync.engine_plugins import vllm_push
+try:
+    vllm_push.PushMiddleware
+except ImportError as error:
+    print(error.name.partition(".")[0])
+"""
+    assert run_python(source).split() == ["starlette"]
 
 
 def test_an_adapter_arrives_whole_private_and_with_its_configuration(serve: Callable[..., Server]) -> None:
@@ -221,7 +235,7 @@ def test_a_body_that_is_not_what_was_announced_is_refused_and_leaves_nothing(
 def test_an_upload_that_takes_too_long_is_broken_off_and_leaves_nothing(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_push, "_UPLOAD_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(push_middleware, "_UPLOAD_TIMEOUT_S", 0.01)
     server, body, answer = serve(), safetensors(), []
 
     async def receive() -> Any:

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins import tensor_file, vllm_quick_load_worker
-from trl_lora_sync.engine_plugins.tensor_file import ParallelReader, ShortFileError
+from trl_lora_sync.engine_plugins import safetensors_file, vllm_quick_load_worker
+from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError
 from trl_lora_sync.engine_plugins.vllm_quick_load import QuickLoadMiddleware
 from trl_lora_sync.engine_plugins.vllm_quick_load_worker import QuickLoadWorker, quick_model
 
@@ -123,7 +123,7 @@ def test_from_the_second_of_a_kind_on_tensors_are_read_here_and_are_the_same(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int, buffers: int
 ) -> None:
     monkeypatch.setattr(vllm_quick_load_worker, "_BUFFER_BYTES", buffer_bytes)
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 100)
     for seed in range(4):
         tensors = adapter(seed)
         way, found = worker.load(tensors)
@@ -212,9 +212,9 @@ def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first part is missing as a whole, and those that follow are still being read."""
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 100)
     (tmp_path / "file").write_bytes(bytes(1000))
-    read_now, reading = tensor_file._read_into, []
+    read_now, reading = safetensors_file._read_into, []
 
     def read_slowly(file: int, view: memoryview, offset: int) -> None:
         reading.append(offset)
@@ -225,7 +225,7 @@ def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
         finally:
             reading.remove(offset)
 
-    monkeypatch.setattr(tensor_file, "_read_into", read_slowly)
+    monkeypatch.setattr(safetensors_file, "_read_into", read_slowly)
     with (tmp_path / "file").open("rb") as file:
         with pytest.raises(ShortFileError, match="shorter than its head says"):
             list(ParallelReader().read(file.fileno(), memoryview(bytearray(1000)), 1000))
@@ -233,7 +233,7 @@ def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
 
 
 def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 7)
     content = bytes(range(250)) * 4
     (tmp_path / "file").write_bytes(content)
     into = bytearray(900)

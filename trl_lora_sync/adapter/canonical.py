@@ -7,17 +7,18 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import BuiltinFunctionType
 
 import torch
 from torch import Tensor
 
-from trl_lora_sync.adapter.support import FUSED_LAYERS
+from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.errors import AdapterNotFiniteError
 
 _KEY_PREFIX = "base_model.model."
 # Layers that read the hidden state, and layers whose output is added to it.
-_READ_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_READ_HIDDEN = frozenset(chain(*PACKED_LAYERS.values()))
 _WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
 
 
@@ -194,6 +195,12 @@ def tensor_keys(module: LoRAModule) -> tuple[str, str]:
     return f"{_KEY_PREFIX}{module.name}.lora_A.weight", f"{_KEY_PREFIX}{module.name}.lora_B.weight"
 
 
+def split_flat(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Views of `flat` with these shapes, one after the other."""
+    parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
 def is_finite(flat: Tensor) -> bool:
     """Whether there is no NaN and no infinity among the values.
 
@@ -215,7 +222,7 @@ def complete_siblings(modules: list[LoRAModule], shapes: Mapping[str, tuple[int,
     completed = list(modules)
     for module in modules:
         parent, _, leaf = module.name.rpartition(".")
-        for sibling in next((group for group in FUSED_LAYERS if leaf in group), ()):
+        for sibling in next((group for group in PACKED_LAYERS.values() if leaf in group), ()):
             name = f"{parent}.{sibling}"
             if name not in present and name in shapes:
                 out_features, in_features = shapes[name]
@@ -260,11 +267,7 @@ def _served_tensors(modules: list[LoRAModule], rank: int, dtype: torch.dtype) ->
     # Checked as the server will see it: what float32 holds may be infinite in float16.
     if not is_finite(flat):
         raise _not_finite(modules, list(matrices.values()), dtype)
-    flat, tensors, start = flat.cpu(), {}, 0
-    for key, matrix in matrices.items():
-        tensors[key] = flat[start : start + matrix.numel()].view(matrix.shape)
-        start += matrix.numel()
-    return tensors
+    return split_flat(flat.cpu(), {key: matrix.shape for key, matrix in matrices.items()})
 
 
 @contextmanager

@@ -4,10 +4,8 @@ The result is bit for bit what `canonicalize` and safetensors' `save_file` make 
 files: where the buffer goes is the business of `adapter.slots`.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,14 +16,12 @@ from trl_lora_sync.adapter.canonical import (
     canonicalize,
     common_rank,
     is_finite,
+    split_flat,
     target_modules_of,
     tensor_keys,
 )
+from trl_lora_sync.engine_plugins.safetensors_file import DTYPES, METADATA, header_of
 
-FILE_METADATA = {"format": "pt"}
-# Source: safetensors/src/tensor.rs, 0.5 to 0.8.
-_DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_HEADER_ALIGNMENT = 8
 # Bounds the float32 copies of lora_B that exist at a time, to 64 MB.
 _SCRATCH_ELEMENTS = 1 << 24
 
@@ -44,7 +40,7 @@ class FlatAdapter(CanonicalAdapter):
 
     def on_host(self) -> CanonicalAdapter:
         host = self.flat.to("cpu", copy=True)
-        return self.with_tensors(_views(host, {key: tensor.shape for key, tensor in self.tensors.items()}))
+        return self.with_tensors(split_flat(host, {key: tensor.shape for key, tensor in self.tensors.items()}))
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class FlatBuffer:
 
         A dtype that safetensors files of adapters do not have is left to `canonicalize`.
         """
-        if dtype not in _DTYPE_NAMES:
+        if dtype not in DTYPES.values():
             return canonicalize(modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out)
         plan = self._plan_for(modules, dtype)
         with torch.no_grad():
@@ -124,34 +120,12 @@ def _make_plan(key: tuple[object, ...], modules: Sequence[LoRAModule], dtype: to
     shapes = {name: shapes[name] for name in sorted(shapes, key=str.encode)}
     # Zero once and for all: an export writes between the padding only.
     flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=modules[0].lora_A.device)
-    tensors = _views(flat, shapes)
+    tensors = split_flat(flat, shapes)
     places = []
     for module in modules:
         key_A, key_B = tensor_keys(module)
         places.append((tensors[key_A][: module.rank], tensors[key_B][:, : module.rank]))
-    return _Plan(key=key, header=file_header(shapes, dtype), flat=flat, tensors=tensors, places=places)
-
-
-def file_header(shapes: dict[str, torch.Size], dtype: torch.dtype) -> bytes:
-    """What a safetensors file of such tensors begins with: the length of a JSON object, the object, and padding.
-
-    Args:
-        shapes: by key, in the order of the file, which is that of the keys' bytes where all have one dtype.
-
-    Source: safetensors/src/tensor.rs `prepare`, 0.5 to 0.8.
-    """
-    entries: dict[str, object] = {"__metadata__": FILE_METADATA}
-    stops = list(accumulate(shape.numel() * dtype.itemsize for shape in shapes.values()))
-    for (key, shape), start, stop in zip(shapes.items(), [0, *stops], stops, strict=False):
-        entries[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _views(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    pieces = torch.split(flat, [shape.numel() for shape in shapes.values()])
-    return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), pieces, strict=True)}
+    return _Plan(key=key, header=header_of(tensors, METADATA), flat=flat, tensors=tensors, places=places)
 
 
 def _fill(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
 from trl_lora_sync.adapter.support import changes_base, check_saved_config, is_embedding_module, refuse_module
+from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, TENSORS_FILE
 from trl_lora_sync.errors import UnsupportedAdapterError
 
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<letter>[AB])\.weight")
@@ -62,10 +63,10 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         UnsupportedAdapterError: they are missing or broken, or hold more than plain LoRA.
     """
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = json.loads((folder / CONFIG_FILE).read_text())
         check_saved_config(config)
         _check_base_is_plain(config)
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        with safe_open(folder / TENSORS_FILE, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, UnsupportedAdapterError):

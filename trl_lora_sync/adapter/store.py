@@ -27,8 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.flat import FILE_METADATA, FlatAdapter
+from trl_lora_sync.adapter.flat import FlatAdapter
 from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, METADATA, TENSORS_FILE
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ RUN_PREFIX = "lora-sync-"
 _OWNER_FILE = "owner.json"
 _STARTING = ".starting"
 _SLOTS = ".slots"
-_TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _MAX_OWNER_BYTES = 1 << 20  # it names the servers of the run
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 
@@ -74,7 +74,7 @@ def new_run_id() -> str:
 
 def write_tensors(file: Path, adapter: CanonicalAdapter) -> None:
     """Write the tensors of `adapter` to a new file, wherever they are."""
-    save_file(adapter.on_host().tensors, file, metadata=FILE_METADATA)
+    save_file(adapter.on_host().tensors, file, metadata=METADATA)
 
 
 def write_adapter(
@@ -121,7 +121,7 @@ def _check_free(directory: Path) -> None:
 def _write_files(
     partial: Path, adapter: CanonicalAdapter, private: bool, write_tensors: Callable[[Path, CanonicalAdapter], None]
 ) -> None:
-    tensors, config = partial / _TENSORS, partial / _CONFIG
+    tensors, config = partial / TENSORS_FILE, partial / CONFIG_FILE
     write_tensors(tensors, adapter)
     config.write_text(_config_text(adapter))
     for file in (tensors, config):
@@ -280,8 +280,8 @@ class AdapterStore:
         """
         assert stored.path is not None
         try:
-            is_config_same = (stored.path / _CONFIG).read_text() == _config_text(adapter)
-            is_same = is_config_same and self._holds(stored.name, stored.path / _TENSORS, adapter)
+            is_config_same = (stored.path / CONFIG_FILE).read_text() == _config_text(adapter)
+            is_same = is_config_same and self._holds(stored.name, stored.path / TENSORS_FILE, adapter)
         except (OSError, ValueError, SafetensorError) as error:
             raise VerificationError(f"{_changed(stored)} They cannot be read any more: {error}") from error
         if not is_same:
@@ -334,7 +334,7 @@ class AdapterStore:
         """
         if stored.path is not None:
             if self._slots is not None:
-                self._slots.take_back(stored.name, self.directory / _SLOTS, stored.path / _TENSORS)
+                self._slots.take_back(stored.name, self.directory / _SLOTS, stored.path / TENSORS_FILE)
             shutil.rmtree(stored.path, ignore_errors=True)
             if keep_name:
                 _make_record(stored.path)

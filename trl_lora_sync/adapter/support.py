@@ -18,15 +18,16 @@ _WHY_NO_EMBEDDINGS = (
     "the embedding and the output head are served by few architectures, and tied weights differ between the "
     "trainer and the server"
 )
-# Layers that SGLang serves as one, so that an adapter must have all of a group or none.
-FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+PACKED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that the engines serve as one, by the name of that one. SGLang needs all of a group in an adapter, or none."""
+FUSED_LAYERS = tuple(PACKED_LAYERS.values())
 _EMBEDDING_MODULES = frozenset({"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out"})
 WEIGHTS_WAY_OUT = (
     'or set vllm_sync_strategy="weights", which merges the adapter and sends every weight: that needs vLLM in the '
     'trainer\'s environment and, for vllm_mode="server", a vLLM server started with VLLM_SERVER_DEV_MODE=1 and '
     """--weight-transfer-config '{"backend": "nccl"}'"""
 )
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ATTENTION = (*PACKED_LAYERS["qkv_proj"], "o_proj")
 
 _DROPOUT_ADVICE = (
     "any value, but 0 is advised: dropout changes the trainer's log-probabilities in training mode and never the "

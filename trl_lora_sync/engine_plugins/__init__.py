@@ -1,6 +1,11 @@
 """Code that runs inside an inference server's own process, next to which neither TRL nor PEFT need be installed.
 
-Nothing here imports them, nor the rest of this package. What runs in vLLM's workers (`fused_placement`,
-`fused_weights`, `vllm_fused_worker`, `vllm_quick_load_worker`) imports torch, which is there, and `fused_kernel`
-Triton; everything else the standard library only.
+Nothing here imports them, nor the rest of this package, nor anything that vLLM does not bring: the routes import
+Starlette, what reads files and what runs in the workers torch and psutil, and `fused_kernel` Triton. The trainer's side
+imports `safetensors_file`, and `vllm_push`, `vllm_fused` and `vllm_quick_load`, which need the standard library only.
 """
+
+import logging
+
+# A child of the logger that vLLM sets up, so that its level and format hold here too.
+logger = logging.getLogger("vllm.trl_lora_sync")

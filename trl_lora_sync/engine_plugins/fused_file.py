@@ -1,21 +1,26 @@
-"""What is in an adapter's folder, told from its configuration and the head of its safetensors file; reads no tensors.
+"""What an adapter's folder holds, by its configuration and the head of its safetensors file; reads no tensors.
 
 Takes plain LoRA only. Everything else is refused here, before any weight is touched.
 """
 
 import json
-import struct
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from trl_lora_sync.engine_plugins.tensor_file import head_of
+from trl_lora_sync.engine_plugins.safetensors_file import (
+    CONFIG_FILE,
+    MALFORMED,
+    TENSORS_FILE,
+    Head,
+    TensorSpan,
+    head_of,
+)
 
 _PREFIX = "base_model.model."
-_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 # Fields of the configuration that change what is computed; with these values they change nothing.
 # Source: peft/tuners/lora/config.py (0.21).
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -42,22 +47,9 @@ class AdapterFileError(Exception):
         is_missing: whether there is no adapter at all.
     """
 
-    def __init__(self, words: str, is_missing: bool = False) -> None:
-        super().__init__(words, is_missing)
-        self.words = words
+    def __init__(self, message: str, *, is_missing: bool = False) -> None:
+        super().__init__(message)
         self.is_missing = is_missing
-
-    def __str__(self) -> str:
-        return self.words
-
-
-class Slot(NamedTuple):
-    """Where one tensor is in the data region of the file."""
-
-    dtype: str
-    shape: tuple[int, int]
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +57,15 @@ class AdapterFile:
     """One adapter on disk.
 
     Attributes:
-        data_start, data_bytes: the region of the file that holds all tensors.
+        head: which region of the file holds all tensors.
         modules: lora_A `(r, in_features)` and lora_B `(out_features, r)` by the module's name in the checkpoint; the
             same object for every file with the same header.
         scaling: what `lora_B @ lora_A` is multiplied with.
     """
 
     file: Path
-    data_start: int
-    data_bytes: int
-    modules: dict[str, tuple[Slot, Slot]]
+    head: Head
+    modules: dict[str, tuple[TensorSpan, TensorSpan]]
     scaling: float
 
 
@@ -86,21 +77,22 @@ def read_head(folder: str) -> AdapterFile:
     """
     root = Path(folder)
     try:
-        config = json.loads((root / "adapter_config.json").read_bytes())
-        file = root / "adapter_model.safetensors"
+        config = json.loads((root / CONFIG_FILE).read_bytes())
+        file = root / TENSORS_FILE
         with file.open("rb", buffering=0) as opened:
-            start, size, header = head_of(opened.fileno())
+            head = head_of(opened.fileno())
         scaling = _scaling_of(config)
-        modules = _modules_in(header, size)
+        modules = _modules_in(head)
     except FileNotFoundError as error:
-        raise AdapterFileError(f"No adapter found for {folder} ({error.strerror}: {error.filename})", True) from error
+        message = f"No adapter found for {folder} ({error.strerror}: {error.filename})"
+        raise AdapterFileError(message, is_missing=True) from error
     except OSError as error:
         raise AdapterFileError(f"{folder} cannot be read ({error.strerror})") from error
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise AdapterFileError(
             f"{folder} holds no adapter that can be read ({type(error).__name__}: {error})"
         ) from error
-    return AdapterFile(file=file, data_start=start, data_bytes=size, modules=modules, scaling=scaling)
+    return AdapterFile(file=file, head=head, modules=modules, scaling=scaling)
 
 
 def _scaling_of(config: dict[str, Any]) -> float:
@@ -114,20 +106,18 @@ def _scaling_of(config: dict[str, Any]) -> float:
     return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
 
 
-# All versions of a run have one header; whoever sees the same modules again may know what it found out about them.
+# All versions of a run have one header. The worker knows modules that it has placed by the identity of this result.
 @lru_cache(maxsize=2)
-def _modules_in(header: bytes, size: int) -> dict[str, tuple[Slot, Slot]]:
-    entries = json.loads(header)
-    entries.pop("__metadata__", None)
-    found: dict[str, dict[str, Slot]] = defaultdict(dict)
-    for name, entry in entries.items():
+def _modules_in(head: Head) -> dict[str, tuple[TensorSpan, TensorSpan]]:
+    found: dict[str, dict[str, TensorSpan]] = defaultdict(dict)
+    for name, entry in head.content()[1].items():
         module, _, kind = name.removesuffix(".weight").rpartition(".lora_")
         if kind not in ("A", "B") or not name.endswith(".weight") or not name.startswith(_PREFIX):
             raise AdapterFileError(
                 f"The adapter holds {name!r}, which is no lora_A or lora_B of a linear layer. Fused serving takes no "
                 "other tensors; train linear layers only."
             )
-        found[module.removeprefix(_PREFIX)][kind] = _slot(name, entry, size)
+        found[module.removeprefix(_PREFIX)][kind] = _span(name, entry, head.size)
     if not found:
         raise AdapterFileError("The adapter holds no tensors.")
     modules = {}
@@ -138,16 +128,14 @@ def _modules_in(header: bytes, size: int) -> dict[str, tuple[Slot, Slot]]:
     return modules
 
 
-def _slot(name: str, entry: Any, size: int) -> Slot:
+def _span(name: str, entry: Any, size: int) -> TensorSpan:
     try:
-        dtype, (rows, columns), (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        item = _ITEM_BYTES[dtype]
-        is_whole = 0 <= start <= end <= size and end - start == rows * columns * item and start % item == 0
-        if not is_whole or min(rows, columns) < 1:
+        span = TensorSpan.of(entry)
+        if len(span.shape) != 2 or min(span.shape) < 1 or not span.fits(size):
             raise ValueError
     except (KeyError, ValueError, TypeError) as error:
         raise AdapterFileError(
             f"The tensor {name!r} of the adapter cannot be used: {entry!r} in a file of {size} bytes of tensors. A "
             "matrix in float32, bfloat16 or float16 was expected; was the file written completely?"
         ) from error
-    return Slot(dtype, (rows, columns), start, end)
+    return span

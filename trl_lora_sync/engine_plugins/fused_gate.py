@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from trl_lora_sync.engine_plugins.routes import Refused
+from trl_lora_sync.engine_plugins.refusals import Refused
 from trl_lora_sync.engine_plugins.timeouts import timeout
 
 

@@ -11,24 +11,23 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from math import gcd
-from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Slot
+from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError
 from trl_lora_sync.engine_plugins.fused_placement import Piece
-from trl_lora_sync.engine_plugins.routes import logger
-from trl_lora_sync.engine_plugins.tensor_file import ParallelReader, ShortFileError
+from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError, bytes_of, joined
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _KERNEL_DTYPES = ({torch.bfloat16}, {torch.float16})
-# Of a product in float32 that has no kernel of its own.
+# Bounds a product in float32, where the kernel cannot be used.
 _PRODUCT_BYTES = 64 << 20
-# Rows of fewer elements are not worth to be looked at by themselves.
+# Below this row width, a reduction per row is slower than `torch._foreach_norm`.
 _LEAST_WIDTH = 256
 # Smaller tensors share pages of memory with others, and a page can be pinned once.
 _OWN_PAGES_BYTES = 1 << 20
@@ -84,20 +83,20 @@ class Reader:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._files = ParallelReader()
 
-    def read(self, head: AdapterFile) -> dict[str, tuple[Tensor, Tensor]]:
+    def read(self, adapter: AdapterFile) -> dict[str, tuple[Tensor, Tensor]]:
         """The matrices of each module, as views of one buffer on the device.
 
         Raises:
             AdapterFileError: the file is gone or shorter than its head says.
         """
         try:
-            with head.file.open("rb", buffering=0) as file:
-                data = self._read(file.fileno(), head.data_start, head.data_bytes)
+            with adapter.file.open("rb", buffering=0) as file:
+                data = self._read(file.fileno(), adapter.head.start, adapter.head.size)
         except OSError as error:
-            raise AdapterFileError(f"{head.file} cannot be read ({error.strerror})", True) from error
+            raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", is_missing=True) from error
         except ShortFileError as error:
-            raise AdapterFileError(f"{head.file}: {error}") from error
-        return {name: (view_of(data, a), view_of(data, b)) for name, (a, b) in head.modules.items()}
+            raise AdapterFileError(f"{adapter.file}: {error}") from error
+        return {name: (a.view_in(data), b.view_in(data)) for name, (a, b) in adapter.modules.items()}
 
     def _read(self, file: int, start: int, size: int) -> Tensor:
         if self.device.type != "cuda":
@@ -121,16 +120,6 @@ class Reader:
                     copy_to[part].copy_(memory[part], non_blocking=True)
 
 
-def bytes_of(memory: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, to be written to."""
-    array: Any = memory.numpy()
-    return memoryview(array)
-
-
-def view_of(data: Tensor, slot: Slot) -> Tensor:
-    return data[slot.start : slot.end].view(DTYPES[slot.dtype]).view(slot.shape)
-
-
 def finite(name: str, scaling: float, matrices: dict[str, tuple[Tensor, Tensor]]) -> FusedAdapter:
     """The adapter without its all-zero modules.
 
@@ -151,28 +140,14 @@ def _largest(tensors: list[Tensor]) -> list[float]:
     """The largest magnitude in each tensor; NaN in one that holds it."""
     sizes = [tensor.numel() for tensor in tensors]
     width = gcd(*sizes)
-    joined = _joined(tensors)
-    if joined is not None and width >= _LEAST_WIDTH:
-        rows = joined.view(-1, width)
+    flat = joined(tensors)
+    if flat is not None and width >= _LEAST_WIDTH:
+        rows = flat.view(-1, width)
         largest: list[float] = torch.maximum(rows.amax(1), -rows.amin(1)).tolist()
         if all(value < float("inf") for value in largest):  # `max` would lose a NaN
             ends = [end // width for end in accumulate(sizes)]
             return [max(largest[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     return torch.stack(list(torch._foreach_norm(tensors, float("inf")))).tolist()
-
-
-def _joined(tensors: list[Tensor]) -> Tensor | None:
-    """All of them as one, if they lie one after the other in memory, as the tensors of a file do."""
-    first = tensors[0]
-    place = first.data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != place or tensor.dtype != first.dtype or not tensor.is_contiguous():
-            return None
-        place += tensor.numel() * tensor.element_size()
-    size = (place - first.data_ptr()) // first.element_size()
-    if first.untyped_storage().nbytes() < (first.storage_offset() + size) * first.element_size():
-        return None  # neighbours by chance
-    return first.as_strided((size,), (1,))
 
 
 def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]) -> None:
@@ -266,8 +241,8 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
         )
     if has_room and place != "host":
         return [weight.clone() for weight in weights], "gpu"
-    available = _available_host_bytes()
-    if available is not None and available < size * 1.1:
+    available = psutil.virtual_memory().available
+    if available < size * 1.1:
         raise MemoryError(
             f"The copy of the base weights takes {size / 2**30:.1f} GiB, and neither the GPU ({free / 2**30:.1f} GiB "
             f"free) nor the host ({available / 2**30:.1f} GiB) has room. Lower --gpu-memory-utilization."
@@ -284,11 +259,3 @@ def _pinned_copy(weight: Tensor) -> Tensor:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(runtime.cudaHostRegister(copy.data_ptr(), size, 0))
     return copy.copy_(weight)
-
-
-def _available_host_bytes() -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None

@@ -16,16 +16,15 @@ import os
 import secrets
 import shutil
 import stat
-import struct
 import threading
 from pathlib import Path
 from typing import Any
 
-from trl_lora_sync.engine_plugins.routes import Refused, check_name
+from trl_lora_sync.engine_plugins.refusals import Refused, check_name
+from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, MALFORMED, TENSORS_FILE, head_of
+from trl_lora_sync.engine_plugins.vllm_push import CONFIG_KEY
 
 FOLDER_PREFIX = "trl-lora-sync-push-"
-CONFIG_KEY = "adapter_config"
-"""In the metadata of the safetensors file: what becomes `adapter_config.json`."""
 
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 # Of the file system, left for others: vLLM's own queues are in /dev/shm, and touching one there is no room for kills.
@@ -173,7 +172,7 @@ class Upload:
 
     @property
     def _tensors(self) -> Path:
-        return self.folder / "adapter_model.safetensors"
+        return self.folder / TENSORS_FILE
 
     def write(self, data: bytes | bytearray) -> None:
         """Append bytes.
@@ -207,9 +206,9 @@ class Upload:
                 raise Refused(400, f"The body ended {self._left} bytes before the announced {self.size}.")
             if not hmac.compare_digest(self._hash.digest(), digest):
                 raise Refused(422, "The bytes that arrived are not those that the digest is of.")
-            config = _config_in(self._file, self.size)
+            config = _config_in(self._file)
             try:
-                descriptor = os.open(self.folder / "adapter_config.json", os.O_CREAT | os.O_WRONLY, _PRIVATE_FILE)
+                descriptor = os.open(self.folder / CONFIG_FILE, os.O_CREAT | os.O_WRONLY, _PRIVATE_FILE)
                 with os.fdopen(descriptor, "w") as file:
                     json.dump(config, file)
                 path = self._store.admit(self, digest)
@@ -247,18 +246,16 @@ def sweep_dead_servers(root: Path) -> list[str]:
     return swept
 
 
-def _config_in(file: int, size: int) -> dict[str, Any]:
+def _config_in(file: int) -> dict[str, Any]:
     """The adapter's configuration from the head of its safetensors file, whose layout is checked against its size."""
     try:
-        (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(os.pread(file, length, 8))
-        config = json.loads(header.pop("__metadata__")[CONFIG_KEY])
-        end = max(tensor["data_offsets"][1] for tensor in header.values())
-        if 8 + length + end != size or not isinstance(config, dict):
+        head = head_of(file, _MAX_HEADER_BYTES)
+        metadata, entries = head.content()
+        config = json.loads(metadata[CONFIG_KEY])
+        end = max(entry["data_offsets"][1] for entry in entries.values())
+        if end != head.size or not isinstance(config, dict):
             raise ValueError(f"tensors that end at {end}")
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except MALFORMED as error:
         raise Refused(
             422,
             f"The body is no safetensors file with {CONFIG_KEY!r} in its metadata ({type(error).__name__}: {error}).",

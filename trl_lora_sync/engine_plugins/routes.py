@@ -1,50 +1,48 @@
-"""What the middlewares of this folder share: who may use their routes, refusals, and answers in JSON. Plain ASGI.
+"""What the middlewares of this folder share: which requests are theirs, who may send them, and answers in JSON.
 
 vLLM's own check of API keys comes after every middleware that it is given, so each route checks the same keys itself.
-Where the server has none, anybody who reaches it may use them, as anybody may use vLLM's own.
+A server without a key answers every client here, as it does on vLLM's own routes.
 """
 
 import hashlib
 import hmac
 import json
-import logging
 import os
-import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable
 from typing import Any
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.refusals import Refused
 
 _KEY_VARIABLE = "VLLM_API_KEY"
-# No separator, nothing hidden, nothing a shell or a log would stumble over.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
-
-# A child of the logger that vLLM sets up, so that its level and format hold here too.
-logger = logging.getLogger("vllm.trl_lora_sync")
 
 
-class Refused(Exception):  # noqa: N818 - it is said to the client, and no error of the server
-    """A request that is not carried out.
-
-    Attributes:
-        status: the HTTP status that says so.
-        words: the reason, for the client.
-    """
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(status, words)
-        self.status = status
-        self.words = words
+class _Answer(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        # In ASCII, unlike Starlette's: an error may quote a path with characters that UTF-8 cannot encode.
+        return json.dumps(content).encode()
 
 
-def check_name(name: str) -> None:
-    """Raises Refused for a name that could be more than the name of one folder."""
-    if not _NAME.fullmatch(name):
-        raise Refused(400, "An adapter's name is 1 to 128 of A-Z a-z 0-9 . _ - and begins with a letter or digit.")
+async def respond(answer: Awaitable[dict[str, Any]], scope: Scope, receive: Receive, send: Send) -> None:
+    """Send an answer once it is there, or why there is none."""
+    try:
+        response: Response = _Answer(await answer)
+    except ClientDisconnect:
+        response = refusal(scope, Refused(400, "The connection closed before the body was complete."))
+    except Refused as refused:
+        response = refusal(scope, refused)
+    await response(scope, receive, send)
+
+
+def refusal(scope: Scope, refused: Refused) -> Response:
+    """An answer in the form of vLLM's own errors."""
+    logger.warning("Refused %s %r: %s", scope.get("method"), path_of(scope), refused.message)
+    return _Answer({"error": {"message": refused.message, "code": refused.status}}, refused.status)
 
 
 def path_of(scope: Scope) -> str:
@@ -52,24 +50,37 @@ def path_of(scope: Scope) -> str:
     return str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
 
 
+def below(route: str, scope: Scope) -> str | None:
+    """The rest of a request's path if it is `route` or below it, else None."""
+    path = path_of(scope)
+    is_ours = scope["type"] == "http" and (path == route or path.startswith(f"{route}/"))
+    return path.removeprefix(route) if is_ours else None
+
+
+def header(scope: Scope, name: str) -> str | None:
+    """The value of a header, if it is there exactly once."""
+    values = Headers(scope=scope).getlist(name)
+    return values[0] if len(values) == 1 else None
+
+
 def check_key(scope: Scope) -> None:
     """Raises Refused for a request that vLLM itself would refuse."""
     keys = _keys_of(scope)
     if not keys:
         return
-    scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
-    offered = hashlib.sha256(key).digest()
-    # All are compared, and as digests, so that the time taken tells nothing about any of them.
+    scheme, _, key = (header(scope, "Authorization") or "").partition(" ")
+    offered = hashlib.sha256(key.encode("latin-1")).digest()
+    # All keys are compared, and as digests, so that the time taken reveals nothing about any of them.
     matches = [hmac.compare_digest(offered, hashlib.sha256(known.encode()).digest()) for known in keys]
-    if scheme.lower() != b"bearer" or not any(matches):
+    if scheme.lower() != "bearer" or not any(matches):
         raise Refused(401, "Unauthorized")
 
 
 def _keys_of(scope: Scope) -> list[str]:
-    """The keys that vLLM itself asks for: of its command line or configuration file, else of its environment.
+    """The keys that vLLM itself requires: of its command line or configuration file, else of its environment.
 
     Raises:
-        Refused: that cannot be told, so nobody is let in.
+        Refused: this version of vLLM does not show its keys, so no client is let in.
     Source: vllm/entrypoints/serve/middleware/register.py; the parsed arguments are on the application (0.31).
     """
     args: Any = getattr(getattr(scope.get("app"), "state", None), "args", None)
@@ -85,25 +96,3 @@ def _keys_of(scope: Scope) -> list[str]:
             f"{_KEY_VARIABLE} in its environment instead.",
         )
     return [key for key in given or [from_environment] if key]
-
-
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """The value of a header, if it is there exactly once."""
-    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
-    values = [value for key, value in headers if key.lower() == name]
-    return values[0] if len(values) == 1 else None
-
-
-async def respond(send: Send, status: int, content: dict[str, Any]) -> None:
-    """Answer with JSON."""
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def refuse(send: Send, scope: Scope, refusal: Refused) -> None:
-    """Answer as vLLM does for an error."""
-    logger.warning("Refused %s %r: %s", scope.get("method"), path_of(scope), refusal.words)
-    content = {"error": {"message": refusal.words, "code": refusal.status}}
-    await respond(send, refusal.status, content)

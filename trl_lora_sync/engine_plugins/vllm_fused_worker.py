@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
 from trl_lora_sync.engine_plugins.fused_weights import (
@@ -32,7 +33,6 @@ from trl_lora_sync.engine_plugins.fused_weights import (
     finite,
     fuse,
 )
-from trl_lora_sync.engine_plugins.routes import logger
 
 PLACE_VARIABLE = "TRL_LORA_SYNC_FUSED_BASE"
 
@@ -132,23 +132,23 @@ class _FusedModel:
     def prepare(self, name: str, path: str) -> Answer:
         started = time.perf_counter()
         self._prepared = None
-        head = read_head(path)
-        if head.modules is not self._fitting:
-            self._place_modules({module: (b.shape[0], a.shape[1]) for module, (a, b) in head.modules.items()})
-            self._check_overlaps(head.modules)
-            self._fitting = head.modules
+        adapter = read_head(path)
+        if adapter.modules is not self._fitting:
+            self._place_modules({module: (b.shape[0], a.shape[1]) for module, (a, b) in adapter.modules.items()})
+            self._check_overlaps(adapter.modules)
+            self._fitting = adapter.modules
         placed = time.perf_counter()
-        self._prepared = finite(name, head.scaling, self._reader.read(head))
+        self._prepared = finite(name, adapter.scaling, self._reader.read(adapter))
         return {
             "place_s": placed - started,
             "read_s": time.perf_counter() - placed,
-            "bytes": head.data_bytes,
+            "bytes": adapter.head.size,
             "placed": {
                 module: {
                     "shape": list(self._shapes[module]),
                     "pieces": [[*piece.rows, *piece.columns] for piece in self._pieces[module]],
                 }
-                for module in sorted(self._unproved & head.modules.keys())
+                for module in sorted(self._unproved & adapter.modules.keys())
             },
         }
 

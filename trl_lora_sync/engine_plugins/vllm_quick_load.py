@@ -8,9 +8,12 @@ Changes nothing of what clients see, and nothing of what is loaded. Where a vers
 server says so in its log and loads adapters its own way.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trl_lora_sync.engine_plugins.routes import App, Receive, Scope, Send, logger
+from trl_lora_sync.engine_plugins import logger
+
+if TYPE_CHECKING:  # at run time, the trainer's side imports this without Starlette
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_quick_load.QuickLoadMiddleware"
 WORKER = "trl_lora_sync.engine_plugins.vllm_quick_load_worker.QuickLoadWorker"
@@ -23,16 +26,16 @@ class QuickLoadMiddleware:
         app: the server behind it.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: "ASGIApp") -> None:
         self.app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
             await _prepare(scope)
         await self.app(scope, receive, send)
 
 
-async def _prepare(scope: Scope) -> None:
+async def _prepare(scope: "Scope") -> None:
     try:
         # Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
         engine: Any = scope["app"].state.engine_client

@@ -6,8 +6,6 @@ bytes are read by several threads into a few pinned buffers, and vLLM is given i
 """
 
 import contextlib
-import json
-import struct
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +13,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins.fused_file import Slot
-from trl_lora_sync.engine_plugins.fused_weights import DTYPES, bytes_of, view_of
-from trl_lora_sync.engine_plugins.tensor_file import Head, ParallelReader, head_of
+from trl_lora_sync.engine_plugins.safetensors_file import (
+    DTYPES,
+    MALFORMED,
+    TENSORS_FILE,
+    Head,
+    ParallelReader,
+    TensorSpan,
+    bytes_of,
+    head_of,
+)
 
-_FILE = "adapter_model.safetensors"
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 # Options of vLLM's own way that are understood here, if they are set. Source: `_load_adapter` of
 # vllm/lora/worker_manager.py (0.26, 0.31).
 _UNDERSTOOD = {"lora_model_id", "device", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes"}
 _KINDS = 8
-_UNREADABLE = (OSError, ValueError, struct.error)
+_UNREADABLE = (OSError, *MALFORMED)
 # torch's allocator of pinned memory rounds each size up to a power of two.
 _BUFFER_BYTES = 64 << 20
 
@@ -77,15 +81,15 @@ class _Buffer(NamedTuple):
 
     Attributes:
         start: where they begin in the region of the tensors.
-        slots: their places from there on, in the order of the file.
+        spans: their places from there on, in the order of the file.
     """
 
     start: int
-    slots: dict[str, Slot]
+    spans: dict[str, TensorSpan]
 
     @property
     def size(self) -> int:
-        return next(reversed(self.slots.values())).end
+        return next(reversed(self.spans.values())).end
 
 
 class KnownFiles:
@@ -103,14 +107,14 @@ class KnownFiles:
     def learn(self, folder: Path) -> None:
         """Take the file in `folder` for one that vLLM accepts; no matter if it cannot be read that way."""
         with (
-            contextlib.suppress(*_UNREADABLE, KeyError, TypeError, AttributeError),
-            (folder / _FILE).open("rb", buffering=0) as file,
+            contextlib.suppress(*_UNREADABLE),
+            (folder / TENSORS_FILE).open("rb", buffering=0) as file,
         ):
             head = head_of(file.fileno())
-            slots = _slots_of(head)
-            if slots:
-                dtype = DTYPES[next(iter(slots.values())).dtype]
-                self._kinds[head, dtype] = _in_buffers(slots)
+            spans = _spans_in(head)
+            if spans:
+                dtype = DTYPES[next(iter(spans.values())).dtype]
+                self._kinds[head, dtype] = _in_buffers(spans)
                 self._reserve(self._kinds[head, dtype])
                 while len(self._kinds) > _KINDS:
                     self._kinds.popitem(last=False)
@@ -131,7 +135,7 @@ class KnownFiles:
             dtype: that the tensors must have.
         """
         # What is wrong with a file, vLLM has words for.
-        with contextlib.suppress(*_UNREADABLE), (folder / _FILE).open("rb", buffering=0) as file:
+        with contextlib.suppress(*_UNREADABLE), (folder / TENSORS_FILE).open("rb", buffering=0) as file:
             head = head_of(file.fileno())
             kind = (head, dtype)
             if kind not in self._kinds:
@@ -142,7 +146,7 @@ class KnownFiles:
                 memory = _memory_for(buffer)
                 for _ in self._files.read(file.fileno(), bytes_of(memory), head.start + buffer.start):
                     pass
-                tensors |= {name: view_of(memory, slot) for name, slot in buffer.slots.items()}
+                tensors |= {name: span.view_in(memory) for name, span in buffer.spans.items()}
             return tensors
         return None
 
@@ -151,24 +155,20 @@ def _memory_for(buffer: _Buffer) -> Tensor:
     return torch.empty(buffer.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
-def _slots_of(head: Head) -> dict[str, Slot]:
+def _spans_in(head: Head) -> dict[str, TensorSpan]:
     """Where each tensor is, in the order of the file; empty unless they are lora_A and lora_B of one known dtype."""
-    entries = json.loads(head.header)
-    entries.pop("__metadata__", None)
-    slots = {
-        name: Slot(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in entries.items()
-    }
-    dtypes = {slot.dtype for slot in slots.values()}
-    if len(dtypes) != 1 or not dtypes <= DTYPES.keys() or not all(name.endswith(_MATRICES) for name in slots):
+    spans = {name: TensorSpan.of(entry) for name, entry in head.content()[1].items()}
+    dtypes = {span.dtype for span in spans.values()}
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys() or not all(name.endswith(_MATRICES) for name in spans):
         return {}
-    return dict(sorted(slots.items(), key=lambda item: item[1].start))
+    return dict(sorted(spans.items(), key=lambda item: item[1].start))
 
 
-def _in_buffers(slots: dict[str, Slot]) -> list[_Buffer]:
+def _in_buffers(spans: dict[str, TensorSpan]) -> list[_Buffer]:
     buffers: list[_Buffer] = []
-    for name, slot in slots.items():
-        if not buffers or slot.end - buffers[-1].start > _BUFFER_BYTES:
-            buffers.append(_Buffer(slot.start, {}))
+    for name, span in spans.items():
+        if not buffers or span.end - buffers[-1].start > _BUFFER_BYTES:
+            buffers.append(_Buffer(span.start, {}))
         start = buffers[-1].start
-        buffers[-1].slots[name] = slot._replace(start=slot.start - start, end=slot.end - start)
+        buffers[-1].spans[name] = span._replace(start=span.start - start, end=span.end - start)
     return buffers

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.errors import DeadlineExceededError
 
 
@@ -100,10 +101,8 @@ class Capabilities:
 
     def serves_module(self, module: str) -> bool:
         """Whether layers of this name, such as `q_proj`, can be adapted; true if the server does not tell."""
-        fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-        fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-        served = self.target_modules
-        return not served or "all" in served or module in served or fused.get(module) in served
+        packed_in = {whole for whole, parts in PACKED_LAYERS.items() if module in parts}
+        return not self.target_modules or not self.target_modules.isdisjoint({"all", module, *packed_in})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, split_flat
+from trl_lora_sync.engine_plugins.safetensors_file import joined_or_copied
 
 _PLACE = "@tensors@"
 _CHUNK_BYTES = 3 << 20  # a multiple of 3, so that no chunk but the last is padded
@@ -46,23 +47,13 @@ class TensorPayload:
 
         The pieces unpickle with plain `pickle` and with the allow-list of every supported SGLang version.
         """
-        flat, views = _as_views(tensors)
+        flat = joined_or_copied(list(tensors.values()))
+        views = split_flat(flat, {name: tensor.shape for name, tensor in tensors.items()})
         pieces = _Pieces()
         pickler = _OneStoragePickler(pieces, flat, self._archive)
         pickler.dump(views)
         self._archive = pickler.archive
         return pieces.found
-
-
-def _as_views(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """One flat tensor and the tensors as views of it; a canonical adapter is that already, and is not copied."""
-    first = next(iter(tensors.values()))
-    storage = first.untyped_storage()
-    if all(tensor.untyped_storage().data_ptr() == storage.data_ptr() for tensor in tensors.values()):
-        return torch.empty(0, dtype=first.dtype).set_(storage), tensors
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-    pieces = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
-    return flat, {name: piece.view(tensors[name].shape) for name, piece in zip(tensors, pieces, strict=True)}
 
 
 class LoadBody:

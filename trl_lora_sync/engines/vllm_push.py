@@ -10,24 +10,16 @@ import hashlib
 import json
 import logging
 import math
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import httpx
-import torch
-from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engine_plugins.push_store import CONFIG_KEY
-from trl_lora_sync.engine_plugins.vllm_push import (
-    DIRECTORY_VARIABLE,
-    MAX_MB_VARIABLE,
-    PROTOCOL,
-    ROUTE,
-)
+from trl_lora_sync.engine_plugins.safetensors_file import METADATA, bytes_of, header_of, joined_or_copied
+from trl_lora_sync.engine_plugins.vllm_push import CONFIG_KEY, DIRECTORY_VARIABLE, MAX_MB_VARIABLE, PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.http import SizedIterable, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.server import RETRY_S
@@ -37,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 # Larger pieces are copied more often on their way through httpx, smaller ones cost more calls.
 _CHUNK_BYTES = 256 << 10
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class Send(Protocol):
@@ -185,8 +176,8 @@ class SafetensorsBody:
     """
 
     def __init__(self, adapter: CanonicalAdapter, deadline: Deadline) -> None:
-        data = _flat_bytes(adapter.tensors)
-        self._pieces = [_header(adapter), _view(data)]
+        header = header_of(adapter.tensors, METADATA | {CONFIG_KEY: json.dumps(adapter.config())})
+        self._pieces = [memoryview(header), bytes_of(joined_or_copied([*adapter.tensors.values()]))]
         self._deadline = deadline
         digest = hashlib.sha256()
         for piece in self._pieces:
@@ -202,33 +193,3 @@ class SafetensorsBody:
             for start in range(0, len(piece), _CHUNK_BYTES):
                 self._deadline.remaining_s()
                 yield bytes(piece[start : start + _CHUNK_BYTES])
-
-
-def _header(adapter: CanonicalAdapter) -> memoryview:
-    """The head of the file. Source: https://github.com/huggingface/safetensors#format"""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", CONFIG_KEY: json.dumps(adapter.config())}}
-    start = 0
-    for name, tensor in adapter.tensors.items():
-        end = start + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8
-    return memoryview(struct.pack("<Q", len(header)) + header)
-
-
-def _view(data: Tensor) -> memoryview:
-    array: Any = data.numpy()
-    return memoryview(array)
-
-
-def _flat_bytes(tensors: dict[str, Tensor]) -> Tensor:
-    """All tensors one after the other; a canonical adapter is that already, and is not copied."""
-    storage = next(iter(tensors.values())).untyped_storage()
-    end = 0
-    for tensor in tensors.values():
-        is_next = tensor.data_ptr() == storage.data_ptr() + end and tensor.is_contiguous()
-        end += tensor.numel() * tensor.element_size()
-        if not is_next or end > storage.nbytes():
-            return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in tensors.values()])
-    return torch.empty(0, dtype=torch.uint8).set_(storage)[:end]

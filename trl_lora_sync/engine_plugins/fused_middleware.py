@@ -1,0 +1,460 @@
+"""Answers the routes of `vllm_fused` inside a vLLM server, and holds requests for tokens back while weights change."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.fused_gate import Gate
+from trl_lora_sync.engine_plugins.refusals import Refused, check_name
+from trl_lora_sync.engine_plugins.routes import below, check_key, path_of, refusal, respond
+from trl_lora_sync.engine_plugins.timeouts import timeout
+from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE, WORKER
+
+T = TypeVar("T")
+
+_MAX_BODY_BYTES = 1 << 16
+_LOAD_TIMEOUT_S = 60.0
+# For a request that wants another version than the one which requests before it are sampled from.
+_CHANGE_TIMEOUT_S = 600.0
+# POST routes that sample nothing, of which some must work while requests are held back. Source: vLLM 0.26 and 0.31.
+_CONTROL = frozenset(
+    {
+        "/abort_requests",
+        "/collective_rpc",
+        "/detokenize",
+        "/is_scaling_elastic_ep",
+        "/pause",
+        "/release_kv_cache_memory",
+        "/reset_encoder_cache",
+        "/reset_mm_cache",
+        "/reset_prefix_cache",
+        "/resume",
+        "/scale_elastic_ep",
+        "/sleep",
+        "/start_profile",
+        "/stop_profile",
+        "/tokenize",
+        "/update_weight_version",
+        "/wake_up",
+    }
+)
+# They would change the base weights, of which the workers keep a copy.
+_CHANGES_BASE = frozenset(
+    {
+        "/finish_weight_update",
+        "/init_weight_transfer_engine",
+        "/start_draft_weight_update",
+        "/start_weight_update",
+        "/update_weights",
+        "/v1/load_lora_adapter",
+    }
+)
+
+
+class FusedMiddleware:
+    """Answers the fused routes, and lets requests for tokens through while the weights are what they ask for.
+
+    Args:
+        app: the server behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._adapters: dict[str, str] = {}
+        self._gate = Gate(BASE)
+        self._broken: str | None = None
+        self._is_asleep = False
+        self._weights = asyncio.Lock()  # who may touch their memory: a fuse, or vLLM's sleep
+        logger.info("Adapters can be fused into the weights of this server, at %s.", ROUTE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+            return
+        rest, path = below(ROUTE, scope), path_of(scope).rstrip("/")
+        try:
+            if rest is not None:
+                await respond(self._answer(Request(scope, receive), rest), scope, receive, send)
+            elif scope["type"] == "websocket" or _may_sample(scope, path):
+                await self._pass_on(scope, receive, send)
+            elif path in ("/sleep", "/wake_up"):
+                await self._pass_on_sleep(scope, receive, send, path)
+            else:
+                await self.app(scope, receive, send)
+        except Refused as refused:
+            is_socket = scope["type"] == "websocket"
+            response = WebSocketClose(1013, refused.message[:120]) if is_socket else refusal(scope, refused)
+            await response(scope, receive, send)
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the server start only if it was started in a way that fused serving works with."""
+        try:
+            _engine_of(scope)
+        except Refused as refused:
+            logger.error("%s", refused.message)
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": refused.message})
+            return
+        await self.app(scope, receive, send)
+
+    async def _pass_on_sleep(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
+        """Note whether the weights are in their place. vLLM calls a pause a sleep as well, so it cannot be asked."""
+        query, succeeded = _query(scope), False
+        tags = query.getlist("tags")
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal succeeded
+            if message["type"] == "http.response.start":
+                succeeded = message["status"] == 200
+            await send(message)
+
+        async with self._weights:
+            await self.app(scope, receive, send_and_note)
+            if succeeded and path == "/sleep":
+                self._is_asleep = query.get("level", "1").strip() != "0"
+            elif succeeded and (not tags or "weights" in tags):
+                self._is_asleep = False
+
+    # Requests for tokens
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wanted = _wanted(scope)
+        if wanted is not None:
+            check_key(scope)
+            self._check_known(wanted)
+
+        async def change(name: str) -> None:
+            self._check_known(name)
+            try:
+                await self._change(_engine_of(scope), name)
+            except Refused as refused:
+                if refused.status == 404:  # its files are gone
+                    raise Refused(404, f"The model `{name}` does not exist any more: {refused.message}") from refused
+                raise
+
+        async with self._gate.sampling(wanted, change, _CHANGE_TIMEOUT_S) as current:
+            if self._broken is not None:
+                raise Refused(500, self._broken)
+            await self.app(scope, receive, _naming(send, current))
+
+    def _check_known(self, name: str) -> None:
+        if name != BASE and name not in self._adapters:
+            raise Refused(404, f"The model `{name}` does not exist.")
+
+    # The fused routes
+
+    async def _answer(self, request: Request, rest: str) -> dict[str, Any]:
+        check_key(request.scope)
+        engine, name = _engine_of(request.scope), rest.removeprefix("/")
+        if not rest and request.method == "GET":
+            return await self._state(engine, compares=request.query_params.getlist("compare") == ["base"])
+        check_name(name)
+        if request.method in ("PUT", "POST"):
+            return await self._load(engine, name, await _content_of(request))
+        if request.method == "DELETE":
+            return await self._forget(engine, name)
+        raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
+
+    async def _state(self, engine: Any, *, compares: bool) -> dict[str, Any]:
+        before = self._gate.at_rest
+        workers = _good(await _call(engine, "lora_sync_state"))
+        current, is_at_rest = self._gate.current, before is not None and before == self._gate.at_rest
+        if is_at_rest and self._broken is None and any((worker["active"] or BASE) != current for worker in workers):
+            self._broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
+        state = {
+            "protocol": PROTOCOL,
+            "current": current,
+            "adapters": dict(self._adapters),
+            "workers": workers,
+            "broken": self._broken,
+        }
+        if compares:
+            async with self._gate.changing(_LOAD_TIMEOUT_S):
+                state["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
+        return state
+
+    async def _load(self, engine: Any, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        path, timeout_s = body.get("path"), body.get("timeout_s", _LOAD_TIMEOUT_S)
+        if not isinstance(path, str) or not path.startswith("/"):
+            raise Refused(400, 'The body must be {"path": FOLDER} with an absolute path.')
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
+            raise Refused(400, "timeout_s is no number of seconds.")
+        started = time.perf_counter()
+        async with self._gate.changing(timeout_s):
+            waited_s = time.perf_counter() - started
+            known = self._adapters.get(name)
+            if known not in (None, path):
+                raise Refused(409, f"{name} is registered already, with the path {known}. A name is used once.")
+            if self._gate.current == name and self._broken is None:
+                seconds = {}  # a request that is repeated because its answer was lost
+            else:
+                seconds = await self._fuse(engine, name, path, timeout_s)
+            self._adapters[name] = path
+        return {
+            "name": name,
+            "path": path,
+            "current": self._gate.current,
+            "adapters": dict(self._adapters),
+            "seconds": {"wait": waited_s, **seconds},
+        }
+
+    async def _forget(self, engine: Any, name: str) -> dict[str, Any]:
+        if self._gate.current == name:
+            async with self._gate.changing(_LOAD_TIMEOUT_S):
+                if self._gate.current == name:
+                    await self._change(engine, BASE)
+        return {"name": name, "deleted": self._adapters.pop(name, None) is not None, "current": self._gate.current}
+
+    # Changing the weights, while no request is sampled
+
+    async def _change(self, engine: Any, name: str) -> None:
+        path = self._adapters[name] if name != BASE else None
+        await self._fuse(engine, name, path, _CHANGE_TIMEOUT_S)
+
+    async def _fuse(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
+        """Put an adapter, or the base for no path, into the weights of all workers, or leave them as they are.
+
+        Raises:
+            Refused: it was not done; the weights are what they were.
+        """
+        return await _to_the_end(self._fuse_now(engine, name, path, timeout_s))
+
+    async def _fuse_now(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
+        started = time.perf_counter()
+        async with self._weights, _paused(engine, timeout_s):
+            paused = time.perf_counter()
+            try:
+                if self._is_asleep:
+                    raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
+                answers = await _call(engine, "lora_sync_prepare", name, path) if path is not None else []
+                prepared = time.perf_counter()
+                _check_placed(_good(answers))
+                await _reset_caches(engine)
+                reset = time.perf_counter()
+                applied = _good(await _call(engine, "lora_sync_apply", name if path is not None else None))
+            except BaseException as error:
+                await self._undo(engine, error)
+                raise
+            self._gate.current, self._broken = name, None
+            await _call(engine, "lora_sync_commit")
+        done = time.perf_counter()
+        seconds = {
+            "read": max((answer["read_s"] for answer in answers), default=0.0),
+            "place": max((answer["place_s"] for answer in answers), default=0.0),
+            "pause": paused - started,
+            "prepare": prepared - paused,
+            "reset": reset - prepared,
+            "fuse": max((answer["fuse_s"] for answer in applied), default=0.0),
+            "total": done - started,
+        }
+        parts = ", ".join(f"{part} {1000 * spent:.0f}" for part, spent in seconds.items() if part != "total")
+        logger.info("The weights hold %s now, after %.0f ms (%s).", name, 1000 * seconds["total"], parts)
+        return seconds
+
+    async def _undo(self, engine: Any, error: BaseException) -> None:
+        """Put back what was there; if that fails as well, refuse everything until a fuse succeeds."""
+        try:
+            _good(await _call(engine, "lora_sync_undo"))
+        except BaseException as second:
+            self._broken = (
+                f"The weights of this server are in an unknown state: changing them failed ({error}), and so did "
+                f"changing them back ({second}). Fuse an adapter, or restart the server."
+            )
+            logger.exception("%s", self._broken)
+
+
+# The engine
+
+
+def _engine_of(scope: Scope) -> Any:
+    """The engine behind the server.
+
+    Raises:
+        Refused: the server was started in a way that fused serving does not work with; what to change.
+    Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
+    """
+    engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    if engine is None:
+        raise Refused(503, "The engine of this server is not there yet, or this version of vLLM keeps it elsewhere.")
+    parallel = engine.vllm_config.parallel_config
+    if parallel.worker_extension_cls != WORKER:
+        raise Refused(
+            500,
+            f"Fused serving needs --worker-extension-cls {WORKER} as well, "
+            f"and the server was started with {parallel.worker_extension_cls or 'none'!r}.",
+        )
+    if parallel._api_process_count > 1:
+        raise Refused(500, "Fused serving needs --api-server-count 1: each API server would know other requests.")
+    if parallel.data_parallel_size > 1:
+        raise Refused(
+            500,
+            "Fused serving cannot be used with --data-parallel-size above 1, because vLLM tells of one replica only "
+            "whether a fuse succeeded. Start one server for each.",
+        )
+    if engine.vllm_config.lora_config is not None:
+        raise Refused(
+            500, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
+        )
+    return engine
+
+
+def _has_connector(engine: Any) -> bool:
+    """Whether the KV cache has a part outside the engine."""
+    return getattr(engine.vllm_config, "kv_transfer_config", None) is not None
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Carry out `work` even if its request is cancelled meanwhile, which then comes after it."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # marks it as retrieved: the request that would report it is gone
+        raise cancelled
+    return task.result()
+
+
+async def _call(engine: Any, method: str, *args: str | None) -> list[dict[str, Any]]:
+    # Without a timeout, after which vLLM would take a late answer for that to its next call.
+    answers: list[dict[str, Any]] = await engine.collective_rpc(method, args=args)
+    return answers
+
+
+def _good(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers of all workers.
+
+    Raises:
+        Refused: one of them failed.
+    """
+    for rank, answer in enumerate(answers):
+        if not answer["ok"]:
+            where = f" (worker {rank})" if len(answers) > 1 else ""
+            raise Refused(answer["status"], f"{answer['error']}{where}")
+    return answers
+
+
+def _check_placed(answers: list[dict[str, Any]]) -> None:
+    """Refuse an adapter of which the workers do not have every element between them, as one that is too wide."""
+    pieces: dict[str, set[tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for answer in answers:
+        for module, placed in answer["placed"].items():
+            shapes[module] = tuple(placed["shape"])
+            pieces.setdefault(module, set()).update(map(tuple, placed["pieces"]))
+    for module, found in pieces.items():
+        rows, columns = shapes[module]
+        if sum((bottom - top) * (right - left) for top, bottom, left, right in found) != rows * columns:
+            raise Refused(
+                422,
+                f"The adapter's {module!r} has a weight of shape {rows, columns}, of which the served model has "
+                f"{sorted(found) or 'nothing'} (first and end of rows and columns). It belongs to another base model.",
+            )
+
+
+@contextlib.asynccontextmanager
+async def _paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
+    """Inside, the engine is paused and idle, requests that are answered in the background included."""
+    was_paused = await engine.is_paused()  # by a client, who resumes it
+    try:
+        if not was_paused:
+            await _pause(engine, timeout_s)
+        yield
+    finally:
+        if not was_paused:
+            await engine.resume_generation()
+
+
+async def _pause(engine: Any, timeout_s: float) -> None:
+    """vLLM's pause without the 20 ms that it sleeps afterwards, which order its answers and protect nothing.
+
+    Raises:
+        Refused: the engine is still busy after `timeout_s`.
+    Source: `pause_generation` in vllm/v1/engine/async_llm.py (0.26, 0.31).
+    """
+    core = getattr(engine, "engine_core", None)
+    pause = getattr(core, "pause_scheduler_async", engine.pause_generation)
+    try:
+        async with timeout(timeout_s):
+            await pause(mode="wait", clear_cache=False)
+    except asyncio.TimeoutError as error:
+        raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
+
+
+async def _reset_caches(engine: Any) -> None:
+    """Forget what was computed with the weights before. That the prefix cache can be reset proves that nothing runs.
+
+    Raises:
+        Refused: something does.
+    """
+    was_reset, _ = await asyncio.gather(
+        engine.reset_prefix_cache(reset_connector=_has_connector(engine)), engine.reset_encoder_cache()
+    )
+    if not was_reset:
+        raise Refused(409, "The prefix cache could not be reset, because requests still use it.")
+
+
+# Requests
+
+
+def _query(scope: Scope) -> QueryParams:
+    """As vLLM reads it, so that both understand the same."""
+    return QueryParams(scope.get("query_string", b""))
+
+
+def _may_sample(scope: Scope, path: str) -> bool:
+    """Whether a request may run the model; unknown routes are taken to.
+
+    Raises:
+        Refused: it would change the base weights.
+    """
+    if scope["type"] != "http" or scope["method"] != "POST" or path.startswith("/v1/lora_sync/"):
+        return False
+    if path in _CHANGES_BASE or (path == "/sleep" and _query(scope).get("level", "1").strip() not in ("0", "1")):
+        raise Refused(409, f"{path} would change the base weights under the adapter, so fused serving refuses it.")
+    return path not in _CONTROL
+
+
+def _wanted(scope: Scope) -> str | None:
+    values = Headers(scope=scope).getlist(HEADER)
+    if len(values) > 1:
+        raise Refused(400, f"The header {HEADER} is there more than once.")
+    return values[0] if values else None
+
+
+def _naming(send: Send, current: str) -> Send:
+    """Adds to the head of an answer what it is sampled from."""
+
+    async def send_with_name(message: Message) -> None:
+        if message["type"] in ("http.response.start", "websocket.accept"):
+            message.setdefault("headers", [])
+            MutableHeaders(scope=message)[HEADER] = current
+        await send(message)
+
+    return send_with_name
+
+
+async def _content_of(request: Request) -> dict[str, Any]:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY_BYTES:
+            raise Refused(413, "The body is too large.")
+    try:
+        content = json.loads(body)
+    except ValueError as error:
+        raise Refused(400, "The body is no JSON.") from error
+    if not isinstance(content, dict):
+        raise Refused(400, "The body is no JSON object.")
+    return content

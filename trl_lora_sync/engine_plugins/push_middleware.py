@@ -1,0 +1,143 @@
+"""Answers the routes of `vllm_push` inside a vLLM server."""
+
+import asyncio
+import atexit
+import base64
+import os
+import re
+from collections.abc import AsyncIterable, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.push_store import PushStore, Upload, sweep_dead_servers
+from trl_lora_sync.engine_plugins.refusals import Refused, check_name
+from trl_lora_sync.engine_plugins.routes import below, check_key, header, respond
+from trl_lora_sync.engine_plugins.timeouts import timeout
+from trl_lora_sync.engine_plugins.vllm_push import DIRECTORY_VARIABLE, MAX_MB_VARIABLE, PROTOCOL, ROUTE
+
+_DEFAULT_MAX_MB, _DEFAULT_DIRECTORY = "4096", "/dev/shm"
+# RFC 9530
+_DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
+# Hashed and written off the event loop in pieces of this size, so that no other request waits for an upload.
+_BATCH_BYTES = 1 << 20
+_UPLOAD_TIMEOUT_S = 600.0
+
+
+class PushMiddleware:
+    """Answers the push route and passes everything else on. Bodies are never held in memory as a whole.
+
+    Args:
+        app: the server behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._store = PushStore(
+            Path(os.environ.get(DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY), max_bytes=_max_bytes_from_environment()
+        )
+        for folder in sweep_dead_servers(self._store.root):
+            logger.info("Removed %s, which a server that was killed had left behind.", folder)
+        atexit.register(self._store.close)
+        logger.info(
+            "Adapters of up to %.0f MB can be pushed to this server, into %s.",
+            self._store.max_bytes / 1e6,
+            self._store.root,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, self._closing(send))
+            return
+        rest = below(ROUTE, scope)
+        if rest is None:
+            await self.app(scope, receive, send)
+        else:
+            await respond(self._answer(Request(scope, receive), rest), scope, receive, send)
+
+    def _closing(self, send: Send) -> Send:
+        async def send_and_close(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown"):
+                self._store.close()
+            await send(message)
+
+        return send_and_close
+
+    async def _answer(self, request: Request, rest: str) -> dict[str, Any]:
+        check_key(request.scope)
+        if not rest and request.method == "GET":
+            return {"protocol": PROTOCOL, "max_bytes": self._store.max_bytes, "adapters": self._store.sizes()}
+        name = rest.removeprefix("/")
+        check_name(name)
+        if request.method == "PUT":
+            return await self._take(name, request)
+        if request.method == "DELETE":
+            return {"name": name, "deleted": await asyncio.to_thread(self._store.delete, name)}
+        raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
+
+    async def _take(self, name: str, request: Request) -> dict[str, Any]:
+        digest, size = _digest_in(request.scope), _length_in(request.scope)
+        path = self._store.path_of(name, digest)  # a push that is repeated because its answer was lost
+        if path is None:
+            upload = self._store.begin(name, size)
+            try:
+                async with timeout(_UPLOAD_TIMEOUT_S):
+                    path = await _receive_into(upload, request.stream(), digest)
+            except asyncio.TimeoutError as error:
+                raise Refused(408, f"The upload took more than {_UPLOAD_TIMEOUT_S:.0f} s.") from error
+            finally:
+                upload.abort()
+        return {"name": name, "path": str(path), "bytes": size, "sha256": digest.hex()}
+
+
+async def _receive_into(upload: Upload, body: AsyncIterable[bytes], digest: bytes) -> Path:
+    writing: asyncio.Future[None] | None = None
+    try:
+        async for batch in _batches(body):
+            if writing is not None:
+                await writing
+            # One batch is written while the next one arrives.
+            writing = asyncio.ensure_future(asyncio.to_thread(upload.write, batch))
+    finally:
+        if writing is not None:
+            await writing
+    return await asyncio.to_thread(upload.finish, digest)
+
+
+async def _batches(body: AsyncIterable[bytes]) -> AsyncIterator[bytearray]:
+    """The body in pieces of at least `_BATCH_BYTES`, and the rest of it."""
+    batch = bytearray()
+    async for chunk in body:
+        batch += chunk
+        if len(batch) >= _BATCH_BYTES:
+            yield batch
+            batch = bytearray()
+    if batch:
+        yield batch
+
+
+# Headers
+
+
+def _digest_in(scope: Scope) -> bytes:
+    found = _DIGEST.fullmatch(header(scope, "Content-Digest") or "")
+    if found is None:
+        raise Refused(400, "The header Content-Digest with sha-256=:BASE64: of the body is needed.")
+    return base64.b64decode(found[1])
+
+
+def _length_in(scope: Scope) -> int:
+    length = header(scope, "Content-Length") or ""
+    if not re.fullmatch(r"[0-9]{1,15}", length):
+        raise Refused(411, "The header Content-Length is needed.")
+    return int(length)
+
+
+def _max_bytes_from_environment() -> int:
+    text = os.environ.get(MAX_MB_VARIABLE) or _DEFAULT_MAX_MB
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", text) or not float(text):
+        raise ValueError(f"{MAX_MB_VARIABLE}={text!r} is no number of MB. Set it to one above 0, or unset it.")
+    return int(float(text) * 1e6)
