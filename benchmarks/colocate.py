@@ -37,10 +37,10 @@ def main() -> None:
     if args.arm:
         measure(args)
         return
+    from run_environment import run_environment
     from versus.results import command_line
     from versus.shapes import write_model
 
-    from trl_lora_sync.cli.surroundings import surroundings
     from trl_lora_sync.colocate.engine import installed_version
 
     on_gpu = args.shape != "tiny"
@@ -48,7 +48,7 @@ def main() -> None:
         model = args.model or write_model(Path(folder) / f"qwen3-{args.shape}", args.shape, "cuda" if on_gpu else "cpu")
         result: dict[str, Any] = {
             "benchmark": "colocate",
-            **surroundings("vllm", installed_version()),
+            **run_environment("vllm", installed_version()),
             "command": command_line(PLACES),
             "shape": args.shape,
             "rank": args.rank,

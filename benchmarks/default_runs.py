@@ -28,11 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
 
 from grpo_run import train  # noqa: E402
+from run_environment import run_environment  # noqa: E402
 from versus.results import command_line  # noqa: E402
 from versus.shapes import SHAPES, write_model  # noqa: E402
 from vllm_server import CPU_ARGS, CPU_ENV, DEFAULT_PYTHON, hold_free_port  # noqa: E402
-
-from trl_lora_sync.cli.surroundings import surroundings  # noqa: E402
 
 START_TIMEOUT_S = 400.0
 PLACES = ("--model", "--server-python", "--out")
@@ -59,7 +58,7 @@ def main() -> None:
     later = [sync for one in runs for sync in one["syncs"][1:]]
     result = {
         "benchmark": "default_runs",
-        **surroundings("vllm", version),
+        **run_environment("vllm", version),
         "command": command_line(PLACES),
         "shape": args.shape,
         "lora_rank": args.rank,

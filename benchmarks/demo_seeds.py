@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trl_lora_sync.cli.surroundings import surroundings
+from run_environment import run_environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
 
@@ -94,7 +94,7 @@ def measure(folder: Path, arm: str, seed: int, steps: int) -> dict[str, Any]:
 def write(out: Path, runs: list[dict[str, Any]], steps: int) -> None:
     engine_version = runs[-1]["vllm"]
     result = {
-        **surroundings("vllm", engine_version),
+        **run_environment("vllm", engine_version),
         "steps": steps,
         "reward": "share of lower-case letters, mean of the first and the last 5 steps, and of every fifth step",
         "importance_ratio": "of whole completions (sequence_mask, TRL's default)",

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from run_environment import run_environment  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize  # noqa: E402
@@ -40,7 +41,6 @@ from trl_lora_sync.adapter.export import AdapterReader, collect_modules, lora_li
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
-from trl_lora_sync.cli.surroundings import surroundings  # noqa: E402
 
 KEEP = 2
 _HEADS = {"head_dim": 128, "num_key_value_heads": 8}
@@ -269,7 +269,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_args(arguments)
-    seen = surroundings("none", "")
+    seen = run_environment("none", "")
     del seen["server"]
     cases = []
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="trl-lora-sync-benchmark-") as folder:

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trl_lora_sync.cli.surroundings import surroundings
+from run_environment import run_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
@@ -54,7 +54,7 @@ def main() -> None:
         base = make_model(Path(folder) / "tiny-qwen3")
         with running(base, 2) as servers:
             run = run_kills if args.kills else run_schedules
-            result = surroundings("vllm", "0.31.0") | run(args, servers, base, Path(folder))
+            result = run_environment("vllm", "0.31.0") | run(args, servers, base, Path(folder))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({name: value for name, value in result.items() if name != "broken"}, indent=1))

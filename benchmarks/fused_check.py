@@ -22,12 +22,12 @@ from typing import Any
 
 import httpx
 import torch
+from run_environment import run_environment
 from transformers import AutoConfig
 from versus.scoring import prompt_logprobs
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
-from trl_lora_sync.cli.surroundings import surroundings
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE
 from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup, Sampling
 from trl_lora_sync.engines.connect import connect_engine
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
 
     steady = [row["seconds"] for row in versions[1:]] or [versions[0]["seconds"]]
     result: dict[str, Any] = {
-        **surroundings("vllm", engine.capabilities.version),
+        **run_environment("vllm", engine.capabilities.version),
         "model": Path(args.model).resolve().name,
         "adapter_parameters": adapters[name][0].parameters,
         "adapter_bytes": adapters[name][0].payload_bytes,

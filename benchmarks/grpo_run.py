@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trl_lora_sync.cli.surroundings import surroundings
+from run_environment import run_environment
+
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.places import is_local_url
@@ -48,7 +49,7 @@ def main() -> None:
     rewards = [step["reward"] for step in steps]
     first, last = statistics.mean(rewards[:5]), statistics.mean(rewards[-5:])
     result = {
-        **surroundings(served.engine, served.version),
+        **run_environment(served.engine, served.version),
         "lora_rank": args.rank,
         "reward_first_5": first,
         "reward_last_5": last,

@@ -39,13 +39,13 @@ from default_runs import server  # noqa: E402
 from grpo import builtin_prompts, lowercase_reward  # noqa: E402
 from make_model import make_model  # noqa: E402
 from peft import LoraConfig  # noqa: E402
+from run_environment import run_environment  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from versus.results import command_line  # noqa: E402
 from versus.shapes import SHAPES, write_model  # noqa: E402
 from vllm_server import DEFAULT_PYTHON, VLLMServer  # noqa: E402
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer  # noqa: E402
-from trl_lora_sync.cli.surroundings import surroundings  # noqa: E402
 
 ARMS: dict[str, dict[str, Any]] = {
     "no overlap": {},
@@ -234,7 +234,7 @@ def write(args: argparse.Namespace, runs: list[dict[str, Any]], version: str) ->
         timelines.setdefault(run["arm"], run["timeline"])
     result = {
         "benchmark": "overlap",
-        **surroundings("vllm", version),
+        **run_environment("vllm", version),
         "command": command_line(PLACES),
         "shape": args.shape if args.server_gpu is not None else "demo",
         "lora_rank": args.rank,

@@ -34,12 +34,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
+from run_environment import run_environment  # noqa: E402
 from two_hosts import PRIVATE_VARIABLE, THERE_ADDRESS, NotPermittedError, OtherHost, first_host  # noqa: E402
 from vllm_server import VLLMServer  # noqa: E402
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize  # noqa: E402
 from trl_lora_sync.adapter.store import StoredAdapter  # noqa: E402
-from trl_lora_sync.cli.surroundings import surroundings  # noqa: E402
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.vllm import VLLMEngine  # noqa: E402
@@ -210,7 +210,7 @@ def main() -> None:
             return
     report = {
         "benchmark": "push",
-        **surroundings("vllm", result["vllm"]),
+        **run_environment("vllm", result["vllm"]),
         "link": "as given by --url" if args.url else "veth between two network namespaces of one machine",
         "lora_rank": RANK,
         "load_average_at_end": os.getloadavg(),

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from trl_lora_sync.cli.surroundings import surroundings
+from run_environment import run_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
@@ -153,7 +152,7 @@ def main() -> None:
                 version = httpx.get(f"{url}/version", timeout=30, trust_env=False).json()["version"]
                 gaps[arm] |= train(checkpoint, url, folder / arm, args.steps)
     quantisation = "NF4 with double quantisation, computed in bfloat16"
-    result = surroundings("vllm", version) | {"quantisation": quantisation, "gaps": gaps}
+    result = run_environment("vllm", version) | {"quantisation": quantisation, "gaps": gaps}
     print(json.dumps(result, indent=1))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -30,11 +30,11 @@ from pathlib import Path
 import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from run_environment import run_environment
 from transformers import AutoModelForCausalLM
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader
-from trl_lora_sync.cli.surroundings import surroundings
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.scoring import base_logprobs
@@ -101,7 +101,7 @@ def soak(args: argparse.Namespace) -> None:
         sync.close()
     left = [name for name in sync.fleet.loaded(deadline()) if name.startswith(sync.transport.run_id)]
     result = {
-        **surroundings(sync.fleet.capabilities.engine, sync.fleet.capabilities.version),
+        **run_environment(sync.fleet.capabilities.engine, sync.fleet.capabilities.version),
         "syncs": len(rounds),
         "warm_up_left_out_of_slopes": len(rounds) // 10,
         "lora_rank": args.rank,

@@ -23,11 +23,11 @@ from typing import Any
 import httpx
 import torch
 from packaging.version import Version
+from run_environment import run_environment
 from soak import make_policy, perturb
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import read_adapter
-from trl_lora_sync.cli.surroundings import surroundings
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.places import default_sync_dir, is_local_url
@@ -121,7 +121,7 @@ def main() -> None:
         name: {part: statistics.median(row[part] for row in rows) for part in rows[0]} for name, rows in samples.items()
     }
     result = {
-        **surroundings("sglang", bench.engine.capabilities.version),
+        **run_environment("sglang", bench.engine.capabilities.version),
         "lora_rank": args.rank,
         "payload_bytes": adapter.payload_bytes,
         "median": medians,

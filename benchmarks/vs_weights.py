@@ -437,9 +437,9 @@ def vllm_version(python: Path) -> str:
 
 def described(args: argparse.Namespace, gpus: Sequence[str]) -> dict[str, Any]:
     """What somebody needs to judge or repeat the run; no paths of the machine."""
-    from trl_lora_sync.cli.surroundings import surroundings
+    from run_environment import run_environment
 
-    return surroundings("vllm", args.vllm_version) | {"command": command_line(PLACES), "gpus": list(gpus)}
+    return run_environment("vllm", args.vllm_version) | {"command": command_line(PLACES), "gpus": list(gpus)}
 
 
 @contextlib.contextmanager

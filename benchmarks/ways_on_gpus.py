@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from trl_lora_sync.cli.surroundings import surroundings
+from run_environment import run_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -137,7 +136,7 @@ def main() -> None:
     version = httpx.get(f"{args.url}/version", timeout=30, trust_env=False).json()["version"]
     with ThreadPoolExecutor(args.at_once) as pool:
         ways = dict(zip(args.ways, pool.map(lambda way: launch(way, args), args.ways), strict=True))
-    result = surroundings("vllm", version)
+    result = run_environment("vllm", version)
     result["versions"] |= {name: metadata.version(name) for name in ("accelerate", "deepspeed")}
     if args.load_in_4bit:
         result["quant_storage"] = args.quant_storage

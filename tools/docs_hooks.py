@@ -141,8 +141,9 @@ def error_reference() -> str:
         if rows := messages.get(name):
             lines = ["| you see | cause and fix |", "|---|---|"]
             for first, rest in map(split, rows):
-                fix = rest if rest and not rest.startswith("It said") else f"{FIXES.get(name, _LAST_RESORT)} {rest}"
-                lines.append(f"| {_cell(first)} | {_cell(fix.strip())} |")
+                if not rest or rest.startswith("The server answered"):
+                    rest = f"{FIXES.get(name, _LAST_RESORT)} {rest}"
+                lines.append(f"| {_cell(first)} | {_cell(rest.strip())} |")
             parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

@@ -33,7 +33,7 @@ class RolloutClient:
 
     @property
     def base_url(self) -> str:
-        """The server's URL, or those of all servers, joined by commas."""
+        """The server's URL, or the URLs of all servers, joined by commas."""
         return self._sync.fleet.base_url
 
     @property
@@ -51,7 +51,7 @@ class RolloutClient:
         return self._sync.active.name
 
     def get_server_info(self) -> dict[str, Any]:
-        """What `GRPOTrainer` asks for: how the server computes log-probabilities."""
+        """Read by `GRPOTrainer`: how the server computes log-probabilities."""
         mode = self._sync.fleet.capabilities.logprobs_mode
         return {"model_config": {"logprobs_mode": "processed_logprobs" if mode == "unknown" else mode}}
 

@@ -1,9 +1,12 @@
 """TRL's configuration with the fields of adapter sync, all checked together before a model is loaded."""
 
+import inspect
+import json
 import math
-from dataclasses import dataclass, field
+import textwrap
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import trl
 
@@ -23,8 +26,22 @@ _TRL_FIELDS = (
 # The active version, and the one before it.
 _KEPT_FOR_OVERLAP = 2
 _TRL_VLLM_MODE = trl.GRPOConfig.vllm_mode
+_T = TypeVar("_T")
 
 
+def _with_fields_in_docstring(config: type[_T]) -> type[_T]:
+    """Append the fields to the docstring in TRL's form, so that the help of a field is its only description."""
+    lines = ["", "Args:"]
+    for one in fields(config):  # type: ignore[arg-type]
+        default = "" if one.default is None else f", defaults to `{json.dumps(one.default)}`"
+        kind = "str" if one.default is None else type(one.default).__name__
+        lines += [f"    {one.name} (`{kind}`, *optional*{default}):"]
+        lines += textwrap.wrap(one.metadata["help"], 116, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    config.__doc__ = f"{inspect.cleandoc(config.__doc__ or '')}\n" + "\n".join(lines) + "\n"
+    return config
+
+
+@_with_fields_in_docstring
 @dataclass
 class LoRASyncConfig:
     r"""Mixin that adds the settings of adapter sync to a configuration of TRL.
@@ -35,64 +52,6 @@ class LoRASyncConfig:
         @dataclass
         class MyGMPOConfig(LoRASyncConfig, GMPOConfig): ...
 
-    Args:
-        vllm_sync_strategy (`str`, *optional*, defaults to `"weights"`):
-            How the server gets the policy. `"weights"`: TRL merges the adapter and sends every weight over NCCL.
-            `"lora_adapter"`: the LoRA adapter is written and the server loads it; the base weights are never touched.
-            Needs `use_vllm=True`, `vllm_mode="server"` and a `LoraConfig`.
-        vllm_server_engine (`str`, *optional*, defaults to `"auto"`):
-            Which engine the server runs: `"vllm"`, `"sglang"`, or `"auto"` to ask it.
-        vllm_server_sleep (`str`, *optional*, defaults to `"off"`):
-            `"kv_cache"` lets the server give back the memory of its KV cache while the trainer computes the loss and
-            its gradients, for servers that share a GPU with the trainer. Never the base weights. SGLang needs
-            `--enable-memory-saver`, vLLM `--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`.
-        lora_sync_transport (`str`, *optional*, defaults to `"auto"`):
-            How an adapter reaches the server: `"disk"` as files in a folder that both see, `"push"` over HTTP into the
-            memory of the server's host (vLLM with our `--middleware`; SGLang takes tensors), `"tensors"` in the load
-            request itself (SGLang only). `"auto"` takes the disk on one host and where `lora_sync_server_dir` is set,
-            else whichever of the others the server offers.
-        lora_sync_serving (`str`, *optional*, defaults to `"runtime"`):
-            How the server applies an adapter. `"runtime"`: beside the base weights, at each token. `"fused"`: added to
-            a copy of them, so that tokens cost what the base model's cost; one version at a time, vLLM only, and the
-            server needs `--worker-extension-cls` and `--middleware` (`trl-lora-sync serve vllm MODEL --fused`).
-        lora_sync_pause (`str`, *optional*, defaults to `"off"`):
-            Whether to stop generation of other clients during a load: `"drain"` lets their requests finish first,
-            `"abort"` ends them. Versioned names make it needless for correctness.
-        lora_sync_dir (`str`, *optional*):
-            Folder in which the trainer writes adapter versions, for the server to read. Defaults to a folder in
-            `/dev/shm` when every server is on this host, else to `lora_sync` under `output_dir`.
-        lora_sync_server_dir (`str`, *optional*):
-            The same folder as the server sees it, if it is mounted elsewhere there.
-        lora_sync_keep (`int`, *optional*, defaults to `2`):
-            How many versions stay registered on the server. Files are deleted one version later. If the adapter is on
-            a GPU and written to `/dev/shm`, the trainer keeps `lora_sync_keep + 2` adapters there, and one on the GPU.
-        lora_sync_timeout (`float`, *optional*, defaults to `120.0`):
-            Seconds that one sync may take before it fails on every process, and that a server may be away. No file
-            system that hangs is waited for any longer.
-        lora_sync_generation_timeout (`float`, *optional*, defaults to `1200.0`):
-            Seconds that the completions of one generation call may take before it fails on every process. Must stay
-            below `ddp_timeout`, because the other processes wait.
-        lora_sync_dtype (`str`, *optional*, defaults to `"auto"`):
-            Dtype the adapter is written in: `"auto"` for the trainer's base weights', or `"bfloat16"`, `"float16"`,
-            `"float32"`. With a trainer that keeps its base in float32 and a server that runs in bfloat16,
-            `"bfloat16"` halves the bytes.
-        lora_sync_on_server_loss (`str`, *optional*, defaults to `"error"`):
-            What to do about a server that stays away for `lora_sync_timeout` seconds: `"error"` ends the run, `"drop"`
-            goes on without it as long as one is left, and takes it back at a later sync. A server that comes back
-            earlier is given the active version again in either case.
-        lora_sync_verify (`str`, *optional*, defaults to `"first"`):
-            How to prove that a server samples from the adapter it has loaded. `"first"`: a random trial adapter of
-            large effect at the start, and after each restart of a server, then the first version; one short prompt is
-            scored there and in the trainer. `"every"`: each version as well. `"off"`: nothing. Except with `"off"`, the
-            files of each version are compared bit by bit with what was written, once the servers have loaded them.
-        lora_sync_verify_tolerance (`float`, *optional*, defaults to `3.0`):
-            How far the change by the adapter on a server may be from that in the trainer, in multiples of the distance
-            between the two base models without any adapter.
-        lora_sync_overlap (`int`, *optional*, defaults to `0`):
-            How many batches the servers sample ahead. With `1` they sample the next batch while the trainer works on
-            this one, so each batch comes from the policy of one generation batch earlier. For `GRPOTrainer` and its
-            subclasses, with `vllm_importance_sampling_correction=True`.
-
     `vllm_server_base_url` takes one URL, or several with commas in between; all of them then sample for the run.
     API keys are read from the environment, never from a field: `VLLM_API_KEY`, or `SGLANG_API_KEY` and
     `SGLANG_ADMIN_API_KEY`.
@@ -101,87 +60,108 @@ class LoRASyncConfig:
     vllm_sync_strategy: Literal["weights", "lora_adapter"] = field(
         default="weights",
         metadata={
-            "help": "How the vLLM server gets the policy. 'weights': TRL merges the adapter and sends every weight. "
-            "'lora_adapter': the LoRA adapter is written and the server loads it. The latter needs use_vllm=True, "
-            "vllm_mode='server' and a LoraConfig."
+            "help": 'How the server gets the policy. `"weights"`: TRL merges the adapter and sends every weight over '
+            'NCCL. `"lora_adapter"`: the trainer writes the LoRA adapter and the server loads it; the base weights '
+            'never change. The latter needs `use_vllm=True`, `vllm_mode="server"` and a `LoraConfig`.'
         },
     )
     vllm_server_engine: Literal["auto", "vllm", "sglang"] = field(
         default="auto",
-        metadata={"help": "Engine of the server, used with vllm_sync_strategy='lora_adapter'. 'auto' asks the server."},
+        metadata={
+            "help": 'Engine of the server: `"vllm"`, `"sglang"`, or `"auto"` to detect it. This setting and all below '
+            'apply with `vllm_sync_strategy="lora_adapter"`.'
+        },
     )
     vllm_server_sleep: Literal["off", "kv_cache"] = field(
         default="off",
         metadata={
-            "help": "'kv_cache' lets the server give back the memory of its KV cache while the trainer computes; never "
-            "the base weights. Used with vllm_sync_strategy='lora_adapter'."
+            "help": "Memory that the server releases while the trainer computes the loss and its gradients: "
+            '`"kv_cache"`, or `"off"` for none; never the base weights. For servers that share a GPU with the trainer. '
+            "SGLang needs `--enable-memory-saver`; vLLM needs `--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`."
         },
     )
     lora_sync_transport: Literal["auto", "disk", "push", "tensors"] = field(
         default="auto",
         metadata={
-            "help": "How an adapter reaches the server: 'disk' as files in a folder that both see, 'push' over HTTP "
-            "into the memory of the server's host, 'tensors' in the load request itself (SGLang only), 'auto' for the "
-            "disk on one host and where lora_sync_server_dir is set, else what the server offers."
+            "help": 'How an adapter reaches the server. `"disk"`: as files in a folder that both see. `"push"`: over '
+            "HTTP into the memory of the server's host (vLLM with the `--middleware` of this package; SGLang takes "
+            'tensors). `"tensors"`: in the load request itself (SGLang only). `"auto"`: `"disk"` on one host and where '
+            "`lora_sync_server_dir` is set, else a way that the server offers."
         },
     )
     lora_sync_serving: Literal["runtime", "fused"] = field(
         default="runtime",
         metadata={
-            "help": "How the server applies an adapter: 'runtime' beside the base weights at each token, 'fused' added "
-            "to them, which makes tokens as fast as the base model's. 'fused' needs vLLM, started with "
-            "`trl-lora-sync serve vllm MODEL --fused`."
+            "help": 'How the server applies an adapter. `"runtime"`: beside the base weights at each token. `"fused"`: '
+            "merged into a copy of the served weights, so that tokens cost what the base model's cost; one version at "
+            'a time. `"fused"` needs vLLM, started with `trl-lora-sync serve vllm MODEL --fused`.'
         },
     )
     lora_sync_pause: Literal["off", "drain", "abort"] = field(
         default="off",
         metadata={
-            "help": "Whether to stop generation of other clients during a load: 'drain' lets their requests finish "
-            "first, 'abort' ends them."
+            "help": 'Whether generation of other clients stops during a load. `"drain"`: their requests finish first. '
+            '`"abort"`: their requests are cancelled. `"off"`: it goes on, which is correct because each version has a '
+            "new name."
         },
     )
     lora_sync_dir: str | None = field(
         default=None,
         metadata={
             "help": "Folder in which the trainer writes adapter versions for the server to read. Defaults to a folder "
-            "in /dev/shm when every server is on this host, else to 'lora_sync' under output_dir."
+            "in `/dev/shm` when every server is on this host, else to `lora_sync` under `output_dir`."
         },
     )
     lora_sync_server_dir: str | None = field(
         default=None,
-        metadata={"help": "The folder of lora_sync_dir as the server sees it, if it is mounted elsewhere there."},
+        metadata={"help": "Path of `lora_sync_dir` on the server, if the folder is mounted elsewhere there."},
     )
     lora_sync_keep: int = field(
         default=2,
-        metadata={"help": "How many adapter versions stay registered on the server, at least 1."},
+        metadata={
+            "help": "Number of adapter versions that stay registered on the server, at least 1. Files are deleted one "
+            "version later. If the adapter is on a GPU and written to `/dev/shm`, the trainer keeps "
+            "`lora_sync_keep + 2` adapters there, and one on the GPU."
+        },
     )
     lora_sync_timeout: float = field(
         default=120.0,
-        metadata={"help": "Seconds that one adapter sync may take before it fails on every process."},
+        metadata={
+            "help": "Seconds that one adapter sync may take before it fails on every process, even if a file system "
+            "hangs. A server may be away for as long."
+        },
     )
     lora_sync_generation_timeout: float = field(
         default=1200.0,
         metadata={
             "help": "Seconds that the completions of one generation call may take before it fails on every process. "
-            "Must stay below ddp_timeout."
+            "Must stay below `ddp_timeout`, because the other processes wait."
         },
     )
     lora_sync_dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
         default="auto",
-        metadata={"help": "Dtype the adapter is written in; 'auto' takes that of the trainer's base weights."},
+        metadata={
+            "help": 'Dtype of the written adapter: `"bfloat16"`, `"float16"`, `"float32"`, or `"auto"` for that of the '
+            'trainer\'s base weights. If these are float32 and the server runs in bfloat16, `"bfloat16"` halves the '
+            "bytes."
+        },
     )
     lora_sync_on_server_loss: Literal["error", "drop"] = field(
         default="error",
         metadata={
-            "help": "What to do about a server that stays away for lora_sync_timeout seconds: 'error' ends the run, "
-            "'drop' goes on without it as long as one is left, and takes it back at a later sync."
+            "help": 'What happens if a server stays away for `lora_sync_timeout` seconds. `"error"`: the run ends. '
+            '`"drop"`: the run goes on while at least one server is left, and readmits the lost one at a later sync. '
+            "A server that returns earlier gets the active version again in either case."
         },
     )
     lora_sync_verify: Literal["first", "every", "off"] = field(
         default="first",
         metadata={
-            "help": "How to prove that a server samples from the adapter it has loaded: 'first' with a trial adapter "
-            "of large effect at the start and with the first version, 'every' with each version as well, 'off' not."
+            "help": 'How to prove which adapter a server samples from. `"first"`: with a random trial '
+            "adapter of large effect at the start and after each restart of a server, then with the first version; the "
+            'server and the trainer score one short prompt. `"every"`: with each version as well. `"off"`: no proof. '
+            'Except with `"off"`, the files of each version are compared bit by bit with what was written, once the '
+            "servers have loaded them."
         },
     )
     lora_sync_verify_tolerance: float = field(
@@ -194,14 +174,15 @@ class LoRASyncConfig:
     lora_sync_overlap: Literal[0, 1] = field(
         default=0,
         metadata={
-            "help": "1 lets the servers sample the next batch while the trainer works on this one, from the policy of "
-            "one generation batch earlier. For GRPO, with vllm_importance_sampling_correction."
+            "help": "Number of batches that the servers sample ahead, `0` or `1`. With `1`, they sample each batch "
+            "while the trainer works on the one before, so the policy it comes from is one generation batch older. "
+            "For `GRPOTrainer` and its subclasses, with `vllm_importance_sampling_correction=True`."
         },
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        check_choice("vllm_sync_strategy", self.vllm_sync_strategy, ("weights", "lora_adapter"))
+        check_choice("vllm_sync_strategy", self.vllm_sync_strategy, _CHOICES["vllm_sync_strategy"])
         if self.vllm_sync_strategy == "lora_adapter":
             check_sync_fields(self)
         elif self.lora_sync_overlap:
@@ -210,6 +191,10 @@ class LoRASyncConfig:
                 "replaces the weights that the servers sample from, so generation and training take turns. Set "
                 'vllm_sync_strategy="lora_adapter", or lora_sync_overlap=0.'
             )
+
+
+# Field -> the values that its annotation lists.
+_CHOICES = {one.name: get_args(one.type) for one in fields(LoRASyncConfig) if get_origin(one.type) is Literal}
 
 
 @dataclass
@@ -225,14 +210,8 @@ def check_sync_fields(args: Any) -> None:
     """
     refuse_others(type(args))
     _check_fields(args)
-    check_choice("vllm_server_engine", args.vllm_server_engine, ("auto", "vllm", "sglang"))
-    check_choice("vllm_server_sleep", args.vllm_server_sleep, ("off", "kv_cache"))
-    check_choice("lora_sync_transport", args.lora_sync_transport, ("auto", "disk", "push", "tensors"))
-    check_choice("lora_sync_serving", args.lora_sync_serving, ("runtime", "fused"))
-    check_choice("lora_sync_pause", args.lora_sync_pause, ("off", "drain", "abort"))
-    check_choice("lora_sync_dtype", args.lora_sync_dtype, ("auto", "bfloat16", "float16", "float32"))
-    check_choice("lora_sync_on_server_loss", args.lora_sync_on_server_loss, ("error", "drop"))
-    check_choice("lora_sync_verify", args.lora_sync_verify, ("first", "every", "off"))
+    for name, choices in _CHOICES.items():
+        check_choice(name, getattr(args, name), choices)
     if not args.use_vllm:
         raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
     check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
@@ -244,8 +223,8 @@ def check_sync_fields(args: Any) -> None:
         )
     if not 0 < args.lora_sync_verify_tolerance < math.inf:
         raise UnsupportedSettingError(
-            f"lora_sync_verify_tolerance={args.lora_sync_verify_tolerance:g} is no tolerance. Give a number above 0; "
-            'to verify nothing, set lora_sync_verify="off".'
+            "lora_sync_verify_tolerance must be a positive, finite number, got "
+            f'{args.lora_sync_verify_tolerance:g}. To verify nothing, set lora_sync_verify="off".'
         )
     if args.lora_sync_serving == "fused" and args.vllm_server_engine == "sglang":
         raise UnsupportedSettingError(
@@ -254,7 +233,6 @@ def check_sync_fields(args: Any) -> None:
         )
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
-    check_choice("lora_sync_overlap", args.lora_sync_overlap, (0, 1))
     if args.lora_sync_overlap:
         _check_overlap(args)
     _check_start(args)
@@ -339,7 +317,7 @@ def check_overlap_arguments(args: Any, given: dict[str, Any]) -> None:
         UnsupportedSettingError: naming the argument.
     """
     for name, why in (
-        ("rollout_func", "it samples by its own requests, and cannot be asked for the next batch"),
+        ("rollout_func", "it samples by its own requests, and has no way to sample the next batch"),
         ("environment_factory", "the prompts of a batch depend on environments that are reset when it is sampled"),
     ):
         if given.get(name) is not None:
@@ -376,13 +354,13 @@ def _check_teacher(args: Any, urls: tuple[str, ...]) -> None:
         seen = "use_teacher_server=True" if url is None else f"teacher_model_server_url={url!r}"
         fix = "Set use_teacher_server=False" if url is None else "Serve the teacher from a server that is not sampled"
         raise _contradiction(
-            seen, "TRL would ask the server for its base model there, without the adapter that is trained", fix
+            seen, "TRL would sample from the server's base model there, without the adapter that is trained", fix
         )
 
 
 def _check_timeout(name: str, seconds: float, args: Any) -> None:
     if not 0 < seconds < math.inf:
-        raise UnsupportedSettingError(f"{name}={seconds:g} is no time to wait. Give it in seconds, above 0 and finite.")
+        raise UnsupportedSettingError(f"{name} must be a positive, finite number of seconds, got {seconds:g}.")
     if args.world_size > 1 and seconds > args.ddp_timeout - _COLLECTIVE_MARGIN_S:
         raise UnsupportedSettingError(
             f"{name}={seconds:g} is too long for ddp_timeout={args.ddp_timeout}: the other processes wait inside a "
@@ -416,7 +394,7 @@ def _check_generation_kwargs(generation_kwargs: dict[str, Any]) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuse a value that is none of `choices`; dataclasses do not check `Literal` themselves."""
+    """Refuse a value that is not one of `choices`; dataclasses do not check `Literal` themselves."""
     if value not in choices:
         raise UnsupportedSettingError(f"{name}={value!r} is not known. Choose one of {', '.join(map(repr, choices))}.")
 
@@ -425,7 +403,7 @@ def server_urls(args: Any) -> tuple[str, ...]:
     """The servers' base URLs from TRL's fields, without trailing slashes.
 
     Raises:
-        UnsupportedSettingError: one is no HTTP URL, is named twice, or carries a key.
+        UnsupportedSettingError: one is not an HTTP URL, is named twice, or carries a key.
     """
     text = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     if has_secrets(text):  # first of all, so that no other message shows a key

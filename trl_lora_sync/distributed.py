@@ -1,8 +1,8 @@
 """One decision for all training processes, and one place for what they hold in pieces.
 
-Process 0 acts and everybody gets its result or its exception; each process acts and everybody gets the exception of
-any of them; the shards of tensors are put together on process 0. Knows accelerate's process group and nothing of
-adapters or servers.
+Process 0 acts and every process gets its result or its exception; each process acts and all get the exception of any;
+the shards of tensors are put together on process 0. Knows accelerate's process group and nothing of adapters or
+servers.
 """
 
 import math
@@ -70,9 +70,9 @@ def run_on_all(accelerator: Accelerator, act: Callable[[], T]) -> T:
 def gather_weights(accelerator: Accelerator, linears: Sequence[nn.Module], root: nn.Module) -> dict[nn.Module, Tensor]:
     """**Collective.** The whole weights of `linears` on process 0; no other parameter of `root` is gathered.
 
-    Nothing but the weights asked for moves or takes memory: each process copies its own elements of them into one
-    buffer of their size, and the buffers are reduced to process 0. A process that fails does so before that, so nobody
-    waits for it.
+    Only these weights move or take memory: each process copies its own elements of them into one buffer of their size,
+    and the buffers are reduced to process 0. A process that fails does so before that, so no other process waits for
+    it.
 
     Returns:
         On process 0, the weights that are sharded; without sharding, and on the other processes, nothing.
@@ -160,7 +160,7 @@ def check_launcher(accelerator: Accelerator) -> None:
     """
     state = accelerator.state
     if state.distributed_type in (DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise _unreadable(state.distributed_type.value, "it keeps the adapter in a form of its own")
+        raise _unreadable(state.distributed_type.value, "it keeps the adapter in a private form")
     deepspeed = getattr(state, "deepspeed_plugin", None)
     zero = (deepspeed.deepspeed_config if deepspeed is not None else {}).get("zero_optimization", {})
     if (zero.get("offload_param") or {}).get("device") == "nvme":
@@ -170,8 +170,8 @@ def check_launcher(accelerator: Accelerator) -> None:
 def check_same_start(accelerator: Accelerator, fingerprint: tuple[int, ...]) -> None:
     """**Collective.** Refuse processes that took different initial adapters out of the base, where FSDP would mix them.
 
-    DDP and DeepSpeed replace every parameter by that of process 0, and so does FSDP if it is told to; otherwise FSDP
-    keeps of each process's parameters the part that this process holds.
+    DDP and DeepSpeed replace every parameter by that of process 0, and so does FSDP if it is configured to; otherwise
+    FSDP keeps of each process's parameters the part that this process holds.
 
     Args:
         fingerprint: of this process's initial adapter; empty if the base is the checkpoint's.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Ending:
-    """Calls `end` once: when `owner` is collected or the interpreter exits, whichever comes first.
+    """Calls `end` once: when `owner` is collected, or at the latest when the interpreter exits.
 
     The garbage collector interrupts any code, whatever lock that holds, and `end` would wait for that forever. So it is
     left to a thread then, which not even `threading` starts, and for which the interpreter's exit waits. A forked child

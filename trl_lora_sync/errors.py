@@ -10,8 +10,8 @@
     ├── DeadlineExceededError    (TimeoutError)      a sync or a request did not finish in time
     ├── RemoteProcessError       (RuntimeError)      another training process failed in a way that does not pickle
     ├── VerificationError        (RuntimeError)      a server does not compute what the trainer's adapter computes
-    └── ServerError              (RuntimeError)      anything that a server said or did
-        ├── ServerUnreachableError (ConnectionError) nobody answers at the URL
+    └── ServerError              (RuntimeError)      a server's answer or behaviour
+        ├── ServerUnreachableError (ConnectionError) no answer from the URL
         ├── ServerAuthError      (PermissionError)   the server wants another API key
         ├── ServerSetupError                         the server runs, but was started with the wrong flags or model
         ├── AdapterRejectedError                     the server refused to load an adapter
@@ -20,7 +20,7 @@
         ├── GenerationError                          a generation request failed or came back malformed
         └── WrongPolicyError                         a completion was not sampled by the active version
 
-A message says what was wrong, what was expected and what to do, and quotes the server's own words last.
+A message names what was wrong, what was expected and what to do, and quotes the server's own words last.
 Errors travel between processes, so every one of them is built from a single message and pickles.
 """
 
@@ -58,7 +58,7 @@ class DeadlineExceededError(LoRASyncError, TimeoutError):
 
 
 class RemoteProcessError(LoRASyncError, RuntimeError):
-    """Another training process failed with an exception that could not be sent as it is."""
+    """Another training process failed with an exception that does not pickle."""
 
 
 class VerificationError(LoRASyncError, RuntimeError):

@@ -1,8 +1,8 @@
-"""Several servers as one: load on all or none, share prompts out, notice a server that restarted and take it back.
+"""Several servers as one: load on all or none, share prompts out, notice a server that restarted and readmit it.
 
 Knows what a version and an engine are, and nothing of models, files or TRL. A server is lost if it cannot be reached
-or has forgotten the active version. It is waited for, checked as at the start, and given the active version again
-before it gets any prompt; what it was sampling meanwhile is sampled again by whoever is there.
+or no longer has the active version. It is waited for, checked as at the start, and given the active version again
+before it gets any prompt; the other servers repeat what it was sampling.
 """
 
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long a sync looks whether a dropped server is up again; a server that died refuses at once.
+# Timeout for probing a dropped server. A dead process refuses the connection immediately.
 _LOOK_TIMEOUT_S = 2.0
 
 
@@ -71,7 +71,7 @@ class Fleet:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What holds for every server. Names and versions are those of the first one."""
+        """What holds for every server. Names and versions are from the first one."""
         served = [server.engine.capabilities for server in self.servers]
         lengths = [one.max_model_len for one in served if one.max_model_len is not None]
         modes = {one.logprobs_mode for one in served}
@@ -116,7 +116,7 @@ class Fleet:
             trial: proves in addition that a server samples from what it loads.
 
         Raises:
-            LoRASyncError: a server cannot be used as it is, and what to change.
+            LoRASyncError: a server cannot be used, and what to change.
         """
         is_strict = self._settings.verify != "off"
         preflight = self._preflight = Preflight(base, adapter, transport, is_strict=is_strict, trial=trial)
@@ -154,7 +154,7 @@ class Fleet:
         the one before.
 
         Returns:
-            The seconds that each server took, by its place in `servers`; without those that had to be dropped.
+            The seconds that each server took, by its place in `servers`; without dropped servers.
 
         Raises:
             LoRASyncError: the first error of any server that may not be dropped.
@@ -179,7 +179,7 @@ class Fleet:
             server.forget_proof()
 
     def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> list[Evidence]:
-        """Prove that a loaded version is what the servers sample from, on those of which that is wanted.
+        """Prove that a loaded version is what the servers sample from, on each that needs it.
 
         Args:
             trained: of this version and of the base, as the trainer computes them now.
@@ -211,13 +211,13 @@ class Fleet:
     def _on_all_or_none(
         self, servers: Sequence[FleetServer], act: Callable[[FleetServer, threading.Event], None]
     ) -> dict[int, float]:
-        """Do the same on several servers at the same time; drop those that are lost, if that is allowed.
+        """Do the same on several servers at the same time; drop lost servers, if that is allowed.
 
         Args:
-            act: given a server, and an event that says that another one has failed for good.
+            act: given a server, and an event that is set once another one has failed for good.
 
         Returns:
-            Seconds by place in `servers`, without those that are dropped.
+            Seconds by place in `servers`, without dropped servers.
         """
         halt = threading.Event()
         failures: list[tuple[FleetServer, LoRASyncError]] = []
@@ -264,7 +264,7 @@ class Fleet:
 
     def release(self, stored: StoredAdapter) -> None:
         """Give a lease back."""
-        self.leased.remove(stored)  # names tell versions apart, before any tensor is compared
+        self.leased.remove(stored)  # names distinguish versions, before any tensor is compared
 
     def is_leased(self, adapter_name: str) -> bool:
         """Whether a version is sampled from although others may have come since."""
@@ -282,15 +282,15 @@ class Fleet:
         return [stored for stored in self._needed if stored is self.active or not is_fused]
 
     def unload_later(self, adapter_name: str) -> "list[Future[bool]]":
-        """Forget a name on every server, beside the training."""
+        """Unload a name on every server, beside the training."""
         return [server.unload_later(adapter_name) for server in self.servers]
 
     def has_forgotten(self, adapter_name: str) -> bool:
-        """Whether every server has confirmed that it forgot a name that was unloaded."""
+        """Whether every server has confirmed the unload of a name."""
         return not any(adapter_name in server.unconfirmed for server in self.servers)
 
     def let_go(self, adapter_names: Sequence[str], deadline: Deadline) -> dict[str, list[str]]:
-        """Wake all servers, and have each forget these names and those that it has not confirmed before.
+        """Wake all servers, and unload these names and the unconfirmed ones from each.
 
         Never fails, and ends by the deadline, whatever is still under way.
 
@@ -311,9 +311,9 @@ class Fleet:
 
     def sweep(self, transport: Transport, deadline: Deadline) -> list[str]:
         """Remove what dead runs left in the transport's folder and on these servers; returns their run ids."""
-        silent: set[FleetServer] = set()  # not asked again, so that the start is held up once only
+        silent: set[FleetServer] = set()  # skipped from then on, so that the start is held up once only
 
-        def forget(adapter_name: str) -> bool:
+        def unload(adapter_name: str) -> bool:
             for server in set(self.servers) - silent:
                 if not server.engine.unload(adapter_name, Deadline.after(CLOSE_TIMEOUT_S, f"Unloading {adapter_name}")):
                     silent.add(server)
@@ -322,7 +322,7 @@ class Fleet:
         def knows(base_url: str) -> bool:
             return any(server.base_url == base_url for server in self.servers) or is_gone(base_url)
 
-        return transport.sweep(forget, knows, deadline)
+        return transport.sweep(unload, knows, deadline)
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
         """The adapters that every server in service would serve."""
@@ -334,9 +334,9 @@ class Fleet:
             server.wait_for_unloads(deadline)
 
     def _bring(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, halt: threading.Event) -> None:
-        """Load a version on one server, waiting for it and taking it back if it is lost.
+        """Load a version on one server, waiting for it and readmitting it if it is lost.
 
-        A server that was taken back is given the active version too, in case this one fails elsewhere. If that cannot
+        A readmitted server gets the active version too, in case this one fails elsewhere. If that cannot
         be had any more, because its files are gone, the new version is brought all the same.
         """
         while True:
@@ -356,7 +356,7 @@ class Fleet:
                 return
 
     def _check_memory(self, server: FleetServer, loaded: dict[str, str]) -> None:
-        """Notice a server that was started anew since the last sync, whose base model nobody has looked at."""
+        """Notice a server that restarted since the last sync, whose base model is unchecked."""
         if self.active is None or self.active.name == server.lacks:
             return
         if self.active.name not in loaded:
@@ -387,7 +387,7 @@ class Fleet:
                 server.note_loss(error, engine)
 
     def _readmit(self, server: FleetServer, deadline: Deadline, halt: threading.Event, needs_active: bool) -> None:
-        """Wait until the server is up; if it forgot a version that it needs, check it anew and load all of these."""
+        """Wait until the server is up; if it lacks a version that it needs, check it again and load all of these."""
         if server.trouble is None:
             return  # another thread took it back meanwhile
         wait_until_up(server.base_url, is_local=server.address.is_local, deadline=deadline, halt=halt)
@@ -447,7 +447,7 @@ class Fleet:
             server.is_dropped = True
         server.trouble = error
         logger.warning(
-            "Going on without %s, with %d of %d servers; each sync looks whether it is back. %s",
+            "Going on without %s, with %d of %d servers; each sync probes it. %s",
             server.base_url,
             len(self.in_service),
             len(self.servers),
@@ -455,7 +455,7 @@ class Fleet:
         )
 
     def _try_again(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, halt: threading.Event) -> None:
-        """Take a dropped server back if it is up; what goes wrong is no reason to fail the sync of the others."""
+        """Readmit a dropped server if it is up; an error here must not fail the sync of the others."""
         reason = _reason_to_be_down(server)
         if reason is not None:
             logger.info("%s stays dropped: %s", server.base_url, reason)
@@ -474,7 +474,7 @@ class Fleet:
     def generate(
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
-        """See `Engine`. Groups stay whole, and come back in their order whoever sampled them."""
+        """See `Engine`. Groups stay whole, and come back in their order."""
         base_model = self.capabilities.base_model
 
         def sample(server: FleetServer, places: list[int], at_once: int) -> list[list[Completion]]:
@@ -522,7 +522,7 @@ class Fleet:
         workers = {
             server: Worker(
                 do=partial(do, server),
-                # Sampling again is harmless as long as it is from the same version, which every server has.
+                # Sampling again is harmless from the same version, which every server has.
                 is_loss=lambda error: is_kept and _is_loss(error) and not deadline.is_over(),
                 recover=partial(self._take_back, server, deadline),
                 speed=server.speed,
@@ -536,7 +536,7 @@ class Fleet:
         return answers
 
     def _as_loss(self, server: FleetServer, error: LoRASyncError, deadline: Deadline) -> LoRASyncError | None:
-        """The error if it means that the server is lost; a server that dies may send one answer that says less."""
+        """The error if it means that the server is lost; a server that crashes may first send a vague answer."""
         if _is_loss(error):
             return error
         if isinstance(error, GenerationError) and not deadline.is_over():

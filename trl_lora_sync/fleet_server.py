@@ -20,14 +20,14 @@ from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, compare
 
 logger = logging.getLogger(__name__)
 
-# An unload runs beside the training; one that takes longer is stuck.
+# An unload runs beside the training; beyond this time it is stuck.
 _UNLOAD_TIMEOUT_S = 30.0
 # How long everything together may take at the end of a run; also how long a release of the KV cache waits for unloads.
 CLOSE_TIMEOUT_S = 5.0
 _PROOFS_IN_A_ROW = 8
-# The version that is sampled from, and the one that is loaded meanwhile.
+# The version that is sampled from, and the version that is loaded meanwhile.
 _LORAS_FOR_OVERLAP = 2
-# A version that is lost again as often as this after it was loaded is no accident.
+# A version that is lost this often after its load is not lost by accident.
 _MAX_LOSSES = 3
 
 
@@ -142,7 +142,7 @@ class FleetServer:
     # Away and back
 
     def note_loss(self, error: LoRASyncError, engine: Engine) -> None:
-        """Remember an error that says the server is away, unless it is one of a process that has been replaced.
+        """Remember an error that shows the server is away, unless it comes from a process that has been replaced.
 
         Raises:
             ServerSetupError: the adapter was lost again and again although it was loaded each time.
@@ -203,7 +203,7 @@ class FleetServer:
 
         Raises:
             VerificationError: it is not the same.
-            LoRASyncError: it could not be asked, see `Engine.score`.
+            LoRASyncError: scoring failed, see `Engine.score`.
         """
         adapted = self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
         tolerance = self._settings.verify_tolerance
@@ -223,9 +223,9 @@ class FleetServer:
 
     @contextmanager
     def _paused(self, deadline: Deadline) -> Iterator[None]:
-        """Stop other clients' generation during the block, if asked to; always resumed.
+        """Stop other clients' generation during the block if `lora_sync_pause` is set; always resumed.
 
-        Unloads end first: one that waits for a request which does not go on would keep the load waiting as well.
+        Unloads end first: an unload that waits for a paused request would keep the load waiting as well.
         """
         if self._settings.pause == "off":
             yield
@@ -245,7 +245,7 @@ class FleetServer:
         return self._unloader.submit(lambda: self.unload(adapter_name, deadline))
 
     def unload(self, adapter_name: str, deadline: Deadline | None = None) -> bool:
-        """Forget a name, now. Returns whether the server confirmed it; if not, it is asked again at the end."""
+        """Unload a name, now. Returns whether the server confirmed it; if not, the unload is repeated at the end."""
         if self._engine is None:
             return True
         self._unconfirmed.add(adapter_name)
@@ -255,7 +255,7 @@ class FleetServer:
         if self.engine.unload(adapter_name, deadline):
             self._unconfirmed.discard(adapter_name)
             return True
-        logger.info("%s did not confirm that it forgot %s; training is not affected.", self.base_url, adapter_name)
+        logger.info("%s did not confirm the unload of %s; training is not affected.", self.base_url, adapter_name)
         return False
 
     @property
@@ -268,7 +268,7 @@ class FleetServer:
         self._unconfirmed.clear()
 
     def unload_unconfirmed(self, loaded: dict[str, str]) -> None:
-        """Forget what it could not be told to forget while it was away."""
+        """Unload the names whose unload failed while the server was away."""
         self._unconfirmed.difference_update(self.unconfirmed - loaded.keys())
         for name in sorted(self.unconfirmed):
             self.unload_later(name)
@@ -294,7 +294,7 @@ class FleetServer:
         self.engine.release_kv_cache(deadline)
 
     def wake_later(self) -> "Future[bool]":
-        """Beside the caller, and before the unloads that are asked for from now on."""
+        """Beside the caller, and before any later unload."""
         deadline = Deadline.after(self._settings.sync_timeout_s, f"Waking {self.base_url} (lora_sync_timeout)")
         return self._unloader.submit(lambda: self._wake_quietly(deadline))
 

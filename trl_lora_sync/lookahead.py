@@ -1,4 +1,4 @@
-"""The batches of an epoch, of which one that comes later can be looked at before it is taken.
+"""The batches of an epoch; a later batch can be read before it is taken.
 
 The iterator is wrapped where the trainer takes batches from it, and not the dataloader: a resumed run builds another
 dataloader, and the wrapper would be lost. What is looked at is taken later, in the same order, so nothing is drawn
@@ -70,7 +70,7 @@ class LookAhead:
         return self._ahead[beyond]
 
     def forget(self) -> None:
-        """Let go of all batches."""
+        """Drop all batches."""
         self._source = None
         self._ahead.clear()
         self._taken = []

@@ -52,12 +52,12 @@ class SyncReport:
         total_s: all of it, with everything in between.
         servers: how many servers have it.
         server_load_s: for each server of several that has it, its place in the setting and its seconds of `load_s`.
-        retries: requests that were sent again since the sync before, those of generation included.
+        retries: requests that were sent again since the sync before, generation included.
         verify_gap: mean |served - trained log-probability| of the probe prompt under this version; None if that was not
             looked at.
         verify_gap_max: the largest of these.
         is_verified: whether every server has proved, in this sync or before, that it samples from what it is sent; None
-            if that is not asked for.
+            with `lora_sync_verify="off"`.
     """
 
     adapter_name: str

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-# Where the server does not tell when others have stopped.
+# Where the server does not show when others have stopped.
 _BLIND_PAUSE_S = 1.0
 
 

@@ -54,7 +54,7 @@ def install_command(python: Path | str, *, has_pip: bool = True) -> str:
     """The shell command that installs this copy in the environment of an interpreter on this host, without its needs.
 
     Args:
-        has_pip: whether that environment has pip; one that uv made has none.
+        has_pip: whether that environment has pip; an environment of uv has none.
     """
     source = pip_source()
     if source is None:

@@ -1,6 +1,6 @@
 """Sampling the next batch while the trainer works on this one; on process 0 only.
 
-Each batch comes from exactly one version: the one that was newest when the batch before it was taken. A lease keeps
+Each batch comes from exactly one version: the newest one when the batch before it was taken. A lease keeps
 that version on the servers until the last answer. Knows prompts as token ids, and nothing of TRL.
 """
 
@@ -27,7 +27,7 @@ class BatchFigures:
     """How one batch of the training was sampled.
 
     Attributes:
-        version_lag: generation batches between asking for it and taking it: 1, or 0 for one that was not sampled ahead.
+        version_lag: generation batches between its request and its use: 1, or 0 for a batch that was not sampled ahead.
         wait_s: seconds that the training waited for it.
         generation_s: seconds that the servers took.
     """
@@ -93,7 +93,7 @@ class Overlap:
         """One turn of a batch; all turns until `end_batch` come from the version of the first.
 
         Args:
-            following: the next batch, asked for once this one is there; None if there is none or it cannot be known.
+            following: the next batch, requested once this one is there; None if there is none or it cannot be known.
 
         Raises:
             LoRASyncError: the sampling failed, now or while the trainer worked.
@@ -119,7 +119,7 @@ class Overlap:
             self._ahead.wait()
 
     def cancel(self) -> None:
-        """Break off what is sampled ahead, and let go of all leases; never fails, and may be called again."""
+        """Cancel what is sampled ahead, and release all leases; never fails, and may be called again."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.tasks.cancel()

@@ -17,11 +17,11 @@ def has_secrets(url: str) -> bool:
 
 
 def is_http_url(url: str) -> bool:
-    """Whether `url` is one that a request could be sent to."""
+    """Whether a request could be sent to `url`."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, half an IPv6 address
+    except ValueError:  # a port that is not a number or too large, half an IPv6 address
         return False
 
 

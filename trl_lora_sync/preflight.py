@@ -1,7 +1,7 @@
 """What is proved about a server before the first step: the right base, and that it loads and serves such an adapter.
 
-A server reports no shapes. vLLM pads an adapter that is too small for it with zeros and answers 200; SGLang dies of a
-misfit. So names, dtype, vocabulary and the log-probabilities of a prompt are compared before a trial load.
+A server reports no shapes. vLLM pads an adapter that is too small for it with zeros and answers 200; SGLang crashes
+on a misfit. So names, dtype, vocabulary and the log-probabilities of a prompt are compared before a trial load.
 """
 
 import itertools
@@ -27,7 +27,7 @@ _TRIAL_SAMPLING = Sampling.unrestricted(max_tokens=1, logprobs=0)
 
 
 class Preflight:
-    """The checks that a server passes before it samples for a run: each at the start, and one that restarted.
+    """The checks that a server passes before it samples for a run: each at the start, and again after its restart.
 
     Args:
         base: the trainer's base model; its probe is computed here, once, as a restart may come at any time.
@@ -194,8 +194,8 @@ class Preflight:
 def is_same_model(ours: str, theirs: tuple[str, ...]) -> bool:
     """Whether the trainer's and the server's words for the base model probably mean the same checkpoint.
 
-    Compared by the last path component, because a mount or a hub organisation may differ. Text only: what a server
-    says is never opened as a path.
+    Compared by the last path component, because a mount or a hub organisation may differ. Text only: a server's
+    answer is never opened as a path.
     """
     return _model_name(ours) in {_model_name(name) for name in theirs}
 

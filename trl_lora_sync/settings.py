@@ -25,13 +25,12 @@ class ServerAddress:
 class PolicySettings:
     """What generation on servers and in the trainer's process both need to know.
 
+    The other attributes are the fields of `LoRASyncConfig` without `lora_sync_`, described there.
+
     Attributes:
-        dtype: dtype of the exported adapter; `None` takes that of the base model.
-        serving: `"runtime"`, or `"fused"` to have adapters added to the weights that are sampled from.
-        verify: `"first"` to prove at the start that what samples uses the adapter, `"every"` at each sync, or `"off"`.
-        verify_tolerance: see `verify.compare`.
+        dtype: `None` takes that of the base model.
         samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
-            `vllm_sync_frequency` above 1 asks for.
+            `vllm_sync_frequency` above 1 requests.
     """
 
     dtype: torch.dtype | None
@@ -50,20 +49,15 @@ class ColocateSettings(PolicySettings):
 class SyncSettings(PolicySettings):
     """Everything that sampling on servers needs to know, passed down whole.
 
+    The other attributes are the fields of `LoRASyncConfig` without `vllm_server_` and `lora_sync_`, described there.
+
     Attributes:
         servers: all servers that sample for the run, at least one.
-        engine: `"vllm"`, `"sglang"` or `"auto"`.
-        transport: `"auto"`, `"disk"`, `"push"` or `"tensors"`.
         root: where the trainer writes versions.
         server_root: the same folder as the servers see it; `None` for the same path.
-        keep: how many versions stay registered on the servers.
-        pause: `"off"`, or how to stop other clients' generation during a load: `"drain"` or `"abort"`.
-        frees_kv_cache: whether the servers give back their KV cache between generation and the next sync.
+        frees_kv_cache: whether the servers release their KV cache between generation and the next sync.
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
-        generation_timeout_s: for the completions of one generation call.
-        on_server_loss: `"error"`, or `"drop"` to go on without a server that stays away.
-        overlap: whether the servers sample the next batch while the trainer works on this one.
     """
 
     servers: tuple[ServerAddress, ...]

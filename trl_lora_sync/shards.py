@@ -79,16 +79,16 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def check_quantised(model: nn.Module, device: torch.device) -> None:
-    """Refuse 4-bit weights that FSDP2 would not put together as they are.
+    """Refuse 4-bit weights that FSDP2 would gather with other bits.
 
     It gathers them as the floating-point numbers they are stored as, by a copy that on GPUs (torch 2.11) makes one
-    pattern of all that are no numbers. About one in a thousand packed words of a 4-bit base is such a pattern.
+    pattern of all NaNs. About one in a thousand packed words of a 4-bit base is such a pattern.
 
     Args:
         device: where the model computes.
 
     Raises:
-        UnsupportedSettingError: the trained base would not be the one that was loaded.
+        UnsupportedSettingError: the trained base would not be the loaded one.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -98,7 +98,7 @@ def check_quantised(model: nn.Module, device: torch.device) -> None:
             name = str(weight.dtype).removeprefix("torch.")
             raise UnsupportedSettingError(
                 f"FSDP2 shards the 4-bit base as {name}, and torch {torch.__version__} changes some of its bits each "
-                "time it gathers them on this GPU: another base would be trained than the one that is served. Leave "
+                "time it gathers them on this GPU: the trained base would differ from the served one. Leave "
                 "out bnb_4bit_quant_storage, so that each GPU keeps the 4-bit weights whole, or shard them with FSDP1 "
                 "(examples/accelerate/fsdp1.yaml) or DeepSpeed ZeRO-3."
             )
@@ -106,7 +106,7 @@ def check_quantised(model: nn.Module, device: torch.device) -> None:
 
 @cache
 def _copies_bits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether what FSDP2 gathers with leaves every pattern of 16 bits as it is."""
+    """Whether the copy that FSDP2 gathers with leaves every pattern of 16 bits unchanged."""
     patterns = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16)
     copied = torch.empty_like(patterns)
     torch._foreach_copy_([copied.view(dtype)], [patterns.view(dtype)])

@@ -18,7 +18,7 @@ from trl_lora_sync.threads import TaskGroup, wait_for_any
 T = TypeVar("T")
 
 # A server decodes so many samples at once about as fast as one, so shares up to this are handed out whole. Of a larger
-# share, half is under way at a time and the rest goes to whoever is done first.
+# share, half is under way at a time and the rest goes to the first worker that is done.
 FULL_BATCH = 64
 # In how many parts a worker holds what is under way, so that it gets more as soon as some of it is done.
 _PARTS = 8
@@ -26,13 +26,13 @@ _PARTS = 8
 
 @dataclass(eq=False, kw_only=True)
 class Worker(Generic[T]):
-    """Somebody who can do any part of the work.
+    """A worker that can do any part of the work.
 
     Attributes:
         do: does the work at some places, with at most so many requests at once.
         is_loss: whether an error of `do` means that the worker is away and others may do the same work.
         recover: waits until the worker is back, or the event is set. False if it is gone for good; its error otherwise.
-        speed: samples per second in earlier calls, if known; measured anew by `share_out`.
+        speed: samples per second in earlier calls, if known; `share_out` measures it again.
         is_away: whether it has to recover first.
     """
 
@@ -50,14 +50,14 @@ def share_out(samples: Sequence[int], workers: Sequence[Worker[T]]) -> list[T]:
     """Have the work at every place done once; the results are in the order of the places.
 
     A worker starts with a share of the size that its speed suggests. Work of a worker that is lost goes to the others,
-    and back to it once it has recovered. Nothing is done twice to have it sooner: keeping whichever answer is first
+    and back to it once it has recovered. Nothing is done twice to have it sooner: keeping the first of two answers
     would prefer short completions.
 
     Args:
         samples: how many samples the work at each place is.
 
     Raises:
-        BaseException: what a worker raised that is no loss, or the last loss once no worker is left.
+        BaseException: an error of a worker that is not a loss, or the last loss once no worker is left.
     """
     return _SharedWork(samples, workers).run()
 

@@ -22,7 +22,7 @@ R = TypeVar("R")
 # A signal ends a wait at once, but an exception set by another thread (PyThreadState_SetAsyncExc) and
 # `_thread.interrupt_main` are seen between two waits only.
 POLL_S = 0.2
-# How long cancelled tasks may take to end. Meanwhile a server is asked to abort its requests, or to resume.
+# How long cancelled tasks may take to end. Meanwhile a server gets the request to abort or to resume.
 _GRACE_S = 1.5
 
 _thread = threading.local()
@@ -128,7 +128,7 @@ def in_parallel(act: Callable[[T], R], items: Sequence[T], at_most: int) -> list
         at_most: how many threads.
 
     Raises:
-        BaseException: the first error of any call, as soon as it is raised; the other calls are cancelled.
+        BaseException: the first error of any call, immediately; the other calls are cancelled.
     """
     results: dict[int, R] = {}
     waiting = deque(range(len(items)))

@@ -47,7 +47,7 @@ class Transport(Protocol):
         """
 
     def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        """Keep a version under a name of its own; arguments and errors as for `open`."""
+        """Keep a version under a unique name; arguments and errors as for `open`."""
 
     def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         """Once servers have loaded a version, see that what they read is what was written.
@@ -61,24 +61,24 @@ class Transport(Protocol):
         """
 
     def prepare(self) -> None:
-        """Get ready for the next version while nobody waits for it; returns at once, and never fails."""
+        """Prepare for the next version between syncs; returns at once, and never fails."""
 
     def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
-        """Let go of a version, but of its name only if no server has it any more; never fails."""
+        """Release a version, but its name only if no server has it any more; never fails."""
 
     def sweep(
-        self, forget: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
+        self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
     ) -> list[str]:
         """Remove what dead runs left behind, see `sweep_leftovers`."""
 
     def close(self, names: Collection[str] = ()) -> None:
-        """Let go of everything but the names that a server may still have; never fails, and may be called again."""
+        """Release everything but the names that a server may still have; never fails, and may be called again."""
 
 
 class DiskTransport:
     """Versions as directories that the servers read.
 
-    A call to a shared file system that hangs cannot be ended by anybody. So all of them are made by one thread, in
+    A call to a shared file system that hangs cannot be ended. So all of them are made by one thread, in
     order, and only the waiting for it ends at the deadline. What it finishes too late is deleted again.
 
     Args:
@@ -152,9 +152,9 @@ class DiskTransport:
         self._clean_up(lambda: self._store.delete(stored, keep_name=keep_name))
 
     def sweep(
-        self, forget: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
+        self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
     ) -> list[str]:
-        return self._wait(self._files.submit(lambda: sweep_leftovers(self.root, forget, knows)), deadline)
+        return self._wait(self._files.submit(lambda: sweep_leftovers(self.root, unload, knows)), deadline)
 
     def close(self, names: Collection[str] = ()) -> None:
         self._clean_up(lambda: self._store.close(names))
@@ -165,7 +165,7 @@ class DiskTransport:
 
 
 class DiskAndHTTPTransport(DiskTransport):
-    """Versions as directories for the servers that share a folder, and in memory for those that are sent them."""
+    """Versions as directories for the servers that share a folder, and in memory for the others."""
 
     @property
     def where(self) -> str:
@@ -202,7 +202,7 @@ def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transpor
     if all(sends_content):
         return HTTPTransport(settings.root, servers=servers)
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
-    # Only this host's kernel can tell whether a file of this host is still read.
+    # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
     slots = SlotRing() if are_local else None
     return kind(settings.root, server_root=settings.server_root, servers=servers, slots=slots)

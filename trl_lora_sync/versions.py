@@ -1,4 +1,4 @@
-"""Which versions of other software this package was written for and run with, and what to say about any other."""
+"""Which versions of other software this package was written for and run with, and a warning about any other."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ class KnownVersions:
         title: what people call it.
         oldest: below it, something that adapter sync needs is missing.
         newest: the last one whose source was read; later ones are used if they pass every check.
-        run: those that the tests or benchmarks of this release ran on.
+        run: the versions that the tests or benchmarks of this release ran on.
     """
 
     title: str
@@ -41,7 +41,7 @@ class KnownVersions:
         try:
             found = Version(version)
         except InvalidVersion:
-            return f"{self.title} {version} is no released version, so it is not known what it does"
+            return f"{self.title} {version} is not a released version, so its behaviour is unknown"
         if found < self.oldest:
             return f"{self.title} {version} is older than {self.oldest}, the first that adapter sync was written for"
         if found.release[: len(self.newest.release)] > self.newest.release:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from trl_lora_sync.cli.sync_cost import distance, plain_sampling, reference_logprobs, rotated
+from sync_measure import distance, plain_sampling, reference_logprobs, rotated
+
 from versus.arms import Arm, Phases, deadline
 from versus.clock import Clock, OutOfTimeError
 from versus.kinds import OURS

@@ -90,7 +90,7 @@ def test_both_processes_name_the_same_version(working: Seen) -> None:
 @pytest.mark.parametrize(
     ("step", "error", "words"),
     [
-        ("refused", "AdapterNotVisibleError", r"refused to load the adapter .*-v2.* It said: "),
+        ("refused", "AdapterNotVisibleError", r"refused to load the adapter .*-v2.* The server answered: "),
         ("not_finite", "AdapterNotFiniteError", "hold NaN or infinity"),
         ("full_disk", "AdapterExportError", "there is no room for the .* Free some space"),
         ("server_gone", "ServerUnreachableError", "http://127.0.0.1.*(look at its log|Start it)"),

@@ -160,7 +160,7 @@ def test_a_server_with_too_small_a_max_lora_rank_is_told_the_one_it_needs(
     monkeypatch.setenv("VLLM_API_KEY", KEY)
 
     command = r"`trl-lora-sync serve vllm \S+ --lora-rank 12 --port \d+`"
-    with pytest.raises(ServerSetupError, match=rf"rank 12\..* Restart it with {command}\. It said: .*12"):
+    with pytest.raises(ServerSetupError, match=rf"rank 12\..* Restart it with {command}\. The server answered: .*12"):
         make_trainer(guarded_server.base_url, base_model, peft_config=lora(r=12))
 
     assert no_files(tmp_path)
@@ -285,7 +285,7 @@ def test_a_refused_version_leaves_the_one_before_active_and_its_files_intact(
 
     proxy.before = damage_second
     randomize_adapter(trainer.model, seed=2)
-    with pytest.raises(AdapterRejectedError, match=r"refused to load the adapter .*-v2.* It said: "):
+    with pytest.raises(AdapterRejectedError, match=r"refused to load the adapter .*-v2.* The server answered: "):
         generation.sync_weights()
 
     assert adapters_on(proxy.target) == before
@@ -355,7 +355,7 @@ def test_an_answer_in_the_name_of_another_model_is_never_trained_on(
         return status, answer
 
     proxy.after = answer_as_base
-    with pytest.raises(WrongPolicyError, match=r"completions of 'the-base-model' where '.*-v1' was asked for"):
+    with pytest.raises(WrongPolicyError, match=r"completions of 'the-base-model' instead of '.*-v1'"):
         trainer.train()
 
     assert rewards == []
@@ -381,7 +381,7 @@ def test_a_gateway_that_drops_the_model_there_and_back_is_found_out(
     proxy.after = lambda path, status, answer: (
         (status, without("model", answer)) if path == "/v1/completions" else (status, answer)
     )
-    with pytest.raises(WrongPolicyError, match=r"name no model, where '.*-v1' was asked for"):
+    with pytest.raises(WrongPolicyError, match=r"name no model instead of '.*-v1'"):
         trainer.train()
 
     assert rewards == []
@@ -429,7 +429,7 @@ def test_a_proxy_that_quietly_asks_the_base_model_is_found_out(
     trainer = make_trainer(proxy.base_url, base_model)
     proxy.before = lambda path, body: body | {"model": base_of(proxy)} if path == "/v1/completions" else body
 
-    with pytest.raises(WrongPolicyError, match=r"where '.*-v1' was asked for"):
+    with pytest.raises(WrongPolicyError, match=r"instead of '.*-v1'"):
         trainer.train()
 
 

@@ -154,17 +154,6 @@ def test_sweep_unloads_what_a_killed_run_left_and_nothing_else(
     stores["live"].close()
 
 
-def test_bench_measures_a_running_server(
-    clean_server: VLLMServer, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "bench.json"
-    command = ["bench", "--quick", "--url", clean_server.base_url, "--model", str(base_model), "--out", str(out)]
-    assert main(command) == 0
-    [rank] = json.loads(out.read_text())["ranks"]
-    assert rank["sync"].keys() == {"save_pretrained", "export bfloat16", "export float32"}
-    assert "adapter / base" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_grpo_trains_with_a_file_and_flags_and_its_run_makes_a_page(
     clean_server: VLLMServer, base_model: Path, tmp_path: Path

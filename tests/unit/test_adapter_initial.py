@@ -304,7 +304,7 @@ def test_an_adapter_that_was_loaded_from_a_file_is_refused(checkpoint: Path, tmp
 
 
 def test_a_model_whose_checkpoint_is_not_there_is_refused() -> None:
-    with pytest.raises(UnsupportedAdapterError, match=r"cannot be read .*does not say where it was loaded from"):
+    with pytest.raises(UnsupportedAdapterError, match=r"cannot be read .*does not record where it was loaded from"):
         remember_initial_adapter(new_model(), is_new=False)
 
 

@@ -3,14 +3,17 @@
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from trl_lora_sync.cli.main import COMMANDS, main, make_parser
 
+ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "trl", "peft", "transformers", "accelerate", "datasets", "vllm", "sglang", "matplotlib"}
 _LOADED = """
 import json, sys
@@ -55,6 +58,18 @@ def test_what_cannot_be_understood_ends_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["--url", "http://localhost:8000", "--model", "my model"]])
+def test_bench_names_the_script_outside_the_package_that_measures(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert "not part of the installed package" in said
+    interpreter, script, *passed = shlex.split(said.partition("run: ")[2])
+    assert (interpreter, passed) == (sys.executable, arguments)
+    assert (ROOT / script).is_file()
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -225,7 +225,7 @@ def test_push_route_that_was_typed_is_there_once(extra: tuple[str, ...]) -> None
 
 
 def test_pushed_to_sglang_is_refused_as_it_takes_tensors_as_it_is() -> None:
-    with pytest.raises(UsageError, match="takes adapters in the load request as it is"):
+    with pytest.raises(UsageError, match="takes adapters in the load request without any flag"):
         launch("0.5.23", engine="sglang", takes_pushes=True)
 
 
@@ -392,7 +392,7 @@ def test_all_target_modules_have_a_word_on_sglang_and_none_on_vllm() -> None:
 
 
 def test_target_modules_of_vllm_are_warned_of_if_nothing_is_known_of_the_adapter() -> None:
-    assert any("without a word" in note for note in launch("0.31.0", "--lora-target-modules", "q_proj").notes)
+    assert any("silently ignores" in note for note in launch("0.31.0", "--lora-target-modules", "q_proj").notes)
 
 
 def test_old_sglang_says_that_nobody_may_sample_with_n() -> None:
@@ -405,7 +405,7 @@ def test_old_sglang_says_that_nobody_may_sample_with_n() -> None:
     [
         (["--dp-size", "2"], "--dp-size 2 cannot be used"),
         (["--data-parallel-size=2"], "one replica only"),
-        (["--tokenizer-worker-num", "2"], "a list of adapters of its own"),
+        (["--tokenizer-worker-num", "2"], "a separate list of adapters"),
         (["--preferred-sampling-params", '{"n": 4}'], "with n=4 cannot be used with SGLang 0.5.15"),
         (["--max-lora-rank", "8"], "below the adapter's rank 12"),
         (["--max-loaded-loras", "3"], "too few"),

@@ -166,7 +166,7 @@ def test_server_forgets_adapters_of_dead_runs_only(
     assert f"left {unknown.name}: its run keeps its files elsewhere" in said
     assert f"left {sent.name}: its run keeps its files elsewhere, or sends none" in said
     assert f"left {kept.name}: its run was started on another host" in said
-    assert "left a-chat-adapter: it is no adapter of this package" in said
+    assert "left a-chat-adapter: it is not an adapter of this package" in said
     assert set(engine.loaded(soon())) == {active.name, unknown.name, strange.name, sent.name, kept.name}
     assert not dead.directory.exists()
     elsewhere.close()

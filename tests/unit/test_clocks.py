@@ -9,12 +9,12 @@ import trl_lora_sync
 
 SOURCES = sorted(Path(trl_lora_sync.__file__).parent.rglob("*.py"))
 WALL_CLOCK = {"time", "time_ns", "ctime", "gmtime", "localtime", "now", "utcnow", "today", "st_mtime", "st_ctime"}
-# Only to name a run, which random bits make unique, to date a page, a log and a result, and for a pause that a server
+# Only to name a run, which random bits make unique, to date a page and a log, and for a pause that a server
 # gives as a date, which is bounded by a deadline.
 ALLOWED = {
     ("store.py", "strftime"),
     ("run_log.py", "now"),
-    *((name, asked) for name in ("report_page.py", "surroundings.py") for asked in ("strftime", "gmtime")),
+    *(("report_page.py", asked) for asked in ("strftime", "gmtime")),
     ("http.py", "time"),
 }
 

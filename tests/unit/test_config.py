@@ -1,12 +1,15 @@
 """The configuration: TRL's fields plus ours, and every contradiction refused before a model is loaded."""
 
+import ast
 import dataclasses
+import inspect
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -15,12 +18,14 @@ import yaml
 from peft import LoraConfig
 from transformers import HfArgumentParser
 
+import trl_lora_sync
 from trl_lora_sync import DistillationConfig, GRPOConfig, LoRASyncConfig, RLOOConfig
 from trl_lora_sync.config import check_reference, check_sync_fields, server_urls, sync_settings
 from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, is_local_url
 
+ROOT = Path(__file__).parents[2]
 ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
 SYNC: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_sync_strategy": "lora_adapter"}
 SECRET = "sk-do-not-show"
@@ -67,11 +72,59 @@ def test_fields_and_defaults_of_trl_are_untouched() -> None:
     assert issubclass(GRPOConfig, trl.GRPOConfig)
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(GRPOConfig) if f.name.startswith("lora_sync")])
-def test_added_field_is_described_on_the_command_line_and_in_the_docstring(name: str) -> None:
-    field = next(field for field in dataclasses.fields(GRPOConfig) if field.name == name)
-    assert field.metadata["help"]
-    assert f"{name} (`" in (LoRASyncConfig.__doc__ or "")
+# Each field is described once
+
+OURS = {field.name: field for field in dataclasses.fields(LoRASyncConfig)}
+CHOICES = {name: get_args(field.type) for name, field in OURS.items() if get_origin(field.type) is Literal}
+SOURCES = sorted(Path(trl_lora_sync.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_docstring_has_the_help_of_the_command_line(name: str) -> None:
+    documented = " ".join((LoRASyncConfig.__doc__ or "").split())
+    assert re.search(rf" {name} \(`\w+`, \*optional\*[^)]*\): {re.escape(OURS[name].metadata['help'])}", documented)
+
+
+def test_docstring_in_the_source_describes_no_field() -> None:
+    """What follows `Args:` is made from the help of each field."""
+    tree = ast.parse(Path(inspect.getfile(LoRASyncConfig)).read_text())
+    [written] = [
+        ast.get_docstring(node) or ""
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "LoRASyncConfig"
+    ]
+    assert "Args:" not in written
+    assert [name for name in OURS if re.search(rf"^\W*{name}\b", written, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_other_text_repeats_the_help_of_a_field(name: str) -> None:
+    """Not one run of eight words: a repetition stays behind when the help changes."""
+    words = OURS[name].metadata["help"].split()
+    runs = [" ".join(words[start : start + 8]) for start in range(len(words) - 7)]
+    assert runs or len(words) < 13
+    for file in [ROOT / "docs" / "settings.md", *SOURCES]:
+        # Texts of several lines in one line, without the quotes around each.
+        text = " ".join(re.sub(r"[\"']\s*\n\s*f?[\"']", "", file.read_text()).split())
+        found = [run for run in runs if text.count(run) > (file.name == "config.py")]
+        assert found == [], f"{file.name} repeats the help of {name}"
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_help_names_every_choice_of_a_field(name: str) -> None:
+    assert [value for value in CHOICES[name] if f"`{json.dumps(value)}`" not in OURS[name].metadata["help"]] == []
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "lora_sync_overlap"])  # (0, 1) is many things
+def test_choices_of_a_field_are_listed_in_its_annotation_only(name: str) -> None:
+    """Wherever else they matter, they are read from there."""
+    lists = [
+        {item.value for item in node.elts if isinstance(item, ast.Constant)}
+        for file in SOURCES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Tuple | ast.List | ast.Set)
+    ]
+    assert len([found for found in lists if found == {*CHOICES[name]}]) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,8 +267,12 @@ def test_other_generation_kwargs_are_accepted(make: Callable[..., GRPOConfig]) -
 
 @pytest.mark.parametrize("name", ["lora_sync_timeout", "lora_sync_generation_timeout"])
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
-def test_timeout_that_is_no_time_to_wait_is_refused(name: str, seconds: float, make: Callable[..., GRPOConfig]) -> None:
-    with pytest.raises(UnsupportedSettingError, match=f"{name}={seconds:g} is no time to wait"):
+def test_timeout_that_is_not_a_positive_number_is_refused(
+    name: str, seconds: float, make: Callable[..., GRPOConfig]
+) -> None:
+    with pytest.raises(
+        UnsupportedSettingError, match=f"{name} must be a positive, finite number of seconds, got {seconds:g}"
+    ):
         make(**{name: seconds})
 
 
@@ -347,7 +404,7 @@ def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_tolerance_that_is_none_is_refused(tolerance: float, make: Callable[..., GRPOConfig]) -> None:
     with pytest.raises(
-        UnsupportedSettingError, match=r'is no tolerance. Give a number above 0; .*lora_sync_verify="off"'
+        UnsupportedSettingError, match=f'must be a positive, finite number, got {tolerance:g}. .*lora_sync_verify="off"'
     ):
         make(lora_sync_verify_tolerance=tolerance)
 

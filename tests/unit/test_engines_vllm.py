@@ -99,7 +99,7 @@ def test_every_request_names_the_model_and_every_sampling_field(engine_at: Any) 
 
 def test_completion_of_another_model_is_never_used(engine_at: Any) -> None:
     engine, _ = engine_at(lambda request: request.send(200, completions(request, model="base")))
-    with pytest.raises(WrongPolicyError, match="completions of 'base' where 'run-v1' was asked for"):
+    with pytest.raises(WrongPolicyError, match="completions of 'base' instead of 'run-v1'"):
         sample(engine, 1)
 
 
@@ -113,7 +113,7 @@ def test_completion_that_names_no_model_is_never_used(is_null: bool, engine_at: 
         request.send(200, content | ({"model": None} if is_null else {}))
 
     engine, _ = engine_at(nameless)
-    with pytest.raises(WrongPolicyError, match=r"name no model, where 'run-v1' was asked for.*drops the field `model`"):
+    with pytest.raises(WrongPolicyError, match=r"name no model instead of 'run-v1'.*drops the field `model`"):
         sample(engine, 1)
 
 
@@ -237,9 +237,9 @@ def test_other_refusals_are_quoted_and_not_repeated(status: int, engine_at: Any)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda c: c["choices"].__delitem__(1), "sent 1 completions where 2 were asked for"),
+        (lambda c: c["choices"].__delitem__(1), "sent 1 completions instead of 2"),
         (lambda c: c["choices"].append(dict(c["choices"][0], index=2)), "cannot be trained on"),
-        (lambda c: c.update(choices=[]), "sent 0 completions where 2"),
+        (lambda c: c.update(choices=[]), "sent 0 completions instead of 2"),
         (lambda c: c.__delitem__("choices"), "cannot be trained on: 'choices'"),
         (lambda c: c.update(choices=None), "cannot be trained on"),
         (lambda c: c["choices"][1].update(finish_reason="abort"), "finish_reason='abort'"),

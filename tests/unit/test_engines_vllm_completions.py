@@ -306,5 +306,5 @@ def test_a_weak_force_rounds_a_bfloat16_logit_less_than_a_strong_one() -> None:
 def test_a_forced_token_without_another_to_compare_with_is_an_error() -> None:
     answer = {1: -0.5}, {7: 0.0, 2: -100.0}
     assert unforced(7, FORCES[0], *answer) is None
-    with pytest.raises(ValueError, match="nothing tells how likely token 7 is"):
+    with pytest.raises(ValueError, match="the answer lacks the log-probability of token 7"):
         unforced(7, FORCES[-1], *answer)

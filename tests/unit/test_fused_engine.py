@@ -101,7 +101,7 @@ def test_an_answer_from_another_version_or_without_one_is_not_used(named: str | 
     with serving(fused) as server:
         engine = connected(server)
         fused.names = lambda wanted: named
-        with pytest.raises(WrongPolicyError, match=re.escape(f"completions of {named!r} where 'a-v1' was asked for")):
+        with pytest.raises(WrongPolicyError, match=re.escape(f"completions of {named!r} instead of 'a-v1'")):
             engine.score("a-v1", [1, 2], soon())
 
 

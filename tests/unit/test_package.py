@@ -1,12 +1,17 @@
 """Unit tier: the package as others get it, a wheel in an environment of its own."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import trl_lora_sync
+from trl_lora_sync.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 IMPORT = """
@@ -77,6 +82,41 @@ def test_wheel_holds_the_package_its_types_and_its_licence_and_nothing_else(whee
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def imported(name: str, source: str) -> set[str]:
+    """The modules of the package that the module `name` names: in an import, or as a text for `import_module`."""
+    found = set(re.findall(r"trl_lora_sync(?:\.\w+)+", source))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            package = ".".join(name.split(".")[: -node.level]) if node.level else ""
+            module = ".".join(part for part in (package, node.module) if part)
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.slow
+def test_wheel_holds_no_benchmark_and_no_module_that_only_benchmarks_use(wheel: Path) -> None:
+    is_benchmark = re.compile(r'"benchmark": "\w+"').search  # what a benchmark writes into its result
+    assert is_benchmark((ROOT / "benchmarks" / "sync_measure.py").read_text())
+    archive = zipfile.ZipFile(wheel)
+    sources = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): archive.read(name).decode()
+        for name in archive.namelist()
+        if name.endswith(".py")
+    }
+    assert [name for name, source in sources.items() if is_benchmark(source)] == []
+    # What users start: the commands, the scripts, the plugins inside an engine, and the package's own names, which
+    # `trl_lora_sync` imports for the type checker.
+    used = {"trl_lora_sync", "trl_lora_sync.cli.main"}
+    used |= {f"trl_lora_sync.cli.{command}" for command in COMMANDS}
+    used |= {name for name in sources if name.startswith(("trl_lora_sync.scripts.", "trl_lora_sync.engine_plugins."))}
+    new = set(used)
+    while new:
+        new = {one for name in new for one in imported(name, sources[name]) if one in sources} - used
+        used |= new
+    packages = {name for name in sources if any(other.startswith(f"{name}.") for other in sources)}
+    assert sources.keys() - used - packages == set()
+
+
 @pytest.mark.slow
 def test_wheel_brings_the_command_and_the_script_that_it_launches(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
@@ -93,8 +133,6 @@ def test_importing_a_trainer_that_there_is_not_says_what_there_is(name: str) -> 
 
 
 def test_a_name_that_is_no_trainer_is_not_there_as_usual() -> None:
-    import trl_lora_sync
-
     assert not hasattr(trl_lora_sync, "no_such_name")
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
         exec("from trl_lora_sync import no_such_name")

@@ -85,7 +85,7 @@ class CanonicalAdapter:
         return self
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> "CanonicalAdapter":
-        """A plain adapter like this one that holds `tensors` instead."""
+        """A plain copy of this adapter with other `tensors`."""
         return CanonicalAdapter(
             tensors=tensors,
             rank=self.rank,
@@ -216,7 +216,7 @@ def complete_siblings(modules: list[LoRAModule], shapes: Mapping[str, tuple[int,
         modules: the adapted layers.
         shapes: `(out_features, in_features)` of the base model's linear layers, by module path.
 
-    Source: SGLang serves q/k/v and gate/up as one layer and dies of some incomplete sets (srt/lora/lora.py, 0.5.23).
+    Source: SGLang serves q/k/v and gate/up as one layer and crashes on some incomplete sets (srt/lora/lora.py, 0.5.23).
     """
     present = {module.name for module in modules}
     completed = list(modules)

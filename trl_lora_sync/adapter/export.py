@@ -36,7 +36,7 @@ from trl_lora_sync.errors import UnsupportedAdapterError
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Wrappers that put a component of their own into module paths; the served model has none of them.
+# Wrappers that add a component to module paths; the served model has none of them.
 _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PEFT_PREFIX = "base_model.model."
 # LoRA layers with linear matrices that adapt something other than one linear layer.
@@ -111,7 +111,7 @@ def read_adapter(
 
     Args:
         fused_siblings: whether to complete q/k/v and gate/up with zeros.
-        gathered: whole weights of those of the `lora_linears` whose own are sharded.
+        gathered: whole weights of the `lora_linears` that are sharded.
     """
     adapter_name = _checked_name(model, adapter_name)
     modules = collect_modules(model, adapter_name, gathered)
@@ -210,7 +210,7 @@ class AdapterReader:
         return _export(model, self._adapter_name, modules, export, dtype, fused_siblings)
 
     def release(self) -> None:
-        """Give the memory back; the next read takes it anew."""
+        """Release the memory; the next read allocates it again."""
         self._buffer.release()
 
     @staticmethod
@@ -375,7 +375,7 @@ def active_dropout(model: "PeftModel") -> float:
     """The largest `lora_dropout` that the active adapter's layers have now; TRL's `disable_dropout` sets it to 0."""
     adapter_name = check_active_adapters(model.active_adapters)
     layers = (module.lora_dropout for module in model.modules() if hasattr(module, "lora_dropout"))
-    # PEFT puts an Identity, which has no `p`, where the configuration says 0.
+    # PEFT puts an Identity, which has no `p`, where the configuration has 0.
     shares = (float(getattr(layer[adapter_name], "p", 0.0)) for layer in layers if adapter_name in layer)
     return max(shares, default=0.0)
 

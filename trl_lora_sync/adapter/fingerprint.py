@@ -1,4 +1,4 @@
-"""A fingerprint of tensors, which tells whether any bit has changed. On a GPU it takes part of a millisecond."""
+"""A fingerprint of tensors, which changes with any bit. On a GPU it takes part of a millisecond."""
 
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +31,7 @@ def fingerprint(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def _sum_of(chunk: list[Tensor]) -> Tensor:
     flat = torch.cat([one.reshape(-1) for one in chunk]).view(torch.uint8)
-    # Sums of 64-bit words need no wider numbers, which makes them four times as fast as those of 32-bit words.
+    # Sums of 64-bit words need no wider numbers, which makes them four times as fast as sums of 32-bit words.
     whole = flat.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
     grid = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
     sums = torch.cat([grid.sum(0), grid.sum(1), flat[whole:].to(torch.int64)])

@@ -85,7 +85,7 @@ class FlatBuffer:
             # The copy to the host needs no further waiting, as this waits for all of the above.
             finite = is_finite(plan.flat)
         if not finite:
-            canonicalize(modules, dtype=dtype)  # raises, and says which module it is
+            canonicalize(modules, dtype=dtype)  # raises, and names the module
         return FlatAdapter(
             tensors=plan.tensors,
             rank=common_rank(modules),
@@ -98,7 +98,7 @@ class FlatBuffer:
         )
 
     def release(self) -> None:
-        """Give the memory back; the next export takes it anew."""
+        """Release the memory; the next export allocates it again."""
         self._plan = None
 
     def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype) -> _Plan:
@@ -129,7 +129,7 @@ def _make_plan(key: tuple[object, ...], modules: Sequence[LoRAModule], dtype: to
 
 
 def _fill(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]) -> None:
-    # One padded matrix would make torch copy all of a list one by one, so these have lists of their own.
+    # One padded matrix makes torch copy all of a list one by one, so padded matrices have a separate list.
     for padded in (False, True):
         chosen = [
             (place, module)

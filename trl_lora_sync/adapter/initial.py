@@ -2,7 +2,7 @@
 
 PiSSA, OLoRA, CorDA and LoRA-GA set `lora_A` and `lora_B` and subtract `scaling * lora_B @ lora_A` from the base weight.
 The server has the checkpoint's base, so it is sent the difference to the initial adapter. PEFT keeps no copy of that,
-and nothing in a trained model tells it. Therefore it is copied while the model is new: one more adapter in memory.
+and a trained model does not contain it. Therefore it is copied while the model is new: one more adapter in memory.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _initial: "WeakKeyDictionary[nn.Module, LoRAModule]" = WeakKeyDictionary()
 
 _WHOLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# How many units in the last place the sum of two rounded weights may be away from the one that was split.
+# How many units in the last place the sum of two rounded weights may be away from the weight that was split.
 _ROUNDING = 4
 
 
@@ -37,7 +37,7 @@ def remember_initial(model: "PeftModel", found: Iterable[tuple[LoRAModule, Any, 
 
     Args:
         model: whose adapter has not been trained yet, unless its matrices were copied before.
-        found: each adapted layer as it is now, PEFT's own object, and the module that holds `lora_A`.
+        found: each adapted layer, as PEFT's object, and the module that holds `lora_A`.
         is_new: whether the adapter is known to be untrained; else it is compared with the checkpoint.
 
     Raises:
@@ -113,7 +113,7 @@ def _check_untrained(model: "PeftModel", layers: Iterable[tuple[LoRAModule, Any]
 def _weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
     """Tensor names to the safetensors files of a checkpoint that is in a folder or in the cache."""
     if not name:
-        raise ValueError("the model does not say where it was loaded from")
+        raise ValueError("the model does not record where it was loaded from")
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download

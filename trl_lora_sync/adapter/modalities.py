@@ -1,7 +1,7 @@
 """Refuses adapters on the parts of a model that see images or hear sound, which no server applies.
 
-vLLM ignores such matrices without a word unless it runs with --enable-tower-connector-lora (seen on 0.26), and a prompt
-of text shows nothing of it: log-probabilities of prompts with images are then off by 0.2 to 0.5.
+vLLM ignores such matrices silently unless it runs with --enable-tower-connector-lora (seen on 0.26), and a text prompt
+shows nothing of it: log-probabilities of prompts with images are then off by 0.2 to 0.5.
 """
 
 import copy
@@ -67,7 +67,7 @@ def check_adapted_modules(model: Any, adapted: Mapping[str, nn.Module], peft_con
 
 
 def _skeleton(model: Any) -> Any:
-    """The model on no device, or None for one of text alone and for one that cannot be built."""
+    """The model on no device, or None for a text model and for a model that cannot be built."""
     import transformers
 
     if isinstance(model, str):

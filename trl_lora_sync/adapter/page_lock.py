@@ -57,9 +57,9 @@ def copy_to_host(target: Tensor, source: Tensor) -> None:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """Take back the error that a refused call leaves behind, or the next kernel of the training would report it.
+    """Clear the error that a refused call leaves behind, or the next kernel of the training would report it.
 
-    torch has no name for `cudaGetLastError`, but asks it after every kernel.
+    torch has no name for `cudaGetLastError`, but calls it after every kernel.
     """
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)

@@ -45,7 +45,7 @@ class SavedAdapter:
         """The form that is served, in float32.
 
         Args:
-            shapes: those of the base model's linear layers, to complete q/k/v and gate/up with zeros.
+            shapes: of the base model's linear layers, to complete q/k/v and gate/up with zeros.
         """
         modules = list(self.modules)
         return canonicalize(
@@ -67,7 +67,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         check_saved_config(config)
         _check_base_is_plain(config)
         with safe_open(folder / TENSORS_FILE, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file is not a mapping
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, UnsupportedAdapterError):
             raise
@@ -84,7 +84,7 @@ def _check_base_is_plain(config: Mapping[str, Any]) -> None:
     if changes_base(init):
         raise UnsupportedAdapterError(
             f"The saved adapter has init_lora_weights={init!r}, so it belongs to a base model that lacks the initial "
-            "adapter, and its files do not say what that was. Either write the form that is served in the process that "
+            "adapter, and its files do not contain that. Either write the form that is served in the process that "
             "trained it, with trl_lora_sync.export_adapter(trainer.model, directory), or let PEFT convert it: "
             "model.save_pretrained(directory, path_initial_model_for_weight_conversion=folder_of_the_initial_adapter)."
         )
@@ -95,7 +95,7 @@ def base_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
+            for key in file.keys():  # noqa: SIM118 - the file is not a mapping
                 shape = file.get_slice(key).get_shape()
                 if key.endswith(".weight") and len(shape) == 2:
                     shapes[key.removesuffix(".weight")] = (shape[0], shape[1])
@@ -128,7 +128,7 @@ def _modules(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[L
 
 
 def _scaling(path: str, rank: int, config: Mapping[str, Any]) -> float:
-    """PEFT's rule; the rank is that of the tensors, so only alpha can be told by a pattern.
+    """PEFT's rule; the rank is that of the tensors, so a pattern decides alpha only.
 
     Source: peft/utils/other.py `get_pattern_key`, 0.21.2.
     """

@@ -1,13 +1,13 @@
-"""Files in shared memory that are written again: page-locked once, lent to a version, taken back when it is over.
+"""Files in shared memory that are written again: page-locked once, lent to a version, reused after it.
 
 A slot's file is *renamed* into the version's directory and back, so its pages, and the mapping they are written
-through, stay the same. That must never show to whoever still reads an older version. Unloading proves nothing: an
-engine without page-locked memory of its own (vLLM on a CPU), and SGLang for some layers, keep the tensors of an adapter
-as views of the mapped file for as long as they keep the adapter. So a slot is written again only when
+through, stay the same. A process that still reads an older version must never see the new bytes. An unload is not
+enough: an engine that has no page-locked memory (vLLM on a CPU), and SGLang for some layers, keep the tensors of an
+adapter as views of the mapped file for as long as they keep the adapter. So a slot is written again only when
 
-- its version has been retired, and no path leads to it any more, not even a hard link, so that nobody can open it, and
-- the kernel grants a write lease on it, which it does only if no other process has it open or mapped: whichever user or
-  container of this host that is in.
+- its version has been retired, and no path leads to it any more, not even a hard link, so that no process can open it,
+- the kernel grants a write lease on it, which it does only if no other process has it open or mapped, under any user
+  and in any container of this host.
 
 A slot that fails the second test is given up: its memory goes when the last reader does, and a new one takes its place.
 """
@@ -93,12 +93,12 @@ class Slot:
             return False
 
     def is_idle(self) -> bool:
-        """Whether nobody else has the file open or mapped, or another path to it; False also if the kernel cannot tell.
+        """Whether no other process has the file open or mapped, or has a path to it; False also if that is unknown.
 
         Source: fcntl(2), `F_SETLEASE`: a write lease needs that no other open file refers to it, and a mapping is one.
         """
         try:
-            # Whoever opens the file during the lease is held up for these few microseconds, and this process is sent a
+            # A process that opens the file during the lease waits for these few microseconds, and this process gets a
             # signal; the default one would end it.
             fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -108,7 +108,7 @@ class Slot:
         return os.fstat(self._file).st_nlink == 1
 
     def discard(self) -> None:
-        """Give it up; those who have it mapped keep it as it is. Never fails, and may be called again."""
+        """Give it up; other processes keep their mappings. Never fails, and may be called again."""
         self._undo.close()
 
     def _unlink(self) -> None:
@@ -124,7 +124,7 @@ class Slot:
 class SlotRing:
     """The slots of one run: at most one more than versions have files, each written again once it is idle.
 
-    With the `lora_sync_keep` versions that stay registered and the one that is being retired, that makes
+    With the `lora_sync_keep` versions that stay registered and the version that is being retired, that makes
     `lora_sync_keep + 2` slots of the adapter's size, which is also what as many plain files take at that moment.
 
     Not thread-safe.
@@ -140,7 +140,7 @@ class SlotRing:
         self._is_given_up = False
 
     def take(self, pool: Path, size: int, device: torch.device) -> Slot | None:
-        """A slot that nobody reads, or None where slots cannot be had, which is warned of once.
+        """A slot without readers, or None where slots cannot be had, which is warned of once.
 
         Args:
             pool: folder for slots that are not lent; on the file system of the versions, and private to this run.
@@ -153,16 +153,16 @@ class SlotRing:
         if slot is not None:
             self._free.remove(slot)
             return slot
-        self._discard(self._free)  # of another size, or still read by somebody
+        self._discard(self._free)  # of another size, or still read
         if self._new and self._new[0].fits(size, device):
             return self._new.pop()
         self._discard(self._new)
         return self._make(pool, size, device)
 
     def prepare(self, pool: Path) -> None:
-        """Make the slot that the next `take` would have to make, if it asks for the same again.
+        """Make the slot that the next `take` would have to make for the same size and device.
 
-        Page-locking takes longer than the rest of a sync. Arguments and errors are those of `take`.
+        Page-locking takes longer than the rest of a sync. Arguments and errors as for `take`.
         """
         if self._wanted is None or self._new:
             return

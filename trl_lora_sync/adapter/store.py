@@ -1,10 +1,10 @@
 """Versions of an adapter on disk: written once, never overwritten, deleted when nothing may read them any more.
 
 Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json}`. A live run holds a lock on
-`<root>/<run_id>/owner.json`, which the kernel releases however the process ends; that is how leftovers are told from
-the files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two versions. An
-empty version folder stands for a name that a server may still have: the next run asks it to forget that. Knows nothing
-of models, and of servers only their URLs.
+`<root>/<run_id>/owner.json`, which the kernel releases however the process ends; this separates leftovers from the
+files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two versions. An
+empty version folder stands for a name that a server may still have: the next run unloads it there. Knows nothing of
+models, and of servers only their URLs.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def write_adapter(
     Args:
         directory: must not exist yet, or be empty.
         private: give files mode 0600 and directories 0700 instead of the process's default.
-        write_tensors: puts the file of the tensors where it is told.
+        write_tensors: writes the file of the tensors to a path.
 
     Raises:
         AdapterExportError: the directory is taken, or cannot be written (permissions, full disk).
@@ -125,7 +125,7 @@ def _write_files(
     write_tensors(tensors, adapter)
     config.write_text(_config_text(adapter))
     for file in (tensors, config):
-        # safetensors makes its file 0600 whatever the umask, so the other one tells what the process's default is.
+        # safetensors makes its file 0600 whatever the umask, so the other one shows the process's default.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
         _fsync(file)
     if private:
@@ -182,8 +182,8 @@ class AdapterStore:
         server_root: the same folder as the servers see it; `None` if they see it under the same path.
         run_id: unique to the run, see `new_run_id`.
         servers: URLs of the servers that may get to know the names of this run.
-        slots: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because somebody
-            may read it whom this kernel does not know.
+        slots: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because a
+            process outside this kernel may read it.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class AdapterStore:
             ) from error
 
     def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
-        """Write a version, or a probe with a word for a version, under a name of its own; see `write_adapter`."""
+        """Write a version, or a probe with a word for a version, under a unique name; see `write_adapter`."""
         self.open()
         stored = self._named(version, adapter)
         assert stored.path is not None
@@ -295,9 +295,9 @@ class AdapterStore:
         return written.keys() == expected.keys() and all(_same_bits(written[key], expected[key]) for key in expected)
 
     def prepare(self) -> None:
-        """Get the memory of the next version ready, while nobody waits for it; never fails."""
+        """Prepare the memory of the next version between syncs; never fails."""
         if self._slots is not None and self._lock is not None:
-            with contextlib.suppress(OSError):  # `write` will say it
+            with contextlib.suppress(OSError):  # `write` will raise it
                 self._slots.prepare(self.directory / _SLOTS)
 
     def note(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
@@ -343,12 +343,12 @@ class AdapterStore:
         """Delete everything this run wrote; never fails, and may be called again.
 
         Args:
-            names: those that a server may still have. Their folders stay, empty, for the sweep of the next run.
+            names: names that a server may still have. Their folders stay, empty, for the sweep of the next run.
         """
         is_over = self._lock is None and not self._has_record
         if is_over or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
-        # Of another run id are those of which an earlier `close` has left a record.
+        # Names of another run id come from a record that an earlier `close` has left.
         names = [name for name in names if name.startswith(f"{self.run_id}-v")]
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
         if self._slots is not None:
@@ -380,18 +380,18 @@ def _delete_all_but(directory: Path, names: Collection[str]) -> None:
 
 
 def sweep_leftovers(
-    root: Path, forget: Callable[[str], bool | None], knows: Callable[[str], bool] = lambda base_url: True
+    root: Path, unload: Callable[[str], bool | None], knows: Callable[[str], bool] = lambda base_url: True
 ) -> list[str]:
-    """Delete the folders of runs that ended without cleaning up, never those of a live one.
+    """Delete the folders of runs that ended without cleaning up, never of a live one.
 
     A run is dead only if its lock is free *and* it was started under this very kernel, because a lock taken on
     another host need not be visible here. Anything else is left alone and named in the log.
 
     Args:
         root: the folder shared by all runs.
-        forget: called with every adapter name of a dead run before its files go, to unload it from the servers. False
-            says that a server may still have it; the name is then kept for a later sweep.
-        knows: whether `forget` speaks for the server at this URL. The names of a run that used another server as well
+        unload: called with every adapter name of a dead run before its files go, to unload it from the servers. False
+            means that a server may still have it; the name is then kept for a later sweep.
+        knows: whether `unload` covers the server at this URL. The names of a run that used another server as well
             are kept for a sweep that knows it.
 
     Returns:
@@ -404,7 +404,7 @@ def sweep_leftovers(
             continue
         try:
             names = [version.name for version in sorted(directory.glob(f"{directory.name}-v*"))]
-            left = [name for name in names if forget(name) is False]
+            left = [name for name in names if unload(name) is False]
             if not all(knows(base_url) for base_url in _servers_of(lock)):
                 left = names
             if left:
@@ -478,9 +478,9 @@ def _lock_if_dead(directory: Path) -> int | None:
 
 
 def _check_owner(root: Path) -> None:
-    """Refuse a folder that somebody else made in a place where everybody may: they could swap the adapters in it."""
-    anybody_may_write = root.parent.stat().st_mode & 0o002
-    if anybody_may_write and root.stat().st_uid != os.getuid():
+    """Refuse another user's folder where every user may create one: that user could swap the adapters in it."""
+    is_world_writable = root.parent.stat().st_mode & 0o002
+    if is_world_writable and root.stat().st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(root))
 
 

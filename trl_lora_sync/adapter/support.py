@@ -37,7 +37,7 @@ _DROPOUT_ADVICE = (
 # Fields whose value never changes the adapter that is served, or that the export resolves.
 _ANY_VALUE = frozenset(
     {
-        # what the config says about itself
+        # what the config records about itself
         "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
         "inference_mode",
         # resolved by the export: real per-module scaling and ranks are read from the model
@@ -56,8 +56,8 @@ _ANY_VALUE = frozenset(
 # Inits that leave the base weights as the checkpoint has them, so that the server's base equals the trainer's.
 # Source: peft/tuners/lora/layer.py `update_layer`, 0.21.2.
 _PURE_INITS = (True, False, "gaussian", "eva", "orthogonal")
-# Inits that take `scaling * lora_B @ lora_A` out of the base weights, as they are named in LoraConfig; PiSSA may also
-# say its number of iterations. Source: the same `update_layer`, 0.18 to 0.21.
+# Inits that take `scaling * lora_B @ lora_A` out of the base weights, as they are named in LoraConfig; PiSSA also takes
+# a number of iterations. Source: the same `update_layer`, 0.18 to 0.21.
 _SUBTRACTED_INITS = ("pissa", "pissa_niter_16", "olora", "corda", "lora_ga")
 _SUBTRACTED = re.compile(r"pissa|pissa_niter_\d+|(?i:olora)|corda|lora_ga")
 _WHY_NO_LOFTQ = (
@@ -65,7 +65,7 @@ _WHY_NO_LOFTQ = (
 )
 _LOFTQ_FIX = (
     "Either keep a base in 4 bits (bitsandbytes) with init_lora_weights=True and call peft.replace_lora_weights_loftq, "
-    "which leaves the base as it is, or save the rounded base model, serve that one, and train a new adapter on it"
+    "which leaves the base unchanged, or save the rounded base model, serve that one, and train a new adapter on it"
 )
 
 # Field -> why a value that is set cannot be served. Only an unset (falsy) value passes.
@@ -211,7 +211,7 @@ def _refuse_experts(config: Any) -> UnsupportedAdapterError:
 
 
 def check_saved_config(saved: Mapping[str, Any]) -> None:
-    """Refuse what a saved `adapter_config.json` says no server could serve exactly; needs no PEFT.
+    """Refuse a saved `adapter_config.json` that no server could serve exactly; needs no PEFT.
 
     Fields that this version does not know are left to `check_peft_config`, which knows their defaults.
 
@@ -248,8 +248,7 @@ def _check_field(field: "dataclasses.Field[Any]", value: Any) -> None:
     elif value != _default_of(field):
         raise refuse(
             f"LoraConfig({field.name}={value!r})",
-            "this version of trl-lora-sync does not know the field, so it cannot tell whether a server would "
-            "compute the same",
+            "this version of trl-lora-sync does not know the field, nor whether a server would compute the same",
             "Leave it at its default",
         )
 
@@ -276,7 +275,7 @@ def check_active_adapters(active: Iterable[str]) -> str:
 
 
 def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
-    """Refuse an adapter beside the active one that has changed the base by its initialisation.
+    """Refuse an adapter beside the active one if its initialisation has changed the base.
 
     Raises:
         UnsupportedAdapterError: the base is not the checkpoint's, whatever the active adapter is.

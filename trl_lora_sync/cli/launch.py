@@ -21,7 +21,7 @@ class Wanted:
     """What a server should be able to do.
 
     Attributes:
-        model: what the engine is told to load.
+        model: the base model that the engine loads.
         lora_rank: the largest rank of the adapters.
         modules: the adapted layers by their last name; empty if they are not known.
         keep: `lora_sync_keep` of the trainer.
@@ -112,7 +112,7 @@ class EngineArguments:
             )
 
     def check_modules(self, request: Wanted, consequence: str, *, every: str = "") -> None:
-        """Every adapted layer must be among those that were typed, by its name or by that of a layer it is part of.
+        """Every adapted layer must be among the typed ones, by its name or by the name of a layer it is part of.
 
         Args:
             every: the engine's word for all layers, if it has one.
@@ -129,7 +129,7 @@ class EngineArguments:
             )
 
     def missing(self, flags: Mapping[str, Any]) -> list[str]:
-        """Those of the flags that were not typed, as arguments."""
+        """The flags that were not typed, as arguments."""
         missing: list[str] = []
         for name, value in flags.items():
             if not self.has(name):

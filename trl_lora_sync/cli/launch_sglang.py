@@ -46,8 +46,8 @@ def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str
 def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted, environ: Mapping[str, str]) -> None:
     if request.takes_pushes:
         raise UsageError(
-            "--push cannot be used with SGLang, which takes adapters in the load request as it is. Leave it out; the "
-            "trainer needs no setting for it."
+            "--push cannot be used with SGLang, which takes adapters in the load request without any flag. Leave it "
+            "out; the trainer needs no setting for it."
         )
     if request.is_fused:
         raise UsageError(
@@ -65,7 +65,7 @@ def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted,
     workers = given.number("--tokenizer-worker-num", default=1)
     if workers > 1:
         raise UsageError(
-            f"--tokenizer-worker-num {workers} cannot be used: each worker keeps a list of adapters of its own, so "
+            f"--tokenizer-worker-num {workers} cannot be used: each worker keeps a separate list of adapters, so "
             "requests to the others would fail. Leave it out."
         )
     if is_on(environ, "SGLANG_RETURN_ORIGINAL_LOGPROB"):
@@ -89,4 +89,4 @@ def _preferred_samples(given: EngineArguments) -> int:
     try:
         return int(json.loads(given.get("--preferred-sampling-params") or "{}").get("n", 1))
     except (ValueError, AttributeError, TypeError):
-        return 1  # SGLang itself says what is wrong with it
+        return 1  # SGLang itself reports what is wrong with it

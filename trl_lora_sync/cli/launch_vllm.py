@@ -42,8 +42,8 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         )
     if given.has("--lora-target-modules") and not request.modules:
         notes.append(
-            "vLLM ignores the parts of an adapter that --lora-target-modules leaves out, without a word. With "
-            "--peft-config this is checked."
+            "vLLM silently ignores the parts of an adapter that --lora-target-modules leaves out. With --peft-config "
+            "this is checked."
         )
     is_4bit = "bitsandbytes" in (given.get("--quantization", "-q"), given.get("--load-format"))
     if is_4bit and installed.parsed() >= _BITSANDBYTES_IN_A_PLUGIN_FROM:
@@ -94,7 +94,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     }
     for middleware in (one for one, is_wanted in wanted.items() if is_wanted):
         if not _names_middleware(middleware, request.extra):
-            command += ["--middleware", middleware]  # may be given several times, so one that was typed stays
+            command += ["--middleware", middleware]  # may be given several times, so a typed one stays
     return Launch(command=(*command, *request.extra), env=env, notes=tuple(notes))
 
 
@@ -112,7 +112,7 @@ def _names_middleware(middleware: str, extra: Sequence[str]) -> bool:
 
 def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:
     if installed.distribution != "vllm":
-        # Its console script asks for the version of a distribution called `vllm`, finds none, and ends (0.31.0).
+        # Its console script reads the version of a distribution called `vllm`, finds none, and ends (0.31.0).
         return (str(installed.python), "-m", "vllm.entrypoints.openai.api_server", "--model", model)
     if installed.script is not None:
         return (str(installed.script), "serve", model)
@@ -135,8 +135,8 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
     if servers > 1:
         raise UsageError(
             f"--api-server-count {servers} cannot be used: each API server would know other adapters, and vLLM refuses "
-            "to start with runtime loading. Leave it out; for more throughput, start several servers on ports of "
-            "their own."
+            "to start with runtime loading. Leave it out; for more throughput, start several servers on "
+            "separate ports."
         )
     if request.is_fused:
         _check_fused(given)
@@ -164,8 +164,8 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
         )
     given.check_rank(request, allowed_max_lora_rank(request.lora_rank))
     # Source: vllm#55193; seen on 0.31, read in 0.26. Not chosen here, as an adapter of other layers may come any time.
-    given.check_modules(request, "vLLM would load it and ignore those parts, without a word")
-    consequence = "vLLM would evict versions that are still in use, and dies if their files are gone"
+    given.check_modules(request, "vLLM would load it and silently ignore those parts")
+    consequence = "vLLM would evict versions that are still in use, and would crash if their files are gone"
     given.check_room("--max-cpu-loras", request, consequence)
 
 
@@ -177,8 +177,8 @@ def _check_fused(given: EngineArguments) -> None:
     replicas = given.number("--data-parallel-size", "-dp", default=1)
     if replicas > 1:
         raise UsageError(
-            f"--data-parallel-size {replicas} cannot be used with --fused: vLLM tells of one replica only whether the "
-            "weights were changed. Start one server for each, and give the trainer all URLs."
+            f"--data-parallel-size {replicas} cannot be used with --fused: vLLM reports changed weights "
+            "for one replica only. Start one server for each, and give the trainer all URLs."
         )
     quantization = given.get("--quantization", "-q")
     if quantization is not None:

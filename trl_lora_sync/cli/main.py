@@ -5,6 +5,7 @@ A command's module is imported when it is chosen; what it needs beyond the stand
 
 import argparse
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from trl_lora_sync.cli.console import UsageError, err
 from trl_lora_sync.cli.unknown import explain_unknown
 
 GOOD, PROBLEM, USAGE = 0, 1, 2
-_DESCRIPTION = "LoRA adapter sync for TRL: start servers, check them, train, measure and look at what came out."
+_DESCRIPTION = "LoRA adapter sync for TRL: start servers, check them, train, and make a page of the results."
 _EPILOG = """\
 examples:
   trl-lora-sync serve vllm Qwen/Qwen3-0.6B --lora-rank 16
@@ -27,12 +28,11 @@ Exit status: 0 if all is well, 1 if something is wrong, 2 if the command cannot 
 # Name -> one line; the module of the same name in this package has `add_arguments(parser)` and `run(args, rest)`.
 COMMANDS = {
     "serve": "start a vLLM or SGLang server with the flags that adapter sync needs",
-    "doctor": "check running servers, and say what to change",
+    "doctor": "check running servers, and name what to change",
     "grpo": "TRL's `trl grpo`, with adapter sync",
     "rloo": "TRL's `trl rloo`, with adapter sync",
     "distillation": "TRL's `trl distillation`, with adapter sync",
     "sweep": "remove what dead runs left behind",
-    "bench": "measure what a sync costs on a running server",
     "report": "make an HTML page of a run's logs",
 }
 
@@ -76,6 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
         return _run(arguments[0], arguments[1:])
+    if arguments and arguments[0] == "bench":
+        from trl_lora_sync.cli.launch import without_keys
+
+        command = shlex.join(without_keys([sys.executable, "benchmarks/sync_cost.py", *arguments[1:]]))
+        err().print(
+            "trl-lora-sync bench: benchmarks are not part of the installed package. In the folder of the source of "
+            f"trl-lora-sync, run: {command}",
+            style="red",
+        )
+        return USAGE
     args = make_parser().parse_args(arguments)
     if args.version:
         from trl_lora_sync import __version__

@@ -1,4 +1,4 @@
-"""What a saved PEFT configuration asks of a server."""
+"""What a saved PEFT configuration requires of a server."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def read_peft_config(path: Path) -> dict[str, Any]:
     try:
         saved = json.loads(file.read_text())
         if not isinstance(saved, dict) or not isinstance(saved.get("r", 1), int):
-            raise ValueError("it is no PEFT configuration")
+            raise ValueError("it is not a PEFT configuration")
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{file} cannot be read ({error}). Give a folder that PEFT or a trainer has saved an adapter to."
@@ -32,7 +32,7 @@ def read_peft_config(path: Path) -> dict[str, Any]:
 
 def served_modules(targets: str | Sequence[str] | None) -> tuple[str, ...]:
     """The layers that a server must be able to adapt, with the siblings that SGLang serves as one with them."""
-    if targets is None or isinstance(targets, str):  # "all-linear", or a pattern that only the model can tell
+    if targets is None or isinstance(targets, str):  # "all-linear", or a pattern that only the model resolves
         return USUAL_MODULES
     names = {name.rpartition(".")[2] for name in targets}
     for group in FUSED_LAYERS:

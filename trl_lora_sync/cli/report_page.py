@@ -20,7 +20,7 @@ PHASES = ("gather", "write", "load")  # verification has a chart by itself, as i
 RATIO, GAP = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
 GAP_MAX = (f"{VERIFY_GAP}/max", f"{VERIFY_GAP}_max")
 _CLIPPED = "completions/clipped_ratio"
-# Title, metric, unit, and what is said below the chart.
+# Title, metric, unit, and the text below the chart.
 TRAINING = (
     ("Loss", "loss", "loss", "It need not fall: the advantages of a group add up to zero."),
     ("Entropy", "entropy", "nats per token", "Of the policy. A quick fall to zero is a collapse."),
@@ -43,7 +43,7 @@ _CONFIG = {
 }
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _MOST_OUTLIERS = 30
-_EDGE_STEPS = 5  # averaged at either end of a run to say how much the reward rose
+_EDGE_STEPS = 5  # averaged at either end of a run to show how much the reward rose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def _lines(
     band: Callable[[Run], Band] = lambda run: [],
     marks_outliers: bool = True,
 ) -> list[Line]:
-    """A line per run and metric, given as its label and its names; colours tell the runs, or the metrics of one run.
+    """A line per run and metric, given as its label and its names; colours separate runs, or the metrics of one run.
 
     Args:
         band: that of the first metric.
@@ -380,7 +380,7 @@ def _outlier_table(runs: Sequence[Run]) -> str:
         (run.name, metric, outlier) for run in runs for metric in WATCHED for outlier in outliers(run.series(metric))
     ]
     if not found:
-        return "<p>Nothing: no value is far above those of the steps around it.</p>"
+        return "<p>Nothing: no value is far above the values of the steps around it.</p>"
     found.sort(key=lambda one: one[2].step)
     rows = "".join(
         "<tr>"

@@ -19,7 +19,7 @@ class Run:
     """One run.
 
     Attributes:
-        name: tells the runs of one page apart.
+        name: unique among the runs of one page.
         header: what was run, see `run_log.header`; empty where the run has no `lora_sync.jsonl`.
         rows: what was logged, by rising step; evaluations and the summary at the end are among them.
     """

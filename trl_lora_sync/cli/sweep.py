@@ -1,4 +1,4 @@
-"""Remove what dead runs left behind: files in a folder, and adapters on a server. Never those of a live run.
+"""Remove what dead runs left behind: files in a folder, and adapters on a server. Never of a live run.
 
 A run is known to be dead if its files are not locked any more and it was started on this host since it last booted, or
 if its files are gone. Of any other, such as a run on another host, nothing is touched, and its name is printed.
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dir", type=Path, help="lora_sync_dir of the runs on the servers (default: the one used on this host)"
     )
     parser.add_argument("--server-dir", help="the same folder as the servers see it")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a server (default: %(default)g)"
     )
@@ -70,13 +70,13 @@ def _show(target: str | Path, lines: list[str]) -> None:
 def sweep_folder(
     folder: Path,
     dry_run: bool,
-    forget: Callable[[str], bool] = lambda name: True,
+    unload: Callable[[str], bool] = lambda name: True,
     knows: Callable[[str], bool] = lambda url: True,
 ) -> list[str]:
-    """Delete the files of dead runs; says what was done and what was left alone.
+    """Delete the files of dead runs; returns one line for each that was removed or left.
 
     Args:
-        forget, knows: see `sweep_leftovers`.
+        unload, knows: see `sweep_leftovers`.
     """
     from trl_lora_sync.adapter.store import run_states, sweep_leftovers
 
@@ -85,7 +85,7 @@ def sweep_folder(
     lines = [_left_alone(run, state) for run, state in states.items() if state != "dead"]
     if dry_run:
         return [f"would remove {run}" for run in dead] + lines
-    swept = sweep_leftovers(folder, forget, knows)
+    swept = sweep_leftovers(folder, unload, knows)
     return [
         *(f"removed {run}" for run in swept),
         *lines,
@@ -94,7 +94,7 @@ def sweep_folder(
 
 
 def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
-    """Unload the adapters of dead runs from a server, with their files; says what was done and what was left alone."""
+    """Unload the adapters of dead runs from a server, with their files; returns one line for each."""
     from trl_lora_sync.adapter.store import run_states
     from trl_lora_sync.engines.base import Deadline
     from trl_lora_sync.engines.connect import connect_engine
@@ -116,7 +116,7 @@ def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
         for name, path in sorted(loaded.items()):
             run = _run_of(name)
             if run is None:
-                lines.append(f"left {name}: it is no adapter of this package")
+                lines.append(f"left {name}: it is not an adapter of this package")
             elif (state := states.get(run) or _state_without_folder(path, f"{seen_as}/{run}/{name}")) != "dead":
                 lines.append(_left_alone(name, state))
             else:
@@ -126,7 +126,7 @@ def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
             lines += sweep_folder(
                 root,
                 args.dry_run,
-                forget=lambda name: name not in left,
+                unload=lambda name: name not in left,
                 knows=lambda other: other == url or is_gone(other),
             )
         return lines
@@ -138,7 +138,7 @@ def _unload(engine: "Engine", name: str, deadline: "Callable[[str], Deadline]", 
     if dry_run:
         return f"would unload {name}"
     done = engine.unload(name, deadline(f"Unloading {name}"))
-    return f"unloaded {name}" if done else f"left {name}: the server did not confirm that it forgot it"
+    return f"unloaded {name}" if done else f"left {name}: the server did not confirm the unload"
 
 
 def _run_of(adapter_name: str) -> str | None:
@@ -149,7 +149,7 @@ def _run_of(adapter_name: str) -> str | None:
 
 
 def _state_without_folder(listed: str, ours: str) -> str:
-    """The state of a run that has no folder in ours: dead if that is where its adapter came from, as text tells."""
+    """The state of a run that has no folder in ours: dead if its adapter came from there, by comparing text."""
     return "dead" if listed == ours else "unknown"
 
 

@@ -1,4 +1,4 @@
-"""What to say about arguments that a command does not have."""
+"""Messages about arguments that a command does not have."""
 
 import argparse
 import contextlib
@@ -49,7 +49,7 @@ def explain_unknown(
 
 
 def _moved(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """The arguments that the parser takes, and the others; None if what is left over cannot be told."""
+    """The arguments that the parser takes, and the others; None if the two cannot be separated."""
     for most_values in (len(arguments), 1, 0):
         kept: list[str] = []
         others: list[str] = []

@@ -8,25 +8,25 @@ from urllib.parse import urlsplit
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.places import has_secrets, is_http_url, is_local_url
 
-# A port that refuses connections has no server behind it; one that is being restarted opens it again within this time.
+# A port that refuses connections has no server behind it; a server that restarts opens its port again within this time.
 _PATIENCE_S = 3.0
 _HIGHEST_PORT = 65535
 
 
 def checked_urls(text: str) -> list[str]:
-    """One URL, or several with commas in between as in `vllm_server_base_url`, as they are used.
+    """One URL, or several with commas in between as in `vllm_server_base_url`, in the form that requests need.
 
     Raises:
-        UsageError: one is no URL, or carries a key.
+        UsageError: one is not a URL, or carries a key.
     """
     return [checked_url(url.strip()) for url in text.split(",")]
 
 
 def checked_url(url: str) -> str:
-    """The URL as it is used.
+    """The URL in the form that requests need.
 
     Raises:
-        UsageError: it is none, or carries a key.
+        UsageError: it is not a URL, or carries a key.
     """
     if has_secrets(url):
         raise UsageError("a URL carries a user, password, query or fragment. Give the key in the environment instead.")

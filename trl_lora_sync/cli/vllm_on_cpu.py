@@ -38,7 +38,7 @@ def cpu_flags(given: EngineArguments, environ: Mapping[str, str]) -> dict[str, s
 
 
 def cpu_env(given: EngineArguments, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables beside the flags; those that are set already stay."""
+    """Variables beside the flags; variables that are set already stay."""
     if not _is_one_process(given):
         return {}
     return {name: value for name, value in ONE_PROCESS_ENV.items() if name not in environ}

@@ -1,7 +1,7 @@
 """The Engine protocol, and the values that cross it.
 
 An engine is one server at one URL. Differences between engines and their versions stay in the engine's own file or in
-`Capabilities`, which is filled once at connect; nobody else asks which engine it has.
+`Capabilities`, which is filled once at connect; no other code depends on which engine it has.
 """
 
 import time
@@ -58,22 +58,21 @@ class Capabilities:
         engine: `"vllm"` or `"sglang"`.
         version: the engine's own version, such as `"0.31.0"`.
         base_model: the name requests use for the base model.
-        base_root: what the server was told to load as its base (text to compare and show, never to open).
-        max_model_len: longest prompt plus completion in tokens, if the server tells.
+        base_root: the base that the server was started with (text to compare and show, never to open).
+        max_model_len: longest prompt plus completion in tokens, if known.
         logprobs_mode: `"processed_logprobs"`, `"raw_logprobs"`, or `"unknown"`.
-        dtype: what the server was told to compute in, such as `"bfloat16"`; None if that was left to the checkpoint
-            or is not told.
-        max_lora_rank: the largest rank it takes, if the server tells.
-        max_loras: how many adapters one batch of it can have, the base model not counted, if the server tells.
+        dtype: the server's --dtype, such as `"bfloat16"`; None if the checkpoint decides it, or if it is unknown.
+        max_lora_rank: the largest rank it takes, if known.
+        max_loras: how many adapters one batch of it can have, the base model not counted, if known.
         keeps_adapters_apart: whether an adapter can be loaded while requests run for another one.
-        target_modules: the modules it can adapt; empty if the server does not tell.
+        target_modules: the modules it can adapt; empty if unknown.
         needs_fused_siblings: whether q/k/v and gate/up must come complete.
-        survives_misfit: whether it refuses an adapter of other shapes instead of dying of it.
+        survives_misfit: whether it refuses an adapter of other shapes instead of crashing.
         takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
-        takes_pushes: whether an adapter can be sent to a route of its own first, without a shared file system.
+        takes_pushes: whether an adapter can be sent to a separate route first, without a shared file system.
         is_fused: whether a loaded adapter is added to the weights, so that one at a time is served.
         is_cpu_build: whether it is vLLM on a CPU, which computes requests for the base model with an adapter if both
-            are in one batch; None if that cannot be told.
+            are in one batch; None if unknown.
     """
 
     engine: str
@@ -100,7 +99,7 @@ class Capabilities:
         return ("--fused",) if self.is_fused else ()
 
     def serves_module(self, module: str) -> bool:
-        """Whether layers of this name, such as `q_proj`, can be adapted; true if the server does not tell."""
+        """Whether layers of this name, such as `q_proj`, can be adapted; true if unknown."""
         packed_in = {whole for whole, parts in PACKED_LAYERS.items() if module in parts}
         return not self.target_modules or not self.target_modules.isdisjoint({"all", module, *packed_in})
 
@@ -198,7 +197,7 @@ class Engine(Protocol):
         """Wait until the server is up, and check what can be checked without an adapter.
 
         Raises:
-            ServerUnreachableError: nobody answered before the deadline.
+            ServerUnreachableError: no answer came before the deadline.
             ServerAuthError: the server wants another API key.
             ServerSetupError: it was started in a way that adapter sync cannot work with.
         """
@@ -228,13 +227,13 @@ class Engine(Protocol):
         """
 
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
-        """Forget a name. A missing one counts as forgotten; returns False instead of raising on any failure."""
+        """Unload a name. A missing one counts as unloaded; returns False instead of raising on any failure."""
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
         """The adapters the server would serve: name to path."""
 
     def adapters_ran_at(self, deadline: Deadline) -> float | None:
-        """When a request for any adapter last ran, of whatever client: infinity for now, None if that is not told.
+        """When a request of any client for any adapter last ran: infinity for now, None if unknown.
 
         On the server's clock, so it can only be compared with another answer of this method.
         """
@@ -277,7 +276,7 @@ class Engine(Protocol):
     def release_kv_cache(self, deadline: Deadline) -> None:
         """Give back the memory of the KV cache; nothing can be sampled until `restore_kv_cache`.
 
-        The base weights are never lost. Releasing twice does nothing more, and no request of anybody is broken off.
+        The base weights are never lost. Releasing twice does nothing more, and no client's request is interrupted.
 
         Raises:
             ServerSetupError: the server does not offer it.
@@ -287,7 +286,7 @@ class Engine(Protocol):
     def restore_kv_cache(self, deadline: Deadline) -> bool:
         """Take the memory back; harmless without a release.
 
-        Returns whether loaded adapters are still intact; if not, they must be loaded anew.
+        Returns whether loaded adapters are still intact; if not, they must be loaded again.
         """
 
     def close(self) -> None:

@@ -27,11 +27,11 @@ def connect_engine(
     """Wait until the server at `base_url` is up and connect to it.
 
     Args:
-        engine: `"vllm"`, `"sglang"`, or `"auto"` to ask the server.
+        engine: `"vllm"`, `"sglang"`, or `"auto"` to detect it.
         serving: `"runtime"`, `"fused"` to have adapters added to the weights, or `"auto"` for what the server does.
 
     Raises:
-        ServerUnreachableError: nobody answered before the deadline.
+        ServerUnreachableError: no answer came before the deadline.
         ServerAuthError: it wants another API key.
         ServerSetupError: what answers is not a server that adapter sync can work with.
     """
@@ -75,7 +75,7 @@ def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, halt: th
         halt: once set, no further attempt is made.
 
     Raises:
-        ServerUnreachableError: nobody answered before the deadline, or before `halt`.
+        ServerUnreachableError: no answer came before the deadline, or before `halt`.
     """
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
     try:
@@ -106,12 +106,12 @@ def _wait_until_up(http: HTTPClient, deadline: Deadline, halt: threading.Event) 
 
 
 def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
-    """Ask without a key, then with each engine's, because SGLang and any gateway answer 401 whatever the route.
+    """Send a request without a key, then with each engine's, because SGLang and any gateway answer 401 on any route.
 
-    A key goes to no server that tells what it is without one.
+    Never send a key to a server that identifies itself without one.
 
     Raises:
-        ServerAuthError: no key opens a route that tells the engines apart.
+        ServerAuthError: no key opens a route that identifies the engine.
     """
     keys = [APIKey(sglang_server.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
 
@@ -125,7 +125,7 @@ def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
     if status_of(_VLLM_ROUTE, keys[1]) == 200:
         return False
     raise ServerAuthError(
-        f"{http.base_url} answers nothing without another key, so the engine cannot be told. In the trainer's "
+        f"{http.base_url} answers nothing without another key, so the engine is unknown. In the trainer's "
         f"environment, {keys[0]!r} and {keys[1]!r}. Export {sglang_server.API_KEY_VARIABLE} with the --api-key of an "
         f"SGLang server, or {vllm.API_KEY_VARIABLE} with that of vLLM; for a gateway, set vllm_server_engine as well."
     )

@@ -24,7 +24,7 @@ from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreacha
 from trl_lora_sync.threads import POLL_S, check_cancelled, pause, shielded
 
 _CONNECT_TIMEOUT_S = 10.0
-# How often somebody who waits for an answer asks whether it can still come.
+# Interval at which a wait for an answer checks that the server is still alive.
 _WATCH_EVERY_S = 5.0
 # How long the abort of a request may take, its answer included. An interrupt is to be over within two seconds.
 _ABORT_S = 1.2
@@ -96,7 +96,7 @@ class HTTPClient:
 
     @contextlib.contextmanager
     def _connection(self) -> "Iterator[_Connection]":
-        """One that no other request uses meanwhile."""
+        """A connection that no other request uses meanwhile."""
         with self._lock:
             idle = self._idle
             connection = idle.pop() if idle else None
@@ -133,10 +133,10 @@ class HTTPClient:
         Args:
             body: sent as JSON.
             content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
-            headers: added to the request; those of `content` if it is something else than JSON.
+            headers: added to the request; for `content` that is not JSON.
             api_key: another key than the client's own.
             watch: called every few seconds of waiting; what it raises ends the request.
-            abort: asks the server to end the request, by a deadline; called before its connection is broken off.
+            abort: ends the request on the server, by a deadline; called before its connection is broken off.
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
@@ -235,7 +235,7 @@ class _Connection:
         self._socket: socket.socket | None = None
 
     def trace(self, event: str, info: Any) -> None:
-        """Called by httpcore; a connection that is opened is the one that will be used."""
+        """Called by httpcore; the connection that is opened will be used."""
         if event.endswith(("connect_tcp.complete", "start_tls.complete")):
             self._socket = info["return_value"].get_extra_info("socket")
             if self.is_broken:
@@ -257,7 +257,7 @@ class _StillWaitingError(Exception):
 
 
 class _Exchange:
-    """One request in a thread of its own, so that whoever waits for it can stop waiting at any time.
+    """One request in a separate thread, so that its caller can stop waiting at any time.
 
     httpx times each read and each write, and name resolution not at all, so a peer that answers in drops, or stops in
     the middle, would hold up its caller for longer than the deadline.
@@ -371,7 +371,7 @@ def retrying(
     at_most_s: float | None = None,
     on_repeat: Callable[[], None] | None = None,
 ) -> tenacity.Retrying:
-    """Repeat while `may_repeat` allows the error and the deadline the time; then raise the last error as it is.
+    """Repeat while `may_repeat` allows the error and the deadline the time; then raise the last error unchanged.
 
     Args:
         on_repeat: called before each repetition.
@@ -380,7 +380,7 @@ def retrying(
 
     def before_repeat(state: tenacity.RetryCallState) -> None:
         pause(state.upcoming_sleep)
-        # On a busy machine a pause outlasts the deadline; another attempt could then only say that the time is up.
+        # On a busy machine a pause outlasts the deadline; another attempt could then only fail because the time is up.
         if deadline.is_over() and state.outcome is not None:
             state.outcome.result()
         if on_repeat is not None:
@@ -412,7 +412,7 @@ def unthrottled(send: Callable[[], httpx.Response], deadline: Deadline) -> httpx
             raise deadline.error(
                 f"{response.request.url} limits the rate of requests, with HTTP 429 and a pause of {pause_s:g} s. "
                 "Raise the limit of the gateway in front of the server, or give vllm_server_base_url the server's own "
-                f"URL. It said: {server_words(response)!r}"
+                f"URL. The server answered: {server_words(response)!r}"
             )
         pause(pause_s)
     return response
@@ -449,7 +449,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def server_words(response: httpx.Response) -> str:
-    """What the server itself said, as one line; without the key it was sent, which some gateways repeat."""
+    """The text of the server's answer, as one line; without the key of the request, which some gateways repeat."""
     text = response.text
     with contextlib.suppress(ValueError):
         text = _message_in(json.loads(text)) or text
@@ -471,7 +471,7 @@ def json_object(response: httpx.Response, error: type[LoRASyncError]) -> dict[st
     except ValueError:
         raise error(
             f"{response.request.method} {response.request.url} answered HTTP {response.status_code} without valid "
-            f"JSON. Is it the inference server itself, and not a proxy? It said: {server_words(response)!r}"
+            f"JSON. Is it the inference server itself, and not a proxy? The server answered: {server_words(response)!r}"
         ) from None  # which holds the whole body, with whatever it repeats
     if not isinstance(content, dict):
         raise error(

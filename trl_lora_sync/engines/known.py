@@ -43,7 +43,7 @@ def serve_command(
     """
     words = ["trl-lora-sync", "serve", engine, model, *options]
     address = urlsplit(base_url or "")
-    if address.scheme == "http":  # a server behind HTTPS has an address that its URL does not tell
+    if address.scheme == "http":  # the URL of a server behind HTTPS does not show the address it listens on
         words += [] if is_local else ["--host", "0.0.0.0"]
         words += [] if address.port in (None, _SERVE_PORT) else ["--port", str(address.port)]
     words += ["--", *engine_options] if engine_options else []

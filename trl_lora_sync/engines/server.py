@@ -39,7 +39,7 @@ from trl_lora_sync.errors import (
 
 logger = logging.getLogger(__name__)
 
-# A network that hiccups. Longer outages are the fleet's to wait for, which looks whether the server was started anew.
+# For short network failures. The fleet waits for longer outages, as it checks whether the server was restarted.
 RETRY_S = 3.0
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
 # Without a sign of life for so long, a server will not answer its open requests either.
@@ -69,7 +69,7 @@ class ServerEngine(ABC):
         self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local)
         self._health = _Health(base_url, is_local=is_local, key_variable=self.key_variable)
         self._capabilities: Capabilities | None = None
-        self._base_root: str | None = None  # what the server was told to load, once that is known
+        self._base_root: str | None = None  # the base that the server was started with, once known
         self._retries = 0
         self._counting = threading.Lock()
 
@@ -137,7 +137,7 @@ class ServerEngine(ABC):
         if response.status_code != 200:
             raise ServerSetupError(
                 f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not {self.title}. "
-                f"Correct vllm_server_base_url or vllm_server_engine. It said: {server_words(response)!r}"
+                f"Correct vllm_server_base_url or vllm_server_engine. The server answered: {server_words(response)!r}"
             )
         return response
 
@@ -179,7 +179,7 @@ class ServerEngine(ABC):
         if response.status_code in _TRANSIENT_STATUSES:
             raise ServerUnreachableError(
                 f"{self.base_url} is up but not serving (HTTP {response.status_code}). It may be starting, paused or "
-                f"out of order; look at its log. It said: {server_words(response)!r}"
+                f"out of order; look at its log. The server answered: {server_words(response)!r}"
             )
         if 300 <= response.status_code < 400:
             raise redirect_error(response)
@@ -201,7 +201,7 @@ class ServerEngine(ABC):
 
     def _wrong_count(self, found: int, wanted: int) -> GenerationError:
         return GenerationError(
-            f"{self.base_url} sent {found} completions where {wanted} were asked for. Is it the inference server "
+            f"{self.base_url} sent {found} completions instead of {wanted}. Is it the inference server "
             "itself? Point vllm_server_base_url past any proxy or load balancer."
         )
 
@@ -223,9 +223,9 @@ class ServerEngine(ABC):
 
 
 class _Health:
-    """Whether a server still lives, asked while its answers are waited for. Thread-safe.
+    """Whether a server still lives, checked while a request waits for its answer. Thread-safe.
 
-    vLLM (0.22 to 0.33) closes its port when it is told to stop, but keeps the connections of open requests, which it
+    vLLM (0.22 to 0.33) closes its port on SIGTERM, but keeps the connections of open requests, which it
     never answers. A process that is stopped or swapped out looks the same. So without this, a dead server would be
     noticed when the deadline of a generation is over.
     """
@@ -255,7 +255,7 @@ class _Health:
         return check
 
     def _ask(self) -> None:
-        """One of all that wait asks for the others as well."""
+        """One waiting request probes for all."""
         if not self._asking.acquire(blocking=False):
             return
         try:
@@ -276,7 +276,7 @@ class _Health:
 
 
 def logprobs_mode(spread: Callable[[float], float | None]) -> str:
-    """Tell processed from raw log-probabilities: only processed ones are flattened by the temperature.
+    """Distinguish processed from raw log-probabilities: only processed ones are flattened by the temperature.
 
     Neither engine reports its mode, so it is measured. Source: vLLM 0.31 and SGLang 0.5.15, where the spread of the
     top 5 is proportional to 1/T or constant.

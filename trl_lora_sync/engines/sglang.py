@@ -1,7 +1,7 @@
-"""What a stock SGLang server accepts, answers and forgets (0.5.11 to 0.5.23).
+"""What a stock SGLang server accepts, answers and drops (0.5.11 to 0.5.23).
 
 Samples through `/generate` only: the OpenAI routes serve the base model, with HTTP 200, for an adapter that is named
-without a colon. Four rules keep the server alive and unblocked, beside those of `sglang_server`. An adapter's weights
+without a colon. Four rules keep the server alive and unblocked, beside those in `sglang_server`. An adapter's weights
 are copied at its first batch, and a misfit kills the scheduler there, so every load is followed by one token, while
 nothing else waits for it. Samples are sent one by one (`n=1`), because up to 0.5.21 `n>1` leaves a reference behind
 that no unload ever sees released. A request that the server would refuse is not sent, or first to the base model,
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 _TENSORS_PER_RANK_FROM = Version("0.5.17")
 _REFUSALS_LET_GO_FROM = Version("0.5.22")
 _TENSOR_PATH = "__tensor__"  # what SGLang lists as the path of an adapter that came as tensors
-# How long an unload looks whether an earlier one, which took too long, has ended after all.
+# Timeout for checking that an earlier unload, which took too long, has ended.
 _RECOVERY_PROBE_S = 1.0
 # Words for a path that is not there: SGLang takes it for a repository of the Hugging Face hub.
 _NOT_FOUND_WORDS = (
@@ -204,7 +204,7 @@ class SGLangEngine(SGLangServer):
         if path != expected:
             raise AdapterRejectedError(
                 f"{self.base_url} lists the adapter {adapter.name!r} with path {path!r} instead of {expected!r}. Every "
-                f"version needs a name of its own; does another process load adapters there? It said: {words!r}"
+                f"version needs a unique name; does another process load adapters there? The server answered: {words!r}"
             )
         return loaded
 
@@ -226,18 +226,18 @@ class SGLangEngine(SGLangServer):
             return AdapterNotVisibleError(
                 f"{self.base_url} does not find the adapter at {path}. The trainer wrote it to {adapter.path} (mode "
                 "0700, so the server must run as the same user). Let both see one folder with lora_sync_dir and "
-                f'lora_sync_server_dir, or set lora_sync_transport="tensors". It said: {words!r}'
+                f'lora_sync_server_dir, or set lora_sync_transport="tensors". The server answered: {words!r}'
             )
         if "LoRA memory pool configuration" in words:
             return self._setup_error(
                 "cannot hold this adapter",
                 f"it has rank {adapter.rank} and the modules {', '.join(adapter.target_modules)}",
-                f"Restart it with {self._command_for(adapter)} (it said: {words!r})",
+                f"Restart it with {self._command_for(adapter)} (the server answered: {words!r})",
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
             f"the server's base model; check that the server serves the model that is being trained. "
-            f"It said: {words!r}"
+            f"The server answered: {words!r}"
         )
 
     def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
@@ -245,7 +245,7 @@ class SGLangEngine(SGLangServer):
             self.generate(adapter.name, [PromptGroup(prompt=_WARM_UP_PROMPT, count=1)], _ONE_TOKEN, deadline)
         except (ServerUnreachableError, GenerationError) as error:
             raise AdapterRejectedError(
-                f"{self.base_url} loaded the adapter {adapter.name!r} but failed at its first token. SGLang dies of "
+                f"{self.base_url} loaded the adapter {adapter.name!r} but failed at its first token. SGLang crashes on "
                 "an adapter whose shapes do not fit its base model; look at its log, and serve the model that is "
                 f"being trained. {error}"
             ) from error
@@ -266,7 +266,7 @@ class SGLangEngine(SGLangServer):
         return adapter_name not in self._overdue
 
     def _unload_once(self, adapter_name: str, deadline: Deadline) -> None:
-        deadline.remaining_s()  # without any time left, nothing is asked and nothing can hang
+        deadline.remaining_s()  # without any time left, no request is sent and nothing can hang
         try:
             response = self._admin("/unload_lora_adapter", deadline, body={"lora_name": adapter_name})
         except DeadlineExceededError:
@@ -420,8 +420,8 @@ class SGLangEngine(SGLangServer):
     def _abort(self, request_ids: Sequence[str], deadline: Deadline) -> None:
         """End requests before their connection is broken off.
 
-        From 0.5.15 to 0.5.21 a request whose client leaves keeps its adapter's reference for ever, and so does one
-        that is aborted while it is queued; no unload gets past that. One that is aborted while it runs lets go.
+        From 0.5.15 to 0.5.21 a request whose client leaves keeps its adapter's reference for ever, and so does an abort
+        of a queued request; no unload gets past that. An abort of a running request releases the reference.
         Source: managers/tokenizer_manager.py `abort_request`, `_handle_abort_req`, `_discard_pending_req_states`.
         """
         for request_id in request_ids:
@@ -435,12 +435,12 @@ class SGLangEngine(SGLangServer):
                 raise AdapterLostError(
                     f"{self.base_url} no longer knows {lora_path!r}, although it had accepted it. It was "
                     "restarted, or another client unloads adapters there. "
-                    f"It said: {words!r}"
+                    f"The server answered: {words!r}"
                 )
             raise GenerationError(
                 f"{self.base_url} could not sample from {lora_path or 'the base model'!r} (HTTP "
                 f"{response.status_code}). If it names a field, correct generation_kwargs; else look at its log. "
-                f"It said: {words!r}"
+                f"The server answered: {words!r}"
             )
         try:
             answer = response.json()

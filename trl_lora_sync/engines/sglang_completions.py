@@ -1,4 +1,4 @@
-"""What `/generate` of SGLang is asked for and answers, one sample at a time. Talks to nobody."""
+"""The requests and answers of SGLang's `/generate`, one sample at a time. Does no I/O."""
 
 import math
 from typing import Any
@@ -45,8 +45,7 @@ def read_completion(answer: dict[str, Any], prompt_ids: list[int], sampling: Sam
     length, echo = meta.get("prompt_tokens"), answer.get("prompt_token_ids")
     if length != len(prompt_ids) or (echo is not None and echo != prompt_ids):
         raise ValueError(
-            f"a completion belongs to another prompt than the one that was sent (prompt_tokens={length!r}, where "
-            f"{len(prompt_ids)} were sent)"
+            f"a completion belongs to another prompt (prompt_tokens={length!r}, where {len(prompt_ids)} were sent)"
         )
     reason = meta["finish_reason"] or {}
     if reason.get("type") not in ("stop", "length"):

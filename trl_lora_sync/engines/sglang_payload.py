@@ -57,7 +57,7 @@ class TensorPayload:
 
 
 class LoadBody:
-    """JSON with a long base64 string in one or more places, encoded anew each time it is iterated over."""
+    """JSON with a long base64 string in one or more places, encoded again at each iteration."""
 
     def __init__(self, around: list[bytes], payload: list[memoryview]) -> None:
         self._around = around

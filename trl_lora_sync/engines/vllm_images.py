@@ -61,13 +61,13 @@ def _render(post: Post, model: str, images: list[Any], deadline: Deadline, resta
     if response.status_code == 404:
         raise ServerSetupError(
             f"The vLLM server does not offer {_RENDER}, which image prompts need. From vLLM 0.31 on, restart it with "
-            f"{restart}. It said: {server_words(response)!r}"
+            f"{restart}. The server answered: {server_words(response)!r}"
         )
     if response.status_code != 200:
         raise GenerationError(
             f"The vLLM server could not process the images of a prompt (HTTP {response.status_code}). Check that it "
             "serves the model that is being trained, and --limit-mm-per-prompt. "
-            f"It said: {server_words(response)!r}"
+            f"The server answered: {server_words(response)!r}"
         )
     features = json_object(response, GenerationError).get("features")
     if not isinstance(features, dict):

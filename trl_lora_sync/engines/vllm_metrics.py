@@ -1,4 +1,4 @@
-"""What the `/metrics` page of a vLLM server tells about its set-up and its load; no key guards it (0.22 to 0.33).
+"""What the `/metrics` page of a vLLM server shows about its set-up and its load; no key guards it (0.22 to 0.33).
 
 A server that runs with --disable-log-stats has the page without any of these lines.
 """
@@ -22,8 +22,8 @@ class VLLMMetrics:
     Attributes:
         is_told: whether the engine's metrics are on it at all.
         has_lora: whether the server was started with --enable-lora.
-        is_cpu_build: whether it computes on a CPU; None if that cannot be told.
-        max_loras: how many adapters one batch can have; None if that is not told.
+        is_cpu_build: whether it computes on a CPU; None if unknown.
+        max_loras: how many adapters one batch can have; None if unknown.
         adapters_ran_at: when a request for an adapter last ran or waited, on the server's clock; infinity while one
             does, and 0 if none ever did.
     """
@@ -36,7 +36,7 @@ class VLLMMetrics:
 
 
 def read_metrics(page: str) -> VLLMMetrics:
-    """Read the text format of Prometheus, as far as it is needed here."""
+    """Read the part of Prometheus's text format that vLLM uses."""
     samples = [(name, dict(_LABEL.findall(labels)), float(value)) for name, labels, value in _SAMPLE.findall(page)]
     cache = next((labels for name, labels, _ in samples if name == "vllm:cache_config_info"), {})
     # Each combination of adapters is one sample, whose value is when the engine last ran with it.
@@ -59,7 +59,7 @@ def _names_adapter(labels: dict[str, str]) -> bool:
 
 
 def _is_cpu_build(cache: dict[str, str]) -> bool | None:
-    """Told by the block size, which has another default on a CPU; a GPU's default is 16 for nearly all models."""
+    """Known from the block size, which has another default on a CPU; a GPU's default is 16 for nearly all models."""
     if "cpu_kvcache_space_bytes" in cache:  # read only on a CPU, and None elsewhere, in the versions that show it
         return cache["cpu_kvcache_space_bytes"] != "None"
     if "block_size" not in cache or cache.get("user_specified_block_size") == "True":

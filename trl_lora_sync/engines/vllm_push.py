@@ -76,7 +76,7 @@ class PushedAdapters:
         """Send an adapter's tensors; sending the same again succeeds.
 
         Returns:
-            Where the server says it keeps them.
+            The server's path of them.
 
         Raises:
             ServerSetupError: the server takes no pushes, none of this size, or has no room.
@@ -112,7 +112,7 @@ class PushedAdapters:
         """After an unload, delete what the server cannot read any more; never fails.
 
         What was loaded goes one unload later, because vLLM reads an evicted adapter again for a request that still
-        runs, and dies if it is gone; or with the last one. What never was loaded, or was pushed by a dead run, goes
+        runs, and crashes if it is gone; or with the last one. What never was loaded, or was pushed by a dead run, goes
         at once.
         """
         if self._max_bytes is None:
@@ -152,11 +152,11 @@ class PushedAdapters:
             return ServerSetupError(
                 f"{self._base_url} has no room for the {adapter.payload_bytes / 1e6:.1f} MB of the adapter. Give its "
                 f"host or container a larger /dev/shm (docker run --shm-size), or set {DIRECTORY_VARIABLE} in its "
-                f"environment to a folder with more room. It said: {words!r}"
+                f"environment to a folder with more room. The server answered: {words!r}"
             )
         return ServerError(
             f"{self._base_url} refused the push of the adapter {adapter.name!r} (HTTP {response.status_code}). "
-            f"Is there a proxy in between that changes or limits requests? It said: {words!r}"
+            f"Is there a proxy in between that changes or limits requests? The server answered: {words!r}"
         )
 
     def _too_large(self, adapter: StoredAdapter, words: str) -> ServerSetupError:
@@ -164,7 +164,7 @@ class PushedAdapters:
             f"{self._base_url} takes no adapters of {adapter.payload_bytes / 1e6:.1f} MB. In its environment, export "
             f"{MAX_MB_VARIABLE}={math.ceil(adapter.payload_bytes / 1e6) + 1}, and restart it with "
             f"{self._serve_command('--lora-rank', str(adapter.rank), '--push')}; or set "
-            f'lora_sync_dtype="bfloat16" if it runs in that. It said: {words!r}'
+            f'lora_sync_dtype="bfloat16" if it runs in that. The server answered: {words!r}'
         )
 
 

@@ -1,1 +1,1 @@
-"""Scripts that `accelerate launch` runs, in a folder of their own because it comes first on their module path."""
+"""Scripts that `accelerate launch` runs, in a separate folder because it comes first on their module path."""

@@ -1,4 +1,4 @@
-"""What somebody needs to judge or repeat a benchmark's numbers; no paths, names or addresses of the machine."""
+"""What a reader needs to judge or repeat a benchmark's numbers; no paths, names or addresses of the machine."""
 
 import contextlib
 import importlib.metadata
@@ -15,14 +15,14 @@ import torch
 _PACKAGES = ("torch", "transformers", "peft", "trl", "trl-lora-sync", "safetensors", "bitsandbytes")
 
 
-def surroundings(engine: str, engine_version: str) -> dict[str, Any]:
+def run_environment(engine: str, engine_version: str) -> dict[str, Any]:
     """Command, date, versions and hardware of the running script and its server."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "command": shlex.join([*_program(), *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "server": {"engine": engine, "version": engine_version},
         "python": platform.python_version(),
@@ -32,12 +32,6 @@ def surroundings(engine: str, engine_version: str) -> dict[str, Any]:
         "cpu_cores": len(os.sched_getaffinity(0)),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
-
-
-def _program() -> list[str]:
-    """How the running program is called, without the folder that it lies in."""
-    script = Path(sys.argv[0])
-    return ["python", f"benchmarks/{script.name}"] if script.parent.name == "benchmarks" else ["trl-lora-sync"]
 
 
 def cpu_name() -> str:

@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from run_environment import run_environment
 from transformers import AutoModelForCausalLM
 
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.cli.console import err
-from trl_lora_sync.cli.surroundings import surroundings
 from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup, Sampling
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.errors import LoRASyncError
@@ -294,9 +294,9 @@ def rows(samples: Sequence[SyncSample]) -> list[dict[str, Any]]:
 
 
 def environment(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything somebody needs to judge or repeat the numbers."""
+    """Everything that a reader needs to judge or repeat the numbers."""
     served = engine.capabilities
-    return surroundings(served.engine, served.version) | {
+    return run_environment(served.engine, served.version) | {
         "device_of_the_trainer": args.device,
         "file_system": "/dev/shm" if str(args.dir).startswith("/dev/shm") else "other",
     }
