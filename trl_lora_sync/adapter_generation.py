@@ -1,6 +1,6 @@
 """What generation on servers and generation in the trainer's process share: everything that reads the trained model.
 
-Reads and scores the adapter as it is trained, however a launcher has wrapped or sharded the model. Knows no engine.
+Reads and scores the adapter during training, however a launcher has wrapped or sharded the model. Knows no engine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         settings: what to sync with.
         on_sync: called on every process with the report of each accepted sync.
         is_new: whether TRL has just made the adapter; else the model came with one, which may have been trained.
-        *args, **kwargs: those of TRL's class, unchanged.
+        *args, **kwargs: arguments of TRL's class, unchanged.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
         self._looked_at: int | None = None  # how many models accelerate had wrapped then
-        self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model as it is wrapped
+        self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
         super().__init__(*args, **kwargs)
 
     def _look_at_model(self) -> None:
@@ -89,7 +89,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
 
     def _print_start(self, summary: str) -> None:
-        """Say on process 0 what was set up."""
+        """Print on process 0 what was set up."""
         if self.accelerator.is_main_process:
             print(summary, flush=True)
             if dropout := active_dropout(self.model):
@@ -98,21 +98,21 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                 print(initial_note(sum(one.nbytes for one in self._initial.values())), flush=True)
 
     def _fingerprint(self, linears: Sequence[nn.Linear]) -> tuple[int, ...]:
-        """Of this process's part of the adapter as it is now."""
+        """Of this process's part of the adapter, at this moment."""
         shards = shards_of(linears, outermost(self.accelerator, self.model))
         pairs = zip(linears, shards, strict=True)
         return fingerprint([linear.weight if shard is None else shard.values for linear, shard in pairs])
 
     def _has_changed(self) -> bool:
-        """**Collective.** Whether the adapter is another one than was published, on any process.
+        """**Collective.** Whether the adapter differs from the published one, on any process.
 
-        TRL asks for a sync only when `global_step` has changed; weights may change without, between two evaluations or
+        TRL syncs only when `global_step` has changed; weights may change without, between two evaluations or
         two calls of `train()`.
         """
         return any(gather_object([run_on_all(self.accelerator, self._has_changed_here)]))
 
     def _has_changed_here(self) -> bool:
-        """Whether this process's part of the adapter is another one than was published, if that is not asked for.
+        """Whether this process's part of the adapter differs from the published one, unless that is requested.
 
         Raises:
             UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
@@ -137,7 +137,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self.sync_weights()
 
     def _scores(self, forward: Any = None, device: torch.device | None = None) -> Scores:
-        """The policy's log-probabilities of `PROBE_PROMPT`, with the adapter as it is now and without.
+        """The policy's log-probabilities of `PROBE_PROMPT`, with the current adapter and without one.
 
         The base is computed again when accelerate has wrapped the model: its autocast rounds both, and the base alone
         at the start was computed without.

@@ -240,7 +240,7 @@ def check_sync_fields(args: Any) -> None:
     _check_teacher(args, server_urls(args))
 
 
-# Fields that are about servers, with the values that ask for nothing.
+# Fields about servers, with the values that change nothing.
 _SERVER_ONLY: dict[str, tuple[Any, ...]] = {
     "vllm_server_engine": ("auto", "vllm"),
     "lora_sync_transport": ("auto",),

@@ -278,7 +278,7 @@ def one_cpu_thread() -> Iterator[None]:
     long on 16 virtual ones.
     """
     threads = torch.get_num_threads()
-    # A CPU build of vLLM in this process replaces the function by one that only warns (0.31, v1/worker/cpu_worker.py).
+    # A CPU build of vLLM in this process replaces this function with a warning (0.31, v1/worker/cpu_worker.py).
     if threads == 1 or not isinstance(torch.set_num_threads, BuiltinFunctionType):
         yield
         return

@@ -63,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def lora_options(rank: int) -> dict[str, Any]:
-    """Arguments of `LLM` for serving one adapter of this rank at run time, besides those that TRL gives."""
+    """Arguments of `LLM` for serving one adapter of this rank at run time, beside the arguments of TRL."""
     from trl_lora_sync.engines.known import allowed_max_lora_rank
 
     return {
@@ -79,7 +79,7 @@ def build(options: dict[str, Any], gate: "SamplingGate", **given: Any) -> Any:
 
     Args:
         options: arguments of `LLM` that are ours.
-        **given: those that TRL passes.
+        **given: arguments that TRL passes.
 
     Raises:
         LoRASyncError: the installed vLLM lacks something that is relied on.
@@ -119,11 +119,11 @@ def _llm_class() -> Any:
                 return super().chat(*args, **kwargs)
 
         def sleep(self, *args: Any, **kwargs: Any) -> None:
-            """Give back the KV cache; the weights stay, whatever level is asked for."""
+            """Give back the KV cache; the weights stay at every level."""
             self._lora_sync_kv_cache.release()
 
         def wake_up(self, tags: list[str] | None = None) -> None:
-            """Take the KV cache back, if it is among what is asked for."""
+            """Take the KV cache back, if `tags` include it."""
             if tags is None or "kv_cache" in tags:
                 self._lora_sync_kv_cache.restore()
 
@@ -132,7 +132,7 @@ def _llm_class() -> Any:
 
 @contextmanager
 def _aborted_on_error(llm: Any) -> Iterator[None]:
-    """Leave no request behind an interrupt or error, whose answer would be among those of the next call."""
+    """Leave no request behind an interrupt or error, whose answer would come with the next call."""
     try:
         yield
     except BaseException:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class ColocateGeneration(AdapterGeneration):
     """Generates with vLLM in this process, which is kept on the newest adapter version.
 
-    TRL builds the engine and asks it for completions, as in its own colocate mode. Everything that samples through
+    TRL builds the engine and samples from it, as in its own colocate mode. Everything that samples through
     `llm`, such as a rollout function, samples from the active version.
     """
 
@@ -40,12 +40,12 @@ class ColocateGeneration(AdapterGeneration):
         self._gap: Evidence | None = None
         super().__init__(*args, **kwargs)
 
-    # TRL pushes the weights again before it generates if this says that they were discarded, which they never are.
+    # TRL pushes the weights again before it generates if this is true, that is, if they were discarded, which they never are.
     _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
 
     @property
     def engine_summary(self) -> dict[str, Any]:
-        """What the log of a run says about the engine."""
+        """The engine's part of a run's log."""
         return {
             "engine": "vllm (colocate)",
             "engine_version": engine.installed_version(),
@@ -126,13 +126,13 @@ class ColocateGeneration(AdapterGeneration):
         if found.contradicts:
             raise VerificationError(
                 f"vLLM in this process computes something else with {request.lora_name} than the trainer: {found}. "
-                "The last version stays active. Compare the checkpoint that vLLM loads with the one that is trained. "
+                "The last version stays active. Compare the checkpoints of vLLM and of the trainer. "
                 'If the difference is meant, set lora_sync_verify="off".'
             )
         return found
 
     def sync_weights(self) -> None:
-        """**Collective.** Make the adapter as it is now the active version; on an error the previous one stays active.
+        """**Collective.** Make the current adapter the active version; on an error the previous one stays active.
 
         Raises:
             LoRASyncError: on every process alike.
@@ -241,7 +241,7 @@ class ColocateGeneration(AdapterGeneration):
         """Nothing: TRL's `generate` gives the KV cache back by itself, if `vllm_enable_sleep_mode` is set."""
 
     def close(self) -> None:
-        """Forget the active version; the next `generate` loads the adapter again. Not collective, never fails."""
+        """Withdraw the active version; the next `generate` loads the adapter again. Not collective, never fails."""
         self._active_name, self._gate.is_ready, self._gate.policy = None, False, None
         self._slots.release()
         self._reader.release()

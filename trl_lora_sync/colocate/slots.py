@@ -1,7 +1,7 @@
 """Writes adapters straight into the slots of an engine in this process.
 
-vLLM loads the first adapter of a kind (the same names and shapes) from a file, with all its checks. Then the layers are
-asked to take the same adapter from one buffer, and every copy that they make is recorded. If the slot holds the same
+vLLM loads the first adapter of a kind (the same names and shapes) from a file, with all its checks. Then the layers
+take the same adapter from one buffer, and every copy that they make is recorded. If the slot holds the same
 bits as before, the recorded copies are repeated for each adapter that follows. Otherwise vLLM goes on loading files.
 """
 
