@@ -40,7 +40,7 @@ class ColocateGeneration(AdapterGeneration):
         self._gap: Evidence | None = None
         super().__init__(*args, **kwargs)
 
-    # TRL pushes the weights again before it generates if this is true, that is, if they were discarded, which they never are.
+    # If the weights were discarded, TRL pushes them again before it generates. Here they never are.
     _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
 
     @property
