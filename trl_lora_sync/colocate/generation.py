@@ -18,6 +18,7 @@ from trl_lora_sync.errors import VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
 from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, TrainedBase, Trial, base_gap, compare
+from trl_lora_sync.versions import VLLM_COLOCATE
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,13 @@ class ColocateGeneration(AdapterGeneration):
         make_trial = self._trial(base)
         summary = run_on_all(self.accelerator, lambda: self._start(base, make_trial))
         self._print_start(summary)
+        if self.accelerator.is_main_process and self.accelerator.device.type != "cpu":
+            logger.warning(
+                "Adapter sync in colocate mode is experimental on a %s: whole runs were tested on CPUs only. The "
+                "checks at the start and of each sync apply. Tested with vLLM %s.",
+                self.accelerator.device.type,
+                VLLM_COLOCATE.tested,
+            )
 
     def _start(self, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> str:
         """Check the base model, and that vLLM samples from an adapter of the trained one's shapes."""

@@ -135,8 +135,9 @@ class AdapterSlots:
 
     def _sources(self, adapter: CanonicalAdapter) -> "FlatTensors":
         """The adapter in memory that stays where it is from one sync to the next."""
-        device, dtype = engine.adapter_manager(self._llm).device, engine.lora_dtype(self._llm)
-        if isinstance(adapter, FlatAdapter) and adapter.flat.device == torch.device(device) and adapter.dtype == dtype:
+        slot = next(_parts(engine.adapter_manager(self._llm), 0))
+        device, dtype = slot.device, slot.dtype
+        if isinstance(adapter, FlatAdapter) and adapter.flat.device == device and adapter.dtype == dtype:
             return FlatTensors(adapter.flat, adapter.tensors)
         if self._stage is None or not self._stage.fits(adapter):
             self._stage = FlatTensors.like(adapter, device, dtype)
