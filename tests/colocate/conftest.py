@@ -3,6 +3,7 @@
 Everything is float32, in the trainer and in the engine, so that served and trained log-probabilities agree to 1e-4.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -16,9 +17,12 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            if not has_vllm:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not in this environment; run: make test-colocate"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,7 +33,7 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _readable_weights() -> None:
     """Let the engine keep its weights as they are; a CPU build packs them and leaves an empty parameter (0.31)."""
-    from vllm.model_executor.layers import utils
+    utils = pytest.importorskip("vllm.model_executor.layers.utils", reason="run: make test-colocate")
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear

@@ -141,7 +141,7 @@ def test_request_for_another_adapter_is_refused_and_leaves_nothing_behind(traine
     from vllm.lora.request import LoRARequest
 
     llm = trainer.vllm_generation.llm
-    with pytest.raises(WrongPolicyError, match="names the adapter 'other', and the policy.*Leave lora_request out"):
+    with pytest.raises(WrongPolicyError, match=r"the adapter 'other', which is not.*Leave lora_request out"):
         answered(llm, ASKED, lora_request=LoRARequest("other", 1, str(tmp_path)))
     with pytest.raises(WrongPolicyError, match="names the adapter 'other'"):
         answered(llm, ASKED, lora_request=[None, LoRARequest("other", 9, str(tmp_path)), None])

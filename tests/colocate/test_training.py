@@ -20,7 +20,7 @@ DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 
 def share_of_letters(completions: list[str], **kwargs: Any) -> list[float]:
-    """An easy reward: nine in ten of the tokens of the untrained model are something else."""
+    """An easy reward: of the tokens of the untrained model, one in ten is a letter."""
     return [sum(character in "abcdefghijklmnopqrstuvwxyz" for character in text) / 16 for text in completions]
 
 
@@ -55,7 +55,8 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         folder,
         reward_funcs=share_of_letters,
         max_steps=20,
-        learning_rate=1e-2,
+        learning_rate=3e-2,
+        lr_scheduler_type="constant",
         per_device_train_batch_size=16,
         num_generations=8,
         save_strategy="steps",
@@ -73,7 +74,7 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_reward_rises(run: Any) -> None:
     rewards = [step["reward"] for step in steps_of(run)]
     assert len(rewards) == 20
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
 
 
 def test_each_completion_is_sampled_from_the_policy_that_is_trained(run: Any) -> None:
@@ -164,7 +165,9 @@ def test_checkpoint_holds_the_adapter_alone(run: Any) -> None:
 # Other trainers in the same process
 
 
-def test_training_needs_no_setting_but_two(base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_needs_no_setting_but_two(
+    base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All else is TRL's default, but for what keeps the run short and on a CPU."""
     args = GRPOConfig(
         output_dir=str(tmp_path),
@@ -195,7 +198,7 @@ def test_rollout_function_samples_from_the_active_version_of_each_step(base_mode
         return {
             "prompt_ids": ids,
             "completion_ids": [row[1] for row in rows],
-            "logprobs": [[[float(value)] for value in row[2]] for row in rows],
+            "logprobs": [row[2].tolist() for row in rows],
         }
 
     trainer = colocate_trainer(base_model, tmp_path, trainer_kwargs={"rollout_func": rollout})

@@ -94,5 +94,3 @@ def base_distance(model: Any, rows: list[Row]) -> float:
     """Mean distance of rows to the model without its adapter."""
     with model.disable_adapter():
         return float(distance(model, rows).mean())
-
-

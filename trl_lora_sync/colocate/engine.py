@@ -212,9 +212,8 @@ class SamplingGate:
         given = request.lora_request
         if given is not None and (self.policy is None or given.lora_name != self.policy.lora_name):
             raise WrongPolicyError(
-                f"A request names the adapter {given.lora_name!r}, and the policy that is trained is "
-                f"{getattr(self.policy, 'lora_name', 'in the weights')!r}. Leave lora_request out: every request is "
-                "sampled from the active version."
+                f"A request names the adapter {given.lora_name!r}, which is not the active version of the policy that "
+                "is trained. Leave lora_request out: every request is sampled from the active version."
             )
         request.lora_request = self.policy
 
