@@ -21,12 +21,13 @@ LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpui
 # The Pythons of `make test-pythons`, each of which needs its interpreter.
 PYTHONS := 3.10 3.12 3.13
 
-.PHONY: help demo test test-pythons lint docs bench venv venv-vllm venv-colocate trl-versions peft-versions launchers clean
+.PHONY: help demo test test-colocate test-pythons lint docs bench venv venv-vllm venv-colocate trl-versions peft-versions launchers clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       train a tiny model against a real vLLM server, on this machine's CPU"
 	@echo "make test       all tests, with a real vLLM server"
+	@echo "make test-colocate  those of them with vLLM in the trainer's process"
 	@echo "make test-pythons  the unit tests on other versions of Python"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation, in site/, with its links checked"
@@ -42,8 +43,20 @@ help:
 demo: venv venv-vllm
 	@$(TRAINER)/bin/python examples/demo/run.py $(ARGS)
 
-test: venv venv-vllm trl-versions peft-versions launchers
+# The colocate tests need vLLM in the trainer's environment, where the others must do without it. They come first, so that
+# the output ends with the summary of the others.
+test: venv venv-vllm venv-colocate trl-versions peft-versions launchers
+ifeq ($(strip $(ARGS)),)
+	@$(COLOCATE)/bin/python -m pytest tests/colocate
+endif
+ifneq ($(findstring tests/colocate,$(ARGS)),)
+	@$(COLOCATE)/bin/python -m pytest $(ARGS)
+else
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) $(ARGS)
+endif
+
+test-colocate: venv-colocate
+	@$(COLOCATE)/bin/python -m pytest tests/colocate $(ARGS)
 
 test-pythons: $(PYTHONS:%=test-python-%)
 

@@ -213,7 +213,7 @@ def check_sync_fields(args: Any) -> None:
     for name, choices in _CHOICES.items():
         check_choice(name, getattr(args, name), choices)
     if not args.use_vllm:
-        raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
+        raise _contradiction("use_vllm=False", "the adapter is loaded by vLLM or SGLang", "Set use_vllm=True")
     check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
     if args.vllm_mode == "colocate":
         _check_colocate(args)
@@ -231,12 +231,18 @@ def check_sync_fields(args: Any) -> None:
             'lora_sync_serving="fused" cannot be used with vllm_server_engine="sglang": SGLang cannot add an adapter '
             'to its weights while it runs. Set lora_sync_serving="runtime", or sample on vLLM.'
         )
-    for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
-        _check_timeout(name, getattr(args, name), args)
     if args.lora_sync_overlap:
         _check_overlap(args)
-    _check_start(args)
     _check_generation_kwargs(getattr(args, "generation_kwargs", None) or {})
+    if args.vllm_mode == "server":
+        _check_server(args)
+
+
+def _check_server(args: Any) -> None:
+    """Refuse times to wait for servers that do not fit, and a teacher that is one of them."""
+    for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
+        _check_timeout(name, getattr(args, name), args)
+    _check_start(args)
     _check_teacher(args, server_urls(args))
 
 

@@ -105,7 +105,12 @@ def _llm_class() -> Any:
             add_request = core.add_request
 
             def add_checked_request(request: Any) -> Any:
-                gate.check(request)
+                try:
+                    gate.check(request)
+                except WrongPolicyError:
+                    # vLLM has noted it already, and would wait for its answer in the next call (0.31).
+                    self.llm_engine.abort_request([request.request_id], internal=True)
+                    raise
                 return add_request(request)
 
             core.add_request = add_checked_request
@@ -132,12 +137,16 @@ def _llm_class() -> Any:
 
 @contextmanager
 def _aborted_on_error(llm: Any) -> Iterator[None]:
-    """Leave no request behind an interrupt or error, whose answer would come with the next call."""
+    """Leave no request behind an interrupt or error, whose answer would come with the next call.
+
+    The prefix cache goes as well: vLLM enters a prompt there before it computes it (0.31).
+    """
     try:
         yield
     except BaseException:
         engine = llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        engine.reset_prefix_cache()
         raise
 
 
@@ -203,9 +212,8 @@ class SamplingGate:
         given = request.lora_request
         if given is not None and (self.policy is None or given.lora_name != self.policy.lora_name):
             raise WrongPolicyError(
-                f"A request names the adapter {given.lora_name!r}, and the policy that is trained is "
-                f"{getattr(self.policy, 'lora_name', 'in the weights')!r}. Leave lora_request out: every request is "
-                "sampled from the active version."
+                f"A request names the adapter {given.lora_name!r}, which is not the active version of the policy that "
+                "is trained. Leave lora_request out: every request is sampled from the active version."
             )
         request.lora_request = self.policy
 

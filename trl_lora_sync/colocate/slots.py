@@ -47,6 +47,10 @@ class _Copies:
     sources: list[Tensor]
     targets: list[Tensor]
 
+    def fits(self, layout: Layout, flat: Tensor) -> bool:
+        """Whether they copy an adapter of this layout that lies in this memory."""
+        return self.layout == layout and self.flat.data_ptr() == flat.data_ptr()
+
 
 class AdapterSlots:
     """The adapters in one engine, under the numbers 1 to `engine.SLOTS`.
@@ -78,8 +82,7 @@ class AdapterSlots:
             return self._load_file(name, adapter_id, adapter)
         sources = self._sources(adapter)
         copies = self._copies.get(adapter_id)
-        is_known = copies is not None and copies.layout == layout and copies.flat.data_ptr() == sources.flat.data_ptr()
-        if not (is_known and self._is_held(adapter_id)):
+        if copies is None or not copies.fits(layout, sources.flat) or not self._is_held(adapter_id):
             self._load_file(name, adapter_id, adapter)
             copies = self._learn(adapter_id, layout, sources)
         if copies is not None:
@@ -132,7 +135,7 @@ class AdapterSlots:
 
     def _sources(self, adapter: CanonicalAdapter) -> "FlatTensors":
         """The adapter in memory that stays where it is from one sync to the next."""
-        slot = next(_contents(engine.adapter_manager(self._llm), 0, copied=False))
+        slot = next(_parts(engine.adapter_manager(self._llm), 0))
         device, dtype = slot.device, slot.dtype
         if isinstance(adapter, FlatAdapter) and adapter.flat.device == device and adapter.dtype == dtype:
             return FlatTensors(adapter.flat, adapter.tensors)
@@ -142,17 +145,22 @@ class AdapterSlots:
         return self._stage
 
     def _learn(self, adapter_id: int, layout: Layout, sources: "FlatTensors") -> _Copies | None:
-        """Record how the layers take the adapter that is loaded from `sources`; None if they leave other bits."""
+        """Record how the layers take the adapter that vLLM has just loaded; None if the copies leave other bits.
+
+        The slot is emptied before they are repeated, so whatever a layer takes by other means than a copy is missing.
+        """
         manager = engine.adapter_manager(self._llm)
         slot = engine.slot_of(manager, adapter_id)
         assert slot is not None  # vLLM has just loaded it
+        loaded: list[Tensor] = []
         try:
-            before = list(_contents(manager, slot))
-            with _recording(sources.flat) as (found, from_where):
+            loaded = [part.clone() for part in _parts(manager, slot)]
+            with _recording(sources.flat) as (targets, from_where):
                 self._set_layers(manager, slot, sources)
-            after = list(_contents(manager, slot))
-            is_same = all(_same_bits(old, new) for old, new in zip(before, after, strict=True))
-            reason = None if is_same and found else "the slot then holds other values than vLLM puts there"
+            torch._foreach_zero_(list(_parts(manager, slot)))
+            torch._foreach_copy_(targets, from_where)
+            is_same = all(map(_same_bits, loaded, _parts(manager, slot)))
+            reason = None if is_same else "the slot then holds other values than vLLM puts there"
         except Exception as error:  # whatever other layers and other versions of vLLM raise
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
@@ -162,10 +170,10 @@ class AdapterSlots:
                 reason,
             )
             self._unfamiliar.add(layout)
-            for target, value in zip(_contents(manager, slot, copied=False), before, strict=True):
-                target.copy_(value)
+            for part, value in zip(_parts(manager, slot) if loaded else (), loaded, strict=True):
+                part.copy_(value)
             return None
-        self._copies[adapter_id] = _Copies(layout, sources.flat, from_where, found)
+        self._copies[adapter_id] = _Copies(layout, sources.flat, from_where, targets)
         return self._copies[adapter_id]
 
     def _set_layers(self, manager: Any, slot: int, sources: "FlatTensors") -> None:
@@ -188,9 +196,7 @@ class AdapterSlots:
     def _compare(name: str, copies: _Copies) -> None:
         """Compare what lies in the slot with what was copied, bit by bit."""
         flat = copies.flat
-        held = (
-            flat.clone()
-        )  # what is not copied to the slot, as other processes of tensor parallelism hold it, is equal
+        held = flat.clone()  # what other processes of tensor parallelism hold is not in the slot, and stays equal
         first = flat.storage_offset()
         views = [held.as_strided(one.shape, one.stride(), one.storage_offset() - first) for one in copies.sources]
         torch._foreach_copy_(views, copies.targets)
@@ -227,11 +233,12 @@ class FlatTensors:
         return shapes == {key: tensor.shape for key, tensor in self.tensors.items()}
 
 
-def _contents(manager: Any, slot: int, *, copied: bool = True) -> Iterator[Tensor]:
+def _parts(manager: Any, slot: int) -> Iterator[Tensor]:
+    """Views of all that a slot holds."""
     for layer in manager.modules.values():
         for matrices in (layer.lora_a_stacked, layer.lora_b_stacked):
             for stacked in (matrices,) if isinstance(matrices, Tensor) else matrices:
-                yield stacked[slot].clone() if copied else stacked[slot]
+                yield stacked[slot]
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
