@@ -1,4 +1,4 @@
-"""Every private vLLM name that colocate mode touches. Read and run on vLLM 0.26 (CUDA) and 0.31 (CPU).
+"""Every private vLLM name that colocate mode touches. Read in vLLM 0.26 and 0.31; run on 0.31 (CPU).
 
 What is relied on, in a process with `distributed_executor_backend="external_launcher"`:
 

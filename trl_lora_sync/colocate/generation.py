@@ -19,6 +19,7 @@ from trl_lora_sync.errors import VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
 from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, TrainedBase, Trial, base_gap, compare
+from trl_lora_sync.versions import VLLM_COLOCATE
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,13 @@ class ColocateGeneration(AdapterGeneration):
         if self._settings.verify != "off":
             self._prove(base, make_trial)
         self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name)))
+        if self.accelerator.is_main_process and self.accelerator.device.type != "cpu":
+            logger.warning(
+                "Adapter sync in colocate mode is experimental on a %s: whole runs were tested on CPUs only. The "
+                "checks at the start and of each sync apply. Tested with vLLM %s.",
+                self.accelerator.device.type,
+                VLLM_COLOCATE.tested,
+            )
 
     def _summary(self, base_name: str | None) -> str:
         runner_dtype = str(engine.model_dtype(self.llm)).removeprefix("torch.")

@@ -78,10 +78,9 @@ class AdapterSlots:
             return self._load_file(name, adapter_id, adapter)
         sources = self._sources(adapter)
         copies = self._copies.get(adapter_id)
-        if copies is None or copies.layout != layout or not self._is_held(adapter_id):
+        is_known = copies is not None and copies.layout == layout and copies.flat.data_ptr() == sources.flat.data_ptr()
+        if not (is_known and self._is_held(adapter_id)):
             self._load_file(name, adapter_id, adapter)
-            copies = self._learn(adapter_id, layout, sources)
-        elif copies.flat.data_ptr() != sources.flat.data_ptr():  # the same copies, from other memory
             copies = self._learn(adapter_id, layout, sources)
         if copies is not None:
             torch._foreach_copy_(copies.targets, copies.sources)
@@ -133,8 +132,9 @@ class AdapterSlots:
 
     def _sources(self, adapter: CanonicalAdapter) -> "FlatTensors":
         """The adapter in memory that stays where it is from one sync to the next."""
-        device, dtype = engine.adapter_manager(self._llm).device, engine.lora_dtype(self._llm)
-        if isinstance(adapter, FlatAdapter) and adapter.flat.device == torch.device(device) and adapter.dtype == dtype:
+        slot = next(_contents(engine.adapter_manager(self._llm), 0, copied=False))
+        device, dtype = slot.device, slot.dtype
+        if isinstance(adapter, FlatAdapter) and adapter.flat.device == device and adapter.dtype == dtype:
             return FlatTensors(adapter.flat, adapter.tensors)
         if self._stage is None or not self._stage.fits(adapter):
             self._stage = FlatTensors.like(adapter, device, dtype)
