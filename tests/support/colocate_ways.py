@@ -4,6 +4,7 @@ WAY is one of `ways.py`, with `+tp2` for one engine of both processes. Trains a 
 several ways. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ TP2 = "+tp2"
 
 def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
     keep_rows()
+    keep_apart()
     set_seed(0)
     untrained, copy = (peft_model(base) for _ in range(2))  # before the trainer, see `ways.run_way`
     size = 2 if way.endswith(TP2) else 1
@@ -184,6 +186,14 @@ def keep_rows() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def keep_apart() -> None:
+    """Let engines of other runs on this host, and what killed ones left, have other names for shared memory."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{os.environ['MASTER_PORT']}-{name(group)}")
 
 
 def main(way: str, folder: str, model: str) -> None:
