@@ -136,6 +136,7 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
 
     seen["trained"] = attempt(sampled)
     seen["traffic"] = attempt(traffic)
+    seen["active"] = attempt(lambda: generation._active_name)
     for name, fault in {"not_finite": not_finite, "wrong_slot": wrong_slot, "disproved": disproved}.items():
         seen[name] = attempt(lambda fault=fault: failing(fault))
         seen[f"after_{name}"] = attempt(sampled)
@@ -192,8 +193,8 @@ def keep_apart() -> None:
     """Let engines of other runs on this host, and what killed ones left, have other names for shared memory."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    name = _CPUSHMDistributed.make_group_name
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{os.environ['MASTER_PORT']}-{name(group)}")
+    name, port = _CPUSHMDistributed.make_group_name, os.environ["MASTER_PORT"]
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"/{port}{name(group).strip('/')}")
 
 
 def main(way: str, folder: str, model: str) -> None:
