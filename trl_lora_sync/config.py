@@ -275,6 +275,14 @@ def _check_colocate(args: Any) -> None:
                 f"{serve_command('vllm', 'MODEL')}, where MODEL is the base model; for an adapter of a rank above 16, "
                 "add --lora-rank."
             )
+    size, processes = args.vllm_tensor_parallel_size, args.world_size
+    if size < 1 or processes % size:
+        raise UnsupportedSettingError(
+            f'vllm_tensor_parallel_size={size} cannot be used with {processes} training process(es) and vllm_mode="'
+            f'colocate": each engine runs in {size} of them, so the number of processes must be a multiple of it. '
+            f"Start a multiple of {size} processes with accelerate launch --num_processes, or set "
+            "vllm_tensor_parallel_size=1."
+        )
 
 
 def _check_overlap(args: Any) -> None:

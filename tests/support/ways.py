@@ -137,8 +137,8 @@ def copy_policy(trainer: GRPOTrainer, copy: nn.Module) -> None:
     assert all("lora_" not in name for name in missing.missing_keys), missing
 
 
-def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
-    trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 400}
+def make_trainer(way: str, folder: Path, url: str, model: Path, **changes: Any) -> GRPOTrainer:
+    trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 400, **changes}
     if way.endswith(WITH_RLOO):
         trainer_class, config["config_class"] = RLOOTrainer, RLOOConfig
         way = way.removesuffix(WITH_RLOO)

@@ -307,6 +307,16 @@ def test_defaults_fit_the_default_ddp_timeout(make: Callable[..., GRPOConfig], m
     make()
 
 
+def test_engines_that_do_not_share_the_processes_out_are_refused(
+    make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL refuses them too, but after the model has been loaded."""
+    monkeypatch.setattr(GRPOConfig, "world_size", 4)
+    make(vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    with pytest.raises(UnsupportedSettingError, match=r"vllm_tensor_parallel_size=3 .* 4 training process.* multiple"):
+        make(vllm_mode="colocate", vllm_tensor_parallel_size=3)
+
+
 def test_field_changed_after_construction_is_seen_by_the_second_check(make: Callable[..., GRPOConfig]) -> None:
     args = make()
     args.vllm_mode = "elsewhere"

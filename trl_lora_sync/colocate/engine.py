@@ -9,6 +9,7 @@ What is relied on, in a process with `distributed_executor_backend="external_lau
   `.model`, `.lora_manager._adapter_manager`.
 - of the adapter manager: `.modules` (layers by name), `.packed_modules` (the names that one layer joins),
   `.lora_index_to_id`, and of a layer `set_lora(index, lora_a, lora_b)`, `lora_a_stacked`, `lora_b_stacked`.
+- `llm_engine.vllm_config`, and that the tokens are drawn with torch's own generator of the device.
 - for `vllm_enable_sleep_mode`: see `KVCacheMemory`.
 """
 
@@ -101,6 +102,7 @@ def _llm_class() -> Any:
         def lora_sync_attach(self, gate: "SamplingGate") -> None:
             self._lora_sync_gate = gate
             self._lora_sync_kv_cache = KVCacheMemory(self)
+            self._lora_sync_draws = RandomDraws(self)
             core = self.llm_engine.engine_core
             add_request = core.add_request
 
@@ -116,11 +118,11 @@ def _llm_class() -> Any:
             core.add_request = add_checked_request
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
-            with self._lora_sync_gate.open(), _aborted_on_error(self):
+            with self._lora_sync_gate.open(), _aborted_on_error(self), self._lora_sync_draws.same():
                 return super().generate(*args, **kwargs)
 
         def chat(self, *args: Any, **kwargs: Any) -> Any:
-            with self._lora_sync_gate.open(), _aborted_on_error(self):
+            with self._lora_sync_gate.open(), _aborted_on_error(self), self._lora_sync_draws.same():
                 return super().chat(*args, **kwargs)
 
         def sleep(self, *args: Any, **kwargs: Any) -> None:
@@ -148,6 +150,32 @@ def _aborted_on_error(llm: Any) -> Iterator[None]:
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         engine.reset_prefix_cache()
         raise
+
+
+class RandomDraws:
+    """Lets all processes of one engine draw the same tokens.
+
+    Each draws by itself, from torch's own generator, which the trainer uses as well (0.26 and 0.31). Once the processes
+    have taken different amounts of random numbers from it, as dropout does on batches of different sizes, they draw
+    different tokens and go on with keys and values that belong to neither.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        config = llm.llm_engine.vllm_config
+        self._is_shared = config.parallel_config.tensor_parallel_size > 1
+        self._seed = config.model_config.seed or 0
+        self._calls = 0
+
+    @contextmanager
+    def same(self) -> Iterator[None]:
+        """For one call that samples, which all processes of the engine make in the same order."""
+        if not self._is_shared:
+            yield
+            return
+        self._calls += 1
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            torch.manual_seed(self._seed + (self._calls << 20))
+            yield
 
 
 class SamplingGate:
