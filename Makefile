@@ -55,7 +55,7 @@ else
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) $(ARGS)
 endif
 
-test-colocate: venv-colocate
+test-colocate: venv-colocate launchers
 	@$(COLOCATE)/bin/python -m pytest tests/colocate $(ARGS)
 
 test-pythons: $(PYTHONS:%=test-python-%)

@@ -62,7 +62,7 @@ class LoRASyncConfig:
         metadata={
             "help": 'How the server gets the policy. `"weights"`: TRL merges the adapter and sends every weight over '
             'NCCL. `"lora_adapter"`: the trainer writes the LoRA adapter and the server loads it; the base weights '
-            'never change. The latter needs `use_vllm=True` and a `LoraConfig`.'
+            "never change. The latter needs `use_vllm=True` and a `LoraConfig`."
         },
     )
     vllm_server_engine: Literal["auto", "vllm", "sglang"] = field(

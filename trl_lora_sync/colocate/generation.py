@@ -88,8 +88,8 @@ class ColocateGeneration(AdapterGeneration):
     def _prove(self, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> None:
         """**Collective.** Check the base model, and that vLLM samples from an adapter of the trained one's shapes.
 
-        One outcome for all after each part: the next one may ask an engine that runs in several processes, and would
-        wait for ever for a process that has failed.
+        All processes have one outcome after each part. The next part may use an engine that runs in several processes,
+        and would wait without end for a process that has failed.
         """
         base = run_on_all(self.accelerator, base.remembered)
         run_on_all(self.accelerator, lambda: self._check_base(base))
