@@ -7,6 +7,7 @@ AT_ONCE := --numprocesses 2 --dist loadfile
 
 TRAINER := .venv
 SERVER := .venv-vllm
+COLOCATE := .venv-colocate
 SOURCES := trl_lora_sync tests examples benchmarks tools
 # Other TRL versions that the tests run as well; 1.16 is the one in $(TRAINER). To try a newer one as soon as it is out:
 #   make trl-versions TRL_VERSIONS=1.18.0 && make test ARGS="tests/live/test_trl_versions.py -k 1.18.0"
@@ -20,18 +21,20 @@ LAUNCHERS := deepspeed==0.19.8 bitsandbytes==0.50.2 einops hjson msgpack py-cpui
 # The Pythons of `make test-pythons`, each of which needs its interpreter.
 PYTHONS := 3.10 3.12 3.13
 
-.PHONY: help demo test test-pythons lint docs bench venv venv-vllm trl-versions peft-versions launchers clean
+.PHONY: help demo test test-colocate test-pythons lint docs bench venv venv-vllm venv-colocate trl-versions peft-versions launchers clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       train a tiny model against a real vLLM server, on this machine's CPU"
 	@echo "make test       all tests, with a real vLLM server"
+	@echo "make test-colocate  those of them with vLLM in the trainer's process"
 	@echo "make test-pythons  the unit tests on other versions of Python"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the documentation, in site/, with its links checked"
 	@echo "make bench      what one sync costs"
 	@echo "make venv       the trainer's environment, $(TRAINER)"
 	@echo "make venv-vllm  the vLLM server's environment, $(SERVER)"
+	@echo "make venv-colocate  vLLM in the trainer's environment, $(COLOCATE)"
 	@echo "make trl-versions  other TRL versions for the tests"
 	@echo "make peft-versions  other PEFT versions for the tests"
 	@echo "make launchers  DeepSpeed and bitsandbytes for the tests"
@@ -40,8 +43,20 @@ help:
 demo: venv venv-vllm
 	@$(TRAINER)/bin/python examples/demo/run.py $(ARGS)
 
-test: venv venv-vllm trl-versions peft-versions launchers
+# The colocate tests need vLLM in the trainer's environment, where the others must do without it. They come first, so that
+# the output ends with the summary of the others.
+test: venv venv-vllm venv-colocate trl-versions peft-versions launchers
+ifeq ($(strip $(ARGS)),)
+	@$(COLOCATE)/bin/python -m pytest tests/colocate
+endif
+ifneq ($(findstring tests/colocate,$(ARGS)),)
+	@$(COLOCATE)/bin/python -m pytest $(ARGS)
+else
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) $(ARGS)
+endif
+
+test-colocate: venv-colocate launchers
+	@$(COLOCATE)/bin/python -m pytest tests/colocate $(ARGS)
 
 test-pythons: $(PYTHONS:%=test-python-%)
 
@@ -65,6 +80,7 @@ bench: venv venv-vllm
 
 venv: $(TRAINER)/.installed
 venv-vllm: $(SERVER)/.installed
+venv-colocate: $(COLOCATE)/.installed
 
 trl-versions: $(TRL_VERSIONS:%=.trl-versions/%/.installed)
 
@@ -102,6 +118,10 @@ $(SERVER)/.installed: tools/install_env.py
 	@$(PYTHON) tools/install_env.py vllm $(SERVER)
 	@touch $@
 
+$(COLOCATE)/.installed: pyproject.toml tools/install_env.py $(SERVER)/.installed
+	@$(PYTHON) tools/install_env.py colocate $(COLOCATE)
+	@touch $@
+
 clean:
-	rm -rf $(TRAINER) $(SERVER) .pythons .trl-versions .peft-versions .launchers demo-output site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(TRAINER) $(SERVER) $(COLOCATE) .pythons .trl-versions .peft-versions .launchers demo-output site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

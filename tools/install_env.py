@@ -1,12 +1,13 @@
-"""Create one of the two environments of this project: the trainer's, or the vLLM CPU server's.
+"""Create one of the environments of this project: the trainer's, the vLLM CPU server's, or one with both.
 
     python3 tools/install_env.py trainer .venv
     python3.13 tools/install_env.py any-trainer .pythons/3.13   # the trainer's, with any build of torch
     python3 tools/install_env.py vllm .venv-vllm
+    python3 tools/install_env.py colocate .venv-colocate   # vLLM in the trainer's process; after .venv-vllm
 
-They are separate because vLLM pins its own torch and because the trainer must work without vLLM. Needs Python 3.10 or
-newer and nothing else; packages come from wherever pip is configured to look. An environment that exists is brought up
-to date in place.
+The first two are separate because vLLM pins its own torch and because the trainer must work without vLLM. Needs
+Python 3.10 or newer and nothing else; packages come from wherever pip is configured to look. An environment that exists
+is brought up to date in place.
 """
 
 import argparse
@@ -53,8 +54,8 @@ def install_any_trainer(python: Path) -> None:
     install_package(python)
 
 
-def install_package(python: Path) -> None:
-    pip_install(python, "the package with its development tools", ["--editable", f"{ROOT}[dev,demo,docs]"])
+def install_package(python: Path, extras: str = "dev,demo,docs") -> None:
+    pip_install(python, "the package with its development tools", ["--editable", f"{ROOT}[{extras}]"])
 
 
 def install_vllm(python: Path) -> None:
@@ -65,6 +66,15 @@ def install_vllm(python: Path) -> None:
         requirements.write_text("\n".join(vllm_requirements(python)))
         pip_install(python, "the packages that vLLM needs (the longest part)", ["--requirement", str(requirements)])
     run(python, "check: vLLM imports", ["-P", "-c", "import vllm.entrypoints.openai.api_server"])
+
+
+def install_colocate(python: Path) -> None:
+    """The trainer's packages on top of the vLLM of `.venv-vllm`, which is not installed a second time."""
+    vllm = ROOT / ".venv-vllm"
+    site = next((vllm / "lib").glob("python*/site-packages"))
+    next((python.parents[1] / "lib").glob("python*/site-packages")).joinpath("vllm.pth").write_text(f"{site}\n")
+    install_package(python, extras="dev")
+    run(python, "check: vLLM and the trainer import together", ["-P", "-c", "import vllm, trl, trl_lora_sync"])
 
 
 def install_torch(python: Path) -> None:
@@ -148,7 +158,12 @@ def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 - the one file that an older Python may be asked to run
         sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}. Try: make PYTHON=python3.12")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    installers = {"trainer": install_trainer, "any-trainer": install_any_trainer, "vllm": install_vllm}
+    installers = {
+        "trainer": install_trainer,
+        "any-trainer": install_any_trainer,
+        "vllm": install_vllm,
+        "colocate": install_colocate,
+    }
     parser.add_argument("environment", choices=installers)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()

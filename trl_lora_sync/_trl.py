@@ -7,6 +7,8 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
   The rebinding below can go once TRL takes one.
 - `is_vllm_available`, a global of some trainers' modules, asked there before the generation object is built.
 - `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
+- in colocate mode: `LLM`, a global of `trl.generation.vllm_generation`, of which `_init_vllm()` builds `.llm`, and
+  `.llm.generate(...)`, which `generate` samples with; `.tensor_parallel_size`, and `._llm_weights_sleeping` (1.14 on).
 - what `VLLMGeneration.__init__` stores under the names of its parameters, and that it calls `_init_vllm()` afterwards.
 - `vllm_generation`, `_metrics` and one of `LAST_SYNC_FIELDS` of a trainer, which exist on instances only.
 - with `lora_sync_overlap`: `Trainer.get_batch_samples(epoch_iterator, num_batches, device)` of Transformers, and of a
@@ -40,6 +42,7 @@ import trl
 from safetensors.torch import save_file
 
 from trl_lora_sync.trl_checks import (
+    ENGINE_CLASS,
     GENERATION_CLASS,
     GENERATION_MODULE,
     LAST_SYNC_FIELDS,
@@ -65,6 +68,13 @@ def generation_class(trainer_class: type, factory: Callable[..., Any]) -> Iterat
     places = [(module, name) for module in modules for name in names]
     places.append((import_module(GENERATION_MODULE), GENERATION_CLASS))
     with _rebinding, _replaced({place: names[place[1]] for place in places if hasattr(*place)}):
+        yield
+
+
+@contextmanager
+def engine_class(factory: Callable[..., Any]) -> Iterator[None]:
+    """Let TRL's generation object build its engine with `factory` in colocate mode, and undo it afterwards."""
+    with _rebinding, _replaced({(import_module(GENERATION_MODULE), ENGINE_CLASS): factory}):
         yield
 
 

@@ -15,7 +15,7 @@ from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_
 from trl_lora_sync.trl_checks import refuse_others
 
 if TYPE_CHECKING:
-    from trl_lora_sync.settings import SyncSettings
+    from trl_lora_sync.settings import PolicySettings
 
 # What a collective needs beyond the time that process 0 may take.
 _COLLECTIVE_MARGIN_S = 60.0
@@ -62,7 +62,7 @@ class LoRASyncConfig:
         metadata={
             "help": 'How the server gets the policy. `"weights"`: TRL merges the adapter and sends every weight over '
             'NCCL. `"lora_adapter"`: the trainer writes the LoRA adapter and the server loads it; the base weights '
-            'never change. The latter needs `use_vllm=True`, `vllm_mode="server"` and a `LoraConfig`.'
+            "never change. The latter needs `use_vllm=True` and a `LoraConfig`."
         },
     )
     vllm_server_engine: Literal["auto", "vllm", "sglang"] = field(
@@ -213,17 +213,10 @@ def check_sync_fields(args: Any) -> None:
     for name, choices in _CHOICES.items():
         check_choice(name, getattr(args, name), choices)
     if not args.use_vllm:
-        raise _contradiction("use_vllm=False", "the adapter is loaded by a server", "Set use_vllm=True")
-    if args.vllm_mode != "server":
-        from trl_lora_sync.engines.known import serve_command
-
-        default = " (TRL's default, which applies if it is not set)" if args.vllm_mode == _TRL_VLLM_MODE else ""
-        raise _contradiction(
-            f"vllm_mode={args.vllm_mode!r}{default}",
-            "adapters are loaded over HTTP, and an engine inside the trainer is not supported yet",
-            f'Set vllm_mode="server" and start a server with {serve_command("vllm", "MODEL")}, where MODEL is the base '
-            "model; for an adapter of a rank above 16, add --lora-rank",
-        )
+        raise _contradiction("use_vllm=False", "the adapter is loaded by vLLM or SGLang", "Set use_vllm=True")
+    check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
+    if args.vllm_mode == "colocate":
+        _check_colocate(args)
     if args.lora_sync_keep < 1:
         raise _contradiction(
             f"lora_sync_keep={args.lora_sync_keep}", "at least the active version must stay", "Set it to 1 or more"
@@ -238,13 +231,58 @@ def check_sync_fields(args: Any) -> None:
             'lora_sync_serving="fused" cannot be used with vllm_server_engine="sglang": SGLang cannot add an adapter '
             'to its weights while it runs. Set lora_sync_serving="runtime", or sample on vLLM.'
         )
-    for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
-        _check_timeout(name, getattr(args, name), args)
     if args.lora_sync_overlap:
         _check_overlap(args)
-    _check_start(args)
     _check_generation_kwargs(getattr(args, "generation_kwargs", None) or {})
+    if args.vllm_mode == "server":
+        _check_server(args)
+
+
+def _check_server(args: Any) -> None:
+    """Refuse times to wait for servers that do not fit, and a teacher that is one of them."""
+    for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
+        _check_timeout(name, getattr(args, name), args)
+    _check_start(args)
     _check_teacher(args, server_urls(args))
+
+
+# Fields about servers, with the values that change nothing.
+_SERVER_ONLY: dict[str, tuple[Any, ...]] = {
+    "vllm_server_engine": ("auto", "vllm"),
+    "lora_sync_transport": ("auto",),
+    "lora_sync_pause": ("off",),
+    "lora_sync_serving": ("runtime",),
+    "lora_sync_overlap": (0,),
+}
+
+
+def _check_colocate(args: Any) -> None:
+    """Refuse what adapter sync cannot do with an engine in the trainer's process."""
+    from trl_lora_sync.engines.known import serve_command
+
+    if args.vllm_server_sleep != "off":
+        raise UnsupportedSettingError(
+            f'vllm_server_sleep={args.vllm_server_sleep!r} is for vllm_mode="server". In colocate mode, give the KV '
+            "cache back between generations with vllm_enable_sleep_mode=True."
+        )
+    for name, allowed in _SERVER_ONLY.items():
+        value = getattr(args, name)
+        if value not in allowed:
+            default = " (TRL's default, which applies if it is not set)" if _TRL_VLLM_MODE == "colocate" else ""
+            raise UnsupportedSettingError(
+                f'{name}={value!r} cannot be used with vllm_mode="colocate"{default}: vLLM runs in the trainer\'s '
+                f'process there. Set {name}={allowed[0]!r}, or set vllm_mode="server" and start a server with '
+                f"{serve_command('vllm', 'MODEL')}, where MODEL is the base model; for an adapter of a rank above 16, "
+                "add --lora-rank."
+            )
+    size, processes = args.vllm_tensor_parallel_size, args.world_size
+    if size < 1 or processes % size:
+        raise UnsupportedSettingError(
+            f'vllm_tensor_parallel_size={size} cannot be used with {processes} training process(es) and vllm_mode="'
+            f'colocate": each engine runs in {size} of them, so the number of processes must be a multiple of it. '
+            f"Start a multiple of {size} processes with accelerate launch --num_processes, or set "
+            "vllm_tensor_parallel_size=1."
+        )
 
 
 def _check_overlap(args: Any) -> None:
@@ -404,12 +442,21 @@ def server_urls(args: Any) -> tuple[str, ...]:
     return plain
 
 
-def sync_settings(args: Any) -> "SyncSettings":
+def sync_settings(args: Any) -> "PolicySettings":
     """The trainer's arguments as the one object that is passed down."""
     import torch
 
-    from trl_lora_sync.settings import ServerAddress, SyncSettings
+    from trl_lora_sync.settings import ColocateSettings, ServerAddress, SyncSettings
 
+    shared: dict[str, Any] = {
+        "dtype": None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
+        "serving": args.lora_sync_serving,
+        "verify": args.lora_sync_verify,
+        "verify_tolerance": args.lora_sync_verify_tolerance,
+        "samples_older": getattr(args, "vllm_sync_frequency", 1) > 1,
+    }
+    if args.vllm_mode == "colocate":
+        return ColocateSettings(**shared)
     servers = tuple(ServerAddress(base_url=url, is_local=is_local_url(url)) for url in server_urls(args))
     # In this host's memory only if every server can see it.
     is_local = all(server.is_local for server in servers)
@@ -421,17 +468,13 @@ def sync_settings(args: Any) -> "SyncSettings":
         server_root=args.lora_sync_server_dir,
         keep=args.lora_sync_keep,
         pause=args.lora_sync_pause,
-        serving=args.lora_sync_serving,
         frees_kv_cache=args.vllm_server_sleep == "kv_cache",
-        dtype=None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
         sync_timeout_s=args.lora_sync_timeout,
         startup_timeout_s=args.vllm_server_timeout,
         generation_timeout_s=args.lora_sync_generation_timeout,
         on_server_loss=args.lora_sync_on_server_loss,
-        verify=args.lora_sync_verify,
-        verify_tolerance=args.lora_sync_verify_tolerance,
-        samples_older=getattr(args, "vllm_sync_frequency", 1) > 1,
         overlap=args.lora_sync_overlap == 1,
+        **shared,
     )
 
 

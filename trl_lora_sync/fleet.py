@@ -121,7 +121,9 @@ class Fleet:
         is_strict = self._settings.verify != "off"
         preflight = self._preflight = Preflight(base, adapter, transport, is_strict=is_strict, trial=trial)
         _each(self.servers, lambda server: preflight.check(server, deadline))
-        self._try_out(self.servers, adapter if trial is None else trial.read(self.capabilities), deadline)
+        self._try_out(
+            self.servers, adapter if trial is None else trial.read(self.capabilities.needs_fused_siblings), deadline
+        )
         self._warn_of_untested()
 
     def _try_out(self, servers: Sequence[FleetServer], adapter: CanonicalAdapter, deadline: Deadline) -> None:
@@ -396,7 +398,9 @@ class Fleet:
             if self._preflight is not None:
                 self._preflight.check(server, deadline)
                 if self._preflight.trial is not None:
-                    self._try_out([server], self._preflight.trial.read(self.capabilities), deadline)
+                    self._try_out(
+                        [server], self._preflight.trial.read(self.capabilities.needs_fused_siblings), deadline
+                    )
             server.lacks = None
             for stored in needed:
                 self._give_again(server, stored, deadline, needs_active)

@@ -89,8 +89,6 @@ def header(trainer: "LoRASyncTrainer", state: TrainerState) -> dict[str, Any]:
     """What was run, in which versions and with which settings; for process 0."""
     args, model = trainer.args, trainer.model
     lora = model.peft_config[model.active_adapter]
-    fleet = trainer.vllm_generation.fleet
-    served = fleet.capabilities
     ours = [name for name in vars(args) if name.startswith("lora_sync_") and name not in _PRIVATE]
     return {
         "started": _now(),
@@ -99,9 +97,7 @@ def header(trainer: "LoRASyncTrainer", state: TrainerState) -> dict[str, Any]:
         "model": lora.base_model_name_or_path or model.config.name_or_path,
         "lora_rank": max([lora.r, *lora.rank_pattern.values()]),
         "lora_alpha": lora.lora_alpha,
-        "engine": served.engine,
-        "engine_version": served.version,
-        "servers": len(fleet.servers),
+        **trainer.vllm_generation.engine_summary,
         "processes": trainer.accelerator.num_processes,
         "versions": {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()},
         "settings": {name: getattr(args, name) for name in (*_SETTINGS, *ours) if hasattr(args, name)},

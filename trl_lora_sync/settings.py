@@ -22,8 +22,32 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncSettings:
-    """Everything a sync needs to know, passed down whole.
+class PolicySettings:
+    """What generation on servers and in the trainer's process both need to know.
+
+    The other attributes are the fields of `LoRASyncConfig` without `lora_sync_`, described there.
+
+    Attributes:
+        dtype: `None` takes that of the base model.
+        samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
+            `vllm_sync_frequency` above 1 requests.
+    """
+
+    dtype: torch.dtype | None
+    serving: str = "runtime"
+    verify: str = "first"
+    verify_tolerance: float = TOLERANCE
+    samples_older: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColocateSettings(PolicySettings):
+    """What generation in the trainer's process needs to know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSettings(PolicySettings):
+    """Everything that sampling on servers needs to know, passed down whole.
 
     The other attributes are the fields of `LoRASyncConfig` without `vllm_server_` and `lora_sync_`, described there.
 
@@ -32,11 +56,8 @@ class SyncSettings:
         root: where the trainer writes versions.
         server_root: the same folder as the servers see it; `None` for the same path.
         frees_kv_cache: whether the servers release their KV cache between generation and the next sync.
-        dtype: `None` takes that of the base model.
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
-        samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
-            `vllm_sync_frequency` above 1 requests.
     """
 
     servers: tuple[ServerAddress, ...]
@@ -47,15 +68,10 @@ class SyncSettings:
     keep: int
     pause: str
     frees_kv_cache: bool
-    dtype: torch.dtype | None
     sync_timeout_s: float
     startup_timeout_s: float
     generation_timeout_s: float
-    serving: str = "runtime"
     on_server_loss: str = "error"
-    verify: str = "first"
-    verify_tolerance: float = TOLERANCE
-    samples_older: bool = False
     overlap: bool = False
 
     @property

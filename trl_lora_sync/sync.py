@@ -15,7 +15,7 @@ import torch
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
@@ -23,11 +23,10 @@ from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
-from trl_lora_sync.verify import Evidence, Scores, TrainedBase, Trial
+from trl_lora_sync.verify import Evidence, ReadAdapter, Scores, TrainedBase, Trial
 
 logger = logging.getLogger(__name__)
 
-ReadAdapter = Callable[[Capabilities], CanonicalAdapter]
 ScoreAdapter = Callable[[], Scores | None]
 
 
@@ -73,7 +72,7 @@ class AdapterSync:
         fleet.connect(
             lambda server: Deadline.after(settings.startup_timeout_s, f"Waiting for the server at {server.base_url}")
         )
-        adapter = read(fleet.capabilities)
+        adapter = read(fleet.capabilities.needs_fused_siblings)
         self._transport = transport_for(settings, [server.sends_content for server in fleet.servers])
         deadline = self._control_deadline("Preparing the adapter folder")
         self.transport.open(deadline)
@@ -123,7 +122,7 @@ class AdapterSync:
         deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
         timer = timer or PhaseTimer()
         with timer.phase("gather"):
-            adapter = read(self.fleet.capabilities)
+            adapter = read(self.fleet.capabilities.needs_fused_siblings)
         if _layout_of(adapter) != self._layout:  # a server may ignore a module that it was not tried with
             self._layout = _layout_of(adapter)
             self.fleet.forget_proofs()

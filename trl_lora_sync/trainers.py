@@ -9,10 +9,17 @@ import trl
 
 from trl_lora_sync import _trl
 from trl_lora_sync.config import GRPOConfig, LoRASyncConfig
-from trl_lora_sync.trl_checks import check_arguments, check_built, check_overlap, check_trainer, trl_classes
+from trl_lora_sync.trl_checks import (
+    check_arguments,
+    check_built,
+    check_colocate,
+    check_overlap,
+    check_trainer,
+    trl_classes,
+)
+from trl_lora_sync.versions import VLLM_COLOCATE, warn
 
 if TYPE_CHECKING:
-    from trl_lora_sync.generation import LoRASyncGeneration
     from trl_lora_sync.lookahead import LookAhead
     from trl_lora_sync.metrics import SyncReport, SyncTotals
 
@@ -39,7 +46,7 @@ class LoRASyncTrainer:
     model: Any
     add_callback: Any
     args: Any
-    vllm_generation: "LoRASyncGeneration"
+    vllm_generation: Any
     state: Any
     _step: int
     _totals: "SyncTotals | None" = None  # of the training that runs
@@ -56,7 +63,6 @@ class LoRASyncTrainer:
             return
         from trl_lora_sync.adapter.support import check_model
         from trl_lora_sync.config import check_overlap_arguments, check_reference, check_sync_fields, sync_settings
-        from trl_lora_sync.generation import LoRASyncGeneration
         from trl_lora_sync.run_log import RunLog
 
         check_trainer(type(self))
@@ -69,15 +75,17 @@ class LoRASyncTrainer:
         settings = sync_settings(config)
         is_new = not hasattr(given["model"], "peft_config")
 
-        def build(*arguments: Any, **named: Any) -> LoRASyncGeneration:
-            check_arguments(LoRASyncGeneration, *arguments, **named)
-            return LoRASyncGeneration(*arguments, **named, settings=settings, on_sync=self._record_sync, is_new=is_new)
+        generation_class = _generation_class(config)
+
+        def build(*arguments: Any, **named: Any) -> Any:
+            check_arguments(generation_class, *arguments, **named)
+            return generation_class(*arguments, **named, settings=settings, on_sync=self._record_sync, is_new=is_new)
 
         with _trl.generation_class(type(self), build):
             super().__init__(*args, **kwargs)
-        check_built(self, LoRASyncGeneration)
+        check_built(self, generation_class)
         self.add_callback(RunLog(self))
-        if settings.overlap:
+        if config.lora_sync_overlap:
             self._start_overlap()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,6 +184,25 @@ class LoRASyncTrainer:
         _trl.record_metrics(
             self, report.metrics(), latest=frozenset({f"{PREFIX}{name}" for name in ("version", "servers", "verified")})
         )
+
+
+def _generation_class(config: Any) -> Any:
+    """What samples for a trainer: on servers, or in this process.
+
+    Raises:
+        UnsupportedSettingError: vLLM is not installed in this environment, where colocate mode needs it.
+        UnsupportedTRLError: the installed TRL has something that colocate mode needs in another form.
+    """
+    if config.vllm_mode == "server":
+        from trl_lora_sync.generation import LoRASyncGeneration
+
+        return LoRASyncGeneration
+    from trl_lora_sync.colocate.engine import installed_version
+    from trl_lora_sync.colocate.generation import ColocateGeneration
+
+    warn(logger, VLLM_COLOCATE.caution(installed_version()))
+    check_colocate()
+    return ColocateGeneration
 
 
 def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

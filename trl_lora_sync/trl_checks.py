@@ -26,6 +26,8 @@ from trl_lora_sync.versions import TRL, warn
 logger = logging.getLogger(__name__)
 
 GENERATION_MODULE, GENERATION_CLASS = "trl.generation.vllm_generation", "VLLMGeneration"
+# What builds the engine in colocate mode; in the module of the generation class.
+ENGINE_CLASS = "LLM"
 # Where a trainer keeps the step of its last sync.
 LAST_SYNC_FIELDS = ("_last_loaded_step", "_last_vllm_sync_step")
 _GENERATE_PARAMETERS = ("self", "prompts", "images", "num_generations", "profiler")
@@ -123,6 +125,27 @@ def check_trainer(trainer_class: type) -> None:
     _raise_if_changed(changes)
 
 
+def check_colocate() -> None:
+    """Look for what colocate mode relies on in TRL's generation class.
+
+    Raises:
+        UnsupportedTRLError: the installed TRL has something in another form.
+    """
+    module = import_module(GENERATION_MODULE)
+    generation, changes = getattr(module, GENERATION_CLASS), []
+    if not hasattr(module, ENGINE_CLASS):
+        changes.append(f"{GENERATION_MODULE} has no {ENGINE_CLASS}")
+    for method, wanted in (
+        ("_init_vllm", f"{ENGINE_CLASS}("),
+        ("generate", "self.llm.generate("),
+        ("__init__", "self.tensor_parallel_size = "),
+    ):
+        tree = _function_tree(getattr(generation, method))
+        if tree is not None and wanted not in ast.unparse(tree):
+            changes.append(f"{GENERATION_CLASS}.{method} has no {wanted.rstrip('(= ')}")
+    _raise_if_changed(changes)
+
+
 def check_overlap(trainer_class: type) -> None:
     """Look for what sampling one batch ahead relies on in a trainer.
 
@@ -191,7 +214,7 @@ def check_arguments(generation_class: type, /, *args: Any, **kwargs: Any) -> Non
     Raises:
         UnsupportedTRLError: one of these has another value than its default.
     """
-    signature = inspect.signature(generation_class.__base__.__init__)  # type: ignore[misc]
+    signature = inspect.signature(trl_classes(generation_class)[0].__init__)  # type: ignore[misc]
     given = signature.bind(None, *args, **kwargs).arguments
     _raise_if_changed(
         [

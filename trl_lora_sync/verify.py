@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.canonical import CanonicalAdapter
-    from trl_lora_sync.engines.base import Capabilities
+
+# Reads the adapter, given whether q/k/v and gate/up must come complete.
+ReadAdapter = Callable[[bool], "CanonicalAdapter"]
 
 # Small token ids, which every vocabulary has, in no order that a text would have.
 PROBE_PROMPT = tuple((37 * place + 11) % 200 for place in range(24))
@@ -58,7 +60,7 @@ class Trial:
         logprobs: log-probabilities of `PROBE_PROMPT` under it, as the trainer's model computes them.
     """
 
-    read: "Callable[[Capabilities], CanonicalAdapter]"
+    read: ReadAdapter
     logprobs: Sequence[float]
 
 

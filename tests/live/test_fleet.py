@@ -229,8 +229,8 @@ def test_vllm_and_sglang_serve_one_adapter_together(clean_server: VLLMServer, ba
         assert fake.host_adapters == []
 
 
-def read(model: Any, served: Any) -> Any:
-    return read_adapter(model, dtype=torch.float32, fused_siblings=served.needs_fused_siblings)
+def read(model: Any, fused_siblings: bool) -> Any:
+    return read_adapter(model, dtype=torch.float32, fused_siblings=fused_siblings)
 
 
 def any_base(model: Any) -> TrainedBase:

@@ -131,7 +131,7 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         # Another trainer takes accelerate's state over, so the first one is no longer used.
         "wrong_key": attempt(wrong_key),
         "refused_feature": attempt(lambda: start(proxy_url, peft_config=lora(use_dora=True))),
-        "refused_setting": attempt(lambda: start(proxy_url, vllm_mode="colocate")),
+        "refused_setting": attempt(lambda: start(proxy_url, vllm_mode="colocate", lora_sync_pause="drain")),
         "broken_reward": attempt(lambda: train_on_a_broken_reward(proxy_url, model, folder)),
     }
     return seen | {"process": {"result": os.getpid()}, "client": {"result": hasattr(generation, "vllm_client")}}

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+import trl_lora_sync.adapter_generation
 import trl_lora_sync.distributed
-import trl_lora_sync.generation
 from support.launch import end_process
 from support.models import base_weights, lora, nf4, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
@@ -137,8 +137,8 @@ def copy_policy(trainer: GRPOTrainer, copy: nn.Module) -> None:
     assert all("lora_" not in name for name in missing.missing_keys), missing
 
 
-def make_trainer(way: str, folder: Path, url: str, model: Path) -> GRPOTrainer:
-    trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 400}
+def make_trainer(way: str, folder: Path, url: str, model: Path, **changes: Any) -> GRPOTrainer:
+    trainer_class, config = GRPOTrainer, {"max_steps": 2, "ddp_timeout": 400, **changes}
     if way.endswith(WITH_RLOO):
         trainer_class, config["config_class"] = RLOOTrainer, RLOOConfig
         way = way.removesuffix(WITH_RLOO)
@@ -215,13 +215,14 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         return reports[0].metrics()
 
     def disproved() -> None:
-        score = trl_lora_sync.generation.adapter_logprobs
-        trl_lora_sync.generation.adapter_logprobs = lambda *args, **kwargs: [x - 2 for x in score(*args, **kwargs)]
+        module = trl_lora_sync.adapter_generation
+        score = module.adapter_logprobs
+        module.adapter_logprobs = lambda *args, **kwargs: [x - 2 for x in score(*args, **kwargs)]
         set_proof(generation, is_proven=False)
         try:
             generation.sync_weights()
         finally:
-            trl_lora_sync.generation.adapter_logprobs = score
+            module.adapter_logprobs = score
 
     def saved() -> Outcome | None:
         """What the end of a script saves, compared with what PEFT saves of the policy in one piece."""

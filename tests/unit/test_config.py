@@ -154,12 +154,7 @@ def test_defaults_of_adapter_sync_are_accepted(make: Callable[..., GRPOConfig]) 
 # Refusals
 
 REFUSED = [
-    ({"use_vllm": False}, "use_vllm=False.*loaded by a server.*Set use_vllm=True"),
-    (
-        {"vllm_mode": "colocate"},
-        "vllm_mode='colocate' \\(TRL's default, which applies if it is not set\\).*not supported yet.*"
-        'Set vllm_mode="server" and start a server with `trl-lora-sync serve vllm MODEL`',
-    ),
+    ({"use_vllm": False}, "use_vllm=False.*loaded by vLLM or SGLang.*Set use_vllm=True"),
     ({"lora_sync_keep": 0}, "lora_sync_keep=0.*at least the active version.*1 or more"),
     ({"lora_sync_keep": -1}, "lora_sync_keep=-1"),
     ({"generation_kwargs": {"n": 2, "seed": 1, "model": "base"}}, "generation_kwargs with 'model', 'n'.*Remove them"),
@@ -215,7 +210,7 @@ def test_overlap_without_adapter_sync_is_refused(fields: dict[str, Any], tmp_pat
 
 
 def test_overlap_in_colocate_mode_is_refused(make: Callable[..., GRPOConfig]) -> None:
-    with pytest.raises(UnsupportedSettingError, match="vllm_mode='colocate'"):
+    with pytest.raises(UnsupportedSettingError, match='lora_sync_overlap=1 cannot be used with vllm_mode="colocate"'):
         make(vllm_mode="colocate", lora_sync_overlap=1)
 
 
@@ -312,10 +307,20 @@ def test_defaults_fit_the_default_ddp_timeout(make: Callable[..., GRPOConfig], m
     make()
 
 
+def test_engines_that_do_not_share_the_processes_out_are_refused(
+    make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL refuses them too, but after the model has been loaded."""
+    monkeypatch.setattr(GRPOConfig, "world_size", 4)
+    make(vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    with pytest.raises(UnsupportedSettingError, match=r"vllm_tensor_parallel_size=3 .* 4 training process.* multiple"):
+        make(vllm_mode="colocate", vllm_tensor_parallel_size=3)
+
+
 def test_field_changed_after_construction_is_seen_by_the_second_check(make: Callable[..., GRPOConfig]) -> None:
     args = make()
-    args.vllm_mode = "colocate"
-    with pytest.raises(UnsupportedSettingError, match="vllm_mode='colocate'"):
+    args.vllm_mode = "elsewhere"
+    with pytest.raises(UnsupportedSettingError, match="vllm_mode='elsewhere' is not known"):
         check_sync_fields(args)
 
 

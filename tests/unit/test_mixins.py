@@ -111,8 +111,8 @@ def test_configuration_pickles_and_checks_the_same(config: type[Any], folder: st
     assert pickle.loads(pickle.dumps(made)).lora_sync_keep == 3
     with pytest.raises(UnsupportedSettingError, match="lora_sync_keep=0"):
         config(output_dir=folder, **ON_CPU, **SYNC, lora_sync_keep=0)
-    with pytest.raises(UnsupportedSettingError, match="vllm_mode='colocate'"):
-        config(output_dir=folder, **ON_CPU, **{**SYNC, "vllm_mode": "colocate"})
+    with pytest.raises(UnsupportedSettingError, match=r'lora_sync_pause=.* cannot be used with vllm_mode="colocate"'):
+        config(output_dir=folder, **ON_CPU, **{**SYNC, "vllm_mode": "colocate"}, lora_sync_pause="drain")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1].__name__)
@@ -206,6 +206,12 @@ def test_teacher_on_a_server_that_is_sampled_is_refused(
         config(output_dir=folder, **ON_CPU, **SYNC, **fields, teacher_model_server_url=url)
     assert f"teacher_model_server_url={url!r} cannot be used" in str(caught.value)
     assert "without the adapter that is trained" in str(caught.value)
+
+
+def test_teacher_at_the_default_url_is_not_refused_where_no_server_is_sampled(folder: str) -> None:
+    colocate = {**SYNC, "vllm_mode": "colocate"}
+    url = "http://localhost:8000"
+    ServerDistillationSyncConfig(output_dir=folder, **ON_CPU, **colocate, teacher_model_server_url=url)
 
 
 @pytest.mark.parametrize("url", ["http://localhost:8001", "http://gpu8:8000"])

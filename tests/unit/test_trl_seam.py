@@ -95,8 +95,8 @@ def test_peft_model_is_checked_by_the_config_it_carries(arguments: dict[str, Any
 
 
 def test_setting_changed_after_the_config_was_made_is_refused(arguments: dict[str, Any]) -> None:
-    arguments["args"].vllm_mode = "colocate"
-    with pytest.raises(UnsupportedSettingError, match="vllm_mode='colocate'"):
+    arguments["args"].lora_sync_keep = 0
+    with pytest.raises(UnsupportedSettingError, match="lora_sync_keep=0"):
         GRPOTrainer(**arguments, peft_config=LoraConfig())
 
 
@@ -304,6 +304,8 @@ def test_only_the_first_process_warns(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 class NewerGeneration(VLLMGeneration):  # type: ignore[misc]
     """With a parameter that a TRL to come may have."""
+
+    __module__ = VLLMGeneration.__module__
 
     def __init__(self, model: Any, presence_penalty: float = 0.0, temperature: float = 1.0) -> None:
         """Needs nothing."""

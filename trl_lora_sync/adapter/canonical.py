@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from types import BuiltinFunctionType
 
 import torch
 from torch import Tensor
@@ -277,6 +278,10 @@ def one_cpu_thread() -> Iterator[None]:
     long on 16 virtual ones.
     """
     threads = torch.get_num_threads()
+    # A CPU build of vLLM in this process replaces this function with a warning (0.31, v1/worker/cpu_worker.py).
+    if threads == 1 or not isinstance(torch.set_num_threads, BuiltinFunctionType):
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield

@@ -43,6 +43,21 @@ class FlatAdapter(CanonicalAdapter):
         return self.with_tensors(split_flat(host, {key: tensor.shape for key, tensor in self.tensors.items()}))
 
 
+def flat_adapter(described: CanonicalAdapter, flat: Tensor, shapes: dict[str, torch.Size]) -> FlatAdapter:
+    """An adapter like `described` whose tensors of these shapes follow each other in `flat`."""
+    tensors = split_flat(flat, shapes)
+    return FlatAdapter(
+        tensors=tensors,
+        rank=described.rank,
+        dtype=described.dtype,
+        target_modules=described.target_modules,
+        base_model=described.base_model,
+        fan_in_fan_out=described.fan_in_fan_out,
+        header=header_of(tensors, METADATA),
+        flat=flat,
+    )
+
+
 @dataclass(frozen=True)
 class _Plan:
     """Where each matrix goes; for one list of modules, whatever their values and scalings are.

@@ -1,0 +1,264 @@
+"""Colocate mode: TRL's own and this package's, the same GRPO run one after the other on one GPU.
+
+    python benchmarks/colocate.py --shape 8b                          # vLLM beside TRL in this environment, one GPU
+    python benchmarks/colocate.py --shape tiny --arms runtime         # on a CPU, to see that it works
+
+Makes a random-weight model in the shape of Qwen3 and trains it in a process for each arm: `weights` is TRL's merge into
+vLLM, `runtime` writes adapters into vLLM's slots. Each process reports the time until the trainer is ready, each step
+with its sync and its generation, tokens per second through `trainer.vllm_generation.llm`, the GPU memory that the
+driver reports, and how many elements of the trainer's base differ from the checkpoint at the end.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo"), str(ROOT / "benchmarks")]
+
+ARMS = {"weights": {"vllm_sync_strategy": "weights"}, "runtime": {"vllm_sync_strategy": "lora_adapter"}}
+PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an old clock", "rain"]
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PLACES = ("--model", "--out")
+
+
+def main() -> None:
+    args = parse_args()
+    if args.arm:
+        measure(args)
+        return
+    from run_environment import run_environment
+    from versus.results import command_line
+    from versus.shapes import write_model
+
+    from trl_lora_sync.colocate.engine import installed_version
+
+    on_gpu = args.shape != "tiny"
+    with tempfile.TemporaryDirectory(prefix="colocate-", dir="/dev/shm") as folder:
+        model = args.model or write_model(Path(folder) / f"qwen3-{args.shape}", args.shape, "cuda" if on_gpu else "cpu")
+        result: dict[str, Any] = {
+            "benchmark": "colocate",
+            **run_environment("vllm", installed_version()),
+            "command": command_line(PLACES),
+            "shape": args.shape,
+            "rank": args.rank,
+            "arms": {},
+        }
+        for arm in args.arms:
+            found = result["arms"][arm] = run(arm, model, Path(folder), on_gpu=on_gpu)
+            print(arm, json.dumps({name: value for name, value in found.items() if name != "end"}), flush=True)
+            if args.out:  # what is measured is kept if the machine goes
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run(arm: str, model: Path, folder: Path, *, on_gpu: bool) -> dict[str, Any]:
+    """Measure one arm in a process of its own; its outcome, or the end of its output."""
+    out, log = folder / f"{arm}.json", folder / f"{arm}.log"
+    command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--model", str(model), "--out", str(out)]
+    with log.open("wb") as output, driver_memory(on_gpu) as peak:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=900).returncode
+    text = log.read_text(errors="replace")
+    if code:
+        print(text[-6000:], flush=True)
+        return {"failed": code, "end": text[-1500:], "driver_peak_gib": peak["gib"]}
+    return {**json.loads(out.read_text()), "driver_peak_gib": peak["gib"]}
+
+
+@contextmanager
+def driver_memory(on_gpu: bool) -> Iterator[dict[str, float | None]]:
+    """The most memory of the first GPU in use while the block lasts, as the driver says."""
+    found: dict[str, float | None] = {"gib": None}
+    if not on_gpu:
+        yield found
+        return
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.2):
+            found["gib"] = max(found["gib"] or 0.0, memory_used_gib())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def memory_used_gib() -> float:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) / 1024
+
+
+# In the process of one arm
+
+
+def measure(args: argparse.Namespace) -> None:
+    import torch
+
+    on_gpu = args.shape != "tiny"
+    started = time.perf_counter()
+    trainer = make_trainer(args, on_gpu=on_gpu)
+    ready_s = time.perf_counter() - started
+    syncs, generations = timed(trainer.vllm_generation, "sync_weights"), timed(trainer.vllm_generation, "generate")
+    steps: list[float] = []
+    note_steps(trainer, steps)
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
+    found = {
+        "ready_s": ready_s,
+        "step_s": steps,
+        "sync_s": syncs,
+        "generate_s": generations,
+        "median_sync_ms": 1e3 * statistics.median(syncs[1:]),
+        "median_step_s": statistics.median(steps[1:]),
+        "logprob_gap": [row["sampling/sampling_logp_difference/mean"] for row in log],
+        "verified": [row.get("lora_sync/verified") for row in log],
+        "own_sync_s": [row.get("lora_sync/total_s") for row in log],
+        "load_s": [row.get("lora_sync/load_s") for row in log],
+        "gather_s": [row.get("lora_sync/gather_s") for row in log],
+        "driver_after_training_gib": memory_used_gib() if on_gpu else None,
+        "allocated_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "changed_share_of_base": changed_share(trainer, args.model),
+    }
+    trainer.vllm_generation.sync_weights()
+    found["tokens_per_s"] = {str(count): tokens_per_s(trainer, count, args.tokens) for count in args.at_once}
+    args.out.write_text(json.dumps(found))
+
+
+def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from trl_lora_sync import GRPOConfig, GRPOTrainer
+
+    fields = {
+        "output_dir": str(args.out.parent / f"out-{args.arm}"),
+        "use_vllm": True,
+        "vllm_gpu_memory_utilization": args.utilisation,
+        "vllm_max_model_length": 1024,
+        "per_device_train_batch_size": args.per_device,
+        "gradient_accumulation_steps": args.completions // args.per_device,
+        "num_generations": 8,
+        "max_completion_length": args.tokens,
+        "max_steps": args.steps,
+        "learning_rate": 1e-5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "gradient_checkpointing": True,
+        "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "generation_kwargs": {"ignore_eos": True},
+    }
+    return GRPOTrainer(
+        model=str(args.model),
+        reward_funcs=lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids],
+        args=GRPOConfig(**fields, **ARMS[args.arm]),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 16}),
+        peft_config=LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=PROJECTIONS),
+    )
+
+
+def timed(generation: Any, method: str) -> list[float]:
+    """The seconds of each call of a method from now on; what it left on the GPU is waited for."""
+    import torch
+
+    seconds: list[float] = []
+    original = getattr(generation, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        answer = original(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        return answer
+
+    setattr(generation, method, call)
+    return seconds
+
+
+def note_steps(trainer: Any, seconds: list[float]) -> None:
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        started = 0.0
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            seconds.append(time.perf_counter() - self.started)
+
+    trainer.add_callback(Clock())
+
+
+def changed_share(trainer: Any, model: Path) -> float:
+    """The share of the elements of the adapted layers' base weights that differ from the checkpoint."""
+    import torch
+    from safetensors import safe_open
+
+    layers = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): weight
+        for name, weight in trainer.model.named_parameters()
+        if ".base_layer." in name
+    }
+    changed = total = 0
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
+                if name in layers:
+                    original = tensors.get_tensor(name).to(layers[name].device)
+                    changed += int((original.view(torch.int16) != layers[name].data.view(torch.int16)).sum())
+                    total += original.numel()
+    return changed / total
+
+
+def tokens_per_s(trainer: Any, count: int, tokens: int) -> float:
+    """Tokens per second of one generation of `count` completions, after a short one."""
+    from vllm import SamplingParams
+
+    llm = trainer.vllm_generation.llm
+    prompts = [{"prompt_token_ids": [1 + (7 * row + place) % 400 for place in range(16)]} for row in range(count)]
+    for length in (8, tokens):
+        start = time.perf_counter()
+        sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
+        llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
+    return count * tokens / (time.perf_counter() - start)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=["tiny", "0.6b", "8b", "32b"], required=True)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--completions", type=int, default=32, help="for each step")
+    parser.add_argument("--per-device", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512, help="of each completion")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--utilisation", type=float, default=0.3, help="vllm_gpu_memory_utilization")
+    parser.add_argument("--model", type=Path, help="a checkpoint of this shape; made if not given")
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

@@ -1,0 +1,41 @@
+"""Fixtures of the colocate tier, which runs in an environment with vLLM: `.venv-colocate`, made by `make`.
+
+Everything is float32, in the trainer and in the engine, so that served and trained log-probabilities agree to 1e-4.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            if not has_vllm:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not in this environment; run: make test-colocate"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _readable_weights() -> None:
+    """Let the engine keep its weights as they are; a CPU build packs them and leaves an empty parameter (0.31)."""
+    utils = pytest.importorskip("vllm.model_executor.layers.utils", reason="run: make test-colocate")
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep

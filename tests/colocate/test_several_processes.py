@@ -1,0 +1,120 @@
+"""Colocate mode with two training processes: each with an engine, or one engine for both.
+
+Run by the Python of `.venv-colocate`, which has vLLM beside the trainer. One launch per way.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launch import CPU_ENV, TESTS, check_launchers, launch
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+Seen = dict[str, Any]
+# What a hang would exceed; a launch takes 20 to 50 s.
+TIMEOUT_S = 90.0
+# Of log-probabilities; trainer and engine compute in float32.
+EXACT = 1e-4
+SHARDED = ("fsdp2", "zero3")
+ACCELERATE = {
+    "ddp": ["--multi_gpu"],
+    "fsdp2": ["--multi_gpu"],
+    "zero2": ["--use_deepspeed", "--zero_stage", "2"],
+    "zero3": ["--use_deepspeed", "--zero_stage", "3"],
+}
+
+
+@pytest.fixture(scope="module", params=["ddp", "ddp+tp2", "fsdp2", "zero3"])
+def launched(request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return launch_way(request.param, base_model, tmp_path_factory.mktemp(request.param))
+
+
+def launch_way(way: str, model: Path, folder: Path) -> Seen:
+    launcher = way.partition("+")[0]
+    if launcher.startswith("zero"):
+        check_launchers()
+    env = {} if launcher.startswith("zero") else CPU_ENV
+    script = TESTS / "support" / "colocate_ways.py"
+    values = [way, str(folder), str(model)]
+    return launch(script, values, folder, ACCELERATE[launcher], env=env, timeout_s=TIMEOUT_S) | {"way": way}
+
+
+def on_all(launched: Seen, step: str) -> list[Any]:
+    """What `step` returned on each process."""
+    for seen in launched["seen"]:
+        assert "result" in seen[step], seen[step].get("traceback")
+    return [seen[step]["result"] for seen in launched["seen"]]
+
+
+def test_what_is_sampled_at_each_step_is_the_trained_policy(launched: Seen) -> None:
+    engines = 1 if launched["way"].endswith("+tp2") else 2
+    for steps in on_all(launched, "train"):
+        assert [step["lora_sync/version"] for step in steps] == [1, 2]
+        assert [step["lora_sync/servers"] for step in steps] == [engines, engines]
+        assert [step["lora_sync/verified"] for step in steps] == [1.0, 1.0]
+        assert all(step["sampling/sampling_logp_difference/max"] < EXACT for step in steps)
+
+
+def test_completions_of_each_process_are_of_the_policy_in_one_piece(launched: Seen) -> None:
+    for outcome in on_all(launched, "trained"):
+        assert outcome["distance"] < EXACT
+        assert outcome["moved"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        ("not_finite", "AdapterNotFiniteError", "NaN or infinity"),
+        ("wrong_slot", "VerificationError", "the slot holds other bits"),
+        ("disproved", "VerificationError", "computes something else"),
+        ("different", "VerificationError", "hold different adapters"),
+    ],
+    ids=["NaN in its matrices", "its slot", "its log-probabilities", "its matrices differ"],
+)
+def test_a_sync_that_fails_on_process_1_raises_on_both_and_the_previous_version_stays(
+    step: str, error: str, words: str, launched: Seen
+) -> None:
+    if step == "different" and launched["way"] in SHARDED:
+        pytest.skip("sharded processes hold parts of one adapter")
+    for seen in launched["seen"]:
+        assert seen[step].get("error") == error, seen[step]
+        assert words in seen[step]["message"]
+    before, after = on_all(launched, "active"), on_all(launched, f"after_{step}")
+    assert [outcome["active"] for outcome in after] == before
+    assert all(outcome["distance"] < EXACT for outcome in after)
+
+
+def test_a_replaced_adapter_on_process_1_stops_the_generation_of_both(launched: Seen) -> None:
+    for seen in launched["seen"]:
+        assert seen["lost_slot"].get("error") == "VerificationError", seen["lost_slot"]
+        assert "has replaced the adapter" in seen["lost_slot"]["message"]
+    assert all(outcome["distance"] < EXACT for outcome in on_all(launched, "after_lost_slot"))
+
+
+def test_random_numbers_of_one_process_do_not_part_the_processes_of_an_engine(launched: Seen) -> None:
+    """Each process of an engine draws its own tokens, and would go on with others than the rest computes."""
+    assert all(outcome["distance"] < EXACT for outcome in on_all(launched, "after_random_numbers"))
+
+
+def test_training_goes_on_after_failures(launched: Seen) -> None:
+    first, second = on_all(launched, "new")
+    assert first["active"] == second["active"] != on_all(launched, "active")[0]
+    assert all(outcome["distance"] < EXACT for outcome in (first, second))
+
+
+def test_a_sync_moves_no_parameter_but_the_adapter(launched: Seen) -> None:
+    """Every collective of torch is counted; what else moves are outcomes, pickled."""
+    for outcome in on_all(launched, "traffic"):
+        size, counted = outcome["adapter_bytes"], outcome["bytes"]
+        is_sharded = launched["way"] in SHARDED
+        assert outcome["is_sharded"] == is_sharded
+        assert counted.pop("reduce_", []) == ([size] if is_sharded else [])
+        large = [moved for calls in counted.values() for moved in calls if moved > size // 4]
+        assert large == ([size] if is_sharded else []), counted
+
+
+def test_base_weights_stay_bit_for_bit(launched: Seen) -> None:
+    for outcome in on_all(launched, "bases"):
+        assert outcome["served"]
+        assert outcome["trained"]
+        assert outcome["served_elements"] > 100_000

@@ -1,0 +1,96 @@
+"""Trainers with vLLM in this process, and what their engine samples."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.models import lora
+from support.policies import Row, distance, sample, token_ids
+from support.trainers import mean_byte, prompts
+from trl_lora_sync import GRPOConfig, GRPOTrainer
+
+# Between served and trained log-probabilities in float32; measured 1.5e-6.
+EXACT = 1e-4
+# Mean distance to the base model or to another version, of the adapters of `randomize_adapter`; measured 0.1 and more.
+OTHER_POLICY = 0.03
+
+
+def colocate_trainer(
+    model: Path,
+    folder: Path,
+    *,
+    trainer_class: type[Any] = GRPOTrainer,
+    config_class: type[Any] = GRPOConfig,
+    reward_funcs: Callable[..., list[float]] = mean_byte,
+    trainer_kwargs: dict[str, Any] | None = None,
+    **config: Any,
+) -> Any:
+    """A trainer through the public interface, in float32, with fields of its configuration changed by `config`."""
+    fields = {
+        "output_dir": str(folder / "out"),
+        "use_vllm": True,
+        "vllm_sync_strategy": "lora_adapter",
+        "lora_sync_dtype": "float32",
+        "model_init_kwargs": {"dtype": "float32"},
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 16,
+        "max_steps": 3,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    return trainer_class(
+        model=str(model),
+        args=config_class(**{**fields, **config}),
+        reward_funcs=reward_funcs,
+        train_dataset=prompts(),
+        eval_dataset=prompts(["to be evaluated"] * 4),
+        peft_config=lora(),
+        **(trainer_kwargs or {}),
+    )
+
+
+def answered(llm: Any, asked: Sequence[list[int]], *, method: str = "generate", **changes: Any) -> list[Row]:
+    """What the engine samples for prompts of token ids, asked directly, with the log-probabilities that it gives."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=12, temperature=1.0, logprobs=0, ignore_eos=True)
+    texts = [{"prompt_token_ids": ids} for ids in asked]
+    return rows_of(getattr(llm, method)(texts, sampling_params=params, use_tqdm=False, **changes))
+
+
+def rows_of(outputs: Sequence[Any]) -> list[Row]:
+    """The first completion of each of vLLM's outputs."""
+    return [
+        (
+            list(output.prompt_token_ids),
+            list(output.outputs[0].token_ids),
+            torch.tensor([next(iter(place.values())).logprob for place in output.outputs[0].logprobs]),
+        )
+        for output in outputs
+    ]
+
+
+def is_exact(model: torch.nn.Module, rows: list[Row]) -> bool:
+    """Whether `rows` were sampled from the model as it is now, to `EXACT`."""
+    return bool(distance(model, rows).max() < EXACT)
+
+
+def samples_policy(trainer: Any) -> bool:
+    """Whether both ways of asking answer from the adapter as it is now, and that is not the base model."""
+    asked = [token_ids(seed) for seed in (1, 2)]
+    rows = sample(trainer.vllm_generation, asked) + answered(trainer.vllm_generation.llm, asked)
+    return is_exact(trainer.model, rows) and base_distance(trainer.model, rows) > OTHER_POLICY
+
+
+def base_distance(model: Any, rows: list[Row]) -> float:
+    """Mean distance of rows to the model without its adapter."""
+    with model.disable_adapter():
+        return float(distance(model, rows).mean())

@@ -1,0 +1,206 @@
+"""Colocate mode in several processes: accelerate launch ... colocate_ways.py WAY FOLDER MODEL
+
+WAY is one of `ways.py`, with `+tp2` for one engine of both processes. Trains a few steps, then lets one process fail in
+several ways. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+
+from support.launch import end_process
+from support.models import base_weights, peft_model, randomize_adapter, same_tensors
+from support.policies import distance, sample, token_ids
+from support.trainers import steps_of
+from support.two_processes import Outcome, attempt
+from support.ways import Traffic, copy_policy, make_trainer
+from trl_lora_sync.colocate import engine
+from trl_lora_sync.errors import VerificationError
+from trl_lora_sync.shards import is_sharded, shards_of
+
+TP2 = "+tp2"
+
+
+def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
+    keep_rows()
+    keep_apart()
+    set_seed(0)
+    untrained, copy = (peft_model(base) for _ in range(2))  # before the trainer, see `ways.run_way`
+    size = 2 if way.endswith(TP2) else 1
+    trainer = make_trainer(
+        way.removesuffix(TP2),
+        folder,
+        "",
+        base,
+        vllm_mode="colocate",
+        vllm_server_base_url=None,
+        vllm_tensor_parallel_size=size,
+        vllm_max_model_length=256,
+        lora_sync_dtype="float32",
+        model_init_kwargs={"dtype": "float32"},
+    )
+    generation, process = trainer.vllm_generation, trainer.accelerator.process_index
+    prompts = [token_ids(2 * process + number) for number in range(2)]
+    served_base = served_weights(generation.llm)
+    randomize_adapter(generation.model, seed=1)  # before it is sharded
+    seen = {"train": attempt(lambda: trainer.train() and steps_of(trainer))}
+
+    def sampled() -> Outcome:
+        """How far what is sampled is from the policy in one piece, and from the base."""
+        copy_policy(trainer, copy)
+        rows = sample(generation, prompts)
+        return {
+            "active": generation._active_name,
+            "distance": distance(copy, rows).max().item(),
+            "moved": distance(untrained, rows).mean().item(),
+        }
+
+    def bases() -> Outcome:
+        copy_policy(trainer, copy)
+        served = served_weights(generation.llm)
+        return {
+            "served": same_tensors(served, served_base),
+            "served_elements": sum(value.numel() for value in served.values()),
+            "trained": same_tensors(base_weights(copy), base_weights(untrained)),
+        }
+
+    def traffic() -> Outcome:
+        with Traffic() as counted:
+            generation.sync_weights()
+        layout = generation._layout
+        return {
+            "is_sharded": is_sharded(generation.model),
+            "bytes": counted.bytes,
+            "adapter_bytes": 4 * sum(shape.numel() for _, shape in layout),
+        }
+
+    def failing(fault: Callable[[], Any]) -> None:
+        """A sync of other weights, with a fault on process 1; the weights are put back afterwards."""
+        with changed(trainer, lambda values: values.mul_(1.5)), fault():
+            generation.sync_weights()
+
+    def not_finite() -> Any:
+        return changed(trainer, lambda values: values.fill_(torch.nan), processes=[1])
+
+    @contextmanager
+    def replaced(owner: Any, name: str, act: Callable[..., Any]) -> Iterator[None]:
+        original = getattr(owner, name)
+        if process == 1:
+            setattr(owner, name, act)
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+    def wrong_slot() -> Any:
+        def compare(*_: Any) -> None:
+            raise VerificationError("the slot holds other bits")
+
+        generation._is_proven = False  # so that the version would be verified next, by the engine of all
+        return replaced(generation._slots, "_compare", compare)
+
+    @contextmanager
+    def disproved() -> Iterator[None]:
+        """What the trainer computes is another thing than what is served, on process 1 alone."""
+        scores = generation._scores
+
+        def shifted(*args: Any) -> Any:
+            found = scores(*args)
+            return type(found)(base=found.base, adapted=[value - 2 for value in found.adapted])
+
+        generation._is_proven = False
+        with replaced(generation, "_scores", shifted):
+            yield
+
+    def lost_slot() -> None:
+        """Something else is loaded into the active slot on process 1."""
+        slots = generation._slots
+        record = slots._contents[generation._active_id]
+        if process == 1:
+            slots._contents[generation._active_id] = None
+        try:
+            sample(generation, prompts)
+        finally:
+            slots._contents[generation._active_id] = record
+
+    def different() -> None:
+        with changed(trainer, lambda values: values.mul_(1.25), processes=[1]):
+            generation.sync_weights()
+
+    seen["trained"] = attempt(sampled)
+    seen["traffic"] = attempt(traffic)
+    seen["active"] = attempt(lambda: generation._active_name)
+    for name, fault in {"not_finite": not_finite, "wrong_slot": wrong_slot, "disproved": disproved}.items():
+        seen[name] = attempt(lambda fault=fault: failing(fault))
+        seen[f"after_{name}"] = attempt(sampled)
+    if not is_sharded(generation.model):
+        seen["different"] = attempt(different)
+        seen["after_different"] = attempt(sampled)
+    seen["lost_slot"] = attempt(lost_slot)
+    seen["after_lost_slot"] = attempt(sampled)
+    if process == 1:
+        torch.rand(3)  # as dropout takes more random numbers for a larger batch
+    seen["after_random_numbers"] = attempt(sampled)
+    with changed(trainer, lambda values: values.mul_(1.5)):
+        seen["new"] = attempt(sampled)
+    seen["bases"] = attempt(bases)
+    return seen
+
+
+@contextmanager
+def changed(trainer: Any, act: Callable[[Tensor], Any], processes: Any = (0, 1)) -> Iterator[None]:
+    """The parts of the adapter that some processes hold are others while the block lasts."""
+    generation = trainer.vllm_generation
+    linears = generation._linears()
+    shards = shards_of(linears, trainer.model_wrapped)
+    held = [linear.weight if one is None else one.values for linear, one in zip(linears, shards, strict=True)]
+    values = [one.detach() for one in held]
+    before = [value.clone() for value in values]
+    with torch.no_grad():
+        if trainer.accelerator.process_index in processes:
+            for value in values:
+                act(value)
+        try:
+            yield
+        finally:
+            for value, old in zip(values, before, strict=True):
+                value.copy_(old)
+
+
+def served_weights(llm: Any) -> dict[str, Tensor]:
+    """Copies of the weights that vLLM computes with, without those of adapters."""
+    return {name: value.clone() for name, value in engine.served_model(llm).named_parameters() if "lora" not in name}
+
+
+def keep_rows() -> None:
+    """Let CPU builds of vLLM keep linear weights as they are, not packed and out of sight."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def keep_apart() -> None:
+    """Let engines of other runs on this host, and what killed ones left, have other names for shared memory."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name, port = _CPUSHMDistributed.make_group_name, os.environ["MASTER_PORT"]
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"/{port}{name(group).strip('/')}")
+
+
+def main(way: str, folder: str, model: str) -> None:
+    torch.set_num_threads(1)
+    end_process(folder, run_way(way, Path(folder), Path(model)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

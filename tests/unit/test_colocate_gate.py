@@ -1,0 +1,152 @@
+"""Unit tier: the gate that decides which policy a request to an engine in this process is for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trl_lora_sync.colocate.engine import SamplingGate
+from trl_lora_sync.errors import WrongPolicyError
+
+POLICY = SimpleNamespace(lora_name="version-3", lora_int_id=1)
+OTHER = SimpleNamespace(lora_name="version-2", lora_int_id=1)
+
+
+def request(lora_request: Any = None) -> Any:
+    return SimpleNamespace(lora_request=lora_request)
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def gate(calls: list[str]) -> SamplingGate:
+    """With an active version, noting what it calls."""
+
+    @contextmanager
+    def folded() -> Iterator[None]:
+        calls.append("fold")
+        try:
+            yield
+        finally:
+            calls.append("unfold")
+
+    made = SamplingGate(lambda: calls.append("before"), folded)
+    made.policy, made.is_ready = POLICY, True
+    return made
+
+
+def test_request_that_names_no_adapter_is_for_the_policy(gate: SamplingGate) -> None:
+    asked = request()
+    with gate.open():
+        gate.check(asked)
+    assert asked.lora_request is POLICY
+
+
+def test_request_that_names_the_active_version_is_for_the_policy(gate: SamplingGate) -> None:
+    asked = request(SimpleNamespace(lora_name="version-3", lora_int_id=9))
+    with gate.open():
+        gate.check(asked)
+    assert asked.lora_request is POLICY
+
+
+def test_request_for_an_earlier_version_is_refused(gate: SamplingGate) -> None:
+    with gate.open(), pytest.raises(WrongPolicyError, match="'version-2', which is not the active version"):
+        gate.check(request(OTHER))
+
+
+def test_request_for_an_adapter_is_refused_where_the_policy_is_in_the_weights(gate: SamplingGate) -> None:
+    gate.policy = None
+    with gate.open(), pytest.raises(WrongPolicyError, match="'version-2', which is not the active version"):
+        gate.check(request(OTHER))
+
+
+def test_request_outside_a_call_is_refused(gate: SamplingGate) -> None:
+    with gate.open():
+        pass
+    with pytest.raises(WrongPolicyError, match=r"generate\(\) or \.chat\(\)"):
+        gate.check(request())
+
+
+def test_request_before_the_first_version_is_refused(gate: SamplingGate) -> None:
+    gate.is_ready = False
+    with gate.open(), pytest.raises(WrongPolicyError, match="sampled from the base model"):
+        gate.check(request())
+
+
+def test_calls_inside_a_call_are_part_of_it(gate: SamplingGate, calls: list[str]) -> None:
+    with gate.open(), gate.open():
+        gate.check(request())
+    assert calls == ["before", "fold", "unfold"]
+    with pytest.raises(WrongPolicyError):
+        gate.check(request())
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_gate_is_closed_and_the_weights_restored_after_an_error(
+    error: type[BaseException], gate: SamplingGate, calls: list[str]
+) -> None:
+    with pytest.raises(error), gate.open():
+        raise error
+    assert calls == ["before", "fold", "unfold"]
+    with pytest.raises(WrongPolicyError):
+        gate.check(request())
+
+
+def test_gate_stays_closed_if_what_comes_before_fails(calls: list[str]) -> None:
+    def fail() -> None:
+        raise ValueError("the sync failed")
+
+    gate = SamplingGate(fail)
+    gate.policy, gate.is_ready = POLICY, True
+    with pytest.raises(ValueError, match="the sync failed"), gate.open():
+        pytest.fail("the gate was opened")
+    with pytest.raises(WrongPolicyError):
+        gate.check(request())
+
+
+def test_requests_of_our_own_go_to_what_they_are_for_and_nothing_comes_before_them(
+    gate: SamplingGate, calls: list[str]
+) -> None:
+    gate.is_ready = False
+    asked, base = request(), request()
+    with gate.trusted(OTHER), gate.open():
+        gate.check(asked)
+    with gate.trusted(None), gate.open():
+        gate.check(base)
+    assert asked.lora_request is OTHER
+    assert base.lora_request is None
+    assert calls == []
+    assert gate.policy is POLICY
+
+
+def test_policy_is_the_same_after_requests_of_our_own_have_failed(gate: SamplingGate) -> None:
+    with pytest.raises(ValueError, match="no answer"), gate.trusted(OTHER):
+        raise ValueError("no answer")
+    asked = request()
+    with gate.open():
+        gate.check(asked)
+    assert asked.lora_request is POLICY
+
+
+def test_syncs_within_what_comes_before_a_call_are_not_part_of_it() -> None:
+    """A sync verifies a version by requests of its own, before the call that asked for it."""
+    seen = []
+
+    def sync() -> None:
+        trial = request()
+        with gate.trusted(OTHER), gate.open():
+            gate.check(trial)
+        gate.policy, gate.is_ready = POLICY, True
+        seen.append(trial.lora_request)
+
+    gate = SamplingGate(sync)
+    asked = request()
+    with gate.open():
+        gate.check(asked)
+    assert seen == [OTHER]
+    assert asked.lora_request is POLICY

