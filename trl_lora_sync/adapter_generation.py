@@ -131,8 +131,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             return
         if self.accelerator.num_processes > 1:
             raise LoRASyncError(
-                "The adapter has changed since the last sync, so vLLM or SGLang has another policy than the trainer. Call "
-                "trainer.vllm_generation.sync_weights() on every process before sampling on one process alone."
+                "The adapter has changed since the last sync, so samples would come from another policy than the "
+                "trainer's. Call trainer.vllm_generation.sync_weights() on every process before sampling on one process "
+                "alone."
             )
         self.sync_weights()
 

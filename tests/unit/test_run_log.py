@@ -26,12 +26,10 @@ class Run:
     """A training that logs, without a trainer."""
 
     def __init__(self, folder: Path, *, step: int = 0, is_main: bool = True, generate_s: float | None = None) -> None:
-        served = SimpleNamespace(engine="vllm", engine_version="0.31.0", version="0.31.0")
         self.taken = generate_s
         self.metrics: dict[str, Any] = {}
-        generation = SimpleNamespace(
-            fleet=SimpleNamespace(capabilities=served, servers=["one", "two"]), take_generate_s=self._take
-        )
+        summary = {"engine": "vllm", "engine_version": "0.31.0", "servers": 2}
+        generation = SimpleNamespace(engine_summary=summary, take_generate_s=self._take)
         model = lora_model(rank_pattern={"q_proj": 32})
         model.train()
         trainer: Any = SimpleNamespace(
