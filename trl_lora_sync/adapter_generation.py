@@ -132,8 +132,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         if self.accelerator.num_processes > 1:
             raise LoRASyncError(
                 "The adapter has changed since the last sync, so samples would come from another policy than the "
-                "trainer's. Call trainer.vllm_generation.sync_weights() on every process before sampling on one process "
-                "alone."
+                "trainer's. Call trainer.vllm_generation.sync_weights() on every process before sampling on one."
             )
         self.sync_weights()
 
