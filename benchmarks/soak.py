@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader
-from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.scoring import base_logprobs
 from trl_lora_sync.settings import ServerAddress, SyncSettings
@@ -169,9 +169,9 @@ def settings_for(args: argparse.Namespace) -> SyncSettings:
 def reader(model: PeftModel) -> ReadAdapter:
     adapter = AdapterReader()
 
-    def read(served: Capabilities) -> CanonicalAdapter:
+    def read(fused_siblings: bool) -> CanonicalAdapter:
         adapter.linears(model)
-        return adapter.read(model, dtype=torch.bfloat16, fused_siblings=served.needs_fused_siblings)
+        return adapter.read(model, dtype=torch.bfloat16, fused_siblings=fused_siblings)
 
     return read
 
