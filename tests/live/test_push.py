@@ -176,7 +176,7 @@ def test_a_body_that_ends_early_is_refused(pushes: PushServer, body: bytes) -> N
 
 
 def test_an_adapter_that_was_cut_before_it_was_sent_is_refused(pushes: PushServer, body: bytes) -> None:
-    assert "no safetensors file" in pushes.put(body[: len(body) // 2]).text
+    assert "not a safetensors file" in pushes.put(body[: len(body) // 2]).text
 
 
 def test_too_large_a_body_is_refused(pushes: PushServer) -> None:

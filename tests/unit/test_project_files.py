@@ -26,7 +26,7 @@ SOURCES = sorted(docs_hooks.PACKAGE.rglob("*.py"))
 EXEMPT = {
     docs_hooks.PACKAGE / name
     for name in ("_trl.py", "generation.py", "scoring.py", "sync.py", "trainers.py", "trl_checks.py", "verify.py")
-} | {file for file in SOURCES if file.parent.name == "engine_plugins"}
+}
 
 
 @cache
