@@ -5,11 +5,14 @@ the base's and, where the base model is on this host, with PEFT's own; then it i
 Keys are read from VLLM_API_KEY, SGLANG_API_KEY and SGLANG_ADMIN_API_KEY.
 """
 
-import argparse
 import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
 
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, model_folder
@@ -21,43 +24,53 @@ from trl_lora_sync.places import is_local_url
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "urls", nargs="+", metavar="URL", help="a server, such as http://localhost:8000; or several, with commas"
-    )
-    parser.add_argument("--peft-config", type=Path, metavar="DIR", help="folder with the adapter_config.json to serve")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="folder of a saved adapter to load and verify")
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR",
-        help="folder of the base model, to compare with (default: the folder that the adapter or the server names)",
-    )  # fmt: skip
-    parser.add_argument("--dir", type=Path, help="folder shared with the servers (default: as in training)")
-    parser.add_argument("--server-dir", help="the same folder as the servers see it")
-    parser.add_argument(
-        "--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a server (default: %(default)g)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-
-
-def run(args: argparse.Namespace, rest: list[str]) -> int:
-    if rest:
-        raise UsageError(f"nothing may follow --, but {' '.join(rest)} does.")
-    urls = [url for typed in args.urls for url in checked_urls(typed)]
-    case = case_of(args)
+def run(
+    urls: Annotated[
+        list[str], Argument(metavar="URL", help="a server, such as http://localhost:8000; or several, with commas")
+    ],
+    peft_config: Annotated[
+        Path | None, Option(metavar="DIR", help="folder with the adapter_config.json to serve")
+    ] = None,
+    adapter: Annotated[Path | None, Option(metavar="DIR", help="folder of a saved adapter to load and verify")] = None,
+    model: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="folder of the base model, to compare with",
+            show_default="the folder that the adapter or the server names",
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        Option("--dir", metavar="DIR", help="folder shared with the servers", show_default="as in training"),
+    ] = None,
+    server_dir: Annotated[str | None, Option(metavar="DIR", help="the same folder as the servers see it")] = None,
+    timeout: Annotated[float, Option(metavar="S", help="seconds to wait for a server")] = 30,
+    as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
+) -> None:
+    checked = [url for typed in urls for url in checked_urls(typed)]
+    case = make_case(peft_config, adapter, model, folder, server_dir, timeout)
     diagnoses: list[Diagnosis] = []
     scores: list[list[float]] = []
-    for url in urls:
+    for url in checked:
         with working(f"checking {url}"):
             diagnoses.append(diagnose(url, case, scores))
-        if not args.json:
+        if not as_json:
             show(diagnoses[-1])
     is_good = all(diagnosis.is_good for diagnosis in diagnoses)
-    if args.json:
+    if as_json:
         out().print(json.dumps({"ok": is_good, "servers": [asdict(one) for one in diagnoses]}, indent=2))
-    return 0 if is_good else 1
+    raise typer.Exit(0 if is_good else 1)
 
 
-def case_of(args: argparse.Namespace) -> Case:
+def make_case(
+    peft_config: Path | None,
+    adapter: Path | None,
+    model: Path | None,
+    folder: Path | None,
+    server_dir: str | None,
+    timeout: float,
+) -> Case:
     """The input from the command line, with the files read.
 
     Raises:
@@ -66,32 +79,31 @@ def case_of(args: argparse.Namespace) -> Case:
     from trl_lora_sync.errors import UnsupportedAdapterError
 
     saved = config = unusable = None
-    if args.peft_config:
-        config = read_peft_config(args.peft_config)
-    if args.adapter:
-        config = config or read_peft_config(args.adapter)
-        with working(f"reading {args.adapter}"):
+    if peft_config:
+        config = read_peft_config(peft_config)
+    if adapter:
+        config = config or read_peft_config(adapter)
+        with working(f"reading {adapter}"):
             from trl_lora_sync.adapter.saved import read_saved_adapter
 
             try:
-                saved = read_saved_adapter(args.adapter)
+                saved = read_saved_adapter(adapter)
             except UnsupportedAdapterError as error:
                 unusable = str(error)
-    base = args.model
-    if base is not None and not base.is_dir():
-        raise UsageError(f"--model {base} is not a folder. Give the base model's, or leave it out.")
-    if base is None and saved is not None:
-        base = model_folder(saved.config.get("base_model_name_or_path"))
+    if model is not None and not model.is_dir():
+        raise UsageError(f"--model {model} is not a folder. Give the base model's, or leave it out.")
+    if model is None and saved is not None:
+        model = model_folder(saved.config.get("base_model_name_or_path"))
     return Case(
         config=config,
-        adapter=args.adapter,
+        adapter=adapter,
         saved=saved,
         unusable=unusable,
-        base=base,
-        folder=args.dir,
-        server_folder=args.server_dir,
-        timeout_s=args.timeout,
-        peft_config=args.peft_config or args.adapter,
+        base=model,
+        folder=folder,
+        server_folder=server_dir,
+        timeout_s=timeout,
+        peft_config=peft_config or adapter,
     )
 
 

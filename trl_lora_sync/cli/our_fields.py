@@ -1,6 +1,5 @@
 """The fields that this package adds to TRL's configuration, read from the source, so that no one waits for torch."""
 
-import argparse
 import ast
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,17 @@ class OurField:
     """A field of `LoRASyncConfig`: its values if these are few, otherwise its type."""
 
     name: str
-    choices: tuple[str, ...]
+    choices: tuple[Any, ...]
     type: str
     default: Any
     help: str
 
-    def add_to(self, parser: argparse._ArgumentGroup) -> None:
-        default = "" if self.default is None else f" (default: {self.default})"
-        parser.add_argument(
-            f"--{self.name}",
-            choices=self.choices or None,
-            metavar=None if self.choices else self.type.upper(),
-            help=f"{self.help}{default}".replace("%", "%%"),
+    def row(self) -> tuple[str, str]:
+        """The flag and its description, for a list."""
+        values = f"<{'|'.join(map(str, self.choices))}>" if self.choices else self.type.upper()
+        return (
+            f"--{self.name} {values}",
+            self.help if self.default is None else f"{self.help}  [default: {self.default}]",
         )
 
 

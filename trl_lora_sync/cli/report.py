@@ -5,32 +5,30 @@ Reads lora_sync.jsonl in RUN_DIR, which grows while the run trains; without it, 
 or its checkpoints. The page holds all it needs, so it can be sent and opened anywhere, without a network.
 """
 
-import argparse
 import importlib.util
 import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
 
 from trl_lora_sync.cli.console import UsageError, out
 from trl_lora_sync.cli.run_history import read_runs
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dirs",
-        type=Path,
-        nargs="+",
-        metavar="RUN_DIR",
-        help="output_dir of a run, or one of its checkpoints; several to compare them",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: lora-sync-report.html in the first RUN_DIR")
-
-
-def run(args: argparse.Namespace, rest: list[str]) -> int:
-    if rest:
-        raise UsageError(f"nothing may follow --, but {' '.join(rest)} does.")
-    runs = read_runs(args.run_dirs)
+def run(
+    run_dirs: Annotated[
+        list[Path],
+        Argument(metavar="RUN_DIR", help="output_dir of a run, or one of its checkpoints; several to compare them"),
+    ],
+    file: Annotated[
+        Path | None,
+        Option("--out", metavar="FILE", show_default="lora-sync-report.html in the first RUN_DIR", help="the page"),
+    ] = None,
+) -> None:
+    runs = read_runs(run_dirs)
     if importlib.util.find_spec("plotly") is None:
         raise UsageError(
             "plotly is not installed, and draws the page. Install it with: "
@@ -38,9 +36,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         )
     from trl_lora_sync.cli.report_page import page
 
-    file = args.out or args.run_dirs[0] / "lora-sync-report.html"
+    file = file or run_dirs[0] / "lora-sync-report.html"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page(runs), encoding="utf-8")
     steps = ", ".join(f"{one.name} up to step {one.last_step}" for one in runs)
     out().print(f"Written to {os.path.relpath(file)}: {steps}.")
-    return 0

@@ -5,14 +5,17 @@ go to the engine unchanged, and win over what is chosen here unless that is know
 gets a small KV cache and one process.
 """
 
-import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+from typer import Argument, Option
+from typer.core import TyperCommand, TyperOption
 
 from trl_lora_sync.adapter.support import check_saved_config, saved_rank
 from trl_lora_sync.cli.console import UsageError, err, out
@@ -21,95 +24,102 @@ from trl_lora_sync.cli.launch import Launch, Wanted
 from trl_lora_sync.cli.launch_sglang import plan_sglang
 from trl_lora_sync.cli.launch_vllm import plan_vllm
 from trl_lora_sync.cli.peft_config import read_peft_config, served_modules
+from trl_lora_sync.cli.unknown import explain_unknown
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
 
-PASSES_ON = True  # what follows `--`
 _DEFAULT_RANK = 16
 # A name on the Hub has one slash at most. Source: huggingface_hub/utils/_validators.py `validate_repo_id`, 1.2.
 _HUB_NAME_PARTS = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "trl-lora-sync serve {vllm,sglang} MODEL [options] [-- engine arguments]"
-    parser.add_argument("engine", choices=tuple(KNOWN_VERSIONS), help="which engine")
-    parser.add_argument("model", help="the base model that is trained: a folder or a name on the Hub")
-    rank = parser.add_mutually_exclusive_group()
-    rank.add_argument("--lora-rank", type=int, metavar="R", help=f"rank of the adapter (default: {_DEFAULT_RANK})")
-    rank.add_argument(
-        "--peft-config", type=Path, metavar="DIR", help="folder with an adapter_config.json to take rank and modules of"
-    )
-    parser.add_argument(
-        "--keep", type=int, default=2, metavar="N", help="lora_sync_keep of the trainer (default: %(default)s)"
-    )
-    parser.add_argument("--sleep", action="store_true", help='allow vllm_server_sleep="kv_cache"')
-    parser.add_argument(
-        "--push", action="store_true", help="let trainers that share no folder push adapters; vLLM only"
-    )
-    serving = parser.add_mutually_exclusive_group()
-    serving.add_argument(
-        "--fused", action="store_true", help='add adapters to the weights, for lora_sync_serving="fused"; vLLM only'
-    )
-    serving.add_argument(
-        "--quick-load",
-        action=argparse.BooleanOptionalAction,
-        help="read large adapters faster, with several threads; vLLM only (default: where this package is installed "
-        "beside vLLM)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
-    parser.add_argument(
-        "--python", type=Path, metavar="PATH", help="interpreter of the engine's environment (default: this one)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+class Command(TyperCommand):
+    """Sets what follows `--` aside for the engine, as `ctx.args`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- ENGINE ARGUMENTS]"]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        typed, rest = args[:end], args[end + 1 :]
+        options = [one for one in self.get_params(ctx) if isinstance(one, TyperOption)]
+        known = {flag: not one.is_flag for one in options for flag in (*one.opts, *one.secondary_opts)}
+        if message := explain_unknown(ctx.command_path, known, typed, rest):
+            raise UsageError(message)
+        super().parse_args(ctx, typed)
+        ctx.args = rest
+        return rest
 
 
-def run(args: argparse.Namespace, rest: list[str]) -> int:
-    launch = plan(find_engine(args.engine, args.python), wanted(args, rest), os.environ)
+def run(
+    ctx: typer.Context,
+    engine: Annotated[Literal["vllm", "sglang"], Argument(help="which engine")],
+    model: Annotated[str, Argument(help="the base model that is trained: a folder or a name on the Hub")],
+    lora_rank: Annotated[
+        int | None, Option(min=1, metavar="R", help=f"rank of the adapter, by default {_DEFAULT_RANK}")
+    ] = None,
+    peft_config: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="folder with an adapter_config.json to take rank and modules of"),
+    ] = None,
+    keep: Annotated[int, Option(min=1, metavar="N", help="lora_sync_keep of the trainer")] = 2,
+    sleep: Annotated[bool, Option("--sleep", help='allow vllm_server_sleep="kv_cache"')] = False,
+    push: Annotated[bool, Option("--push", help="let trainers that share no folder push adapters; vLLM only")] = False,
+    fused: Annotated[
+        bool, Option("--fused", help='add adapters to the weights, for lora_sync_serving="fused"; vLLM only')
+    ] = False,
+    quick_load: Annotated[
+        bool | None,
+        Option(
+            help="read large adapters faster, with several threads; vLLM only",
+            show_default="where this package is installed beside vLLM",
+        ),
+    ] = None,
+    host: Annotated[str, Option(metavar="ADDRESS", help="where to listen")] = "127.0.0.1",
+    port: Annotated[int, Option(metavar="PORT", help="where to listen")] = 8000,
+    python: Annotated[
+        Path | None,
+        Option(metavar="PATH", help="interpreter of the engine's environment", show_default="this one"),
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="print the command and do not run it")] = False,
+) -> None:
+    check_model(engine, model)
+    if lora_rank is not None and peft_config is not None:
+        raise UsageError("--lora-rank cannot be used with --peft-config, which has the rank. Leave one out.")
+    if fused and quick_load is not None:
+        raise UsageError("--fused cannot be used with --quick-load or --no-quick-load. Leave one out.")
+    rank = lora_rank or _DEFAULT_RANK
+    modules: tuple[str, ...] = ()
+    if peft_config:
+        saved = read_peft_config(peft_config)
+        check_saved_config(saved)
+        rank, modules = saved_rank(saved), served_modules(saved.get("target_modules"))
+    request = Wanted(
+        model=model,
+        lora_rank=rank,
+        modules=modules,
+        keep=keep,
+        sleeps=sleep,
+        takes_pushes=push,
+        is_fused=fused,
+        loads_quickly=quick_load,
+        host=host,
+        port=port,
+        extra=tuple(ctx.args),
+    )
+    launch = plan(find_engine(engine, python), request, os.environ)
     for note in launch.notes:
         err().print(f"note: {note}", style="yellow")
-    if args.dry_run:
+    if dry_run:
         out().print(launch.shell_line())
-        return 0
+        return
     err().print(launch.shell_line(), style="bold")
     sys.stdout.flush()
     sys.stderr.flush()
-    return _become(launch)
+    _become(launch)
 
 
 def _become(launch: Launch) -> NoReturn:
     os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.env})
-
-
-def wanted(args: argparse.Namespace, rest: Sequence[str]) -> Wanted:
-    """The request in the arguments.
-
-    Raises:
-        UsageError: it contradicts itself.
-        UnsupportedAdapterError: the adapter in `--peft-config` could not be served exactly.
-    """
-    check_model(args.engine, args.model)
-    rank = _DEFAULT_RANK if args.lora_rank is None else args.lora_rank
-    modules: tuple[str, ...] = ()
-    if args.peft_config:
-        saved = read_peft_config(args.peft_config)
-        check_saved_config(saved)
-        rank, modules = saved_rank(saved), served_modules(saved.get("target_modules"))
-    for name, value in {"--lora-rank": rank, "--keep": args.keep}.items():
-        if value < 1:
-            raise UsageError(f"{name} {value} is too small; give 1 or more.")
-    return Wanted(
-        model=args.model,
-        lora_rank=rank,
-        modules=modules,
-        keep=args.keep,
-        sleeps=args.sleep,
-        takes_pushes=args.push,
-        is_fused=args.fused,
-        loads_quickly=args.quick_load,
-        host=args.host,
-        port=args.port,
-        extra=tuple(rest),
-    )
 
 
 def check_model(engine: str, model: str) -> None:

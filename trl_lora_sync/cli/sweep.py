@@ -4,10 +4,12 @@ A run is known to be dead if its files are not locked any more and it was starte
 if its files are gone. Of any other, such as a run on another host, nothing is touched, and its name is printed.
 """
 
-import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
 
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.urls import check_listening, checked_urls
@@ -21,34 +23,48 @@ _STOPPED = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "targets", nargs="*", metavar="DIR|URL",
-        help="a lora_sync_dir, an output_dir, or a server; several of these (default: the folder in shared memory that "
-        "runs of this user write to)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dir", type=Path, help="lora_sync_dir of the runs on the servers (default: the one used on this host)"
-    )
-    parser.add_argument("--server-dir", help="the same folder as the servers see it")
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
-    parser.add_argument(
-        "--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a server (default: %(default)g)"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a server is swept."""
+
+    dir: Path | None
+    server_dir: str | None
+    dry_run: bool
+    timeout: float
 
 
-def run(args: argparse.Namespace, rest: list[str]) -> int:
-    if rest:
-        raise UsageError(f"nothing may follow --, but {' '.join(rest)} does.")
-    if not args.targets:
+def run(
+    targets: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="DIR|URL",
+            help="a lora_sync_dir, an output_dir, or a server; several of these",
+            show_default="the folder in shared memory that runs of this user write to",
+        ),
+    ] = None,
+    sync_dir: Annotated[
+        Path | None,
+        Option(
+            "--dir",
+            metavar="DIR",
+            help="lora_sync_dir of the runs on the servers",
+            show_default="the one used on this host",
+        ),
+    ] = None,
+    server_dir: Annotated[str | None, Option(metavar="DIR", help="the same folder as the servers see it")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="only list what would be removed")] = False,
+    timeout: Annotated[float, Option(metavar="S", help="seconds to wait for a server")] = 30,
+) -> None:
+    options = Options(dir=sync_dir, server_dir=server_dir, dry_run=dry_run, timeout=timeout)
+    if not targets:
         folder = default_sync_dir(True, ".")
-        _show(folder, sweep_folder(folder, args.dry_run))
-    for target in args.targets:
+        _show(folder, sweep_folder(folder, dry_run))
+    for target in targets or ():
         if "://" in target:
             for url in checked_urls(target):
-                check_listening(url, args.timeout, _STOPPED)
+                check_listening(url, timeout, _STOPPED)
                 with working(f"sweeping {url}"):
-                    lines = sweep_server(url, args)
+                    lines = sweep_server(url, options)
                 _show(url, lines)
             continue
         folder = Path(target)
@@ -57,9 +73,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
                 f"{folder} is not a folder. Give the lora_sync_dir of the runs, their output_dir, or a server's URL."
             )
         with working(f"sweeping {folder}"):
-            lines = [*sweep_folder(folder, args.dry_run), *sweep_folder(default_sync_dir(False, folder), args.dry_run)]
+            lines = [*sweep_folder(folder, dry_run), *sweep_folder(default_sync_dir(False, folder), dry_run)]
         _show(folder, lines)
-    return 0
 
 
 def _show(target: str | Path, lines: list[str]) -> None:
@@ -93,7 +108,7 @@ def sweep_folder(
     ]
 
 
-def sweep_server(url: str, args: argparse.Namespace) -> list[str]:
+def sweep_server(url: str, args: Options) -> list[str]:
     """Unload the adapters of dead runs from a server, with their files; returns one line for each."""
     from trl_lora_sync.adapter.store import run_states
     from trl_lora_sync.engines.base import Deadline

@@ -1,10 +1,17 @@
-"""The commands that run a training script of TRL with this package's classes, through `accelerate launch`."""
+"""TRL's command of the same name, with adapter sync: its flags, this package's fields, and the flags of `accelerate
+launch`.
 
-import argparse
+Settings may come from a YAML file with --config. TRL and accelerate parse what they know.
+"""
+
 from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+from typer.core import TyperCommand
 
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.our_fields import our_fields
@@ -13,36 +20,49 @@ from trl_lora_sync.errors import UnsupportedSettingError
 
 _USAGE = "trl-lora-sync {} [--config FILE] [settings] [arguments of accelerate launch]"
 _ALL = "--help-all"
-_TITLE = "adapter sync"
+_TITLE = "Adapter sync"
 _EPILOG = """\
-example:
+\b
+Example:
   trl-lora-sync {} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my/prompts {}\\
       --use_peft --lora_r 16 --lora_target_modules all-linear --output_dir out \\
       --use_vllm --vllm_mode server --vllm_server_base_url http://localhost:8000 --vllm_sync_strategy lora_adapter
 """
-
-
 # What the example of each command has besides.
 _REWARDS = "--reward_funcs my_rewards.length "
 _OWN = {"grpo": _REWARDS, "rloo": _REWARDS, "distillation": "--teacher_model_name_or_path Qwen/Qwen3-8B "}
 
 
-def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """The short help of the command `name`, which names what this package adds and loads nothing."""
-    parser.usage = _USAGE.format(name)
-    parser.epilog = _EPILOG.format(name, _OWN[name])
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings; typed ones win")
-    parser.add_argument(_ALL, action="store_true", help="also show all flags of TRL, which takes some seconds to load")
-    group = parser.add_argument_group(_TITLE)
-    for field in our_fields():
-        field.add_to(group)
+class Command(TyperCommand):
+    """Leaves to TRL and accelerate what it does not know; its short help has what this package adds."""
+
+    ignore_unknown_options = True
+    allow_extra_args = True
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[settings] [arguments of accelerate launch]"]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section(_TITLE):
+            formatter.write_dl([field.row() for field in our_fields()])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        self.epilog = _EPILOG.format(self.name, _OWN[str(self.name)])
+        super().format_epilog(ctx, formatter)
 
 
-def run(name: str, arguments: list[str]) -> int:
-    """Launch the script `name` of `trl_lora_sync.scripts` with `arguments`."""
-    # TRL knows `--config FILE` only.
-    arguments = [part for typed in arguments for part in (typed.split("=", 1) if _is_config(typed) else [typed])]
-    settings = _read_config(name, arguments)
+def run(
+    ctx: typer.Context,
+    config: Annotated[str | None, Option(metavar="FILE", help="YAML file of settings; typed ones win")] = None,
+    help_all: Annotated[
+        bool, Option(_ALL, help="also show all flags of TRL, which takes some seconds to load")
+    ] = False,
+) -> None:
+    """Launch the script of `trl_lora_sync.scripts` that has the command's name."""
+    name = str(ctx.info_name)
+    arguments = [*(() if config is None else ("--config", config)), *ctx.args]
+    settings = {} if config is None else _read_config(config)
     with working("loading TRL and accelerate"):
         script = import_module(f"trl_lora_sync.scripts.{name}")
 
@@ -51,9 +71,9 @@ def run(name: str, arguments: list[str]) -> int:
         from trl_lora_sync import _trl
 
     parser = script.make_parser(f"trl-lora-sync {name}")
-    if _ALL in arguments:
+    if help_all:
         out().print(_with_ours_first(name, parser).format_help(), end="")
-        return 0
+        return
     accelerates = launch_command_parser()
     known = {"--accelerate_config", *parser._option_string_actions, *accelerates._option_string_actions}
     _check_flags(name, [argument.partition("=")[0] for argument in arguments if argument.startswith("--")], known)
@@ -70,7 +90,6 @@ def run(name: str, arguments: list[str]) -> int:
         raise UsageError(str(error)) from error
     file = str(resources.files("trl_lora_sync.scripts").joinpath(f"{name}.py"))
     launch_command(accelerates.parse_args([*options, file, *without(arguments, typed)]))
-    return 0
 
 
 def without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
@@ -84,19 +103,8 @@ def without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
     return kept
 
 
-def _is_config(argument: str) -> bool:
-    return argument.startswith("--config=")
-
-
-def _read_config(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+def _read_config(file: str) -> dict[str, Any]:
     """The settings in the file of `--config`, which is refused before anything is loaded if it cannot be read."""
-    finder = argparse.ArgumentParser(
-        f"trl-lora-sync {name}", usage=_USAGE.format(name), add_help=False, allow_abbrev=False
-    )
-    finder.add_argument("--config")
-    file = finder.parse_known_args(arguments)[0].config
-    if file is None:
-        return {}
     if not Path(file).is_file():
         raise UsageError(f"--config {file}: there is no such file. Give a YAML file of settings.")
     import yaml

@@ -1,13 +1,12 @@
 """Messages about arguments that a command does not have."""
 
-import argparse
-import contextlib
-import io
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import islice
 
 from trl_lora_sync.cli.launch import without_keys
+from trl_lora_sync.engines.known import KNOWN_VERSIONS
 
 # `--lora-rnak` is as close to `--lora-rank` as 0.91, and `--max-lora-rank` of vLLM 0.85.
 _CLOSE = 0.86
@@ -20,58 +19,52 @@ def similar_flag(flag: str, known: Iterable[str]) -> str | None:
     return by_spelling[found[0]] if found else None
 
 
-def explain_unknown(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str],
-    unknown: Sequence[str],
-    rest: Sequence[str],
-    *,
-    passes_on: bool,
-) -> str:
-    """One message for `unknown`, with what to type instead.
+def explain_unknown(serve: str, known: Mapping[str, bool], typed: Sequence[str], rest: Sequence[str]) -> str | None:
+    """One message for the flags that `serve` does not have, with what to type instead; None if it has all.
 
     Args:
-        arguments: what was typed before `--`.
+        serve: the command as it is typed.
+        known: its flags, and whether each takes a value.
+        typed: what was typed before `--`.
         rest: what was typed after it.
-        passes_on: whether the command hands on what follows `--`.
     """
-    known = parser._option_string_actions
-    for argument in unknown:
-        if argument.startswith("-") and (meant := similar_flag(argument, known)):
-            return f"{argument.partition('=')[0]} is not known. Did you mean {meant}?"
-    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
-    shown = f"{', '.join(flags or unknown)} {'is' if len(flags or unknown) == 1 else 'are'} not known"
-    if passes_on and (moved := _moved(parser, arguments)):
-        kept, engines = moved
-        command = [*shlex.split(parser.prog), *kept, "--", *engines, *rest]
-        return f"{shown}. Arguments of the engine follow --: {shlex.join(without_keys(command))}"
-    return f"{shown}. See `{parser.prog} --help`."
+    _, others, _ = _separate(known, typed, 0)
+    if not others:
+        return None
+    flags = [other.partition("=")[0] for other in others]
+    for flag in flags:
+        if meant := similar_flag(flag, known):
+            return f"{flag} is not known. Did you mean {meant}?"
+    shown = f"{', '.join(flags)} {'is' if len(flags) == 1 else 'are'} not known"
+    for most_values in (len(typed), 1, 0):
+        kept, others, places = _separate(known, typed, most_values)
+        if len(places) == 2 and places[0] in KNOWN_VERSIONS:
+            command = [*shlex.split(serve), *kept, "--", *others, *rest]
+            return f"{shown}. Arguments of the engine follow --: {shlex.join(without_keys(command))}"
+    return f"{shown}. See `{serve} --help`."
 
 
-def _moved(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """The arguments that the parser takes, and the others; None if the two cannot be separated."""
-    for most_values in (len(arguments), 1, 0):
-        kept: list[str] = []
-        others: list[str] = []
-        values_left = 0
-        for argument in arguments:
-            if argument.startswith("-"):
-                is_known = argument.partition("=")[0] in parser._option_string_actions
-                values_left = 0 if is_known or "=" in argument else most_values
-                (kept if is_known else others).append(argument)
-            elif values_left:
-                values_left -= 1
-                others.append(argument)
-            else:
-                kept.append(argument)
-        if others and _takes(parser, kept):
-            return kept, others
-    return None
-
-
-def _takes(parser: argparse.ArgumentParser, arguments: list[str]) -> bool:
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return not parser.parse_known_args(arguments)[1]
-    except SystemExit:
-        return False
+def _separate(
+    known: Mapping[str, bool], typed: Sequence[str], most_values: int
+) -> tuple[list[str], list[str], list[str]]:
+    """What `serve` takes, the flags that it does not have with their values, and of the former what is no flag."""
+    kept: list[str] = []
+    others: list[str] = []
+    places: list[str] = []
+    values_left = 0
+    words = iter(typed)
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag in known:
+            kept += [word, *islice(words, int(known[flag] and "=" not in word))]
+            values_left = 0
+        elif word.startswith("-"):
+            others.append(word)
+            values_left = 0 if "=" in word else most_values
+        elif values_left:
+            others.append(word)
+            values_left -= 1
+        else:
+            kept.append(word)
+            places.append(word)
+    return kept, others, places
