@@ -5,8 +5,10 @@ the help of each command, and SECURITY.md, which is thus written once.
 """
 
 import ast
+import contextlib
 import dataclasses
 import inspect
+import io
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +18,12 @@ from unittest import mock
 
 from trl_lora_sync import errors
 from trl_lora_sync.adapter.support import supported_features
-from trl_lora_sync.cli.main import COMMANDS, make_parser
+from trl_lora_sync.cli.main import COMMANDS, TRAINING, main
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
 from trl_lora_sync.versions import PEFT, TRL
 
 PACKAGE = Path(errors.__file__).parent
-_HELP_WIDTH = "80"  # as much as a page shows without scrolling; argparse takes it from the terminal otherwise
+_HELP_WIDTH = "80"  # as much as a page shows without scrolling; typer takes it from the terminal otherwise
 _MARK = re.compile(r"<!-- made: ([a-z-]+) -->")
 
 # What the engines do with an adapter as PEFT saves it, where that is not the right thing. Read in their sources for
@@ -116,8 +118,8 @@ def settings_table() -> str:
 
 def command_help() -> str:
     """What `--help` says, for all commands but those that train, whose help differs in their names only."""
-    names = [name for name in COMMANDS if name not in ("grpo", "rloo", "distillation")]
-    return "\n\n".join([_help(None), *(f"## {name}\n\n{_help(name)}" for name in names)])
+    names = [name for name in COMMANDS if name not in TRAINING]
+    return "\n\n".join([_help(), *(f"## {name}\n\n{_help(name)}" for name in names)])
 
 
 def grpo_help() -> str:
@@ -125,9 +127,10 @@ def grpo_help() -> str:
     return _help("grpo")
 
 
-def _help(command: str | None) -> str:
-    with mock.patch.dict(os.environ, COLUMNS=_HELP_WIDTH):
-        return f"```text\n{make_parser(command).format_help().rstrip()}\n```"
+def _help(*command: str) -> str:
+    with mock.patch.dict(os.environ, COLUMNS=_HELP_WIDTH), contextlib.redirect_stdout(io.StringIO()) as said:
+        main([*command, "--help"])
+    return f"```text\n{said.getvalue().rstrip()}\n```"
 
 
 def error_reference() -> str:

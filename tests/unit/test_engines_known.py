@@ -1,29 +1,33 @@
 """The command that messages give to start a server."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trl_lora_sync.cli.installed import Installed
-from trl_lora_sync.cli.launch import Launch
-from trl_lora_sync.cli.main import make_parser
-from trl_lora_sync.cli.serve import plan, wanted
+from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.known import serve_command
 
 
-def carried_out(command: str) -> Launch:
-    """What `serve` would start if the command were typed as it is printed."""
-    program, name, *arguments = shlex.split(command.strip("`"))
-    assert (program, name) == ("trl-lora-sync", "serve")
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    parsed = make_parser("serve").parse_args(arguments[:end])
-    installed = Installed(
-        python=Path("/env/bin/python"), distribution=parsed.engine, version="0.31.0", has_plugins=True
-    )
-    return plan(installed, wanted(parsed, arguments[end + 1 :]), {})
+@pytest.fixture
+def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], list[str]]:
+    """What `serve` would start if a command were typed as it is printed."""
+
+    def installed(engine: str, _: Path | None) -> Installed:
+        return Installed(python=Path("/env/bin/python"), distribution=engine, version="0.31.0", has_plugins=True)
+
+    def started(command: str) -> list[str]:
+        program, name, *arguments = shlex.split(command.strip("`"))
+        assert (program, name) == ("trl-lora-sync", "serve")
+        assert main([name, "--dry-run", *arguments]) == 0
+        return shlex.split(capsys.readouterr().out)
+
+    monkeypatch.setattr("trl_lora_sync.cli.serve.find_engine", installed)
+    return started
 
 
 @pytest.mark.parametrize(
@@ -68,8 +72,11 @@ def test_a_name_that_a_server_gives_stays_one_word_of_the_command(model: str) ->
     ],
 )
 def test_a_command_in_a_message_works_as_printed(
-    engine: str, options: list[str], engine_options: list[str], flags: list[str]
+    engine: str,
+    options: list[str],
+    engine_options: list[str],
+    flags: list[str],
+    carried_out: Callable[[str], list[str]],
 ) -> None:
-    launch = carried_out(serve_command(engine, "M", options, engine_options=engine_options))
-    assert set(flags) <= set(launch.command)
-    assert all(launch.command.count(flag) == 1 for flag in flags)
+    started = carried_out(serve_command(engine, "M", options, engine_options=engine_options))
+    assert all(started.count(flag) == 1 for flag in flags)

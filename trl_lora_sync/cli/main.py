@@ -27,7 +27,7 @@ Examples:
 Exit status: 0 if all is well, 1 if something is wrong, 2 if the command cannot be understood.
 """
 # Name -> one line. The module of the same name in this package has the function `run`, and the class `Command` if the
-# command parses in its own way; `training` is that of the three which TRL has too.
+# command parses in its own way; `training` is that of TRL's three, and its text names the command as `{name}`.
 COMMANDS = {
     "serve": "start a vLLM or SGLang server with the flags that adapter sync needs",
     "doctor": "check running servers, and name what to change",
@@ -57,7 +57,8 @@ def make_app(chosen: str) -> typer.Typer:
             app.command(name, short_help=line)(lambda: None)
             continue
         module = import_module(f"trl_lora_sync.cli.{'training' if name in TRAINING else name}")
-        app.command(name, cls=getattr(module, "Command", TyperCommand), help=module.__doc__)(module.run)
+        text = str(module.__doc__).format(name=name)
+        app.command(name, cls=getattr(module, "Command", TyperCommand), help=text)(module.run)
     return app
 
 

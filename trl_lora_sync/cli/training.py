@@ -1,7 +1,6 @@
-"""TRL's command of the same name, with adapter sync: its flags, this package's fields, and the flags of `accelerate
-launch`.
+"""TRL's `trl {name}`, with adapter sync: its flags, this package's fields, and the flags of `accelerate launch`.
 
-Settings may come from a YAML file with --config. TRL and accelerate parse what they know.
+Settings may come from a YAML file with --config. Launched through accelerate the way `trl {name}` is.
 """
 
 from collections.abc import Collection, Iterable, Sequence
