@@ -158,8 +158,8 @@ class LoRASyncConfig:
         default="first",
         metadata={
             "help": 'How to prove which adapter a server samples from. `"first"`: with random trial '
-            "adapters of large effect, one for each group of modules (attention, MLP, ...), at the start and after each "
-            "restart of a server, then with the first version; the "
+            "adapters of large effect, one for each group of modules (attention, MLP, ...), at the start and after "
+            "each restart of a server, then with the first version; the "
             'server and the trainer score one short prompt. `"every"`: with each version as well. `"off"`: no proof. '
             'Except with `"off"`, the files of each version are compared bit by bit with what was written, once the '
             "servers have loaded them."
