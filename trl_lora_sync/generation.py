@@ -4,7 +4,7 @@ Takes the place of TRL's own generation object and keeps its contract, on every 
 prompts go in and completions come out in the order of the rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -73,15 +73,17 @@ class LoRASyncGeneration(AdapterGeneration):
             Ending(self, end)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline, self._sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
-        make_trial = self._trial(base)
-        summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trial))
+        make_trials = self._trials(base)
+        summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trials))
         self._print_start(summary)
 
-    def _start(self, read: ReadAdapter, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> str:
+    def _start(
+        self, read: ReadAdapter, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
+    ) -> str:
         assert self._sync is not None
         try:
             base = base.remembered()
-            return self._sync.start(read, base, make_trial(base))
+            return self._sync.start(read, base, make_trials(base))
         except BaseException:
             self._sync.close()
             raise

@@ -19,6 +19,7 @@ from trl_lora_sync.adapter.canonical import (
     one_cpu_thread,
 )
 from trl_lora_sync.adapter.flat import FlatBuffer
+from trl_lora_sync.adapter.groups import group_of
 from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
 from trl_lora_sync.adapter.modalities import check_adapted_modules
 from trl_lora_sync.adapter.store import write_adapter
@@ -165,6 +166,13 @@ class AdapterReader:
     def last_linears(self) -> list[nn.Linear]:
         """What the last call of `linears` returned."""
         return [matrix for layer in self._layers for matrix in layer.matrices]
+
+    def groups(self) -> dict[str, dict[str, tuple[nn.Linear, nn.Linear]]]:
+        """What the last call of `linears` returned, by group and by the path of the layer in the served model."""
+        found: dict[str, dict[str, tuple[nn.Linear, nn.Linear]]] = {}
+        for layer in self._layers:
+            found.setdefault(group_of(layer.path), {})[layer.path] = layer.matrices
+        return found
 
     def check(self) -> None:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
