@@ -1,7 +1,6 @@
 """Unit tier: what colocate mode accepts and refuses before a model is loaded, where vLLM is not installed."""
 
 import importlib.util
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -130,10 +129,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 
 
 def test_trainer_is_refused_before_the_model_is_loaded_if_vllm_is_not_installed(arguments: dict[str, Any]) -> None:
-    started = time.monotonic()
     with pytest.raises(UnsupportedSettingError) as caught:
         GRPOTrainer(**arguments)
-    assert time.monotonic() - started < 5
     message = str(caught.value)
     assert message.startswith('vllm_mode="colocate" (TRL\'s default, which applies if it is not set) runs vLLM in')
     assert "vLLM is not installed in the trainer's environment" in message

@@ -176,15 +176,15 @@ def test_answer_that_stops_in_the_middle_is_cut_off_at_the_deadline(ask: Ask) ->
 
     def stall(request: Request) -> None:
         request.begin(10_000)
-        request.wait(2.5)
+        request.wait(6)
         request.wfile.write(b"x")
         request.wfile.flush()
         request.wait(30)
 
     started = time.monotonic()
-    with serving(stall) as server, pytest.raises(DeadlineExceededError, match=r"did not finish within 3 s"):
-        ask(server.url, 3.0)
-    assert 3 <= time.monotonic() - started < 5.4
+    with serving(stall) as server, pytest.raises(DeadlineExceededError, match=r"did not finish within 7 s"):
+        ask(server.url, 7.0)
+    assert 7 <= time.monotonic() - started < 12
 
 
 def test_answer_whose_head_trickles_in_is_cut_off_at_the_deadline(ask: Ask) -> None:

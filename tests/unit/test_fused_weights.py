@@ -242,14 +242,14 @@ def test_rank_stabilised_scaling_is_known(write: Write) -> None:
     ],
 )
 def test_what_is_no_plain_lora_is_refused(write: Write, config: dict[str, Any]) -> None:
-    with pytest.raises(AdapterFileError, match=f"no plain LoRA.*{next(iter(config))}"):
+    with pytest.raises(AdapterFileError, match=f"not a plain LoRA.*{next(iter(config))}"):
         read_head(str(write(**config)))
 
 
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"base_model.model.lm_head.weight": torch.ones(2, 2)}, "no lora_A or lora_B"),
+        ({"base_model.model.lm_head.weight": torch.ones(2, 2)}, "only lora_A and lora_B"),
         ({f"{PREFIX}q_proj.lora_A.weight": torch.ones(2, 2)}, "do not belong together"),
         (
             {f"{PREFIX}q.lora_A.weight": torch.ones(2, 8), f"{PREFIX}q.lora_B.weight": torch.ones(8, 3)},

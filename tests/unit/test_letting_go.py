@@ -128,6 +128,25 @@ def test_an_interrupt_ends_a_generation_at_once_and_the_servers_abort_it(
     assert training.adapters() == [[]] * servers
 
 
+@pytest.mark.parametrize("interrupt", [interrupt_main_thread, interrupt_other_thread])
+def test_a_server_that_is_slow_to_abort_is_not_left_before_it_has(
+    run: StartRun, interrupt: Callable[[FleetRun], None]
+) -> None:
+    """The connection was broken off after 1.2 s, and the server kept the adapter loaded until it was restarted."""
+    training = run(version="0.5.15")
+    training.publish()
+    [fake] = training.fakes
+    fake.delay_s["/abort_request"] = 2.0
+    started = time.monotonic()
+
+    interrupt(training)
+
+    assert time.monotonic() - started < AT_ONCE_S
+    fake.wait_until(lambda: not fake._running and set(fake.in_flight.values()) == {0})
+    training.sync.close()
+    assert training.adapters() == [[]]
+
+
 def test_a_request_that_fails_ends_the_others_at_once(run: StartRun) -> None:
     """All others were waited for before the error was raised."""
     training = run()

@@ -30,7 +30,7 @@ from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.trl_checks import check_overlap
 from unit.fleets import GROUPS, FleetRun, settings_for
 
-AT_ONCE_S = 2.0
+AT_ONCE_S = 10.0
 OTHERS = [replace(group, prompt=[*group.prompt, 7]) for group in GROUPS]
 Start = Callable[..., tuple[FleetRun, Overlap]]
 
@@ -159,7 +159,7 @@ def test_a_single_server_that_restarts_goes_on_with_the_same_version(start: Star
 def test_cancelling_ends_the_requests_at_once_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
     run, overlap = start()
     for fake in run.fakes:
-        fake.token_delay_s = 5.0
+        fake.token_delay_s = 100.0
     overlap._ask(GROUPS, sampling())
     wait_until_sampling(run)
 
@@ -212,7 +212,7 @@ def test_an_interrupt_of_the_wait_leaves_the_batch_to_be_cancelled(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, overlap = start(1)
-    run.fakes[0].token_delay_s = 5.0
+    run.fakes[0].token_delay_s = 100.0
     overlap._ask(GROUPS, sampling())
     wait_until_sampling(run)
     monkeypatch.setattr("trl_lora_sync.overlap.wait_for_any", lambda tasks: (_ for _ in ()).throw(KeyboardInterrupt))

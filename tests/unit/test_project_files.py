@@ -1,17 +1,14 @@
 """Unit tier: the README and the other files of the project's root say what the project is, briefly, and agree."""
 
-import ast
-import io
 import json
 import re
-import tokenize
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import docs_hooks
 import pytest
 import yaml
+from structure import MARKERS, counts, marker_words, plain, sentences, texts_of
 from versus import table
 
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
@@ -24,31 +21,12 @@ PROSE = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"
 # Of [project] the plain values; tomllib comes with Python 3.11 only.
 _METADATA = (ROOT / "pyproject.toml").read_text().partition("[project]\n")[2].partition("\n[")[0]
 PROJECT = dict(re.findall(r'^([\w-]+) = "(.*)"$', _METADATA, re.MULTILINE))
-# Words that a plain sentence about software does without.
-MARKERS = (
-    r"somebody|nobody|anybody|everybody|whoever|whichever|anew|afresh|of (?:its|their) own|as it is|as ever|"
-    r"(?<!there )(?:is|are) no(?! longer)|sa(?:ys|id|y) so|said|told|asked|dies?|died|forgets?|forgot(?:ten)?|"
-    r"takes? back|took back|taken back|looks? whether|those that|one that|those of|without a word"
-)
 SOURCES = sorted(docs_hooks.PACKAGE.rglob("*.py"))
 # Not yet held to them.
 EXEMPT = {
     docs_hooks.PACKAGE / name
     for name in ("_trl.py", "generation.py", "scoring.py", "sync.py", "trainers.py", "trl_checks.py", "verify.py")
-} | {file for file in SOURCES if file.parent.name == "engine_plugins"}
-
-
-def plain(text: str) -> str:
-    """The text of a page without its code, links and quoted messages."""
-    text = re.sub(r"^```.*?^```$|<!--.*?-->|`[^`]*`", " ", text, flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"\]\([^)]*\)", " ", text)
-
-
-def sentences(text: str) -> list[list[str]]:
-    """The words of each sentence, where an item of a list is a sentence too."""
-    prose = re.sub(r"^\|.*$|^#.*$", " ", plain(text), flags=re.MULTILINE)
-    parts = re.split(r"(?<=[.:!?])\s|\n\s*\n|^\s*[-*] ", prose, flags=re.MULTILINE)
-    return [words for part in parts if len(words := re.findall(r"[\w'-]+", part)) > 2]
+}
 
 
 @cache
@@ -72,23 +50,6 @@ def test_prose_is_plain(file: Path) -> None:
     assert re.findall(rf".{{0,30}}\b(?:{MARKERS})\b.{{0,20}}", text, re.IGNORECASE) == []
 
 
-def written_in(source: str) -> Iterator[str]:
-    """The strings of Python source, and its comments; lines that belong together as one text, without values."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-    block, end = "", 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            if token.start[0] > end + 1:
-                yield block
-                block = ""
-            block, end = f"{block} {token.string.lstrip('# ')}", token.start[0]
-    yield block
-
-
 def test_texts_of_the_source_are_put_together() -> None:
     source = (
         "# one\n# two\nvalue = 3\n"
@@ -96,18 +57,31 @@ def test_texts_of_the_source_are_put_together() -> None:
         '    """Four `told` and\n    five."""\n'
         '    raise E(f"six {told} " "seven.")  # eight\n'
     )
-    texts = {" ".join(plain(text).split()) for text in written_in(source)}
+    texts = {" ".join(plain(text).split()) for text in texts_of(source)}
     assert texts >= {"one two", "Four and five.", "six … seven.", "eight"}
     assert "told" not in " ".join(texts)
 
 
+def test_structure_is_counted() -> None:
+    found = counts(
+        [
+            "# A comment.\ndef act(on: Callable[[], None], size: int) -> None:\n    run(lambda: on())\n\n",
+            '"""It tells."""\nasync def wait() -> None:\n    pass  # dies\n\nWAIT: Callable = wait\nASK = wait\n',
+        ]
+    )
+    assert found == {
+        "files": 2,
+        "lines": 10,
+        "functions_per_1000_lines": 200.0,
+        "callbacks_per_1000_lines": 300.0,
+        "comments_percent_of_lines": 20.0,
+        "marker_words": 2,
+    }
+
+
 @pytest.mark.parametrize("file", [file for file in SOURCES if file not in EXEMPT], ids=lambda file: file.name)
 def test_messages_docstrings_and_comments_are_plain(file: Path) -> None:
-    texts = [" ".join(plain(text).split()) for text in written_in(file.read_text())]
-    found = [
-        re.findall(rf".{{0,60}}\b(?:{MARKERS}|says?|tells?|asks?)\b.{{0,40}}", text, re.IGNORECASE) for text in texts
-    ]
-    assert [one for some in found for one in some] == []
+    assert marker_words(file.read_text()) == []
 
 
 @pytest.mark.parametrize("file", PROSE, ids=lambda file: file.name)

@@ -194,7 +194,7 @@ def test_a_deleted_adapter_is_gone_and_deleting_it_again_says_so(serve: Callable
 @pytest.mark.parametrize(
     ("body", "call", "status", "words"),
     [
-        (safetensors(), {"headers": {"Content-Digest": digest_of(b"other")}}, 422, "not those that the digest is of"),
+        (safetensors(), {"headers": {"Content-Digest": digest_of(b"other")}}, 422, "do not match the digest"),
         (safetensors(), {"headers": {"Content-Digest": ""}}, 400, "Content-Digest"),
         (safetensors(), {"headers": {"Content-Digest": "sha-256=:short:"}}, 400, "Content-Digest"),
         (safetensors(), {"headers": {"Content-Length": ""}}, 411, "Content-Length"),
@@ -205,12 +205,12 @@ def test_a_deleted_adapter_is_gone_and_deleting_it_again_says_so(serve: Callable
         (safetensors(), {"ends_early": True}, 400, "connection closed"),
         (safetensors(end=7), {}, 422, "end at 7"),
         (safetensors(end=9), {}, 422, "end at 9"),
-        (safetensors(config="[]"), {}, 422, "no safetensors file"),
-        (safetensors(config="no JSON"), {}, 422, "no safetensors file"),
+        (safetensors(config="[]"), {}, 422, "not a safetensors file"),
+        (safetensors(config="no JSON"), {}, 422, "not a safetensors file"),
         (struct.pack("<Q", 1 << 60) + b"{}", {}, 422, "a header of"),
-        (b"short", {}, 422, "no safetensors file"),
-        (b"", {}, 422, "no safetensors file"),
-        (struct.pack("<Q", 2) + b"[]", {}, 422, "no safetensors file"),
+        (b"short", {}, 422, "not a safetensors file"),
+        (b"", {}, 422, "not a safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", {}, 422, "not a safetensors file"),
     ],
 )
 def test_a_body_that_is_not_what_was_announced_is_refused_and_leaves_nothing(
@@ -432,7 +432,7 @@ def test_a_limit_that_is_no_number_of_megabytes_is_an_error(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv(MAX_MB_VARIABLE, text)
-    with pytest.raises(ValueError, match=f"{MAX_MB_VARIABLE}='{text}' is no number of MB"):
+    with pytest.raises(ValueError, match=f"{MAX_MB_VARIABLE}='{text}' is not a number of MB"):
         serve()
 
 

@@ -227,7 +227,7 @@ def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
 
     monkeypatch.setattr(safetensors_file, "_read_into", read_slowly)
     with (tmp_path / "file").open("rb") as file:
-        with pytest.raises(ShortFileError, match="shorter than its head says"):
+        with pytest.raises(ShortFileError, match="shorter than its header promises"):
             list(ParallelReader().read(file.fileno(), memoryview(bytearray(1000)), 1000))
         assert not reading
 

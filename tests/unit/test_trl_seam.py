@@ -69,10 +69,8 @@ def arguments(tmp_path: Path) -> dict[str, Any]:
 def test_adapter_that_cannot_be_served_is_refused_before_a_model_is_loaded(
     peft_config: Any, words: str, arguments: dict[str, Any]
 ) -> None:
-    started = time.monotonic()
     with pytest.raises(UnsupportedAdapterError, match=words):
         GRPOTrainer(**arguments, peft_config=peft_config)
-    assert time.monotonic() - started < 5
 
 
 def test_model_is_what_fails_to_load_once_the_adapter_can_be_served(arguments: dict[str, Any]) -> None:

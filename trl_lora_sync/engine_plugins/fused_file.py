@@ -73,7 +73,7 @@ def read_head(folder: str) -> AdapterFile:
     """What is in `folder`.
 
     Raises:
-        AdapterFileError: it holds no adapter, or one that is no plain LoRA.
+        AdapterFileError: the folder holds no adapter, or an adapter that is not a plain LoRA.
     """
     root = Path(folder)
     try:
@@ -99,8 +99,8 @@ def _scaling_of(config: dict[str, Any]) -> float:
     strange = {name: config[name] for name, plain in _PLAIN.items() if name in config and config[name] not in plain}
     if strange:
         raise AdapterFileError(
-            f"The adapter is no plain LoRA: its configuration has {strange}. Fused serving adds scaling * lora_B @ "
-            "lora_A and nothing else; export the adapter with trl_lora_sync.export_adapter."
+            f"The adapter is not a plain LoRA: its configuration has {strange}. Fused serving adds scaling * lora_B "
+            "@ lora_A and nothing else; export the adapter with trl_lora_sync.export_adapter."
         )
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
@@ -114,8 +114,8 @@ def _modules_in(head: Head) -> dict[str, tuple[TensorSpan, TensorSpan]]:
         module, _, kind = name.removesuffix(".weight").rpartition(".lora_")
         if kind not in ("A", "B") or not name.endswith(".weight") or not name.startswith(_PREFIX):
             raise AdapterFileError(
-                f"The adapter holds {name!r}, which is no lora_A or lora_B of a linear layer. Fused serving takes no "
-                "other tensors; train linear layers only."
+                f"The adapter holds {name!r}. Fused serving accepts only lora_A and lora_B of linear layers; train "
+                "linear layers only."
             )
         found[module.removeprefix(_PREFIX)][kind] = _span(name, entry, head.size)
     if not found:

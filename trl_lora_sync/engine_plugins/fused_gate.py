@@ -1,8 +1,8 @@
-"""Who may sample, and when the weights may change: any number of requests, or one change, never both.
+"""A readers-writer lock for the weights: any number of requests, or one change, never both.
 
 All requests run on one event loop, and every decision is made between two awaits, so there are no locks and a request
 that is cancelled leaves nothing behind. A request that wants another version than the one in the weights changes them
-itself, once those before it are done; whoever waits for the same version goes in with it.
+itself, once the requests before it are done; requests that wait for the same version are let in with it.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from trl_lora_sync.engine_plugins.timeouts import timeout
 
 @dataclass(eq=False)
 class _Waiting:
-    """Somebody who is not let in yet.
+    """A request or a change that waits.
 
     Attributes:
-        wanted: the version to sample from; None for whichever is there.
+        wanted: the version to sample from; None for any.
         changes: whether it comes to change the weights, whatever is there.
         goes_next: whether it waited for the version that was put into the weights just now.
         is_let_in: becomes true for one who may sample, false for one who may change the weights.
@@ -32,7 +32,7 @@ class _Waiting:
 
 
 class Gate:
-    """See the module. `current` is what the weights hold, and is set by whoever changes them."""
+    """See the module. `current` is what the weights hold, and is set by the code that changes them."""
 
     def __init__(self, current: str) -> None:
         self.current = current
@@ -53,8 +53,8 @@ class Gate:
         """Inside, the weights stay as they are, and hold what is wanted.
 
         Args:
-            change: puts a version into the weights; called at most once, with nobody inside.
-            timeout_s: how long to wait for those that sample from something else.
+            change: puts a version into the weights; called at most once, while nothing samples.
+            timeout_s: how long to wait for requests that sample from another version.
 
         Raises:
             Refused: they were not done by then; or what `change` raises.
@@ -72,7 +72,7 @@ class Gate:
 
     @asynccontextmanager
     async def changing(self, timeout_s: float) -> AsyncIterator[None]:
-        """Inside, nobody samples; errors as for `sampling`."""
+        """Inside, no request samples; errors as for `sampling`."""
         await self._wait(_Waiting(changes=True), timeout_s)
         with self._changed():
             yield
@@ -95,7 +95,7 @@ class Gate:
             ) from error
 
     def _leave(self, me: _Waiting) -> None:
-        """Forget one who does not wait any longer, even if it was let in at that moment."""
+        """Remove a request that does not wait any longer, even if it was let in at that moment."""
         if me in self._waiting:
             self._waiting.remove(me)
         elif me.is_let_in.result():
@@ -119,7 +119,7 @@ class Gate:
         return not one.changes and one.wanted in (None, self.current)
 
     def _let_in(self) -> None:
-        """Let in whoever may: those that go next, then the others in order up to one that needs another version."""
+        """Let requests in: those with `goes_next`, then the others in order up to the first for another version."""
         if self._is_changing:
             return
         for one in [one for one in self._waiting if one.goes_next]:
@@ -135,6 +135,6 @@ class Gate:
             self._running += 1
         else:
             self._is_changing = True
-        if one.is_let_in.cancelled():  # its request is gone, and has not been told yet
+        if one.is_let_in.cancelled():  # the request is gone, and its task has not run since
             one.is_let_in = asyncio.get_running_loop().create_future()
         one.is_let_in.set_result(samples)

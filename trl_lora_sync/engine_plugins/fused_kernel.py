@@ -13,7 +13,7 @@ _LEAST_RANK, _MOST_RANK = 16, 64  # of one product of tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _fuse(  # type: ignore[no-untyped-def]  # Triton takes annotations for types of its own
+def _fuse(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton types
     weight, base, lora_A, lora_B, scaling, rows, columns, rank, weight_stride, base_stride, a_stride, b_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip

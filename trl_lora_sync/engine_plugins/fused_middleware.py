@@ -61,7 +61,7 @@ _CHANGES_BASE = frozenset(
 
 
 class FusedMiddleware:
-    """Answers the fused routes, and lets requests for tokens through while the weights are what they ask for.
+    """Answers the fused routes, and lets requests for tokens through while the weights hold the right version.
 
     Args:
         app: the server behind it.
@@ -107,7 +107,7 @@ class FusedMiddleware:
         await self.app(scope, receive, send)
 
     async def _pass_on_sleep(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
-        """Note whether the weights are in their place. vLLM calls a pause a sleep as well, so it cannot be asked."""
+        """Note whether the weights are in their place. vLLM reports a pause as a sleep too, hence this record."""
         query, succeeded = _query(scope), False
         tags = query.getlist("tags")
 
@@ -187,7 +187,7 @@ class FusedMiddleware:
         if not isinstance(path, str) or not path.startswith("/"):
             raise Refused(400, 'The body must be {"path": FOLDER} with an absolute path.')
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
-            raise Refused(400, "timeout_s is no number of seconds.")
+            raise Refused(400, "timeout_s must be a number of seconds.")
         started = time.perf_counter()
         async with self._gate.changing(timeout_s):
             waited_s = time.perf_counter() - started
@@ -297,8 +297,8 @@ def _engine_of(scope: Scope) -> Any:
     if parallel.data_parallel_size > 1:
         raise Refused(
             500,
-            "Fused serving cannot be used with --data-parallel-size above 1, because vLLM tells of one replica only "
-            "whether a fuse succeeded. Start one server for each.",
+            "Fused serving cannot be used with --data-parallel-size above 1, because vLLM reports the result "
+            "of one replica only. Start one server for each.",
         )
     if engine.vllm_config.lora_config is not None:
         raise Refused(
@@ -346,7 +346,7 @@ def _good(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_placed(answers: list[dict[str, Any]]) -> None:
-    """Refuse an adapter of which the workers do not have every element between them, as one that is too wide."""
+    """Refuse an adapter if any element of it is on no worker, as with an adapter that is too wide."""
     pieces: dict[str, set[tuple[int, ...]]] = {}
     shapes: dict[str, tuple[int, int]] = {}
     for answer in answers:
@@ -393,7 +393,7 @@ async def _pause(engine: Any, timeout_s: float) -> None:
 
 
 async def _reset_caches(engine: Any) -> None:
-    """Forget what was computed with the weights before. That the prefix cache can be reset proves that nothing runs.
+    """Clear what was computed with the weights before. That the prefix cache can be reset proves that nothing runs.
 
     Raises:
         Refused: something does.
@@ -454,7 +454,7 @@ async def _content_of(request: Request) -> dict[str, Any]:
     try:
         content = json.loads(body)
     except ValueError as error:
-        raise Refused(400, "The body is no JSON.") from error
+        raise Refused(400, "The body is not JSON.") from error
     if not isinstance(content, dict):
-        raise Refused(400, "The body is no JSON object.")
+        raise Refused(400, "The body is not a JSON object.")
     return content

@@ -1,4 +1,4 @@
-"""Where a tensor of the checkpoint lands in the parameters of a served model, asked of the model's own loading rules.
+"""Where a tensor of the checkpoint lands in the parameters of a served model, by the model's own loading rules.
 
 The model is given a tensor without contents to load; what it would copy where is noted down, and not copied. So
 stacked parameters (q, k and v in one) and shards (tensor parallel) are right for every architecture, by its own rules.
@@ -60,7 +60,7 @@ def find_pieces(
 
     Args:
         load_weights: the model's.
-        parameters: those of the model that may be written to; as they are now, on any device.
+        parameters: the model's parameters that may be written to, on any device.
         shapes: `(out_features, in_features)` of each weight, by the name of its module in the checkpoint.
 
     Returns:
@@ -108,8 +108,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
                 raise PlacementError(
-                    f"the model changes its weight with {func}, which is no plain copy. It is no linear layer: MoE "
-                    "experts, embeddings and output layers cannot be fused. Leave it out of target_modules"
+                    f"the model changes its weight with {func}, which is not a plain copy. It is not a linear layer: "
+                    "MoE experts, embeddings and output layers cannot be fused. Leave it out of target_modules"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -144,8 +144,8 @@ def _corner(part: Tensor, whole: Tensor) -> tuple[int, int]:
     """
     if part.ndim != 2 or whole.ndim != 2 or not whole.is_contiguous():
         raise PlacementError(
-            f"it becomes a part of shape {tuple(part.shape)} of a weight of shape {tuple(whole.shape)}, which is no "
-            "matrix of a linear layer. MoE experts cannot be fused; leave them out of target_modules"
+            f"it becomes a part of shape {tuple(part.shape)} of a weight of shape {tuple(whole.shape)}, which is "
+            "not the matrix of a linear layer. MoE experts cannot be fused; leave them out of target_modules"
         )
     width = whole.shape[1]
     top, left = divmod(int(part.storage_offset()) - int(whole.storage_offset()), width)

@@ -87,7 +87,7 @@ class Reader:
         """The matrices of each module, as views of one buffer on the device.
 
         Raises:
-            AdapterFileError: the file is gone or shorter than its head says.
+            AdapterFileError: the file is gone or shorter than its header promises.
         """
         try:
             with adapter.file.open("rb", buffering=0) as file:
@@ -137,7 +137,7 @@ def finite(name: str, scaling: float, matrices: dict[str, tuple[Tensor, Tensor]]
 
 
 def _largest(tensors: list[Tensor]) -> list[float]:
-    """The largest magnitude in each tensor; NaN in one that holds it."""
+    """The largest magnitude in each tensor; NaN for a tensor with a NaN."""
     sizes = [tensor.numel() for tensor in tensors]
     width = gcd(*sizes)
     flat = joined(tensors)
@@ -212,7 +212,7 @@ def _kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
         fuse_tiles(weight, weight, lora_A, lora_B, 2.0)
         if not bool((weight == 1 + 2 * 16).all()):
             raise ArithmeticError("its sum is wrong")
-    except Exception as error:  # without a compiler, say
+    except Exception as error:  # such as a missing compiler
         logger.warning("Adapters are fused without Triton, which takes longer: %s: %s", type(error).__name__, error)
         return None
     return fuse_tiles

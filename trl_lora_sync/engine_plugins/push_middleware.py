@@ -139,5 +139,5 @@ def _length_in(scope: Scope) -> int:
 def _max_bytes_from_environment() -> int:
     text = os.environ.get(MAX_MB_VARIABLE) or _DEFAULT_MAX_MB
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", text) or not float(text):
-        raise ValueError(f"{MAX_MB_VARIABLE}={text!r} is no number of MB. Set it to one above 0, or unset it.")
+        raise ValueError(f"{MAX_MB_VARIABLE}={text!r} is not a number of MB. Set it to a number above 0, or unset it.")
     return int(float(text) * 1e6)

@@ -1,8 +1,8 @@
 """The adapters that were pushed to one server process: taken in whole or not at all, gone when the process is.
 
 Layout: `<root>/trl-lora-sync-push-<pid>-<random>/<name>/{adapter_model.safetensors, adapter_config.json}`. The process
-holds a lock on its folder, which the kernel releases however the process ends; that is how the next server tells
-leftovers from the folder of one that runs. Nothing is fsynced, because nothing outlives the process. Knows nothing of
+holds a lock on its folder, which the kernel releases however the process ends; so the next server
+recognises leftovers: their lock is free. Nothing is fsynced, because nothing outlives the process. Knows nothing of
 HTTP beyond the status that goes with a refusal.
 """
 
@@ -199,13 +199,13 @@ class Upload:
         """Check what arrived and give it its name.
 
         Raises:
-            Refused: bytes are missing or other than those that the digest is of, or they are no adapter.
+            Refused: bytes are missing, do not match the digest, or are not an adapter.
         """
         with self._lock:
             if self._left:
                 raise Refused(400, f"The body ended {self._left} bytes before the announced {self.size}.")
             if not hmac.compare_digest(self._hash.digest(), digest):
-                raise Refused(422, "The bytes that arrived are not those that the digest is of.")
+                raise Refused(422, "The bytes that arrived do not match the digest.")
             config = _config_in(self._file)
             try:
                 descriptor = os.open(self.folder / CONFIG_FILE, os.O_CREAT | os.O_WRONLY, _PRIVATE_FILE)
@@ -230,7 +230,7 @@ class Upload:
 
 
 def sweep_dead_servers(root: Path) -> list[str]:
-    """Delete the folders of servers that were killed, never those of one that runs or of another user."""
+    """Delete the folders of servers that were killed, never the folder of a running server or of another user."""
     swept = []
     for folder in sorted(root.glob(f"{FOLDER_PREFIX}*")):
         with contextlib.suppress(OSError):
@@ -258,7 +258,8 @@ def _config_in(file: int) -> dict[str, Any]:
     except MALFORMED as error:
         raise Refused(
             422,
-            f"The body is no safetensors file with {CONFIG_KEY!r} in its metadata ({type(error).__name__}: {error}).",
+            f"The body is not a safetensors file with {CONFIG_KEY!r} in its metadata "
+            f"({type(error).__name__}: {error}).",
         ) from error
     return config
 

@@ -20,7 +20,7 @@ from torch import Tensor
 TENSORS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 METADATA = {"format": "pt"}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Those of adapters, by their names in the file."""
+"""The dtypes of adapters, by their names in the file."""
 MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading the head of a file that is damaged, or of another format, raises."""
 
@@ -54,7 +54,7 @@ class TensorSpan(NamedTuple):
         return cls(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
 
     def fits(self, size: int) -> bool:
-        """Whether it lies within `size` bytes and is as long as its shape says; a KeyError for an unknown dtype."""
+        """Whether it lies within `size` bytes and is as long as its shape requires; a KeyError for an unknown dtype."""
         item = DTYPES[self.dtype].itemsize
         is_inside = 0 <= self.start <= self.end <= size and self.start % item == 0
         return is_inside and self.end - self.start == prod(self.shape) * item
@@ -112,7 +112,7 @@ def head_of(file: int, max_header_bytes: int = _MAX_HEADER_BYTES) -> Head:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors as one of shape `(elements,)`, if they lie one after the other in memory, as those of a file do."""
+    """Tensors as one of shape `(elements,)`, if they lie one after the other in memory, as in a file."""
     first = tensors[0]
     place = first.data_ptr()
     for tensor in tensors:
@@ -138,7 +138,7 @@ def bytes_of(memory: Tensor) -> memoryview:
 
 
 class ParallelReader:
-    """Fills memory from files, with threads of its own."""
+    """Fills memory from files, with several threads."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="lora-sync-read")
@@ -172,5 +172,5 @@ def _read_into(file: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if not count:
-            raise ShortFileError("The file is shorter than its head says; it was not written completely.")
+            raise ShortFileError("The file is shorter than its header promises; it was not written completely.")
         view, offset = view[count:], offset + count

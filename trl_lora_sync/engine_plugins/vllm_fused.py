@@ -5,10 +5,10 @@
 
     GET    /v1/lora_sync/fused        which adapter is in the weights, and which are registered
     PUT    /v1/lora_sync/fused/NAME   {"path": FOLDER}: register an adapter and put it into the weights
-    DELETE /v1/lora_sync/fused/NAME   forget it; if it is in the weights, they become the base's again
+    DELETE /v1/lora_sync/fused/NAME   unregister it; if it is in the weights, they become the base's again
 
-A request for tokens says in the header X-LoRA-Sync-Adapter which adapter it is for, or `(base)`; if another is in the
-weights, they are changed first. Each answer says in the same header what it was sampled from. A request without the
+The header X-LoRA-Sync-Adapter of a request for tokens names the adapter it is for, or `(base)`; if another is in the
+weights, they are changed first. The same header of each answer names what it was sampled from. A request without the
 header is answered from whatever is in the weights. No request is under way while the weights change: requests over
 HTTP are counted here, the engine's own are waited for with its pause.
 

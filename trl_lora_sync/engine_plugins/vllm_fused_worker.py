@@ -4,7 +4,7 @@
 
 Its methods are called through `collective_rpc`, on all workers alike, by the middleware in `vllm_fused`. They answer
 with plain values and raise nothing: vLLM (0.26 to 0.31) stops collecting answers at the first worker that fails, and
-would take those of the others for the answers to its next call.
+would take the answers of the others for answers to its next call.
 
 Environment of the server:
     TRL_LORA_SYNC_FUSED_BASE   where W0 is kept: gpu, host, or auto (the default) for the GPU if it has room
@@ -60,7 +60,7 @@ class FusedWorker:
         return _answer(lambda: _model_of(self).undo())
 
     def lora_sync_commit(self) -> Answer:
-        """Forget what `lora_sync_undo` would put back."""
+        """Drop what `lora_sync_undo` would put back."""
         return _answer(lambda: _model_of(self).commit())
 
     def lora_sync_equals_base(self) -> Answer:
@@ -75,7 +75,7 @@ def _answer(act: Callable[[], Answer]) -> Answer:
         return {"ok": False, "status": 404 if error.is_missing else 422, "error": str(error)}
     except (PlacementError, _UnsuitableError) as error:
         return {"ok": False, "status": 422, "error": str(error)}
-    except Exception as error:  # whatever it is, it is said to the client, and the worker lives on
+    except Exception as error:  # the client gets the error, and the worker goes on
         logger.error("%s", traceback.format_exc())
         return {"ok": False, "status": 500, "error": f"{type(error).__name__}: {error}"}
 
@@ -246,7 +246,7 @@ class _FusedModel:
 
     @contextmanager
     def _whole_weights(self) -> Iterator[None]:
-        """Let packed layers have a weight of the original shape, without memory, to ask the loading rules with.
+        """Let packed layers have a weight of the original shape, without memory, for the loading rules.
 
         Source: on a CPU, vLLM 0.26 and 0.31 leave an empty tensor after packing (model_executor/layers/utils.py
         `dispatch_cpu_unquantized_gemm`).
@@ -286,7 +286,7 @@ class _FusedModel:
 
 @dataclass
 class _Packed:
-    """A layer that computes with a packed form of its weight, which is made anew after each change."""
+    """A layer that computes with a packed form of its weight, which is rebuilt after each change."""
 
     layer: Any
     base: Tensor
@@ -316,7 +316,7 @@ def _check_server(config: Any) -> None:
         )
     if config.parallel_config.data_parallel_size > 1:
         raise _UnsuitableError(
-            "--data-parallel-size above 1 cannot be used: vLLM tells of one replica only whether a fuse succeeded. "
+            "--data-parallel-size above 1 cannot be used: vLLM reports the result of one replica only. "
             "Start one server for each, and give the trainer all URLs with commas in between."
         )
 
@@ -351,7 +351,7 @@ def _check_layer(model: torch.nn.Module, owner: str, linears: dict[str, Any]) ->
         if has_own_form and any(child is layer for child in module.modules()):
             raise _UnsuitableError(
                 f"The adapter changes {owner!r}, whose weights {type(module).__name__} ({name!r}) also keeps in "
-                "another form, which would stay as it is. Leave it out of target_modules, or use "
+                "another form, which would not change. Leave it out of target_modules, or use "
                 'lora_sync_serving="runtime".'
             )
 

@@ -5,7 +5,7 @@
         --middleware $P.vllm_quick_load.QuickLoadMiddleware ...
 
 Changes nothing of what clients see, and nothing of what is loaded. Where a version of vLLM is not as expected, the
-server says so in its log and loads adapters its own way.
+server logs that and loads adapters in vLLM's way.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ WORKER = "trl_lora_sync.engine_plugins.vllm_quick_load_worker.QuickLoadWorker"
 
 
 class QuickLoadMiddleware:
-    """Asks the workers once, before the server takes requests, and passes everything on.
+    """Calls the workers once, before the server takes requests, and passes everything on.
 
     Args:
         app: the server behind it.

@@ -1,8 +1,8 @@
 """Reads adapters in each worker of a vLLM server; given to vLLM as its `--worker-extension-cls`, see `vllm_quick_load`.
 
 vLLM copies an adapter tensor by tensor, with one thread, out of the page cache into pinned memory. Here the first
-adapter of a kind (the same names, dtypes and shapes) is left to vLLM with all its checks. Of those that follow, the
-bytes are read by several threads into a few pinned buffers, and vLLM is given its tensors as views of them.
+adapter of a kind (the same names, dtypes and shapes) is left to vLLM with all its checks. The bytes of later adapters
+of that kind are read by several threads into a few pinned buffers, and vLLM gets its tensors as views of them.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class QuickLoadWorker:
             # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26, 0.31).
             at_once = manager.lora_config.max_cpu_loras + 1
             manager._lora_model_cls = quick_model(manager._lora_model_cls, at_once)
-        except Exception as error:  # it is logged by who asked, and adapters are loaded vLLM's way
+        except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
             return {"error": f"{type(error).__name__}: {error}"}
         return {"error": ""}
 
@@ -105,7 +105,7 @@ class KnownFiles:
         self._files = ParallelReader()
 
     def learn(self, folder: Path) -> None:
-        """Take the file in `folder` for one that vLLM accepts; no matter if it cannot be read that way."""
+        """Remember the kind of the file in `folder`, which vLLM accepted; harmless if the file cannot be read here."""
         with (
             contextlib.suppress(*_UNREADABLE),
             (folder / TENSORS_FILE).open("rb", buffering=0) as file,
@@ -129,7 +129,7 @@ class KnownFiles:
         held.clear()
 
     def read(self, folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
-        """The tensors of an adapter, in memory of their own; None if vLLM should load it its own way.
+        """The tensors of an adapter, in separate memory; None if vLLM should load it by itself.
 
         Args:
             dtype: that the tensors must have.

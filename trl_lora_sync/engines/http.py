@@ -21,13 +21,14 @@ import tenacity
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreachableError
-from trl_lora_sync.threads import POLL_S, check_cancelled, pause, shielded
+from trl_lora_sync.threads import POLL_S, check_cancelled, pause
 
 _CONNECT_TIMEOUT_S = 10.0
 # Interval at which a wait for an answer checks that the server is still alive.
 _WATCH_EVERY_S = 5.0
-# How long the abort of a request may take, its answer included. An interrupt is to be over within two seconds.
-_ABORT_S = 1.2
+# For how long a request that was given up is aborted on its server, and how long its caller waits for that. An
+# interrupt is to be over within two seconds, and a busy server may answer later.
+_ABORT_S, _WAIT_FOR_ABORT_S = 10.0, 1.2
 _MAX_WORDS = 2000
 # Between requests that a gateway limits: without a `Retry-After`, twice as long each time.
 _FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
@@ -301,19 +302,34 @@ class _Exchange:
             raise _StillWaitingError
 
     def _give_up(self) -> None:
+        if self._abort is None:
+            self._break_off()
+            return
+        ending = threading.Thread(target=self._abort_and_break_off, name="lora-sync-abort", daemon=True)
         try:
-            if self._abort is not None and not self._done.is_set():
-                deadline = Deadline.after(_ABORT_S, "Aborting a request")
-                with shielded(), contextlib.suppress(LoRASyncError):
-                    # More than once, as the server may not have read the request yet.
-                    while not deadline.is_over() and not self._done.is_set():
-                        self._abort(deadline)
-                        self._done.wait(min(deadline.left_s(), POLL_S))
+            ending.start()
+        except RuntimeError:  # the interpreter is ending and starts no more threads
+            self._break_off()
+        else:
+            ending.join(_WAIT_FOR_ABORT_S)
+
+    def _abort_and_break_off(self) -> None:
+        assert self._abort is not None
+        deadline = Deadline.after(_ABORT_S, "Aborting a request")
+        try:
+            with contextlib.suppress(LoRASyncError):
+                # More than once, as the server may not have read the request yet.
+                while not deadline.is_over() and not self._done.is_set():
+                    self._abort(deadline)
+                    self._done.wait(min(deadline.left_s(), POLL_S))
         finally:
-            with self._lock:
-                self._is_given_up = True
-                if self._connection is not None:
-                    self._connection.break_off()
+            self._break_off()
+
+    def _break_off(self) -> None:
+        with self._lock:
+            self._is_given_up = True
+            if self._connection is not None:
+                self._connection.break_off()
 
     def _run(self) -> None:
         try:
