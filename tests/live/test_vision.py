@@ -19,6 +19,8 @@ from support.vision import SERVER_ARGS, SHAPES, completion_logps, make_vision_mo
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
+from trl_lora_sync.adapter.names import ServedNames
+from trl_lora_sync.errors import VerificationError
 
 Make = Callable[..., GRPOTrainer]
 Row = tuple[dict[str, torch.Tensor], list[int], torch.Tensor]
@@ -151,3 +153,41 @@ def test_the_reward_of_a_run_with_images_rises(make_vision_trainer: Make, vision
     rewards = [step["reward"] for step in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
     assert all(step[LOGP_GAP] < 0.02 for step in steps)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("renamed", "named"),
+    [
+        ("", r"attention modules \(policy\.model\.language_model\.layers\.\*\.self_attn"),
+        ("mlp", r"MLP modules \(policy\.model\.language_model\.layers\.\*\.mlp"),
+    ],
+    ids=["all", "one group"],
+)
+def test_modules_whose_names_the_server_does_not_know_are_named_before_the_training(
+    renamed: str, named: str, make_vision_trainer: Make, vision_server: VLLMServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = ServedNames.served
+    monkeypatch.setattr(
+        ServedNames,
+        "served",
+        lambda self, path: f"policy.{right(self, path)}" if renamed in path else right(self, path),
+    )
+
+    with pytest.raises(VerificationError, match=rf"zero outside the {named}.*on the server"):
+        make_vision_trainer(vision_server)
+
+    assert not adapters_on(vision_server.base_url)
+
+
+@pytest.mark.parametrize("vision_server", ["qwen3-vl", "gemma3"], indirect=True)
+def test_the_names_of_a_text_model_are_refused_by_a_server_of_the_whole_one(
+    make_vision_trainer: Make, vision_server: VLLMServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an adapter of the text model alone has them; the server answers 200, and as the base model."""
+    monkeypatch.setattr(ServedNames, "served", lambda self, path: path.replace("model.language_model.", "model."))
+
+    with pytest.raises(VerificationError, match=r"zero outside the attention modules \(model\.layers\.\*\.self_attn"):
+        make_vision_trainer(vision_server)
