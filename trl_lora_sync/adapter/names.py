@@ -38,7 +38,7 @@ class ServedNames:
 
     @classmethod
     def of(cls, model: Any) -> "ServedNames":
-        """Those of a model, with PEFT's wrapper or without."""
+        """The names of a model, with or without the wrapper of PEFT."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         served = _LANGUAGE_MODEL.get(getattr(getattr(base, "config", None), "model_type", ""))
         if served is None:
