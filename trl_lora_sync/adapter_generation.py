@@ -20,10 +20,10 @@ from trl_lora_sync.adapter.export import (
     active_dropout,
     base_dtype,
     remember_initial_adapter,
-    unwrapped_path,
 )
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.groups import without_numbers
+from trl_lora_sync.adapter.names import unwrapped_path
 from trl_lora_sync.distributed import (
     check_launcher,
     check_same_start,
