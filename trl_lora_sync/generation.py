@@ -4,7 +4,7 @@ Takes the place of TRL's own generation object and keeps its contract, on every 
 prompts go in and completions come out in the order of the rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -73,15 +73,17 @@ class LoRASyncGeneration(AdapterGeneration):
             Ending(self, end)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline, self._sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
-        make_trial = self._trial(base)
-        summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trial))
+        make_trials = self._trials(base)
+        summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trials))
         self._print_start(summary)
 
-    def _start(self, read: ReadAdapter, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> str:
+    def _start(
+        self, read: ReadAdapter, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
+    ) -> str:
         assert self._sync is not None
         try:
             base = base.remembered()
-            return self._sync.start(read, base, make_trial(base))
+            return self._sync.start(read, base, make_trials(base))
         except BaseException:
             self._sync.close()
             raise
@@ -247,9 +249,17 @@ class LoRASyncGeneration(AdapterGeneration):
             max_tokens=self.max_completion_length,
             logprobs=self.logprobs,
             regex=self.structured_outputs_regex,
-            image_token_id=getattr(self.processing_class, "image_token_id", None),
+            image_token_id=self._image_token_id(),
             extra=self.generation_kwargs,
         )
+
+    def _image_token_id(self) -> int | None:
+        """What stands for an image in a tokenized prompt.
+
+        The model knows it. The processor of Gemma3 calls the token before the image by that name (Transformers 5.23).
+        """
+        found: int | None = getattr(self.model.config, "image_token_id", None)
+        return getattr(self.processing_class, "image_token_id", None) if found is None else found
 
     def close(self) -> None:
         """Unload and delete all versions; the next `generate` publishes anew. Not collective, never fails."""

@@ -34,7 +34,7 @@ class Preflight:
         adapter: one as the trainer makes them, of which only the shapes are kept.
         is_strict: whether another base model than the trainer's is an error wherever it can be seen.
         transport: how adapters reach the servers.
-        trial: what to prove servers with, or None to prove nothing.
+        trials: what to prove servers with, one for each group of modules; empty to prove nothing.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Preflight:
         transport: Transport,
         *,
         is_strict: bool,
-        trial: Trial | None = None,
+        trials: Sequence[Trial] = (),
     ) -> None:
-        self.trial = trial
+        self.trials = trials
         self._base = base.remembered()
         self._wider = widened(adapter)
         self._transport = transport
@@ -137,10 +137,14 @@ class Preflight:
             is_known = any(stored.name in server.unconfirmed for server in servers)
             self._transport.delete(stored, keep_name=is_known)
 
-    def try_out(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline) -> None:
+    def try_out(
+        self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, trial: Trial | None = None
+    ) -> None:
         """Load an adapter of the trainer's shapes and sample a token from it; to be unloaded by the caller.
 
-        The trial adapter also proves that what the server loads is what it samples from.
+        Args:
+            trial: what `stored` was made from, which also proves that the server samples from what it loads. A server
+                is proven once each of the `trials`, in their order, has been a proof.
 
         Raises:
             ServerSetupError: the server serves another model.
@@ -156,15 +160,18 @@ class Preflight:
         except AdapterRejectedError as error:
             evidence = "it refused an adapter of the trainer's shapes"
             raise self._other_base(server, self._wider.base_model, evidence, str(error)) from error
-        if self.trial is None:
+        if trial is None:
             return
-        found = server.verify(stored, Scores(base=self.base_logprobs, adapted=self.trial.logprobs), deadline)
+        was_proven = trial is self.trials[0] or server.is_proven
+        found = server.verify(stored, Scores(base=self.base_logprobs, adapted=trial.logprobs), deadline, trial)
+        server.is_proven = was_proven and found.proves
         if not found.proves:
             logger.warning(
-                "A trial adapter does not prove that %s samples from what it loads, because its effect is too small "
-                "beside the difference of the base models: %s. The first versions are verified instead, and "
+                "A trial adapter does not prove that %s samples from what it loads on %s, because its effect is too "
+                "small beside the difference of the base models: %s. The first versions are verified instead, and "
                 "lora_sync/verified stays 0 until one of them is a proof.",
                 server.base_url,
+                trial,
                 found,
             )
 

@@ -81,6 +81,23 @@ def trial_weights(linears: Sequence[nn.Linear], strength: float, device: torch.d
     return weights
 
 
+def neutral_weights(
+    linears: Sequence[nn.Linear], initial: Mapping[nn.Module, Tensor], device: torch.device
+) -> dict[nn.Module, Tensor]:
+    """Matrices with which a served adapter changes nothing: zeros, or those that the base weights lack.
+
+    Args:
+        linears: of which to make them.
+        initial: as for `base_logprobs`; empty if the base weights are the checkpoint's.
+    """
+    return {
+        linear: initial[linear].to(device)
+        if linear in initial
+        else torch.zeros(linear.out_features, linear.in_features, device=device, dtype=linear.weight.dtype)
+        for linear in linears
+    }
+
+
 def trial_logprobs(
     model: Any,
     weights: Mapping[nn.Module, Tensor],

@@ -5,7 +5,7 @@ their caches needless: no request can meet a half-loaded adapter, and no cache e
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,13 +54,13 @@ class AdapterSync:
         """The version every new request names, or None before the first sync and after `close`."""
         return self.fleet.active
 
-    def start(self, read: ReadAdapter, base: TrainedBase, trial: Trial | None = None) -> str:
+    def start(self, read: ReadAdapter, base: TrainedBase, trials: Sequence[Trial] = ()) -> str:
         """Connect, clean up after dead runs, and prove that each server can load and sample from such an adapter.
 
         Args:
-            read: reads the model's adapter as it is now; loaded on trial if there is no `trial`.
+            read: reads the model's adapter as it is now; loaded on trial if there are no `trials`.
             base: the trainer's base model, to compare with the served ones.
-            trial: an adapter that shows what a server samples from, however small the trained one is.
+            trials: adapters that show what a server samples from, however small the trained one is.
 
         Returns:
             One line that says what was set up.
@@ -80,7 +80,7 @@ class AdapterSync:
             logger.info("Removed what the run %s had left behind.", run)
         self._layout = _layout_of(adapter)
         deadline = self._control_deadline("Checking the server with a trial adapter")
-        fleet.check(adapter, base, self.transport, deadline, trial)
+        fleet.check(adapter, base, self.transport, deadline, trials)
         if settings.frees_kv_cache:
             fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
             self.wake()

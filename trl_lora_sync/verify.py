@@ -55,13 +55,22 @@ class Trial:
     An adapter in training may move log-probabilities by less than rounding does for hundreds of steps, so a server that
     ignores it is not noticed by what it computes.
 
+    A server may apply some modules and ignore others, so each group of modules has one that is zero outside of it.
+
     Attributes:
+        group: of the modules that it changes, such as "attention".
+        modules: their paths, with `*` for the number of a layer.
         read: makes it, in the shapes of the trained adapter and by the same export.
         logprobs: log-probabilities of `PROBE_PROMPT` under it, as the trainer's model computes them.
     """
 
+    group: str
+    modules: Sequence[str]
     read: ReadAdapter
     logprobs: Sequence[float]
+
+    def __str__(self) -> str:
+        return f"the {self.group} modules ({', '.join(self.modules)})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from fakes.policy import MODULES
 from fakes.sglang import VERSIONS
 
@@ -360,6 +361,7 @@ def test_many_groups_are_all_answered(served: Served) -> None:
 
 def test_samples_differ_on_a_server_that_draws_deterministically(serve: Serve) -> None:
     """SGLang gives every request without a seed the seed 42 then, so a group would be one completion, n times."""
+    torch.manual_seed(0)  # two of four completions are equal for one seed in 750: both end at once
     served = serve(enable_deterministic_inference=True)
     completions = served.sample(served.base, count=4)
     assert len({tuple(completion.token_ids) for completion in completions}) == 4

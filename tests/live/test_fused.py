@@ -5,6 +5,7 @@ What every server must do is in `contract/test_engine_contract.py`, which runs a
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def test_a_version_that_is_loaded_during_a_request_waits_for_it(fused: Fused) ->
     log_before = len(fused.server.log_path.read_text())
 
     def generate() -> Any:
-        fields = {"max_tokens": 200, "extra": {"ignore_eos": True}}
+        fields = {"max_tokens": 400, "extra": {"ignore_eos": True}}
         return fused.engine.generate(first, [group], sampling(**fields), soon(60))[0][0]
 
     def load() -> str:
@@ -154,29 +155,32 @@ def test_a_version_that_is_loaded_during_a_request_waits_for_it(fused: Fused) ->
         return fused.load(2)
 
     sampled = threading.Event()
+    before = sampled_tokens(fused.server)
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(generate)
-        until_running(fused.server)
+        until_sampling(fused.server, before)
         sampled.set()
         loading = pool.submit(load)
         row, second = running.result(60), loading.result(60)
-    # The server's own order: a load is quicker than a client that takes in 200 tokens.
+    # The server's own order: a load is quicker than a client that takes in 400 tokens.
     log = fused.server.log_path.read_text()[log_before:]
     assert 0 < log.index("POST /v1/completions") < log.index(f"The weights hold {second} now")
     found = [token[0] for token in row.logprobs]
-    assert len(found) == 200
+    assert len(found) == 400
     assert fused.gap(found, 1, LONG + row.token_ids, len(LONG)) < fused.reference.tolerance
     assert fused.gap(fused.score(second), 2) < fused.reference.tolerance
 
 
-def until_running(server: VLLMServer) -> None:
-    for _ in range(3000):
-        text = httpx.get(f"{server.base_url}/metrics", timeout=30, trust_env=False).text
-        if any(
-            line.startswith("vllm:num_requests_running{") and not line.endswith(" 0.0") for line in text.split("\n")
-        ):
-            return
-    raise AssertionError("no request ever ran")
+def sampled_tokens(server: VLLMServer) -> float:
+    """By all requests so far; unlike the number of running ones, it shows a request that has ended as well."""
+    text = httpx.get(f"{server.base_url}/metrics", timeout=30, trust_env=False).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
+
+
+def until_sampling(server: VLLMServer, before: float) -> None:
+    deadline = time.monotonic() + 60
+    while sampled_tokens(server) <= before:
+        assert time.monotonic() < deadline, "no request ever ran"
 
 
 def test_requests_for_two_versions_at_once_are_each_sampled_from_their_own(fused: Fused) -> None:

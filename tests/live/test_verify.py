@@ -79,6 +79,25 @@ def test_a_server_that_applies_adapters_in_another_way_is_refused_before_trainin
     assert not adapters_on(proxy.target)
 
 
+def unknown_mlp(directory: Path) -> None:
+    """Names of MLP tensors that the served model does not have; vLLM then serves the attention alone."""
+    tensors = load_file(directory / WEIGHTS)
+    renamed = {name.replace(".mlp.", ".feed.mlp."): value for name, value in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, directory / WEIGHTS)
+
+
+def test_a_server_that_ignores_the_mlp_is_refused_before_training_with_the_names_of_its_modules(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    interfere(proxy, unknown_mlp, of_trials=True)
+
+    with pytest.raises(VerificationError, match=r"zero outside the MLP modules \(.*layers\.\*\.mlp\.gate_proj"):
+        make_trainer(proxy.base_url, base_model)
+
+    assert not adapters_on(proxy.target)
+
+
 @pytest.mark.parametrize("mistake", [other_prefix, other_scaling])
 def test_an_adapter_that_the_server_applies_in_another_way_is_refused_at_the_first_sync(
     mistake: Callable[[Path], None], make_trainer: Make, proxy: Proxy, base_model: Path

@@ -1,15 +1,17 @@
 """Unit tier: when a server's answers prove that it samples from the trainer's adapter, and when they disprove it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from contract.reference import FakeReference, adapter_for
 from contract.served import SMALL
+from fakes.policy import MODULES
 from fakes.sglang import FakeSGLang
 
 from trl_lora_sync.errors import LoRASyncError, VerificationError
@@ -110,14 +112,25 @@ class VerifiedRun(FleetRun):
     lies: Callable[[], Any] | None = None
     asked = 0
     trial_size = 1.0
+    sizes: Mapping[str, float] = MappingProxyType({})
 
     def start(self) -> str:
-        return self.sync.start(self._read, self.base(), self.trial() if self.trial_size else None)
+        return self.sync.start(self._read, self.base(), self.trials() if self.trial_size else ())
 
-    def trial(self) -> Trial:
-        some = another_adapter()
-        adapter = replace(some, tensors={name: value * self.trial_size for name, value in some.tensors.items()})
-        return Trial(read=lambda served: adapter, logprobs=self.logprobs(adapter))
+    def trials(self) -> list[Trial]:
+        return [self.trial("attention", "self_attn"), self.trial("MLP", "mlp")]
+
+    def trial(self, group: str, block: str) -> Trial:
+        """Of `trial_size` in one block of each layer, or of a size of its own, and zero in the others."""
+        some, size = another_adapter(), self.sizes.get(group, self.trial_size)
+        tensors = {name: value * (size if f".{block}." in name else 0.0) for name, value in some.tensors.items()}
+        adapter = replace(some, tensors=tensors)
+        return Trial(
+            group=group,
+            modules=[f"model.layers.*.{block}"],
+            read=lambda served: adapter,
+            logprobs=self.logprobs(adapter),
+        )
 
     def publish(self) -> SyncReport:
         self.step += 1
@@ -148,7 +161,7 @@ def run(tmp_path: Path) -> Iterator[StartRun]:
     with ExitStack() as stack:
 
         def begin(servers: int = 1, *, trial_size: float = 1.0, start: bool = True, **settings: Any) -> VerifiedRun:
-            """With a trial adapter of the size of any other one; 0 for a run without."""
+            """With trial adapters of the size of any other one; 0 for a run without."""
             fakes = [stack.enter_context(FakeSGLang(shapes=SMALL)) for _ in range(servers)]
             begun = VerifiedRun(AdapterSync(settings_for(fakes, tmp_path / "sync", **settings)), fakes)
             begun.trial_size = trial_size
@@ -164,15 +177,15 @@ def another_adapter() -> Any:
     return adapter_for(SMALL, 99, rank=8)
 
 
-def ignoring(fake: FakeSGLang) -> None:
-    """Let the fake load adapters and compute the base with each of them."""
+def ignoring(fake: FakeSGLang, modules: Collection[str] = MODULES) -> None:
+    """Let the fake load adapters and compute the base with these modules of each of them."""
     fetch = fake.scheduler.fetch
 
-    def fetch_nothing(lora_id: str | None) -> Any:
-        fetch(lora_id)
-        return fake.scheduler.policy.patch(None, 1.0)
+    def fetch_others(lora_id: str | None) -> Any:
+        patch = fetch(lora_id)
+        return {place: matrices for place, matrices in patch.items() if place[1] not in modules}
 
-    fake.scheduler.fetch = fetch_nothing  # type: ignore[method-assign]
+    fake.scheduler.fetch = fetch_others  # type: ignore[method-assign]
 
 
 def test_a_server_is_proved_at_the_start_however_small_the_trained_adapter_is(run: StartRun) -> None:
@@ -193,6 +206,49 @@ def test_a_server_that_ignores_adapters_is_refused_at_the_start(run: StartRun) -
         training.start()
     assert training.fakes[1].base_url in str(caught.value)
     assert training.adapters() == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("ignored", "group", "served_group"),
+    [
+        (["gate_proj", "up_proj", "down_proj"], "the MLP modules (model.layers.*.mlp)", "attention"),
+        (["down_proj"], "the MLP modules (model.layers.*.mlp)", "attention"),
+        (["q_proj", "k_proj", "v_proj", "o_proj"], "the attention modules (model.layers.*.self_attn)", "MLP"),
+    ],
+    ids=["MLP", "down_proj", "attention"],
+)
+def test_a_server_that_ignores_one_group_of_modules_is_refused_with_the_name_of_that_group(
+    run: StartRun, ignored: list[str], group: str, served_group: str
+) -> None:
+    training = run(verify="first", start=False)
+    ignoring(training.fakes[0], ignored)
+    with pytest.raises(VerificationError, match="computes something else with it") as caught:
+        training.start()
+    assert group in str(caught.value)
+    assert f"the {served_group} modules" not in str(caught.value)
+    assert training.adapters() == [[]]
+
+
+@pytest.mark.parametrize("weak", ["attention", "MLP"])
+def test_a_server_is_not_proved_while_one_group_of_modules_is_not(
+    run: StartRun, caplog: pytest.LogCaptureFixture, weak: str
+) -> None:
+    training = run(verify="first", start=False)
+    training.sizes = {weak: 1e-6}
+    training.start()
+    warnings = [line for line in caplog.messages if "A trial adapter does not prove" in line]
+    assert len(warnings) == 1
+    assert f"the {weak} modules" in warnings[0]
+    assert training.publish_zero().is_verified is False
+
+
+def test_a_server_that_ignores_one_group_after_a_restart_is_not_taken_back(run: StartRun) -> None:
+    training = run(verify="first")
+    training.publish_zero()
+    training.fakes[0].restart()
+    ignoring(training.fakes[0], ["gate_proj", "up_proj", "down_proj"])
+    with pytest.raises(VerificationError, match=r"the MLP modules"):
+        training.generate()
 
 
 def test_a_server_that_was_restarted_is_proved_by_the_trial_adapter_again(run: StartRun) -> None:

@@ -19,8 +19,10 @@ from trl_lora_sync.adapter.canonical import (
     one_cpu_thread,
 )
 from trl_lora_sync.adapter.flat import FlatBuffer
+from trl_lora_sync.adapter.groups import group_of
 from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
 from trl_lora_sync.adapter.modalities import check_adapted_modules
+from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, ServedNames, trained_path
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
     WEIGHTS_WAY_OUT,
@@ -36,9 +38,6 @@ from trl_lora_sync.errors import UnsupportedAdapterError
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Wrappers that add a component to module paths; the served model has none of them.
-_WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_PEFT_PREFIX = "base_model.model."
 # LoRA layers with linear matrices that adapt something other than one linear layer.
 _OTHER_LAYERS = frozenset({"MultiheadAttention", "ParamWrapper"})
 
@@ -165,6 +164,13 @@ class AdapterReader:
     def last_linears(self) -> list[nn.Linear]:
         """What the last call of `linears` returned."""
         return [matrix for layer in self._layers for matrix in layer.matrices]
+
+    def groups(self) -> dict[str, dict[str, tuple[nn.Linear, nn.Linear]]]:
+        """What the last call of `linears` returned, by group and by the path of the layer in the served model."""
+        found: dict[str, dict[str, tuple[nn.Linear, nn.Linear]]] = {}
+        for layer in self._layers:
+            found.setdefault(group_of(layer.path), {})[layer.path] = layer.matrices
+        return found
 
     def check(self) -> None:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
@@ -347,7 +353,7 @@ def _plain_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
     from peft.tuners.lora import LoraLayer
 
     found = [
-        (_served_path(path), layer)
+        (trained_path(path), layer)
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and _carries(layer, adapter_name)
     ]
@@ -362,8 +368,9 @@ def _plain_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
     peft_model: Any = model
     if hasattr(peft_model, "get_base_model"):
         check_adapted_modules(peft_model.get_base_model(), dict(found), peft_model.peft_config[adapter_name])
+    names = ServedNames.of(model)
     layers = [
-        _Layer(path=path, layer=layer, adapter_name=adapter_name, matrices=_matrices(layer, adapter_name))
+        _Layer(path=names.served(path), layer=layer, adapter_name=adapter_name, matrices=_matrices(layer, adapter_name))
         for path, layer in found
     ]
     for one in layers:
@@ -382,8 +389,9 @@ def active_dropout(model: "PeftModel") -> float:
 
 def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """`(out_features, in_features)` of every linear layer of the base model, quantised ones included."""
+    names = ServedNames.of(model)
     return {
-        _served_path(path): (layer.out_features, layer.in_features)
+        names.served(path): (layer.out_features, layer.in_features)
         for path, layer in model.named_modules()
         if "lora_" not in path and hasattr(layer, "in_features") and hasattr(layer, "out_features")
     }
@@ -406,22 +414,13 @@ def _carries(layer: Any, adapter_name: str) -> bool:
     return adapter_name in layer.lora_A or adapter_name in layer.lora_embedding_A
 
 
-def unwrapped_path(path: str) -> str:
-    """A module path without the components that FSDP, activation checkpointing and torch.compile put into it."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPER_COMPONENTS)
-
-
-def _served_path(path: str) -> str:
-    return unwrapped_path(path).removeprefix(_PEFT_PREFIX)
-
-
 def _matrices(layer: Any, adapter_name: str) -> tuple[Any, Any]:
     return _unwrapped(layer.lora_A[adapter_name]), _unwrapped(layer.lora_B[adapter_name])
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The layer itself; FSDP1 wraps each LoRA matrix when it follows PEFT's wrap policy."""
-    wrapped = next((module._modules[name] for name in _WRAPPER_COMPONENTS if name in module._modules), None)
+    wrapped = next((module._modules[name] for name in WRAPPER_COMPONENTS if name in module._modules), None)
     return module if wrapped is None else _unwrapped(wrapped)
 
 

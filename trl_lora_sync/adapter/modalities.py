@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import device, nn
 
+from trl_lora_sync.adapter.groups import without_numbers
 from trl_lora_sync.adapter.support import is_embedding_module, refuse
 
 _SHOWN = 8
@@ -56,7 +57,7 @@ def check_adapted_modules(model: Any, adapted: Mapping[str, nn.Module], peft_con
     outside = [path for path, module in adapted.items() if module not in inside and not is_embedding_module(path)]
     if outside:
         language_path = next(path for path, module in model.named_modules() if module is language_model)
-        names = _without_numbers(outside)
+        names = without_numbers(outside)
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise refuse(
             f"A LoRA adapter on modules outside the language model ({shown})",
@@ -92,11 +93,6 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
     from peft.tuners.lora import LoraLayer
 
     return {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def _without_numbers(paths: Iterable[str]) -> list[str]:
-    """`model.visual.blocks.0.mlp` and `.1.mlp` as one, in order."""
-    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths))
 
 
 def _exclusion(outside: Iterable[str], language_path: str, existing: Any) -> str:

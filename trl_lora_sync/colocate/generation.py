@@ -65,9 +65,9 @@ class ColocateGeneration(AdapterGeneration):
         self._dtype = engine.lora_dtype(self.llm)
         self._slots = AdapterSlots(self.llm)
         base = self._trained_base()
-        make_trial = self._trial(base)
+        make_trials = self._trials(base, is_whole=True)
         if self._settings.verify != "off":
-            self._prove(base, make_trial)
+            self._prove(base, make_trials)
         self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name)))
         if self.accelerator.is_main_process and self.accelerator.device.type != "cpu":
             logger.warning(
@@ -85,7 +85,7 @@ class ColocateGeneration(AdapterGeneration):
             + ("." if self._settings.verify == "off" else ", a trial adapter.")
         )
 
-    def _prove(self, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> None:
+    def _prove(self, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]) -> None:
         """**Collective.** Check the base model, and that vLLM samples from an adapter of the trained one's shapes.
 
         All processes have one outcome after each part. The next part may use an engine that runs in several processes,
@@ -93,7 +93,7 @@ class ColocateGeneration(AdapterGeneration):
         """
         base = run_on_all(self.accelerator, base.remembered)
         run_on_all(self.accelerator, lambda: self._check_base(base))
-        trial, request = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trial))
+        trial, request = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trials))
         trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.logprobs)
         found = run_on_all(self.accelerator, lambda: self._compared(request, trained))
         self._is_proven = self._prove_all(found)
@@ -119,9 +119,10 @@ class ColocateGeneration(AdapterGeneration):
                 'of the checkpoint whose weights it trains. If they are meant to differ, set lora_sync_verify="off".'
             )
 
-    def _load_trial(self, base: TrainedBase, make_trial: Callable[[TrainedBase], Trial | None]) -> tuple[Trial, Any]:
-        trial = make_trial(base)
-        assert trial is not None  # which only lora_sync_verify="off" makes it
+    def _load_trial(
+        self, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
+    ) -> tuple[Trial, Any]:
+        (trial,) = make_trials(base)  # none only for lora_sync_verify="off"
         return trial, self._slots.load("trial", self._idle_id(), trial.read(False))
 
     def _compared(self, request: Any, trained: Scores) -> Evidence:

@@ -1,0 +1,29 @@
+"""The groups of trained modules that a server may apply or ignore independently: attention, MLP, experts, router.
+
+An effect of the whole adapter does not prove each of them. vLLM 0.26 serves the attention of a Mixtral while it ignores
+adapters on the experts, without an error.
+"""
+
+import re
+from collections.abc import Iterable
+
+# The group of a module is the first one here whose pattern matches a component of its path.
+# Experts and routers are inside the MLP, so they come first.
+_GROUPS = (
+    ("router", re.compile(r"router|gate|shared_expert_gate")),
+    ("experts", re.compile(r"experts?|shared_experts?")),
+    ("attention", re.compile(r".*(attn|attention).*")),
+    ("MLP", re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")),
+)
+_OTHERS = "other"
+
+
+def group_of(path: str) -> str:
+    """The group of a module, by its path in the model."""
+    parts = path.split(".")
+    return next((group for group, known in _GROUPS if any(map(known.fullmatch, parts))), _OTHERS)
+
+
+def without_numbers(paths: Iterable[str]) -> list[str]:
+    """`model.layers.0.mlp` and `model.layers.1.mlp` as one, in order."""
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths))

@@ -1,0 +1,56 @@
+"""The names by which a server knows the trained modules: the one place that maps them.
+
+A server that does not know a name ignores the matrices, without an error. Under `model.layers`, Qwen3-VL and Gemma3 on
+vLLM (0.26 and 0.31) answer as the base model; under `model.language_model.layers` they and Qwen2.5-VL are right.
+A model that is not in the table is named as the trainer names it, and the trial at the start proves the names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Wrappers that add a component to module paths; the served model has none of them.
+WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_PEFT_PREFIX = "base_model.model."
+# What servers call the language model, by `model_type` of the whole model.
+_LANGUAGE_MODEL = dict.fromkeys(("gemma3", "qwen2_5_vl", "qwen3_vl"), "model.language_model")
+
+
+def unwrapped_path(path: str) -> str:
+    """A module path without the components that FSDP, activation checkpointing and torch.compile put into it."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPER_COMPONENTS)
+
+
+def trained_path(path: str) -> str:
+    """As `unwrapped_path`, from the base model on."""
+    return unwrapped_path(path).removeprefix(_PEFT_PREFIX)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedNames:
+    """Maps the modules of one model.
+
+    Attributes:
+        prefixes: what the paths of some modules begin with in the trainer, and on the server.
+    """
+
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any) -> "ServedNames":
+        """The names of a model, with or without the wrapper of PEFT."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        served = _LANGUAGE_MODEL.get(getattr(getattr(base, "config", None), "model_type", ""))
+        if served is None:
+            return cls()
+        language_model = base.get_decoder()
+        found = next(path for path, module in base.named_modules() if module is language_model)
+        return cls(prefixes={trained_path(found): served})
+
+    def served(self, path: str) -> str:
+        """The path on the server of the module with this path in the trainer."""
+        path = trained_path(path)
+        for ours, theirs in self.prefixes.items():
+            if path.startswith(f"{ours}."):
+                return f"{theirs}{path.removeprefix(ours)}"
+        return path
