@@ -20,10 +20,10 @@ def similar_flag(flag: str, known: Iterable[str]) -> str | None:
 
 
 def explain_unknown(serve: str, known: Mapping[str, bool], typed: Sequence[str], rest: Sequence[str]) -> str | None:
-    """One message for the flags that `serve` does not have, with what to type instead; None if it has all.
+    """One message for the flags that `serve` does not have, with the command that works; None if it has all.
 
     Args:
-        serve: the command as it is typed.
+        serve: the words before the arguments.
         known: its flags, and whether each takes a value.
         typed: what was typed before `--`.
         rest: what was typed after it.
@@ -47,7 +47,7 @@ def explain_unknown(serve: str, known: Mapping[str, bool], typed: Sequence[str],
 def _separate(
     known: Mapping[str, bool], typed: Sequence[str], most_values: int
 ) -> tuple[list[str], list[str], list[str]]:
-    """What `serve` takes, the flags that it does not have with their values, and of the former what is no flag."""
+    """What `serve` takes, the flags that it does not have with their values, and the positional ones of the former."""
     kept: list[str] = []
     others: list[str] = []
     places: list[str] = []
