@@ -30,7 +30,7 @@ def test_every_field_and_accelerates_own_flags_go_where_they_belong(launched: li
     file = tmp_path / "grpo.yaml"
     file.write_text(yaml.safe_dump({**ours, **trls, "output_dir": str(tmp_path), "num_processes": 2}))
     typed = ["--config", str(file), "--max_steps", "5", "--main_process_port", "29501", "--lora_sync_timeout", "60"]
-    typed += ["--max_grad_norm", "-1.5e-05"]
+    typed += ["--max_grad_norm", "-1.5"]
 
     assert main(["grpo", *typed, "--accelerate_config", "zero2"]) == 0
 
@@ -40,7 +40,7 @@ def test_every_field_and_accelerates_own_flags_go_where_they_belong(launched: li
     assert args.config_file.endswith("zero2.yaml")
     assert Path(args.training_script).parts[-3:] == ("trl_lora_sync", "scripts", "grpo.py")
     assert args.training_script_args == [
-        "--config", str(file), "--max_steps", "5", "--lora_sync_timeout", "60", "--max_grad_norm", "-1.5e-05",
+        "--config", str(file), "--max_steps", "5", "--lora_sync_timeout", "60", "--max_grad_norm", "-1.5",
     ]  # fmt: skip
 
 
