@@ -591,6 +591,12 @@ def test_engine_argument_before_the_dashes_is_refused_with_the_command_to_type(
     assert shlex.split(capsys.readouterr().out)[-len(after) :] == after
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_shown_beside_an_engine_argument(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "vllm", "--dtype", "half", flag]) == 0
+    assert "--lora-rank" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("typed", "meant"), [("--lora-rnak", "--lora-rank"), ("--lora_rank", "--lora-rank")])
 def test_misspelt_option_is_told_from_an_engine_argument(
     typed: str, meant: str, environment: Path, capsys: pytest.CaptureFixture[str]

@@ -41,6 +41,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         typed, rest = args[:end], args[end + 1 :]
+        if not {"--help", "-h"}.isdisjoint(typed):  # whatever else is there
+            typed = ["--help"]
         options = [one for one in self.get_params(ctx) if isinstance(one, TyperOption)]
         known = {flag: not one.is_flag for one in options for flag in (*one.opts, *one.secondary_opts)}
         if message := explain_unknown(ctx.command_path, known, typed, rest):
