@@ -7,6 +7,7 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from types import BuiltinFunctionType
 
@@ -94,6 +95,11 @@ class CanonicalAdapter:
             base_model=self.base_model,
             fan_in_fan_out=self.fan_in_fan_out,
         )
+
+    @cached_property
+    def layout(self) -> tuple[tuple[str, torch.Size], ...]:
+        """Keys and shapes of the tensors, in their order."""
+        return tuple((key, tensor.shape) for key, tensor in self.tensors.items())
 
     @property
     def payload_bytes(self) -> int:

@@ -34,6 +34,7 @@ from trl_lora_sync.adapter.support import (
     refuse_module,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
+from trl_lora_sync.module_tree import module_tree
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -154,7 +155,7 @@ class AdapterReader:
         That names every module of the model, which takes longer than to copy the adapter, and is done again only if a
         module has come, gone or been replaced.
         """
-        adapter_name, tree = _checked_name(model, None), _tree_of(model)
+        adapter_name, tree = _checked_name(model, None), module_tree(model)
         if tree != self._tree or adapter_name != self._adapter_name:
             self._layers = _find_layers(model, adapter_name)
             self._tree, self._adapter_name = tree, adapter_name
@@ -222,16 +223,6 @@ class AdapterReader:
     @staticmethod
     def _is_on_gpu(modules: list[LoRAModule]) -> bool:
         return modules[0].lora_A.is_cuda
-
-
-def _tree_of(model: nn.Module) -> list[nn.Module]:
-    """All modules, in an order that depends on nothing but how they hang together."""
-    tree, left = [], [model]
-    while left:
-        module = left.pop()
-        tree.append(module)
-        left.extend(child for child in module._modules.values() if child is not None)
-    return tree
 
 
 def base_dtype(model: nn.Module) -> torch.dtype:

@@ -153,20 +153,16 @@ def _fill(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]
         ]
         if not chosen:
             continue
-        torch._foreach_copy_([place[0] for place, _ in chosen], [module.lora_A.detach() for _, module in chosen])
+        torch._foreach_copy_([place[0] for place, _ in chosen], [module.lora_A for _, module in chosen])
         for chunk in _chunks([(place[1], module) for place, module in chosen]):
             _fold(chunk)
 
 
 def _fold(chunk: list[tuple[Tensor, LoRAModule]]) -> None:
     """`fold_scaling` and the cast, of many matrices at once."""
-    targets = [target for target, _ in chunk]
-    sizes = [target.numel() for target in targets]
-    pieces = torch.split(torch.empty(sum(sizes), dtype=torch.float32, device=targets[0].device), sizes)
-    scratch = [piece.view(target.shape) for piece, target in zip(pieces, targets, strict=True)]
-    torch._foreach_copy_(scratch, [module.lora_B.detach() for _, module in chunk])
-    torch._foreach_mul_(scratch, [module.scaling for _, module in chunk])
-    torch._foreach_copy_(targets, scratch)
+    matrices = [module.lora_B.float() for _, module in chunk]  # itself if it has that dtype
+    scaled = torch._foreach_mul(matrices, [module.scaling for _, module in chunk])
+    torch._foreach_copy_([target for target, _ in chunk], list(scaled))
 
 
 def _chunks(pairs: list[tuple[Tensor, LoRAModule]]) -> Iterator[list[tuple[Tensor, LoRAModule]]]:

@@ -163,7 +163,7 @@ class ColocateGeneration(AdapterGeneration):
         evidence = None if trained is None else self._verify(request, trained, timer)
         self._gate.policy, self._gate.is_ready = request, True
         self._active_name, self._active_id, self._published = request.lora_name, request.lora_int_id, current
-        self._layout = _layout_of(adapter)
+        self._layout = adapter.layout
         self._is_proven = self._is_proven or (evidence is not None and self._prove_all(evidence))
         self._on_sync(self._report(version, adapter, timer, evidence))
 
@@ -175,8 +175,11 @@ class ColocateGeneration(AdapterGeneration):
         """
         if self._is_sharded():
             return self._adapter_of_main(read)
-        adapter, digest = run_on_all(self.accelerator, lambda: _with_digest(read(False)))
-        if self.accelerator.num_processes > 1 and len(set(gather_object([digest]))) > 1:
+        adapter = run_on_all(self.accelerator, lambda: read(False))
+        if self.accelerator.num_processes == 1:
+            return adapter
+        digest = run_on_all(self.accelerator, lambda: fingerprint(list(adapter.tensors.values())))
+        if len(set(gather_object([digest]))) > 1:
             raise VerificationError(
                 "The training processes hold different adapters, so they would sample from different policies. "
                 "Under DDP they are the same after each step; look for code that changes weights on some "
@@ -214,7 +217,7 @@ class ColocateGeneration(AdapterGeneration):
     def _scores_to_compare(self, timer: PhaseTimer, adapter: CanonicalAdapter) -> Scores | None:
         """**Collective** if the model is sharded. The trainer's log-probabilities, if they are to be compared."""
         verify = self._settings.verify
-        is_new = not self._is_proven or self._active_id == 0 or _layout_of(adapter) != self._layout
+        is_new = not self._is_proven or self._active_id == 0 or adapter.layout != self._layout
         if verify == "off" or not (verify == "every" or is_new):
             return None
         with timer.phase("verify"):
@@ -285,12 +288,3 @@ class ColocateGeneration(AdapterGeneration):
         self._slots.release()
         self._received = None
         self._reader.release()
-
-
-def _layout_of(adapter: CanonicalAdapter) -> tuple[tuple[str, torch.Size], ...]:
-    return tuple((key, tensor.shape) for key, tensor in adapter.tensors.items())
-
-
-def _with_digest(adapter: CanonicalAdapter) -> tuple[CanonicalAdapter, tuple[int, ...]]:
-    """The digest is equal on processes that hold the same adapter; computed where the adapter is."""
-    return adapter, fingerprint(list(adapter.tensors.values()))

@@ -77,7 +77,7 @@ class AdapterSlots:
             AdapterRejectedError: vLLM refused it.
             VerificationError: the slot does not hold the bits of the adapter.
         """
-        layout = tuple((key, tensor.shape) for key, tensor in adapter.tensors.items())
+        layout = adapter.layout
         if layout in self._unfamiliar:
             return self._load_file(name, adapter_id, adapter)
         sources = self._sources(adapter)
