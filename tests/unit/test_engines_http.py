@@ -26,6 +26,8 @@ from trl_lora_sync.errors import (
 from trl_lora_sync.threads import CancelledError, TaskGroup, shielded
 from unit.servers import Answer, Request, Server, nobody_listening, serving
 
+pytestmark = pytest.mark.outside
+
 SECRET = "sk-do-not-show"
 VARIABLE = "TEST_API_KEY"
 

@@ -29,6 +29,8 @@ from trl_lora_sync.errors import (
 )
 from unit.servers import Request, Server, serving
 
+pytestmark = pytest.mark.outside
+
 MODEL = "run-v1"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_tokens=4, logprobs=None)
 

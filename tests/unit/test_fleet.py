@@ -27,6 +27,8 @@ from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
 from unit.fleets import GROUPS, FleetRun, settings_for
 
+pytestmark = pytest.mark.outside
+
 WAIT_S = 30.0
 REFUSAL = (400, {"success": False, "error_message": "out of memory", "loaded_adapters": None})
 StartRun = Callable[..., FleetRun]

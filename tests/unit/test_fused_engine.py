@@ -23,6 +23,8 @@ from trl_lora_sync.errors import (
 )
 from unit.servers import Request, Server, serving
 
+pytestmark = pytest.mark.outside
+
 STORED = StoredAdapter(
     name="a-v1",
     version=1,

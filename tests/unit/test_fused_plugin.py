@@ -601,6 +601,7 @@ def test_two_names_in_one_request_are_refused() -> None:
     run(test())
 
 
+@pytest.mark.outside
 def test_the_routes_import_where_only_starlette_is_installed(
     run_python: Callable[..., str],
 ) -> None:
@@ -615,6 +616,7 @@ print([name for name in sys.modules if name.startswith("trl_lora_sync.") and ".e
     assert run_python(source).split() == ["True", "[]"]
 
 
+@pytest.mark.outside
 def test_the_worker_needs_torch_and_nothing_of_the_rest_of_this_package(run_python: Callable[..., str]) -> None:
     source = """
 import sys

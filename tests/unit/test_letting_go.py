@@ -24,6 +24,8 @@ from trl_lora_sync.threads import in_parallel
 from unit.fleets import FleetRun, settings_for
 from unit.servers import nobody_listening
 
+pytestmark = pytest.mark.outside
+
 StartRun = Callable[..., FleetRun]
 # Without an interrupt, a generation here takes this long.
 GENERATION_S = 100.0

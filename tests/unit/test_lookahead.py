@@ -24,6 +24,8 @@ from trl_lora_sync.lookahead import LookAhead
 from trl_lora_sync.overlap import BatchFigures
 from trl_lora_sync.run_log import RunLog
 
+pytestmark = pytest.mark.outside
+
 NINE = [f"{number}{number}" for number in range(9)]
 
 

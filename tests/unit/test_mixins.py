@@ -126,6 +126,7 @@ def test_trainer_takes_what_trls_takes(pair: tuple[Any, Any]) -> None:
 # What comes before a model is loaded
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("config", "trainer", "others"),
     [
@@ -189,6 +190,7 @@ def test_trainer_that_does_not_sample_with_vllm_is_refused(folder: str) -> None:
 # A teacher on a server
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     "url",
     ["http://localhost:8000", "http://127.0.0.1:8000/", "http://GPU7:8000/v1"],

@@ -15,6 +15,8 @@ import pytest
 import trl_lora_sync
 from trl_lora_sync.origin import install_command, install_elsewhere, pip_source
 
+pytestmark = pytest.mark.outside
+
 PACKAGE = Path(trl_lora_sync.__file__).parent
 _ASK = """
 import json, trl_lora_sync

@@ -30,6 +30,8 @@ from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.trl_checks import check_overlap
 from unit.fleets import GROUPS, FleetRun, settings_for
 
+pytestmark = pytest.mark.outside
+
 AT_ONCE_S = 10.0
 OTHERS = [replace(group, prompt=[*group.prompt, 7]) for group in GROUPS]
 Start = Callable[..., tuple[FleetRun, Overlap]]

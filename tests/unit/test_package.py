@@ -43,6 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.outside
 @pytest.mark.slow
 def test_wheel_installs_and_imports_elsewhere(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
@@ -54,6 +55,7 @@ def test_wheel_installs_and_imports_elsewhere(wheel: Path, tmp_path: Path) -> No
     assert said.split() == ["trl-lora-sync", version]
 
 
+@pytest.mark.outside
 @pytest.mark.slow
 def test_wheel_without_its_dependencies_serves_the_plugins(wheel: Path, tmp_path: Path) -> None:
     """As next to vLLM, which brings torch and Starlette; what trainer and server agree on needs not even these."""

@@ -16,6 +16,8 @@ from support.processes import Finished, run
 
 from trl_lora_sync.versions import PEFT
 
+pytestmark = pytest.mark.outside
+
 TESTS = Path(__file__).parents[1]
 FOLDER_VARIABLE = "TRL_LORA_SYNC_PEFT_VERSIONS_DIR"
 FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".peft-versions")

@@ -120,6 +120,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 WHOLE = ["a-v1", "a-v1/adapter_config.json", "a-v1/adapter_model.safetensors"]
 
 
+@pytest.mark.outside
 def test_it_imports_where_only_torch_and_starlette_are_installed(
     run_python: Callable[..., str],
 ) -> None:
@@ -134,6 +135,7 @@ print([name for name in sys.modules if name.startswith("trl_lora_sync.") and ".e
     assert run_python(source).split() == ["True", "[]"]
 
 
+@pytest.mark.outside
 def test_the_trainer_s_side_needs_no_web_framework(run_python: Callable[..., str]) -> None:
     source = """
 import sys
@@ -402,6 +404,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.outside
 def test_the_folder_of_a_killed_server_is_swept_and_that_of_a_live_one_is_not(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

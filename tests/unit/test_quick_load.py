@@ -286,6 +286,7 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
     assert re.search(words, caplog.messages[0])
 
 
+@pytest.mark.outside
 def test_the_server_needs_the_standard_library_only_and_the_worker_torch(run_python: Callable[..., str]) -> None:
     source = """
 import sys

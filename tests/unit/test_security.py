@@ -25,6 +25,8 @@ from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupErro
 from trl_lora_sync.sync import AdapterSync
 from unit.servers import Request, Server, serving
 
+pytestmark = pytest.mark.outside
+
 SECRET = "sk-a-secret-that-must-not-show"
 KEYS = ("VLLM_API_KEY", "SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY")
 TESTS = Path(__file__).parents[1]

@@ -33,6 +33,8 @@ from trl_lora_sync.transports import HTTPTransport
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
 from unit.servers import serving
 
+pytestmark = pytest.mark.outside
+
 R = 4
 
 

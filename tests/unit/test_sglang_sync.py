@@ -26,6 +26,8 @@ from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_conte
 from trl_lora_sync.verify import TrainedBase
 from unit.fleets import settings_for
 
+pytestmark = pytest.mark.outside
+
 
 @dataclass
 class Run:

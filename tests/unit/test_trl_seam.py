@@ -73,6 +73,7 @@ def test_adapter_that_cannot_be_served_is_refused_before_a_model_is_loaded(
         GRPOTrainer(**arguments, peft_config=peft_config)
 
 
+@pytest.mark.outside
 def test_model_is_what_fails_to_load_once_the_adapter_can_be_served(arguments: dict[str, Any]) -> None:
     """Shows that the refusals above come before the load, and not instead of it."""
     with pytest.raises(Exception, match="no/such/model") as caught:
@@ -235,6 +236,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.outside
 def test_weights_trains_bit_for_bit_as_trl_does_and_loads_nothing_more(
     tmp_path: Path, run_python: Callable[..., str]
 ) -> None:
@@ -387,6 +389,7 @@ def test_metrics_go_where_trl_averages_them_and_the_version_is_the_latest() -> N
 # The package
 
 
+@pytest.mark.outside
 def test_import_of_the_package_loads_neither_torch_nor_trl(run_python: Callable[..., str]) -> None:
     source = (
         "import sys, trl_lora_sync; print(sorted({'torch', 'trl', 'peft', 'transformers', 'httpx'} & set(sys.modules)))"

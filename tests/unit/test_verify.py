@@ -20,6 +20,8 @@ from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import PROBE_PROMPT, TOLERANCE, Evidence, Scores, Trial, compare
 from unit.fleets import FleetRun, settings_for
 
+pytestmark = pytest.mark.outside
+
 BASE = [-2.0, -3.0, -5.0, -4.0]
 CHANGE = [0.4, -0.2, 0.3, -0.5]
 NOISE = [0.01, -0.02, 0.015, -0.01]

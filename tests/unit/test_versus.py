@@ -126,6 +126,7 @@ class RecordingClient:
         self.cache_resets += 1
 
 
+@pytest.mark.outside
 def test_weights_arm_is_trls_own_sync_whose_parts_and_drift_are_seen(
     bench: Workbench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +271,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "serve_command", command)
 
 
+@pytest.mark.outside
 @pytest.mark.usefixtures("stand_ins")
 def test_kept_servers_are_those_that_answer_and_the_next_run_ends_them(tmp_path: Path) -> None:
     starting, answering = specs("tiny", {"weights": 0, "runtime": 8})
@@ -289,6 +291,7 @@ def test_kept_servers_are_those_that_answer_and_the_next_run_ends_them(tmp_path:
     assert not (tmp_path / "servers.json").exists()
 
 
+@pytest.mark.outside
 @pytest.mark.usefixtures("stand_ins")
 def test_server_that_does_not_come_up_is_tried_once_and_said_each_time(tmp_path: Path) -> None:
     failing, answering = specs("tiny", {"fused": 0, "runtime": 8})
@@ -323,6 +326,7 @@ def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
 
 
+@pytest.mark.outside
 @pytest.mark.usefixtures("benchmarks_on_path")
 def test_turn_that_hangs_ends_the_process_and_says_where() -> None:
     code = """
@@ -341,6 +345,7 @@ with clock.at_most(50):
     assert 'File "<string>", line 9' in ended.stderr
 
 
+@pytest.mark.outside
 @pytest.mark.usefixtures("benchmarks_on_path")
 def test_turn_that_returns_or_goes_on_leaves_the_process_alone(run_python: Callable[[str], str]) -> None:
     code = """
@@ -405,6 +410,7 @@ def test_limits_are_judged_against_trls_own_sync_in_the_same_file() -> None:
     assert found["8b r=32 sync, runtime"].is_reached is None
 
 
+@pytest.mark.outside
 def test_tables_and_chart_show_what_the_file_has() -> None:
     text, chart = table.text(made_results()), table.chart(made_results())
 
