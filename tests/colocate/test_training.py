@@ -208,14 +208,3 @@ def test_rollout_function_samples_from_the_active_version_of_each_step(base_mode
     assert base_distance(trainer.model, rows) > OTHER_POLICY
     trainer.train()
     assert exact == [True] * 3
-
-
-def test_rloo_trains_and_samples_from_its_policy(base_model: Path, tmp_path: Path) -> None:
-    from trl_lora_sync.rloo import RLOOConfig, RLOOTrainer
-
-    trainer = colocate_trainer(base_model, tmp_path, trainer_class=RLOOTrainer, config_class=RLOOConfig)
-    trainer.train()
-    steps = steps_of(trainer)
-    assert [step["lora_sync/version"] for step in steps] == [1, 2, 3]
-    assert all(step.keys() >= METRICS for step in steps)
-    assert samples_policy(trainer)
