@@ -299,6 +299,19 @@ def qlora() -> str:
     return markdown(header, rows)
 
 
+def qlora_colocate() -> str:
+    header = ("`vllm_sync_strategy`", "mean gap at each step", "largest gap", "base weights changed in the run")
+    rows = []
+    for strategy, found in read("qlora-colocate-cpu")["runs"].items():
+        steps, changed = found["steps"], found["base_elements_changed"]
+        rows.append((
+            f"`{strategy}`", ", ".join(_short(step["gap_mean"]) for step in steps),
+            _short(max(step["gap_max"] for step in steps)),
+            f"{changed:,} of {found['base_elements']:,} ({changed / found['base_elements']:.0%})",
+        ))  # fmt: skip
+    return markdown(header, rows)
+
+
 WAYS = {
     "vllm-0.26.0-2xh200-ways": "bfloat16 base",
     "vllm-0.26.0-2xh200-fsdp2-offload": 'bfloat16 base, `lora_sync_verify="every"`',
@@ -402,6 +415,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "grpo-runs": grpo_runs,
     "demo-seeds": demo_seeds,
     "qlora": qlora,
+    "qlora-colocate": qlora_colocate,
     "launchers": launchers,
     "fused-tp": fused_tp,
     "how-it-was-run": how_it_was_run,
