@@ -17,6 +17,7 @@ base differ from the checkpoint after training and after `--syncs` further syncs
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -71,24 +72,37 @@ def main() -> None:
         if args.out and args.out.exists():  # arms that were measured before, on the same machine
             result["arms"] = json.loads(args.out.read_text())["arms"]
         for arm in args.arms:
-            found = result["arms"][arm] = run(arm, model, Path(folder), on_gpu=on_gpu)
-            print(arm, json.dumps({name: value for name, value in found.items() if name != "end"}), flush=True)
+            found = result["arms"][arm] = run(arm, model, Path(folder), on_gpu=on_gpu, limit_s=args.limit)
+            print(arm, json.dumps(found), flush=True)
             if args.out:  # what is measured is kept if the machine goes
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def run(arm: str, model: Path, folder: Path, *, on_gpu: bool) -> dict[str, Any]:
-    """Measure one arm in a process of its own; its outcome, or the end of its output."""
+def run(arm: str, model: Path, folder: Path, *, on_gpu: bool, limit_s: float) -> dict[str, Any]:
+    """Measure one arm in a process of its own; its outcome, or as much of it as there is and the end of its output."""
     out, log = folder / f"{arm}.json", folder / f"{arm}.log"
     command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--model", str(model), "--out", str(out)]
+    started, failed = time.perf_counter(), None
     with log.open("wb") as output, driver_memory(on_gpu) as peak:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=900).returncode
-    text = log.read_text(errors="replace")
-    if code:
+        try:
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=limit_s).returncode
+            failed = f"exit code {code}" if code else None
+        except subprocess.TimeoutExpired:
+            failed = f"still running after {limit_s:.0f} s"
+    found = json.loads(out.read_text()) if out.exists() else {}
+    found |= {"driver_peak_gib": peak["gib"], "process_s": time.perf_counter() - started}
+    if failed:
+        text = log.read_text(errors="replace")
         print(text[-6000:], flush=True)
-        return {"failed": code, "end": text[-1500:], "driver_peak_gib": peak["gib"]}
-    return {**json.loads(out.read_text()), "driver_peak_gib": peak["gib"]}
+        found |= {"failed": failed, "error": error_of(text)}
+    return found
+
+
+def error_of(output: str) -> str:
+    """The last line of a failed process that names an error."""
+    lines = [line for line in output.splitlines() if "Error" in line]
+    return lines[-1][-400:] if lines else output[-400:]
 
 
 @contextmanager
@@ -125,8 +139,12 @@ def memory_gib(which: str) -> float:
 def measure(args: argparse.Namespace) -> None:
     import torch
 
+    faulthandler.dump_traceback_later(max(1.0, args.limit - 5))  # where a process is that does not end
     on_gpu = args.shape != "tiny"
+    if on_gpu:
+        let_sample_at_once(max(args.at_once))
     started = time.perf_counter()
+    parts = start_parts()
     trainer = make_trainer(args, on_gpu=on_gpu)
     ready_s = time.perf_counter() - started
     ready_gib = memory_gib("used") if on_gpu else None
@@ -139,6 +157,7 @@ def measure(args: argparse.Namespace) -> None:
     log = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
     found = {
         "ready_s": ready_s,
+        "start_parts_s": {name: sum(seconds) for name, seconds in parts.items()},
         "step_s": steps,
         "sync_s": list(syncs),
         "generate_s": list(generations),
@@ -156,7 +175,9 @@ def measure(args: argparse.Namespace) -> None:
     }
     args.out.write_text(json.dumps(found))
     trainer.vllm_generation.sync_weights()
-    found["tokens_per_s"] = {str(count): tokens_per_s(trainer, count, args.tokens) for count in args.at_once}
+    found["tokens_per_s"] = {
+        str(count): tokens_per_s(trainer, count, length(count, args.tokens)) for count in args.at_once
+    }
     found |= folding(trainer)
     args.out.write_text(json.dumps(found))
     if args.syncs:
@@ -198,6 +219,35 @@ def perturb(model: Any, seed: int) -> None:
                 parameter.normal_(std=1e-3)
 
 
+def let_sample_at_once(count: int) -> None:
+    """Have every arm's engine sample this many sequences at once, with CUDA graphs for a few sizes up to that.
+
+    TRL sets `max_num_seqs` to the completions of one generation batch of a process.
+    """
+    import trl.generation.vllm_generation as generation
+
+    from trl_lora_sync.colocate import engine
+
+    sizes = [size for size in (1, 2, 4, 8, 16, 24, 32, 64, 128, 256) if size <= count]
+    changed = {"max_num_seqs": count, "compilation_config": {"cudagraph_capture_sizes": sizes}}
+    llm, build = generation.LLM, engine.build
+    generation.LLM = lambda **given: llm(**{**given, **changed})
+    engine.build = lambda options, gate, **given: build({**options, **changed}, gate, **given)
+
+
+def start_parts() -> dict[str, list[float]]:
+    """The seconds of the parts of a start from now on: vLLM with its imports, sharing the base, and the proof."""
+    import trl.generation.vllm_generation as generation
+
+    from trl_lora_sync.colocate import engine
+    from trl_lora_sync.colocate.generation import ColocateGeneration
+
+    parts = {name.strip("_"): timed(ColocateGeneration, name) for name in ("_share_base", "_make_holder", "_prove")}
+    parts["vllm"] = timed(engine, "build")
+    parts["vllm of TRL"] = timed(generation, "LLM")
+    return parts
+
+
 def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
@@ -235,12 +285,12 @@ def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
     )
 
 
-def timed(generation: Any, method: str) -> list[float]:
-    """The seconds of each call of a method from now on; what it left on the GPU is waited for."""
+def timed(owner: Any, name: str) -> list[float]:
+    """The seconds of each call of a method or function from now on; what it left on the GPU is waited for."""
     import torch
 
     seconds: list[float] = []
-    original = getattr(generation, method)
+    original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -250,7 +300,7 @@ def timed(generation: Any, method: str) -> list[float]:
         seconds.append(time.perf_counter() - start)
         return answer
 
-    setattr(generation, method, call)
+    setattr(owner, name, call)
     return seconds
 
 
@@ -290,6 +340,11 @@ def changed_share(trainer: Any, model: Path) -> float:
     return changed / total
 
 
+def length(at_once: int, tokens: int) -> int:
+    """Of completions whose tokens per second are measured: a quarter if there are many, to fit into the KV cache."""
+    return tokens if at_once <= 64 else tokens // 4
+
+
 def tokens_per_s(trainer: Any, count: int, tokens: int) -> float:
     """Tokens per second of one generation of `count` completions, after a short one."""
     from vllm import SamplingParams
@@ -314,6 +369,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--at-once", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--utilisation", type=float, default=0.3, help="vllm_gpu_memory_utilization")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each arm")
     parser.add_argument("--model-length", type=int, default=1024, help="vllm_max_model_length")
     parser.add_argument("--sleep", action="store_true", help="vllm_enable_sleep_mode")
     parser.add_argument("--syncs", type=int, default=50, help="further syncs, after which the base is compared again")

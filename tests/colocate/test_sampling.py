@@ -411,11 +411,11 @@ def evicted(trainer: Any, load_another: Callable[..., None]) -> None:
 
 
 def overwritten(trainer: Any, load_another: Callable[..., None]) -> None:
-    load_another(trainer.vllm_generation._active_id, load_inplace=True)
+    load_another(trainer.vllm_generation._active.adapter_id, load_inplace=True)
 
 
 def removed(trainer: Any, load_another: Callable[..., None]) -> None:
-    trainer.vllm_generation.llm.llm_engine.remove_lora(trainer.vllm_generation._active_id)
+    trainer.vllm_generation.llm.llm_engine.remove_lora(trainer.vllm_generation._active.adapter_id)
 
 
 @pytest.mark.parametrize("lose", [evicted, overwritten, removed])

@@ -46,6 +46,11 @@ class FoldedRows:
     places: Tensor | None
     values: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept."""
+        return self.values.nbytes + (0 if self.places is None else self.places.nbytes)
+
     def take_out(self) -> None:
         """Write back what the rows held before, bit for bit; after an error they hold the adapter still."""
         if self.places is None:
@@ -69,6 +74,7 @@ class FoldedBase:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
         self._sums = self._bit_sums()
+        self._kept_bytes = 0
         self._device_bytes = int(_SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
         self._folded: list[FoldedRows] = []
 
@@ -80,7 +86,7 @@ class FoldedBase:
     @property
     def kept_bytes(self) -> int:
         """Memory for the elements that subtraction does not bring back, while an adapter is in the weights."""
-        return sum(one.values.nbytes + (0 if one.places is None else one.places.nbytes) for one in self._folded)
+        return self._kept_bytes
 
     def fold(self, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Put an adapter into the weights, which must have none; after an error they have none.
@@ -110,10 +116,12 @@ class FoldedBase:
             kept = FoldedRows(weight, lora_A, lora_B, places, values)
         else:
             kept = FoldedRows(weight, lora_A, lora_B, None, weight.clone())
-        if self.kept_bytes > self._device_bytes:
+        kept_bytes = self._kept_bytes + kept.nbytes
+        if kept_bytes > self._device_bytes:
             kept.values, kept.places = kept.values.cpu(), None if kept.places is None else kept.places.cpu()
         _add(weight, lora_A, lora_B, 1.0)  # all of the rows, or none if it fails
         self._folded.append(kept)
+        self._kept_bytes = kept_bytes
 
     def unfold(self) -> None:
         """Take the adapter out again.
@@ -125,6 +133,7 @@ class FoldedBase:
             while self._folded:
                 self._folded[-1].take_out()
                 self._folded.pop()
+            self._kept_bytes = 0
         self.check()
 
     def check(self) -> None:
@@ -143,8 +152,8 @@ class FoldedBase:
             )
 
     def _bit_sums(self) -> Tensor:
-        """For each weight, the sum of its bits as integers; shape `(weights,)`."""
-        sums = [weight.view(_INTEGERS[weight.element_size()]).sum(dtype=torch.int64) for weight in self._weights]
+        """For each weight, the sum of its bits as integers, modulo 2 to the 64; shape `(weights,)`."""
+        sums = [_words(weight).sum() for weight in self._weights]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
 
@@ -178,6 +187,13 @@ def _signals_deferred() -> Iterator[None]:
             signal.signal(number, handler)
         for number, frame in caught:
             handlers[number](number, frame)
+
+
+def _words(weight: Tensor) -> Tensor:
+    """The bits of a contiguous tensor as integers, which are read fastest if they are long."""
+    flat = weight.view(-1)
+    is_aligned = flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
+    return flat.view(torch.int64) if is_aligned else flat.view(_INTEGERS[flat.itemsize]).long()
 
 
 def _product(lora_A: Tensor, lora_B: Tensor) -> Tensor:
