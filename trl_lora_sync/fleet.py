@@ -172,11 +172,18 @@ class Fleet:
             LoRASyncError: the first error of any server that may not be dropped.
         """
 
+        patience = deadline
+        if self._settings.on_server_loss == "drop" and len(self.in_service) > 1:
+            # Whatever follows on the others needs time as well.
+            patience = Deadline.after(
+                deadline.remaining_s() / 2, f"{deadline.task}, of which half is for lost servers,"
+            )
+
         def bring(server: FleetServer, halt: threading.Event) -> None:
             if server.is_dropped:
                 self._try_again(server, stored, deadline, halt)
             else:
-                self._bring(server, stored, deadline, halt)
+                self._bring(server, stored, deadline, halt, patience)
 
         return self._on_all_or_none(self.servers, bring)
 
@@ -345,14 +352,24 @@ class Fleet:
         for server in self.in_service:
             server.wait_for_unloads(deadline)
 
-    def _bring(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, halt: threading.Event) -> None:
+    def _bring(
+        self,
+        server: FleetServer,
+        stored: StoredAdapter,
+        deadline: Deadline,
+        halt: threading.Event,
+        patience: Deadline | None = None,
+    ) -> None:
         """Load a version on one server, waiting for it and readmitting it if it is lost.
 
         A readmitted server gets the active version too, in case this one fails elsewhere. If that cannot
         be had any more, because its files are gone, the new version is brought all the same.
+
+        Args:
+            patience: how long to wait for a lost server; until `deadline` by default.
         """
         while True:
-            self._recover(server, deadline, halt, needs_active=False)
+            self._recover(server, patience or deadline, halt, needs_active=False)
             engine = server.engine
             try:
                 loaded = server.load(stored, deadline)
@@ -413,7 +430,7 @@ class Fleet:
             server.lacks = None
             for stored in needed:
                 self._give_again(server, stored, deadline, needs_active)
-        server.unload_unconfirmed(loaded)
+        server.unload_unconfirmed(server.engine.loaded(deadline))
         server.trouble = None
 
     def _give_again(self, server: FleetServer, stored: StoredAdapter, deadline: Deadline, is_needed: bool) -> None:
@@ -476,6 +493,8 @@ class Fleet:
             logger.warning("%s is up again but stays dropped: %s", server.base_url, error)
         else:
             server.is_dropped = False
+            for name in sorted(server.unconfirmed):  # trial adapters, as nothing is unloaded from a dropped server
+                server.unload_later(name)
             logger.warning("%s is back.", server.base_url)
 
     # Sampling
@@ -491,6 +510,33 @@ class Fleet:
             return server.engine.generate(name, [groups[place] for place in places], sampling, deadline, at_once)
 
         return self._share_out([group.count for group in groups], model, sample, deadline)
+
+    def sample(
+        self, stored: StoredAdapter, group: PromptGroup, sampling: Sampling, deadline: Deadline
+    ) -> list[Completion]:
+        """One request for a leased version, on the server that works on the fewest of these; see `Engine.generate`.
+
+        If that server is lost, another one samples. Lost servers are brought back by the next sync, or here if there
+        is no other one.
+        """
+        while True:
+            able = [server for server in self.in_service if server.trouble is None]
+            if not able:
+                self._take_back(self.in_service[0], deadline, threading.Event())
+                continue
+            server = min(able, key=lambda one: one.under_way)
+            engine = server.engine
+            try:
+                with server.sampling():
+                    [answer] = engine.generate(stored.name, [group], sampling, deadline)
+            except LoRASyncError as error:
+                lost = self._as_loss(server, error, deadline)
+                if lost is None or deadline.is_over():
+                    raise
+                server.note_loss(lost, engine)
+            else:
+                server.note_success()
+                return answer
 
     def chat(
         self, bodies: Sequence[dict[str, Any]], count: int, sampling: Sampling, deadline: Deadline

@@ -25,8 +25,6 @@ _UNLOAD_TIMEOUT_S = 30.0
 # How long everything together may take at the end of a run; also how long a release of the KV cache waits for unloads.
 CLOSE_TIMEOUT_S = 5.0
 _PROOFS_IN_A_ROW = 8
-# The version that is sampled from, and the version that is loaded meanwhile.
-_LORAS_FOR_OVERLAP = 2
 # A version that is lost this often after its load is not lost by accident.
 _MAX_LOSSES = 3
 
@@ -42,6 +40,7 @@ class FleetServer:
         base_logprobs: of `PROBE_PROMPT`, as its base model computed them when it was last checked.
         is_proven: whether this process of the server has been seen to sample from an adapter it was sent.
         versions: how many it has been given.
+        under_way: samples of single requests that it works on.
     """
 
     def __init__(self, address: ServerAddress, settings: SyncSettings) -> None:
@@ -53,6 +52,7 @@ class FleetServer:
         self.base_logprobs: list[float] = []
         self.is_proven = False
         self.versions = 0
+        self.under_way = 0
         self.sends_content = False
         self._settings = settings
         self._engine: Engine | None = None
@@ -61,6 +61,7 @@ class FleetServer:
         self._unconfirmed: set[str] = set()
         self._is_asleep = False
         self._lock = threading.Lock()
+        self._count_lock = threading.Lock()
         self._unloader = BackgroundThread("lora-sync-unload")
 
     @property
@@ -97,8 +98,8 @@ class FleetServer:
                 f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
                 "now. Adapters are written for the engines of the start. Start the same server again."
             )
-        if self._settings.overlap and not served.is_fused:
-            self._check_overlap(served)
+        if self._settings.versions_at_once > 1 and not served.is_fused:
+            self._check_room(served)
         self.sends_content = is_sent_content(self._settings, self.address, served)
         if self._engine is not None:
             self._retries_before += self._engine.retries
@@ -107,27 +108,33 @@ class FleetServer:
         self._is_asleep = False
         self.forget_proof()
 
-    def _check_overlap(self, served: Capabilities) -> None:
-        """Refuse a server that cannot load an adapter while it samples from another one."""
+    def _check_room(self, served: Capabilities) -> None:
+        """Refuse a server that cannot load an adapter while it samples from others."""
+        needed, staleness = self._settings.versions_at_once, self._settings.staleness
+        setting, way_out = (
+            ("lora_sync_overlap=1", "set lora_sync_overlap=0")
+            if staleness is None
+            else (f"max_staleness={staleness}", "lower max_staleness")
+        )
         if not served.keeps_adapters_apart:
             raise ServerSetupError(
                 f"{self.base_url} runs {served.engine} {served.version}, which may mix up adapters that are loaded "
-                "while requests run. lora_sync_overlap=1 needs vLLM 0.26 or later. Install one beside the server, or "
-                "set lora_sync_overlap=0."
+                "while requests run. Sampling beside the training needs vLLM 0.26 or later. Install one beside the "
+                f"server{'' if staleness is not None else f', or {way_out}'}."
             )
-        if served.max_loras is not None and served.max_loras < _LORAS_FOR_OVERLAP:
+        if served.max_loras is not None and served.max_loras < needed:
             flag, for_base = ("--max-loras", 0) if served.engine == "vllm" else ("--max-loras-per-batch", 1)
             restart = serve_command(
                 served.engine,
                 served.base_root,
-                engine_options=[flag, str(_LORAS_FOR_OVERLAP + for_base)],
+                engine_options=[flag, str(needed + for_base)],
                 base_url=self.base_url,
                 is_local=self.address.is_local,
             )
             raise ServerSetupError(
-                f"{self.base_url} was started with {flag} {served.max_loras + for_base}, so the load of a version "
-                "waits for the whole batch that is sampled from the version before. lora_sync_overlap=1 needs room for "
-                f"{_LORAS_FOR_OVERLAP} adapters. Restart the server with {restart}, or set lora_sync_overlap=0."
+                f"{self.base_url} was started with {flag} {served.max_loras + for_base}, so the load of a version may "
+                f"wait for what is sampled from the versions before. {setting} needs room for {needed} adapters. "
+                f"Restart the server with {restart}, or {way_out}."
             )
 
     def forget_proof(self) -> None:
@@ -158,6 +165,17 @@ class FleetServer:
                     f"proxy spread requests over several, or another client unload adapters? Give each server its own "
                     f"URL, separated by commas. {error}"
                 ) from error
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Count a single request while the block lasts."""
+        with self._count_lock:
+            self.under_way += 1
+        try:
+            yield
+        finally:
+            with self._count_lock:
+                self.under_way -= 1
 
     def note_success(self) -> None:
         self._losses = 0

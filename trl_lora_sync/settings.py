@@ -64,6 +64,7 @@ class SyncSettings(PolicySettings):
         frees_kv_cache: whether the servers release their KV cache between generation and the next sync.
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
+        staleness: with an asynchronous trainer, how many versions older than the newest a sample may be; else None.
     """
 
     servers: tuple[ServerAddress, ...]
@@ -79,6 +80,14 @@ class SyncSettings(PolicySettings):
     generation_timeout_s: float
     on_server_loss: str = "error"
     overlap: bool = False
+    staleness: int | None = None
+
+    @property
+    def versions_at_once(self) -> int:
+        """How many versions a server needs room for: all that are sampled from, and the next one."""
+        if self.staleness is not None:
+            return self.staleness + 2
+        return 2 if self.overlap else 1
 
     @property
     def loads_wait(self) -> bool:

@@ -559,6 +559,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "verify_tolerance": 2.5,
         "samples_older": False,
         "overlap": False,
+        "staleness": None,
     }
 
 

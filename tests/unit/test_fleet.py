@@ -434,6 +434,70 @@ def test_a_dropped_server_is_reported_and_taken_back_by_a_later_sync(
     assert training.adapters() == [[], []]
 
 
+def test_a_server_that_is_away_is_dropped_early_enough_for_the_others_to_complete_the_sync(run: StartRun) -> None:
+    training = run(on_server_loss="drop", sync_timeout_s=2.0)
+    training.publish()
+    training.fakes[1].stop()
+    assert training.publish().servers == 1
+    assert training.is_policy_of(training.generate())
+
+
+# Single requests, as an asynchronous trainer sends them
+
+
+def sample(training: FleetRun, stored: Any) -> Any:
+    [answer] = training.sync.fleet.sample(stored, PromptGroup(prompt=PROMPT, count=1), sampling(), soon())
+    return answer
+
+
+def sampled(fake: FakeSGLang) -> int:
+    """How many samples a server has been asked for, without scores."""
+    return sum(request.path == "/generate" and request.body.get("logprob_start_len") != 0 for request in fake.requests)
+
+
+def test_single_requests_go_to_the_server_that_works_on_the_fewest(run: StartRun) -> None:
+    training = run(servers=3)
+    training.publish()
+    fleet = training.sync.fleet
+    stored = fleet.lease()
+    for fake in training.fakes:
+        fake.requests.clear()
+    with fleet.servers[0].sampling(), fleet.servers[2].sampling():
+        sample(training, stored)
+        with fleet.servers[1].sampling(), fleet.servers[1].sampling():
+            sample(training, stored)
+    assert [sampled(fake) for fake in training.fakes] == [1, 1, 0]
+    assert [server.under_way for server in fleet.servers] == [0, 0, 0]
+
+
+def test_a_single_request_is_repeated_elsewhere_if_its_server_is_lost(run: StartRun) -> None:
+    training = run()
+    training.publish()
+    stored = training.sync.fleet.lease()
+    training.publish()
+    training.fakes[0].stop()
+    for _ in range(3):
+        answer = sample(training, stored)
+        expected = training.fakes[1].expected_logprobs(training.read[1], PROMPT, answer.token_ids)
+        assert [token[0] for token in answer.logprobs] == pytest.approx(expected, abs=1e-4)
+    training.fakes[0].restart()
+    assert training.publish().servers == 2
+    assert "v1" in training.adapters()[0]  # leased, so it is given to the server that came back
+    training.sync.fleet.release(stored)
+
+
+def test_a_single_request_waits_for_the_only_server_and_its_version(run: StartRun) -> None:
+    training = run(servers=1)
+    training.publish()
+    stored = training.sync.fleet.lease()
+    training.publish()
+    training.publish()
+    training.fakes[0].restart()
+    answer = sample(training, stored)
+    expected = training.fakes[0].expected_logprobs(training.read[1], PROMPT, answer.token_ids)
+    assert [token[0] for token in answer.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.usefixtures("no_patience")
 def test_a_dropped_server_with_another_base_stays_dropped_and_fails_nothing(run: StartRun) -> None:
     training = run(on_server_loss="drop")
