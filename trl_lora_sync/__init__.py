@@ -59,7 +59,8 @@ def __getattr__(name: str) -> Any:
     if name.endswith(_KINDS):  # not an AttributeError, whose words `from ... import` would replace
         raise ImportError(
             f"cannot import name {name!r} from {__name__!r}: it has {', '.join(__all__)}. For another trainer of TRL "
-            f"that samples with vLLM, mix in LoRASyncConfig and LoRASyncTrainer; else import {name} from trl."
+            "that samples with vLLM, mix in LoRASyncConfig and LoRASyncTrainer. AsyncGRPO's classes are in "
+            f"{__name__}.async_grpo. Else import {name} from trl."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

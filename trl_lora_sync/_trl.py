@@ -25,6 +25,13 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 - `trl.scripts.grpo` and its siblings: `make_parser(prog=...)` and `main(*parsed)` take the configuration and the
   trainer from `trl` when they are called; there is no argument to pass other classes.
 - `trl.cli.accelerate_config.resolve_accelerate_config_argument(arguments)`, as `trl grpo` uses it.
+- of `trl.experimental.async_grpo` (1.14 on): `AsyncRolloutWorker`, a global of the trainer's module, where the trainer
+  builds it, with `start`, `stop`, `check_health`, `update_model_version`, `rollout_buffer`, `metrics_queue` and
+  `_loop_kwargs`; `_AsyncRolloutLoop`, of which `rollouts` overrides how the next prompt is taken, one sample is made,
+  one request is sent and a group is scored; the trainer's `_sync_weight()`, `model_version`, and `args.token_budget`.
+  It adds up metrics with `total` in their names, and averages pairs of a sum and a count.
+- `_attn_implementation` of a configuration of Transformers, which its models read in each forward pass; and that TRL
+  replaces the `forward` of a model on the instance.
 - `trl.models.utils`: `remove_hooks(engine)` and `add_hooks(engine)` take DeepSpeed's ZeRO-3 hooks off a model and put
   them back, as TRL does for its own generation.
 """
@@ -45,6 +52,7 @@ import trl
 from safetensors.torch import save_file
 
 from trl_lora_sync.trl_checks import (
+    ASYNC_WORKER,
     ENGINE_CLASS,
     GENERATION_CLASS,
     GENERATION_MODULE,
@@ -83,6 +91,14 @@ def engine_class(factory: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
+def rollout_worker_class(trainer_class: type, factory: Callable[..., Any]) -> Iterator[None]:
+    """Let an asynchronous trainer build its rollout worker with `factory`, and undo it afterwards."""
+    modules = {sys.modules[one.__module__] for one in trl_classes(trainer_class)}
+    with _rebinding, _replaced({(one, ASYNC_WORKER): factory for one in modules if hasattr(one, ASYNC_WORKER)}):
+        yield
+
+
+@contextmanager
 def models_on_host(trainer_class: type) -> Iterator[None]:
     """Let a trainer load its model into the host's memory; TRL loads it to the GPU, with `device_map="auto"` (1.16)."""
     modules = {sys.modules[one.__module__] for one in trl_classes(trainer_class)}
@@ -93,6 +109,31 @@ def models_on_host(trainer_class: type) -> Iterator[None]:
 
     with _rebinding, _replaced({place: on_host(getattr(*place)) for place in places}):
         yield
+
+
+@contextmanager
+def plain_forward(model: Any) -> Iterator[None]:
+    """Let the model of an asynchronous trainer compute the logits of one plain prompt in the block.
+
+    TRL gives it an attention for packed trees of prompts, which needs the layout of the tree (1.16) and a GPU that
+    computes in half precision; and a forward pass without logits, which needs labels (1.14).
+
+    Args:
+        model: the PEFT model.
+    """
+    configs: dict[int, Any] = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
+    before = [(one, one._attn_implementation) for one in configs.values() if getattr(one, "_attn_implementation", None)]
+    base = model.get_base_model()
+    forward = vars(base).pop("forward", None)
+    try:
+        for config, _ in before:
+            config._attn_implementation = "sdpa"
+        yield
+    finally:
+        for config, attention in before:
+            config._attn_implementation = attention
+        if forward is not None:
+            base.forward = forward
 
 
 @contextmanager
@@ -153,12 +194,13 @@ def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozens
     Args:
         latest: names of which the last value is logged instead of the mean.
     """
-    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    is_async = hasattr(trainer, "rollout_worker")
+    metrics = trainer._metrics["train" if is_async or trainer.model.training else "eval"]
     for name, value in values.items():
         if name in latest:
             metrics[name] = [value]
         else:
-            metrics[name].append(value)
+            metrics[name].append((value, 1.0) if is_async else value)
 
 
 def forget_last_sync(trainer: Any) -> None:

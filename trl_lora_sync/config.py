@@ -6,7 +6,7 @@ import math
 import textwrap
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import trl
 
@@ -213,13 +213,27 @@ class GRPOConfig(LoRASyncConfig, trl.GRPOConfig):  # type: ignore[misc]
     """TRL's `GRPOConfig` with the fields of `LoRASyncConfig`."""
 
 
+@dataclass
+class AsyncLoRASyncConfig(LoRASyncConfig):
+    """Mixin that adds the settings of adapter sync to TRL's `AsyncGRPOConfig`, or a configuration that derives from it.
+
+    What other configurations of TRL have as fields, an asynchronous one has one value of.
+    """
+
+    use_vllm: ClassVar[bool] = True
+    vllm_mode: ClassVar[str] = "server"
+    vllm_server_host: ClassVar[None] = None
+    vllm_server_port: ClassVar[None] = None
+
+
 def check_sync_fields(args: Any) -> None:
     """Refuse settings that contradict adapter sync.
 
     Raises:
         UnsupportedSettingError: naming the field, the value seen and the one expected.
     """
-    refuse_others(type(args))
+    is_async = isinstance(args, AsyncLoRASyncConfig)
+    refuse_others(type(args), is_async=is_async)
     _check_fields(args)
     for name, choices in _CHOICES.items():
         check_choice(name, getattr(args, name), choices)
@@ -242,7 +256,9 @@ def check_sync_fields(args: Any) -> None:
             'lora_sync_serving="fused" cannot be used with vllm_server_engine="sglang": SGLang cannot add an adapter '
             'to its weights while it runs. Set lora_sync_serving="runtime", or sample on vLLM.'
         )
-    if args.lora_sync_overlap:
+    if is_async:
+        _check_async(args)
+    elif args.lora_sync_overlap:
         _check_overlap(args)
     _check_generation_kwargs(getattr(args, "generation_kwargs", None) or {})
     if args.vllm_mode == "server":
@@ -340,6 +356,50 @@ def _check_overlap(args: Any) -> None:
             "the version before the active one is sampled from as well",
             f"Set it to {_KEPT_FOR_OVERLAP} or more, {off}",
         )
+
+
+# Fields that an asynchronous trainer leaves no choice of: the value, and why no other fits.
+_ASYNC_FIELDS: dict[str, tuple[Any, str]] = {
+    "lora_sync_overlap": (0, "it samples beside the training by itself, up to max_staleness versions ahead"),
+    "lora_sync_serving": ("runtime", "a fused server has one version at a time, and samples come from several"),
+    "lora_sync_pause": ("off", "the servers sample all the time, so a load would wait for requests or end them"),
+    "vllm_server_sleep": ("off", "the servers sample while the trainer works, so they need their KV cache"),
+}
+
+
+def _check_async(args: Any) -> None:
+    """Refuse what sampling beside the training does not go together with."""
+    seen = f"with {type(args).__name__}"
+    for name, (value, why) in _ASYNC_FIELDS.items():
+        if getattr(args, name) != value:
+            raise UnsupportedSettingError(
+                f"{name}={getattr(args, name)!r} cannot be used {seen}: {why}. Set it to {value!r}."
+            )
+    if args.lora_sync_keep < _KEPT_FOR_OVERLAP:
+        raise UnsupportedSettingError(
+            f"lora_sync_keep={args.lora_sync_keep} cannot be used {seen}: samples are begun while the next version is "
+            f"loaded. Set it to {_KEPT_FOR_OVERLAP} or more; versions that are sampled from stay in any case."
+        )
+
+
+def check_async_arguments(given: dict[str, Any]) -> None:
+    """Refuse arguments of an asynchronous trainer whose place adapter sync takes.
+
+    Args:
+        given: the trainer's arguments by name.
+
+    Raises:
+        UnsupportedSettingError: naming the argument.
+    """
+    for name, why in (
+        ("rollout_worker", "it samples by its own requests, which name no version"),
+        ("weight_transfer", "it would send the weights a second time"),
+    ):
+        if given.get(name) is not None:
+            raise UnsupportedSettingError(
+                f'{name} cannot be used with vllm_sync_strategy="lora_adapter": {why}. Leave it out, or set '
+                'vllm_sync_strategy="weights".'
+            )
 
 
 def check_overlap_arguments(args: Any, given: dict[str, Any]) -> None:
@@ -478,6 +538,7 @@ def sync_settings(args: Any) -> "PolicySettings":
     }
     if args.vllm_mode == "colocate":
         return ColocateSettings(**shared, base=args.vllm_colocate_base)
+    is_async = isinstance(args, AsyncLoRASyncConfig)
     servers = tuple(ServerAddress(base_url=url, is_local=is_local_url(url)) for url in server_urls(args))
     # In this host's memory only if every server can see it.
     is_local = all(server.is_local for server in servers)
@@ -495,6 +556,7 @@ def sync_settings(args: Any) -> "PolicySettings":
         generation_timeout_s=args.lora_sync_generation_timeout,
         on_server_loss=args.lora_sync_on_server_loss,
         overlap=args.lora_sync_overlap == 1,
+        staleness=args.max_staleness if is_async else None,
         **shared,
     )
 

@@ -64,26 +64,51 @@ class LoRASyncTrainer:
             super().__init__(*args, **kwargs)
             return
         from trl_lora_sync.adapter.support import check_model
-        from trl_lora_sync.config import check_overlap_arguments, check_reference, check_sync_fields, sync_settings
+        from trl_lora_sync.config import check_reference, check_sync_fields, sync_settings
         from trl_lora_sync.run_log import RunLog
 
-        check_trainer(type(self))
+        self._check_trainer(config)
         check_sync_fields(config)  # fields may have been set after the config was made
+        self._check_arguments(config, given)
+        check_model(given["model"], given.get("peft_config"))
+        check_reference(config, given.get("peft_config"))
+        sync = {
+            "settings": sync_settings(config),
+            "on_sync": self._record_sync,
+            "is_new": not hasattr(given["model"], "peft_config"),
+        }
+        self._build(sync, given, *args, **kwargs)
+        self.add_callback(RunLog(self))
+        if config.lora_sync_overlap:
+            self._start_overlap()
+
+    def _check_trainer(self, config: Any) -> None:
+        """Refuse a trainer that adapter sync is not for."""
+        check_trainer(type(self))
+
+    def _check_arguments(self, config: Any, given: dict[str, Any]) -> None:
+        """Refuse arguments of the trainer that adapter sync is not for."""
+        from trl_lora_sync.config import check_overlap_arguments
+
         if config.lora_sync_overlap:
             check_overlap(type(self))
             check_overlap_arguments(config, given)
-        check_model(given["model"], given.get("peft_config"))
-        check_reference(config, given.get("peft_config"))
-        settings = sync_settings(config)
-        is_new = not hasattr(given["model"], "peft_config")
 
+    def _build(self, sync: dict[str, Any], given: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Call TRL's `__init__`, which gets our generation object.
+
+        Args:
+            sync: what that object takes besides TRL's arguments.
+            given: the trainer's arguments by name, which are the others.
+        """
+        config = given["args"]
         generation_class = _generation_class(config)
         if config.vllm_mode == "colocate":
             self._waits_on_host = _check_base(config, given["model"])
 
         def build(*arguments: Any, **named: Any) -> Any:
             check_arguments(generation_class, *arguments, **named)
-            return generation_class(*arguments, **named, settings=settings, on_sync=self._record_sync, is_new=is_new)
+            return generation_class(*arguments, **named, **sync)
 
         with ExitStack() as stack:
             stack.enter_context(_trl.generation_class(type(self), build))
@@ -92,9 +117,6 @@ class LoRASyncTrainer:
             super().__init__(*args, **kwargs)
         self._waits_on_host = False
         check_built(self, generation_class)
-        self.add_callback(RunLog(self))
-        if config.lora_sync_overlap:
-            self._start_overlap()
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Transformers' `_move_model_to_device`, unless the model waits for weights that it is to share with vLLM."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import transformers
@@ -21,7 +22,7 @@ import trl
 from packaging.version import Version
 
 from trl_lora_sync.errors import UnsupportedSettingError, UnsupportedTRLError
-from trl_lora_sync.versions import TRL, warn
+from trl_lora_sync.versions import TRL, TRL_ASYNC, KnownVersions, warn
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,66 @@ _STABLE = frozenset({"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"})
 # The beginnings of names of TRL's trainers and configurations, and why adapter sync is not for them.
 _OTHERS = {
     "OnlineDPO": "it talks to the server through a client of its own, and merges the adapter into what it sends",
-    "AsyncGRPO": "it samples in the background through a client of its own, and loads adapters by itself",
+    "AsyncGRPO": "it samples in the background through a client of its own, and has another sync. Take AsyncGRPOConfig "
+    "and AsyncGRPOTrainer, or the two mixins, from trl_lora_sync.async_grpo",
     "AsyncDistillation": "it samples in the background through a client of its own, and loads adapters by itself",
 }
 _WEIGHTS = 'Set vllm_sync_strategy="weights"'
+ASYNC_PACKAGE = "trl.experimental.async_grpo"
+ASYNC_WORKER = "AsyncRolloutWorker"
+_ASYNC_TRAINER_MODULE, _ASYNC_LOOP_MODULE = (
+    f"{ASYNC_PACKAGE}.async_grpo_trainer",
+    f"{ASYNC_PACKAGE}.async_rollout_worker",
+)
+# Of TRL's rollout loop: what is overridden, or called, with its parameters.
+_ASYNC_LOOP = {
+    "run": ("self",),
+    "_run_loops": ("self", "stop_event"),
+    "_generate_loop": ("self", "stop_event"),
+    "_score_loop": ("self", "stop_event"),
+    "_repeat_iterator": ("self",),
+    "_generate_one": ("self", "prompt", "tool_dict", "tools", "group_id"),
+    "_generate_one_turn": ("self", "prompt_ids"),
+    "_score_group": ("self", "group"),
+}
+# Lines of its methods, by which each group has one version, and each of its samples is counted.
+_ASYNC_TEXT = {
+    "_generate_loop": (
+        "group_id, row = next(work_iter)",
+        "work_iter = self._repeat_iterator()",
+        "model_version=self.model_version",
+        "self._generate_one(prompt, tool_dict=tool_dict, tools=tools, group_id=group_id)",
+    ),
+    "_generate_one": (
+        "turn_ids, turn_logprobs = await self._generate_one_turn(prompt_ids)",
+        "return (completion, completion_ids, sequences, tool_call_count, tool_failure_count, None)",
+    ),
+    "_score_group": ("model_version=group.model_version",),
+    "_score_loop": ("samples = await self._score_group(group)",),
+    "_repeat_iterator": ("for _ in range(self.num_generations):", "yield (group_id, row)"),
+    "run": ("self._run_loops(stop_event=self._stop_event)",),
+}
+_ASYNC_STORED = frozenset(
+    {
+        "_loop", "_stop_event", "_counters", "num_generations", "temperature", "top_p", "top_k", "min_p",
+        "repetition_penalty", "max_tokens",
+    }
+)  # fmt: skip
+# What the loop is given beyond what the trainer passes to the worker.
+_ASYNC_GIVEN = (
+    "rollout_buffer", "model_version_value", "heartbeat_value", "failed_event", "exception_info_queue", "metrics_queue",
+    "queue_maxsize", "dataset_start_index", "request_timeout", "processing_class",
+)  # fmt: skip
+_ASYNC_WORKER = {
+    "start": ("self",),
+    "stop": ("self",),
+    "check_health": ("self", "stale_after_s"),
+    "update_model_version": ("self", "model_version"),
+}
+# What a trainer may use of its worker, and of its client to the server before and while it trains with ours.
+_ASYNC_WORKER_USES = frozenset(
+    {"rollout_buffer", "metrics_queue", "check_health", "start", "stop", "update_model_version", "_loop_kwargs"}
+)
 
 
 def check_trl() -> None:
@@ -192,15 +249,123 @@ def _overlap_changes() -> Iterator[str]:
             yield f"GRPOTrainer has no {key} in the inputs of its loss"
 
 
-def refuse_others(found: type) -> None:
+def check_async_exports() -> ModuleType:
+    """Look for TRL's asynchronous trainer, before it is derived from, and return the package that has it.
+
+    Raises:
+        UnsupportedTRLError: the installed TRL lacks it, or has it elsewhere.
+    """
+    _raise_if_changed(
+        [
+            change
+            for module, name in (
+                (ASYNC_PACKAGE, "AsyncGRPOConfig"),
+                (ASYNC_PACKAGE, "AsyncGRPOTrainer"),
+                (_ASYNC_TRAINER_MODULE, ASYNC_WORKER),
+                (_ASYNC_LOOP_MODULE, ASYNC_WORKER),
+                (_ASYNC_LOOP_MODULE, "_AsyncRolloutLoop"),
+            )
+            for change in _class_changes(module, name)
+        ],
+        TRL_ASYNC,
+    )
+    return import_module(ASYNC_PACKAGE)
+
+
+def check_async(trainer_class: type) -> None:
+    """Look for what adapter sync relies on in an asynchronous trainer and its rollout loop.
+
+    Raises:
+        UnsupportedSettingError: it is another trainer.
+        UnsupportedTRLError: the installed TRL has something in another form.
+    """
+    trls, module = import_module(ASYNC_PACKAGE).AsyncGRPOTrainer, import_module(_ASYNC_LOOP_MODULE)
+    if not issubclass(trainer_class, trls):
+        raise UnsupportedSettingError(
+            f"{trainer_class.__name__} cannot be used with AsyncLoRASyncTrainer: it does not derive from TRL's "
+            "AsyncGRPOTrainer. Use LoRASyncTrainer instead."
+        )
+    loop, worker = module._AsyncRolloutLoop, getattr(module, ASYNC_WORKER)
+    changes = [*_signature_changes(trainer_class, trls.__name__)]
+    for owner, methods in ((loop, _ASYNC_LOOP), (worker, _ASYNC_WORKER), (trls, {"_sync_weight": ("self",)})):
+        for method, parameters in methods.items():
+            found, what = getattr(owner, method, None), f"{owner.__name__}.{method}"
+            changes += _parameter_changes(what, found, parameters) if callable(found) else [f"there is no {what}"]
+    for owner, names in ((loop, _ASYNC_GIVEN), (trls, ("rollout_worker", "weight_transfer"))):
+        missing = set(names) - set(inspect.signature(owner.__init__).parameters)
+        changes += [f"{owner.__name__} takes no {', '.join(sorted(missing))}"] if missing else []
+    _raise_if_changed(changes or [*_async_loop_changes(loop), *_async_trainer_changes(trls)], TRL_ASYNC)
+
+
+def _async_loop_changes(loop: type) -> Iterator[str]:
+    """Whether the loop does what it is expected to with what is overridden."""
+    for method, lines in _ASYNC_TEXT.items():
+        tree = _function_tree(getattr(loop, method))
+        text = ast.unparse(tree) if tree is not None else ""
+        for line in lines:
+            if text and line not in text:
+                yield f"{loop.__name__}.{method} has no {line}"
+    tree = _function_tree(loop.__init__)  # type: ignore[misc]
+    if tree is not None:
+        for name in sorted(_ASYNC_STORED - {name for name, _ in _stored(tree)}):
+            yield f"{loop.__name__} stores no {name}"
+
+
+def _async_trainer_changes(trainer: type) -> Iterator[str]:
+    """Whether the trainer builds the worker, syncs and counts versions as it is expected to."""
+    tree = _class_tree(trainer)
+    if tree is None:
+        return
+    text, name = ast.unparse(tree), trainer.__name__
+    for wanted in (
+        f"self.rollout_worker = {ASYNC_WORKER}(",
+        "StepIntervalCallback(self._sync_weight, self.args.weight_sync_steps)",
+        "model_version_fn=lambda: self.model_version",
+        "if self.args.token_budget is None:",
+        "self._metrics = {",
+    ):
+        if wanted not in text:
+            yield f"{name} has no {wanted}"
+    uses = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _path(node.value) == "self.rollout_worker"
+    }
+    for used in sorted(uses - _ASYNC_WORKER_USES):
+        yield f"{name} uses {used} of its {ASYNC_WORKER}"
+
+
+def check_async_built(trainer: Any, worker_class: type) -> None:
+    """Look at what only an instance shows.
+
+    Raises:
+        UnsupportedTRLError: the trainer has built another worker, or lacks something.
+    """
+    name = type(trainer).__name__
+    changes = [
+        f"a {name} has no {attribute}"
+        for attribute in ("accelerator", "is_fsdp_enabled", "model_version", "rollout_worker")
+        if not hasattr(trainer, attribute)
+    ]
+    if trainer.accelerator.is_main_process and not isinstance(getattr(trainer, "rollout_worker", None), worker_class):
+        changes.append(f"a {name} builds its {ASYNC_WORKER} in another way")
+    if not {"train", "eval"} <= set(getattr(trainer, "_metrics", ())):
+        changes.append(f'the _metrics of a {name} have no "train" and "eval"')
+    _raise_if_changed(changes, TRL_ASYNC)
+
+
+def refuse_others(found: type, *, is_async: bool = False) -> None:
     """Refuse TRL's trainers, or their configurations, that adapter sync is not for.
+
+    Args:
+        is_async: whether it has the mixin for AsyncGRPO's.
 
     Raises:
         UnsupportedSettingError: naming it, and why.
     """
     for one in trl_classes(found):
         for beginning, why in _OTHERS.items():
-            if one.__name__.startswith(beginning):
+            if one.__name__.startswith(beginning) and not (is_async and beginning == "AsyncGRPO"):
                 raise UnsupportedSettingError(
                     f'{one.__name__} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {_WEIGHTS}.'
                 )
@@ -280,6 +445,16 @@ def _export_changes(*names: str) -> Iterator[str]:
             getattr(trl, name)
         except (AttributeError, ImportError, RuntimeError) as error:  # RuntimeError: from Transformers' lazy modules
             yield f"trl has no {name} ({error})"
+
+
+def _class_changes(module_name: str, name: str) -> Iterator[str]:
+    try:
+        found = getattr(import_module(module_name), name, None)
+    except (ImportError, RuntimeError) as error:
+        yield f"{module_name} cannot be imported ({error})"
+        return
+    if not isinstance(found, type):
+        yield f"{module_name} has no class {name}"
 
 
 def _generation_changes() -> Iterator[str]:
@@ -538,10 +713,10 @@ def _module_tree(name: str) -> ast.AST | None:
 # Errors
 
 
-def _raise_if_changed(changes: Sequence[str]) -> None:
+def _raise_if_changed(changes: Sequence[str], known: KnownVersions = TRL) -> None:
     if changes:
-        newest = Version(f"{TRL.newest.major}.{TRL.newest.minor + 1}")
+        newest = Version(f"{known.newest.major}.{known.newest.minor + 1}")
         raise UnsupportedTRLError(
             f"TRL {trl.__version__} is installed, which adapter sync cannot use: {'; '.join(changes)}. "
-            f"Tested with TRL {TRL.tested}. Install one of these with: pip install 'trl>={TRL.oldest},<{newest}'"
+            f"Tested with TRL {known.tested}. Install one of these with: pip install 'trl>={known.oldest},<{newest}'"
         )

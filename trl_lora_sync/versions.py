@@ -60,6 +60,10 @@ TRL = KnownVersions(
     newest=Version("1.16"),
     run=("1.11.0", "1.12.0", "1.13.0", "1.14.2", "1.15.0", "1.16.0"),
 )
+# Its asynchronous trainer, which trains an adapter since 1.14.
+TRL_ASYNC = KnownVersions(
+    title="TRL", oldest=Version("1.14"), newest=Version("1.16"), run=("1.14.2", "1.15.0", "1.16.0")
+)
 PEFT = KnownVersions(
     title="PEFT",
     oldest=Version("0.18"),

@@ -21,7 +21,7 @@ from support.short_run import other_kinds
 from support.trainers import METRICS
 from vllm_server import VLLMServer
 
-from trl_lora_sync.versions import TRL
+from trl_lora_sync.versions import TRL, TRL_ASYNC
 
 TESTS = Path(__file__).parents[1]
 FOLDER_VARIABLE = "TRL_LORA_SYNC_TRL_VERSIONS_DIR"
@@ -40,7 +40,7 @@ def short_run(trl: Path, server: VLLMServer, base_model: Path, folder: Path) -> 
             f"{sys.executable} -m pip install --no-deps --target {trl} trl=={version}"
         )
     command = [sys.executable, TESTS / "support" / "short_run.py", server.base_url, base_model, folder]
-    path = os.pathsep.join(map(str, [trl, TESTS]))
+    path = os.pathsep.join(map(str, [trl, TESTS, TESTS.parent / "benchmarks"]))
     path += os.pathsep + os.environ.get("PYTHONPATH", "")
     env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     ended = run(command, folder / "log", RUN_TIMEOUT_S, env=env)
@@ -86,8 +86,10 @@ def check_run(result: dict[str, Any], server: VLLMServer, folder: Path) -> None:
         assert step["sampling/sampling_logp_difference/mean"] < 0.02
     assert result["script"] == ["trl_lora_sync.config", 7, ["--num_processes", "2"]]
     assert result["others"] == {kind: [1, 2] for kind in other_kinds(result["trl"])}
+    assert result["asynchronous"] == (None if Version(result["trl"]) < TRL_ASYNC.oldest else [2, 3])
     assert result["moved"], "training did not change the adapter"
     assert math.isfinite(result["evaluated"]["eval_reward"])
-    assert result["output"].count("LoRA adapter sync: vllm") == 1 + len(result["others"])
+    runs = 1 + len(result["others"]) + (result["asynchronous"] is not None)
+    assert result["output"].count("LoRA adapter sync: vllm") == runs
     assert not (folder / "sync").exists(), "versions were left at exit"
     assert not [path for path in adapters_on(server.base_url).values() if str(folder) in path]

@@ -70,6 +70,11 @@ def act(action: str) -> None:
         from trl_lora_sync.trl_checks import check_overlap
 
         check_overlap(getattr(trl_lora_sync, name))
+    elif kind == "async":
+        from trl_lora_sync import async_grpo
+        from trl_lora_sync.trl_checks import check_async
+
+        check_async(getattr(async_grpo, name))
     elif kind == "script":
         importlib.import_module(f"trl_lora_sync.scripts.{name}").make_parser()
     elif kind == "command":

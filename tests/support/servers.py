@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -111,6 +112,11 @@ def proxy_to(base_url: str) -> Iterator[Proxy]:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # an engine opens 64 connections at once
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that breaks a request off is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:

@@ -5,15 +5,19 @@ Writes FOLDER/result.json.
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import trl
 import trl.trainer.utils
+from packaging.version import Version
 
 from support.kinds import KINDS
 from support.trainers import grpo_trainer, prompts
 from trl_lora_sync.scripts.grpo import make_parser
+from trl_lora_sync.versions import TRL_ASYNC
 
 
 class PlainLogProbs:
@@ -43,6 +47,7 @@ def main(base_url: str, model: str, folder: str) -> None:
     others = {kind: versions_of(kind, base_url, Path(model), Path(folder)) for kind in other_kinds(trl.__version__)}
     result = {
         "others": others,
+        "asynchronous": asynchronous_versions(base_url, Path(model), Path(folder)),
         "script": [type(config).__module__, config.lora_sync_keep, left],
         "trl": trl.__version__,
         "trl_path": trl.__file__,
@@ -65,6 +70,25 @@ def versions_of(kind: str, base_url: str, model: Path, folder: Path) -> list[flo
     """The versions that a run of two steps logs, with the served model as the teacher where there is one."""
     trainer = KINDS[kind].make(base_url, model, folder / kind, model, max_steps=2)
     trainer.train()
+    return [entry["lora_sync/version"] for entry in trainer.state.log_history if "lora_sync/version" in entry]
+
+
+def asynchronous_versions(base_url: str, model: Path, folder: Path) -> list[float] | None:
+    """The versions that a run of two steps of AsyncGRPO logs; None if this TRL cannot train an adapter with it."""
+    if Version(trl.__version__) < TRL_ASYNC.oldest:
+        return None
+    if Version(trl.__version__) < Version("1.16") and find_spec("aiohttp") is None:  # imported for TRL's requests
+        stand_in = ModuleType("aiohttp")
+        stand_in.ClientError, stand_in.ClientSession = OSError, object  # type: ignore[attr-defined]
+        sys.modules["aiohttp"] = stand_in
+    from tree_attention import plain_kernel
+
+    from support.async_runs import async_trainer
+
+    with plain_kernel():
+        # The server has room for two versions.
+        trainer = async_trainer(base_url, model, folder / "async", max_steps=2, max_staleness=0)
+        trainer.train()
     return [entry["lora_sync/version"] for entry in trainer.state.log_history if "lora_sync/version" in entry]
 
 

@@ -13,6 +13,8 @@ from support.altered import altered_copy
 TESTS = Path(__file__).parents[1]
 GENERATION, GRPO = "generation/vllm_generation.py", "trainer/grpo_trainer.py"
 TRAINER = "trainer:GRPOTrainer"
+ASYNC, ROLLOUTS = (f"experimental/async_grpo/async_{name}.py" for name in ("grpo_trainer", "rollout_worker"))
+ASYNC_TRAINER = "async:AsyncGRPOTrainer"
 
 # Name: (changes of files, files that are moved, what is done with it, words of the error or None)
 Case = tuple[dict[str, dict[str, str]], dict[str, str], str, str | None]
@@ -171,6 +173,49 @@ TRL_CASES: dict[str, Case] = {
         "script:grpo",
         "main of trl.scripts.grpo does not take GRPOTrainer from trl when it is called",
     ),
+    "nothing, asynchronous": ({}, {}, ASYNC_TRAINER, None),
+    "the asynchronous trainer elsewhere": (
+        {ASYNC: {"from .async_rollout_worker": "from .rollouts"}},
+        {ROLLOUTS: "experimental/async_grpo/rollouts.py"},
+        ASYNC_TRAINER,
+        "trl.experimental.async_grpo.async_rollout_worker cannot be imported",
+    ),
+    "another name of the rollout loop": (
+        {ROLLOUTS: {"_AsyncRolloutLoop": "_RolloutLoop"}},
+        {},
+        ASYNC_TRAINER,
+        "trl.experimental.async_grpo.async_rollout_worker has no class _AsyncRolloutLoop",
+    ),
+    "a new parameter of a rollout": (
+        {ROLLOUTS: {"list[Callable], group_id: int = 0": "list[Callable], group_id: int = 0, turn: int = 0"}},
+        {},
+        ASYNC_TRAINER,
+        "_AsyncRolloutLoop._generate_one takes another parameter, turn",
+    ),
+    "another version in a sample": (
+        {ROLLOUTS: {"model_version=self.model_version,": "model_version=self.newest(),"}},
+        {},
+        ASYNC_TRAINER,
+        "_AsyncRolloutLoop._generate_loop has no model_version=self.model_version",
+    ),
+    "more in a rollout": (
+        {ROLLOUTS: {"tool_call_count, tool_failure_count, None\n": "tool_call_count, tool_failure_count, None, 0\n"}},
+        {},
+        ASYNC_TRAINER,
+        "_AsyncRolloutLoop._generate_one has no return (completion, completion_ids, sequences, tool_call_count",
+    ),
+    "another use of the rollout worker": (
+        {ASYNC: {"self.rollout_worker.stop()": "self.rollout_worker.join()"}},
+        {},
+        ASYNC_TRAINER,
+        "AsyncGRPOTrainer uses join of its AsyncRolloutWorker",
+    ),
+    "another time to sync the asynchronous trainer": (
+        {ASYNC: {"StepIntervalCallback(self._sync_weight, ": "StepIntervalCallback(self._push, "}},
+        {},
+        ASYNC_TRAINER,
+        "AsyncGRPOTrainer has no StepIntervalCallback(self._sync_weight, self.args.weight_sync_steps)",
+    ),
     "nothing, for the script": ({}, {}, "script:grpo", None),
     "nothing, for the command": ({}, {}, "command:", None),
     "what launches a command elsewhere": (
@@ -255,7 +300,8 @@ def test_newer_trl_in_which_something_changed_is_refused_with_what_it_is(
     assert found["error"] == "UnsupportedTRLError", found
     assert TRL_CASES[case][-1] in found["message"]
     assert found["message"].startswith("TRL 1.17.0 is installed, which adapter sync cannot use: ")
-    assert "Install one of these with: pip install 'trl>=1.11,<1.17'" in found["message"]
+    oldest = "1.14" if TRL_CASES[case][2] == ASYNC_TRAINER else "1.11"
+    assert f"Install one of these with: pip install 'trl>={oldest},<1.17'" in found["message"]
 
 
 @pytest.mark.slow

@@ -152,7 +152,7 @@ def test_each_trainer_checks_the_adapter_before_it_loads_a_model(
     ("name", "words"),
     [
         ("OnlineDPO", "it talks to the server through a client of its own, and merges the adapter"),
-        ("AsyncGRPO", "it samples in the background through a client of its own, and loads adapters by itself"),
+        ("AsyncGRPO", "it samples in the background through a client of its own, and has another sync. Take AsyncGRPO"),
         ("AsyncDistillation", "it samples in the background through a client of its own"),
     ],
 )
