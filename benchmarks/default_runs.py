@@ -85,14 +85,14 @@ def run(model: Path, url: str, args: argparse.Namespace, folder: Path, *, on_gpu
 
 
 @contextmanager
-def server(model: Path, args: argparse.Namespace, *, on_gpu: bool) -> Iterator[str]:
-    """The URL of a server as `trl-lora-sync serve` starts it, on the last GPU."""
+def server(model: Path, args: argparse.Namespace, *, on_gpu: bool, engine_args: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of a server as `trl-lora-sync serve` starts it, with some options of the engine, on the last GPU."""
     with hold_free_port() as holder:
         port = holder.getsockname()[1]
         command = [sys.executable, "-m", "trl_lora_sync.cli.main", "serve", "vllm", str(model), "--port", str(port)]
         command += ["--python", str(args.server_python), *args.serve.split()]
         command += [] if "--fused" in args.serve else ["--lora-rank", str(args.rank)]
-        command += ["--", "--served-model-name", "base", "--max-model-len", "1024"]
+        command += ["--", "--served-model-name", "base", "--max-model-len", "1024", *engine_args]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if on_gpu:
