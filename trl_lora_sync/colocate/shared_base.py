@@ -159,5 +159,5 @@ def refusal(reason: str) -> UnsupportedSettingError:
     """The error for a base that was to be shared and cannot be."""
     return UnsupportedSettingError(
         f'vllm_colocate_base="shared" cannot be used here: {reason}. Set vllm_colocate_base="auto", with which vLLM '
-        "has a base of its own then."
+        "has a second copy of the base then."
     )
