@@ -31,6 +31,7 @@ from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.places import default_sync_dir, is_local_url
+from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
 Seconds = dict[str, float]
@@ -38,7 +39,7 @@ Seconds = dict[str, float]
 
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.engine = SGLangEngine(args.url, is_local=is_local_url(args.url))
+        self.engine = Blocking(SGLangEngine(args.url, is_local=is_local_url(args.url)))
         self.engine.connect(deadline())
         self.disk = DiskTransport(default_sync_dir(True, "transports"))
         self.tensors = HTTPTransport(default_sync_dir(True, "transports"))

@@ -27,7 +27,6 @@ from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync, ScoreAdapter
 from trl_lora_sync.verify import ReadAdapter, TrainedBase, Trial
 
-
 @dataclass
 class TrainingBatch:
     """A batch that is being sampled with overlap.
@@ -64,7 +63,7 @@ class LoRASyncGeneration(AdapterGeneration):
         self._look_at_model()
         if self.accelerator.is_main_process:
             self._sync = sync = AdapterSync(self._settings)
-            self._overlap = overlap = Overlap(sync.fleet, lambda: _generation_deadline(sync.settings))
+            self._overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
 
             def end() -> None:
                 overlap.cancel()
@@ -107,21 +106,23 @@ class LoRASyncGeneration(AdapterGeneration):
 
     def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
         assert self._sync is not None
-        return self._sync.publish(read, timer, score)
+        with timer.phase("gather"):
+            adapter = read(self._sync.requires_packed_modules)
+        return self._sync.publish(adapter, score, timer)
 
     def _settle(self) -> None:
         assert self._overlap is not None
         self._overlap.settle()
 
-    def _wants_proof(self) -> bool:
+    def _needs_verification(self) -> bool:
         assert self._sync is not None
-        return self._sync.wants_proof
+        return self._sync.needs_verification
 
     def _score_adapter(self, timer: PhaseTimer) -> ScoreAdapter:
         """**Collective** if the model is sharded, as its forward pass is then, and a server is to be verified."""
         if self._settings.verify == "off" or not self._is_sharded():
             return self._scores
-        if not run_on_main(self.accelerator, self._wants_proof):
+        if not run_on_main(self.accelerator, self._needs_verification):
             return lambda: None
         with timer.phase("verify"), self._computing() as forward:
             computed = run_on_all(self.accelerator, lambda: self._scores(forward, self.accelerator.device))
@@ -231,9 +232,7 @@ class LoRASyncGeneration(AdapterGeneration):
             if self._batch is not None:
                 answers = self._overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in shares]))
             else:
-                answers = self._sync.fleet.generate(
-                    self._active_name, groups, self._sampling(), self._generation_deadline()
-                )
+                answers = self._sync.generate(self._active_name, groups, self._sampling(), self._generation_deadline())
         return [completion for answer in answers for completion in answer], self._overlap.figures
 
     def _generation_deadline(self) -> Deadline:

@@ -24,6 +24,7 @@ import httpx
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
+from trl_lora_sync.fleet_server import FleetServer
 
 from support.faults import (
     COMPLETIONS,
@@ -50,7 +51,6 @@ from support.servers import adapters_on, version_of
 from support.settings import plain_settings
 from support.trainers import change_settings
 from trl_lora_sync.errors import LoRASyncError
-from trl_lora_sync.fleet_server import FleetServer
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.settings import SyncSettings
