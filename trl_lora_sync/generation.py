@@ -27,6 +27,7 @@ from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync, ScoreAdapter
 from trl_lora_sync.verify import ReadAdapter, TrainedBase, Trial
 
+
 @dataclass
 class TrainingBatch:
     """A batch that is being sampled with overlap.

@@ -98,7 +98,7 @@ class VersionLedger:
     def retire(self) -> tuple[list[StoredAdapter], list[StoredAdapter]]:
         """The versions to unload now, and the versions to delete now.
 
-        A version is unloaded once it is out of the window and nobody has a lease on it. Its files go one version later.
+        A version is unloaded once it is out of the window and without a lease. Its files go one version later.
         Source: vLLM re-reads an evicted adapter from its path inside the engine step, and ends if it is gone.
         """
         leased = {stored.name for stored in self.leased.copy()}

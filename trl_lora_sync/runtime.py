@@ -150,6 +150,9 @@ class Task(Generic[T]):
         self.wait()
         return self._outcome.result()
 
+    def done(self) -> bool:
+        return self._outcome.done()
+
     def cancel(self) -> None:
         """Cancel it, and give it a moment to end."""
         self._loop.call_soon_threadsafe(self._cancel)

@@ -99,7 +99,7 @@ class HTTPClient:
         await old.retire()
 
     async def close(self) -> None:
-        """Close all connections, those of running requests as soon as these have ended."""
+        """Close all connections, and that of a running request once it has ended."""
         await self.start_afresh()
 
     async def request(
