@@ -154,11 +154,11 @@ class Fleet:
         for server in self.servers:
             if server.is_asleep and not server.is_excluded:
                 tasks.append(server.wake_later())
-            names = dict.fromkeys([*self._ledger.unconfirmed(server.base_url), *adapter_names])
+            names = dict.fromkeys([*self._ledger.unneeded(server.base_url), *adapter_names])
             tasks += [server.unload_later(name, deadline) for name in names]
         if tasks:
             await asyncio.wait(tasks, timeout=deadline.left_s())
-        unconfirmed = {server.base_url: self._ledger.unconfirmed(server.base_url) for server in self.servers}
+        unconfirmed = {server.base_url: self._ledger.unneeded(server.base_url) for server in self.servers}
         left = {url: sorted(names) for url, names in unconfirmed.items() if names}
         for url in list(left):
             if await offload(partial(is_gone, url)):  # its process has ended, and with it all names

@@ -59,10 +59,14 @@ class VersionLedger:
             if url == base_url and name not in adapter_names:
                 del self._held[url, name]
 
-    def unconfirmed(self, base_url: str) -> list[str]:
+    def overdue(self, base_url: str) -> list[str]:
+        """The names whose unload a server has not confirmed."""
+        return [name for (url, name), held in self._held.items() if url == base_url and held is Holding.UNCONFIRMED]
+
+    def unneeded(self, base_url: str) -> list[str]:
         """The names that a server may still have although the run does not need them."""
         going = (Holding.UNLOADING, Holding.UNCONFIRMED)
-        return [name for (url, name), holding in self._held.items() if url == base_url and holding in going]
+        return [name for (url, name), held in self._held.items() if url == base_url and held in going]
 
     def is_gone(self, adapter_name: str) -> bool:
         """Whether no server may have a name any more."""

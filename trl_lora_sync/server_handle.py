@@ -246,7 +246,7 @@ class ServerHandle:
 
     def _serve_again(self) -> None:
         self.state = ServerState.READY
-        for name in self._ledger.unconfirmed(self.base_url):  # what it missed while it was away
+        for name in self._ledger.unneeded(self.base_url):  # what it missed while it was away
             self.unload_later(name)
 
     def _needed(self) -> list[StoredAdapter]:
@@ -345,7 +345,7 @@ class ServerHandle:
         """Beside the training, one at a time: an unload may wait on the server, and may never hold up a step.
 
         Returns:
-            Whether the server confirmed it; if not, the unload is repeated at the end.
+            Whether the server confirmed it; if not, the unload is repeated with the next one, and at the end.
         """
         if self._engine is not None:
             self._ledger.note(self.base_url, adapter_name, Holding.UNLOADING)
@@ -359,13 +359,13 @@ class ServerHandle:
         if self._engine is None:
             return True
         deadline = deadline or Deadline.after(self._timeouts.unload_s, f"Unloading {adapter_name}")
-        if not self.is_excluded and await self.engine.unload(adapter_name, deadline):
-            self._ledger.note(self.base_url, adapter_name, Holding.GONE)
-            return True
-        self._ledger.note(self.base_url, adapter_name, Holding.UNCONFIRMED)
-        if not self.is_excluded:
+        is_confirmed = False
+        for name in dict.fromkeys([*self._ledger.overdue(self.base_url), adapter_name]):
+            is_confirmed = not self.is_excluded and await self.engine.unload(name, deadline)
+            self._ledger.note(self.base_url, name, Holding.GONE if is_confirmed else Holding.UNCONFIRMED)
+        if not is_confirmed:
             logger.info("%s did not confirm the unload of %s; training is not affected.", self.base_url, adapter_name)
-        return False
+        return is_confirmed
 
     async def wait_for_unloads(self, deadline: Deadline) -> None:
         async with held(self._unloads, deadline, f"{self.base_url} is still unloading earlier versions"):

@@ -267,6 +267,18 @@ def test_a_name_whose_unload_was_not_confirmed_is_unloaded_by_the_next_run(
     assert not (tmp_path / "sync").exists()
 
 
+def test_what_could_not_be_unloaded_is_unloaded_with_the_next_version(run: StartRun) -> None:
+    training = run()
+    [fake] = training.fakes
+    for _ in range(2):
+        training.publish()
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    for kept in (["v1", "v2", "v3"], ["v3", "v4"]):
+        training.publish()
+        training.wait_for_unloads()
+        assert training.adapters() == [kept]
+
+
 def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_killed(
     run: StartRun, tmp_path: Path
 ) -> None:

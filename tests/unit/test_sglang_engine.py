@@ -21,7 +21,7 @@ from fakes.sglang import VERSIONS, FakeSGLang
 from fakes.sglang_scheduler import ServerArgs, StrictUnpickler
 from support.bodies import bytes_of_body
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize, complete_siblings
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engines import connect
 from trl_lora_sync.engines.base import PromptGroup
@@ -452,18 +452,3 @@ def test_no_key_goes_to_a_server_that_tells_its_engine_without_one(
         assert run(connect._is_sglang(http.wrapped, soon())) is (routes is SGLANG)
         http.close()
         assert [request.headers.get("Authorization") for request in server.requests] == [None, None]
-
-
-def test_what_could_not_be_unloaded_is_unloaded_later(serve: Serve, tmp_path: Path) -> None:
-    fake, engine = serve()
-    kept = [Blocking(HTTPTransport(tmp_path)).write(1, _adapter(seed)) for seed in (1, 2)]
-    for stored in kept:
-        engine.load(stored, soon())
-    fake.canned["/unload_lora_adapter"] = [(500, "Internal Server Error")]
-    assert engine.unload(kept[0].name, soon()) is False
-    assert engine.unload(kept[1].name, soon())
-    assert fake.host_adapters == []
-
-
-def _adapter(seed: int) -> CanonicalAdapter:
-    return adapter_for(SMALL, seed, rank=R)

@@ -80,7 +80,6 @@ class SGLangEngine(SGLangServer):
         self._seeds: random.Random | None = None
         self._accepted_sampling: set[str] = set()
         self._stuck_unload: str | None = None
-        self._overdue: dict[str, None] = {}  # a set in order: what is still to be unloaded
 
     # Connecting
 
@@ -253,21 +252,19 @@ class SGLangEngine(SGLangServer):
             ) from error
 
     async def unload(self, adapter_name: str, deadline: Deadline) -> bool:
-        """See `Engine`. What cannot be unloaded at the moment is tried again at the next unload."""
-        self._overdue[adapter_name] = None
+        """See `Engine`."""
         if self._is_paused:
             return False  # it would wait for requests that do not go on, and block every load meanwhile
         try:
             probe = Deadline.after(self._timeouts.unstuck_s, "Looking for the end of an earlier unload")
             if self._stuck_unload and not await self._has_recovered(min(probe, deadline, key=lambda one: one.ends_at)):
                 return False
-            for name in list(self._overdue):
-                await self._unload_once(name, deadline)
+            return await self._unload_once(adapter_name, deadline)
         except LoRASyncError as error:
             logger.debug("Unloading %s failed: %s", adapter_name, error)
-        return adapter_name not in self._overdue
+            return False
 
-    async def _unload_once(self, adapter_name: str, deadline: Deadline) -> None:
+    async def _unload_once(self, adapter_name: str, deadline: Deadline) -> bool:
         deadline.remaining_s()  # without any time left, no request is sent and nothing can hang
         try:
             response = await self._admin("/unload_lora_adapter", deadline, body={"lora_name": adapter_name})
@@ -275,8 +272,7 @@ class SGLangEngine(SGLangServer):
             self._stuck_unload = adapter_name
             logger.error("%s", self._stuck_words())
             raise
-        if response.status_code == 200 or "does not exist" in server_words(response):
-            self._overdue.pop(adapter_name, None)
+        return response.status_code == 200 or "does not exist" in server_words(response)
 
     async def _has_recovered(self, deadline: Deadline) -> bool:
         """Whether an unload that took too long has ended; waits for it.
