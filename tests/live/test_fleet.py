@@ -21,7 +21,7 @@ from vllm_server import VLLMServer
 import trl_lora_sync.server_handle
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.adapter.export import read_adapter
-from trl_lora_sync.engines.base import Deadline, PromptGroup
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline, PromptGroup
 from trl_lora_sync.errors import AdapterNotVisibleError
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import Blocking
@@ -170,7 +170,7 @@ def test_a_dead_server_is_dropped_if_told_so_and_taken_back_by_a_later_sync(
     assert is_policy_of(trainer.model, sample(generation, PROMPTS))
 
     second.start()
-    monkeypatch.setattr(trl_lora_sync.fleet, "_LOOK_TIMEOUT_S", 60.0)  # the cores may be busy
+    monkeypatch.setitem(vars(TIMEOUTS), "probe_s", 60.0)  # the cores may be busy
     randomize_adapter(trainer.model, seed=2)
     generation.sync_weights()
     assert [report.servers for report in reports] == [2, 1, 2]
