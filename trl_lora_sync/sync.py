@@ -66,15 +66,15 @@ class AdapterSync:
         """Connect, clean up after dead runs, and prove that each server can load and sample from such an adapter.
 
         Args:
-            read: reads the model's adapter as it is now; loaded on trial if there are no `trials`.
+            read: reads the model's current adapter; loaded on trial if there are no `trials`.
             base: the trainer's base model, to compare with the served ones.
             trials: adapters that show what a server samples from, however small the trained one is.
 
         Returns:
-            One line that says what was set up.
+            One line about what was set up.
 
         Raises:
-            LoRASyncError: a server cannot be used as it is, and what to change.
+            LoRASyncError: a server cannot be used, and what to change.
         """
         run(self._connect())
         adapter = read(self.requires_packed_modules)
@@ -255,7 +255,7 @@ class AdapterSync:
                 logger.warning("A server keeps its KV cache for now: %s", error)
 
     def wake(self) -> bool:
-        """Take the KV cache back. Returns whether the active version can be sampled from; if not, publish it anew."""
+        """Take the KV cache back. Returns whether the active version can be sampled from; if not, publish it again."""
         return run(self.fleet.wake(self._control_deadline("Restoring the KV cache"))) and self.active is not None
 
     def _control_deadline(self, task: str) -> Deadline:
@@ -264,10 +264,10 @@ class AdapterSync:
     # The end
 
     def close(self) -> None:
-        """Unload and delete every version; never fails, and may be called again. A later `publish` starts anew.
+        """Unload and delete every version; never fails, and may be called again. A later `publish` starts again.
 
-        Servers that do not answer hold it up for `Timeouts.close_s` together. What they do not confirm to have
-        forgotten is noted for the sweep of the next run.
+        Servers that do not answer hold it up for `Timeouts.close_s` together. What they do not confirm
+        is noted for the sweep of the next run.
         """
         run(self._close())
 
@@ -278,7 +278,7 @@ class AdapterSync:
             await self._transport.close({name for names in left.values() for name in names})
         for base_url, names in left.items():
             logger.warning(
-                "%s did not confirm that it forgot %s. The next run removes it, or: trl-lora-sync sweep %s --dir %s",
+                "%s did not confirm the unload of %s. The next run removes it, or: trl-lora-sync sweep %s --dir %s",
                 base_url,
                 ", ".join(names),
                 base_url,

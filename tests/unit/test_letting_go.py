@@ -258,7 +258,7 @@ def test_a_name_whose_unload_was_not_confirmed_is_unloaded_by_the_next_run(
     training.sync.close()
     assert fake.host_adapters == [name]
     assert left_in(tmp_path / "sync") == [name]
-    assert f"{fake.base_url} did not confirm that it forgot {name}" in caplog.text
+    assert f"{fake.base_url} did not confirm the unload of {name}" in caplog.text
     assert f"trl-lora-sync sweep {fake.base_url} --dir {tmp_path / 'sync'}" in caplog.text
 
     after = run([fake])
