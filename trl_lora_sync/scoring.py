@@ -153,7 +153,7 @@ def strong_trial(
         spread: of the log-probabilities over the vocabulary.
 
     Returns:
-        The smallest strength that moves the policy far, else the strength that moves it farthest, and log-probabilities.
+        The smallest strength that moves the policy far, else the strength that moves it farthest; log-probabilities.
     """
     found: list[tuple[float, float, list[float]]] = []
     for strength in _TRIAL_STRENGTHS:

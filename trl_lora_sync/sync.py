@@ -26,7 +26,7 @@ from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.runtime import run
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
-from trl_lora_sync.verify import ReadAdapter, Scores, TrainedBase, Trial
+from trl_lora_sync.verify import Evidence, ReadAdapter, Scores, TrainedBase, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +183,15 @@ class AdapterSync:
         self.fleet.note_activation()
         await self._retire_old_versions()
         self.transport.prepare()  # beside the generation that follows
+        return self._report(stored, timer, server_load_s, evidence)
+
+    def _report(
+        self,
+        stored: StoredAdapter,
+        timer: PhaseTimer,
+        server_load_s: dict[int, float],
+        evidence: Sequence[Evidence],
+    ) -> SyncReport:
         retries, self._retries_reported = self.fleet.retries - self._retries_reported, self.fleet.retries
         return SyncReport(
             adapter_name=stored.name,
