@@ -76,17 +76,11 @@ class HTTPClient:
         self._timeouts = timeouts
         self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
         self._certificates = _certificates()
-        self._connections = self._new_connections()
+        self._connections = _Connections(self._new_client)
 
-    def _new_connections(self) -> "_Connections":
-        return _Connections(
-            httpx.AsyncClient(
-                base_url=self.base_url,
-                auth=self.api_key,
-                mounts=self._mounts,
-                verify=self._certificates,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            )
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.base_url, auth=self.api_key, mounts=self._mounts, verify=self._certificates
         )
 
     async def start_afresh(self) -> None:
@@ -95,7 +89,7 @@ class HTTPClient:
         For after an answer that cannot be the one to its request: a peer that sent one answer too many would answer
         every later request on that connection with that of the one before.
         """
-        old, self._connections = self._connections, self._new_connections()
+        old, self._connections = self._connections, _Connections(self._new_client)
         await old.retire()
 
     async def close(self) -> None:
@@ -221,29 +215,33 @@ def _certificates() -> ssl.SSLContext:
 
 
 class _Connections:
-    """Connections that are closed together, once they are retired and no request uses them."""
+    """Connections that are closed together, each once no request uses it.
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
-        self._requests = 0
+    Each has a client to itself: at each request a pool of httpcore (1.0) looks through all of its connections twice.
+    """
+
+    def __init__(self, new_client: Callable[[], httpx.AsyncClient]) -> None:
+        self._new_client = new_client
+        self._idle: list[httpx.AsyncClient] = []
         self._is_retired = False
 
     @contextlib.asynccontextmanager
     async def lent(self) -> AsyncIterator[httpx.AsyncClient]:
-        self._requests += 1
+        client = self._idle.pop() if self._idle else self._new_client()
+        is_kept = False
         try:
-            yield self._client
+            yield client
+            is_kept = not self._is_retired
         finally:
-            self._requests -= 1
-            await self._close_if_idle()
+            if is_kept:
+                self._idle.append(client)
+            else:
+                await client.aclose()
 
     async def retire(self) -> None:
         self._is_retired = True
-        await self._close_if_idle()
-
-    async def _close_if_idle(self) -> None:
-        if self._is_retired and not self._requests:
-            await self._client.aclose()
+        while self._idle:
+            await self._idle.pop().aclose()
 
 
 def _ignore(task: "asyncio.Task[Any]") -> None:
