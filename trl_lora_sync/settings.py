@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from trl_lora_sync.engines.base import TIMEOUTS, Timeouts
 from trl_lora_sync.verify import TOLERANCE
 
 
@@ -64,6 +65,7 @@ class SyncSettings(PolicySettings):
         frees_kv_cache: whether the servers release their KV cache between generation and the next sync.
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
+        timeouts: of the steps that have no setting.
     """
 
     servers: tuple[ServerAddress, ...]
@@ -79,6 +81,7 @@ class SyncSettings(PolicySettings):
     generation_timeout_s: float
     on_server_loss: str = "error"
     overlap: bool = False
+    timeouts: Timeouts = TIMEOUTS
 
     @property
     def loads_wait(self) -> bool:
