@@ -47,6 +47,7 @@ from vllm_server import DEFAULT_PYTHON, VLLMServer  # noqa: E402
 
 from trl_lora_sync.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
+from trl_lora_sync.runtime import run  # noqa: E402
 from trl_lora_sync.verify import PROBE_PROMPT  # noqa: E402
 
 OURS, THEIRS = "trl-lora-sync", "TRL's own"
@@ -225,7 +226,7 @@ def measure(args: argparse.Namespace, trainer: Any, url: str) -> list[dict[str, 
                 time.sleep(args.pause)
             engine = trainer.vllm_generation.fleet.servers[0].engine
             deadline = Deadline.after(120, "Scoring")
-            left, right = (engine.score(names[way], list(PROBE_PROMPT), deadline) for way in (OURS, THEIRS))
+            left, right = (run(engine.score(names[way], list(PROBE_PROMPT), deadline)) for way in (OURS, THEIRS))
             row["logprob_gap_max"] = max(abs(one - other) for one, other in zip(left, right, strict=True))
             print(f"Round {number}: " + ", ".join(f"{way} {row[way]['total_s']:.3f} s" for way, _ in ways), flush=True)
             if number >= WARM_UP:

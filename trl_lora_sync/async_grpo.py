@@ -22,6 +22,7 @@ trls: Any = check_async_exports()
 if TYPE_CHECKING:
     from trl_lora_sync.metrics import SyncReport
     from trl_lora_sync.rollouts import RolloutWorker
+    from trl_lora_sync.sync import AdapterSync
 
 
 class AsyncGeneration(LoRASyncGeneration):
@@ -30,6 +31,12 @@ class AsyncGeneration(LoRASyncGeneration):
     def _init_vllm(self) -> None:
         with _trl.plain_forward(self.model):
             super()._init_vllm()
+
+    @property
+    def sync(self) -> "AdapterSync":
+        """Has the servers and the versions, which only process 0 knows."""
+        assert self._sync is not None
+        return self._sync
 
     def sync_weights(self) -> None:
         """**Collective.** As for other trainers; the servers go on sampling meanwhile."""
@@ -80,7 +87,7 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
         from trl_lora_sync.rollouts import RolloutWorker
 
         config = given["args"]
-        worker = partial(RolloutWorker, fleet=lambda: self.vllm_generation.fleet, settings=sync["settings"])
+        worker = partial(RolloutWorker, sync=lambda: self.vllm_generation.sync, settings=sync["settings"])
         with _trl.rollout_worker_class(type(self), worker):
             # Without a transfer TRL would look for its own way of syncing on the server.
             super(LoRASyncTrainer, self).__init__(*args, **{**kwargs, "weight_transfer": _NoTransfer()})

@@ -83,7 +83,7 @@ class LoRASyncConfig:
     vllm_colocate_base: Literal["auto", "own", "shared"] = field(
         default="auto",
         metadata={
-            "help": 'Where vLLM has its base weights with `vllm_mode="colocate"`. `"own"`: in memory of its own. '
+            "help": 'Where vLLM has its base weights with `vllm_mode="colocate"`. `"own"`: in a second copy. '
             "`\"shared\"`: the trainer's frozen weights are views of vLLM's, after a comparison bit by bit, so the "
             'base is in GPU memory once. `"auto"`: `"shared"` on a CUDA GPU if both have the same 16-bit dtype, '
             "nothing is quantised or split over GPUs, and the bits agree; the start of a run prints which it is, and "

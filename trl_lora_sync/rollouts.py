@@ -1,4 +1,6 @@
-"""Sampling beside the training: TRL's rollout loop on a thread, with its requests going to a fleet; on process 0 only.
+"""Sampling beside the training: TRL's rollout loop on a thread of its own; on process 0 only.
+
+Its requests run on the loop of `runtime`, and a request that is under way costs no thread.
 
 Each group of samples comes from exactly one version, the newest when the group began, and carries its number. A lease
 keeps that version on the servers until the last sample of the group. Once its samples would be too old to train on,
@@ -6,6 +8,7 @@ what is left of the group is cancelled and the lease ends.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import queue
@@ -22,11 +25,11 @@ from typing import Any
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import LoRASyncError
-from trl_lora_sync.fleet import Fleet
+from trl_lora_sync.runtime import GRACE_S, BlockingThread, from_another_loop
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.threads import CancelledError, TaskGroup
+from trl_lora_sync.sync import AdapterSync
 
 # TRL's names for what its trainer counts when it takes a sample that is too old.
 _DROPPED = "sample/dropped_stale_total"
@@ -37,6 +40,10 @@ _METRICS_AT_MOST = 4096  # as in TRL's worker
 _SEED_BITS = 63
 
 
+class _ExpiredError(Exception):
+    """The version of a group is too old to train on."""
+
+
 @dataclass(eq=False, kw_only=True)
 class _Group:
     """The samples of one prompt that are under way.
@@ -44,13 +51,13 @@ class _Group:
     Attributes:
         stored: the version that all of them come from, leased.
         left: samples that have not ended.
-        tasks: their requests.
+        requests: those that are under way.
         is_expired: whether the version is too old to train on.
     """
 
     stored: StoredAdapter
     left: int
-    tasks: TaskGroup = field(default_factory=TaskGroup)
+    requests: "set[asyncio.Future[list[Completion]]]" = field(default_factory=set)
     is_expired: bool = False
 
 
@@ -58,17 +65,17 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
     """TRL's loop, which prompts, calls tools, scores and queues; only the sampling is ours.
 
     Args:
-        fleet: has the versions, and leases them.
+        sync: has the servers and the versions, and leases these.
         deadline: makes the deadline of one request.
         oldest: the oldest version whose samples can still be trained on.
         **kwargs: arguments of TRL's class.
     """
 
-    def __init__(self, *, fleet: Fleet, deadline: Callable[[], Deadline], oldest: int, **kwargs: Any) -> None:
+    def __init__(self, *, sync: AdapterSync, deadline: Callable[[], Deadline], oldest: int, **kwargs: Any) -> None:
         # The version of the group that was begun last; TRL's loop reads it once for each group, right after.
         self._newest_group = SimpleNamespace(value=0)
         super().__init__(model_version_value=self._newest_group, **kwargs)
-        self._fleet = fleet
+        self._sync = sync
         self._deadline = deadline
         self._oldest = oldest
         self._groups: dict[int, _Group] = {}
@@ -106,7 +113,8 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         for group in self._groups.values():
             if group.stored.version < oldest and not group.is_expired:
                 group.is_expired = True
-                self._loop.run_in_executor(None, group.tasks.cancel)
+                for request in group.requests:
+                    request.cancel()
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
         self._main = asyncio.current_task()
@@ -124,7 +132,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for group_id, row in super()._repeat_iterator():
             if group_id not in self._groups:
-                group = _Group(stored=self._fleet.lease(), left=self.num_generations)
+                group = _Group(stored=self._sync.ledger.lease(), left=self.num_generations)
                 self._groups[group_id] = group
                 self._newest_group.value = group.stored.version
             yield group_id, row
@@ -137,9 +145,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
                 prompt, tool_dict=tool_dict, tools=tools, group_id=group_id
             )
             return answer
-        except CancelledError:
-            if not group.is_expired:
-                raise
+        except _ExpiredError:
             return _NOTHING
         finally:
             group.left -= 1
@@ -149,15 +155,24 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
     def _release(self, group_id: int) -> None:
         group = self._groups.pop(group_id, None)
         if group is not None:
-            self._fleet.release(group.stored)
+            self._sync.ledger.release(group.stored)
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         group = self._group_of_task.get()
         if group.is_expired:
-            raise CancelledError
+            raise _ExpiredError
         prompt = PromptGroup(prompt=prompt_ids, count=1)
-        sample = partial(self._fleet.sample, group.stored, prompt, self._sampling(), self._deadline())
-        (completion,) = await asyncio.wrap_future(group.tasks.start(sample))
+        sample = self._sync.fleet.sample(group.stored, prompt, self._sampling(), self._deadline())
+        request = from_another_loop(sample)
+        group.requests.add(request)
+        try:
+            (completion,) = await request
+        except asyncio.CancelledError:
+            if group.is_expired and not self._stop_event.is_set():
+                raise _ExpiredError from None
+            raise
+        finally:
+            group.requests.discard(request)
         assert completion.logprobs is not None
         logprobs = [token[0] for token in completion.logprobs]
         return completion.token_ids, logprobs  # type: ignore[return-value]
@@ -187,27 +202,26 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
     """Takes the place of TRL's worker, whose loop runs in a child process and talks to one server by itself.
 
     Args:
-        fleet: gives the servers, once they are connected.
+        sync: gives the sync, once its servers are connected.
         settings: what to sync with.
         queue_maxsize: how many scored samples may wait for the trainer.
         **loop_kwargs: arguments of TRL's loop.
     """
 
     def __init__(
-        self, *, fleet: Callable[[], Fleet], settings: SyncSettings, queue_maxsize: int = 0, **loop_kwargs: Any
+        self, *, sync: Callable[[], AdapterSync], settings: SyncSettings, queue_maxsize: int = 0, **loop_kwargs: Any
     ) -> None:
         # TRL's own `__init__` needs vLLM and makes the queues of a child process.
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=queue_maxsize)
         self.metrics_queue: queue.Queue[Any] = queue.Queue(maxsize=_METRICS_AT_MOST)
         # TRL's trainer sets the start index in here when it resumes.
         self._loop_kwargs = {**loop_kwargs, "queue_maxsize": queue_maxsize, "dataset_start_index": 0}
-        self._fleet = fleet
+        self._sync = sync
         self._settings = settings
         self._version = 0
         self._heartbeat = SimpleNamespace(value=0.0)
         self._rollouts: RolloutLoop | None = None
-        self._tasks = TaskGroup()
-        self._task: Any = None
+        self._run: concurrent.futures.Future[None] | None = None
 
     @property
     def model_version(self) -> int:
@@ -232,7 +246,7 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         given = {**given, "processing_class": copy.deepcopy(given["processing_class"])}
         self._heartbeat.value = time.time()
         self._rollouts = RolloutLoop(
-            fleet=self._fleet(),
+            sync=self._sync(),
             deadline=self._deadline,
             oldest=self._oldest,
             rollout_buffer=self.rollout_buffer,
@@ -242,8 +256,8 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             exception_info_queue=queue.Queue(maxsize=1),
             **given,
         )
-        # Groups are made in the loop's thread, so that their requests are cancelled with it.
-        self._task = self._tasks.start(self._rollouts.run)
+        # Nothing keeps the thread, so it ends with this call.
+        self._run = BlockingThread("lora-sync-rollouts").submit(self._rollouts.run)
 
     def _deadline(self) -> Deadline:
         seconds, setting = min(
@@ -259,8 +273,8 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             Exception: what has ended the rollouts: an error of a server, a reward function or a tool.
             LoRASyncError: they have been stopped, or do nothing.
         """
-        if self._task is None or self._task.done():
-            if self._task is not None and (error := self._task.exception()) is not None:
+        if self._run is None or self._run.done():
+            if self._run is not None and (error := self._run.exception()) is not None:
                 raise error
             raise LoRASyncError(
                 "The rollouts have ended, so no samples come any more. TRL's AsyncGRPOTrainer trains once; build "
@@ -278,5 +292,6 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         """Cancel what is being sampled, and give the leases back; may be called again, never fails."""
         if self._rollouts is not None:
             self._rollouts.stop()
-            self._tasks.cancel()
+            if self._run is not None:
+                concurrent.futures.wait([self._run], timeout=GRACE_S)
             self._rollouts.release_all()

@@ -69,7 +69,7 @@ def trial_weights(linears: Sequence[nn.Linear], strength: float, device: torch.d
         strength: how large the output of each layer's adapter is, relative to its input and before the scaling.
 
     Returns:
-        For each linear module, a weight `(out_features, in_features)` in the dtype of its own.
+        For each linear module, a weight `(out_features, in_features)` in that module's dtype.
     """
     random = torch.Generator(device).manual_seed(_TRIAL_SEED)  # the generators of the training are not touched
     weights: dict[nn.Module, Tensor] = {}
@@ -84,7 +84,7 @@ def trial_weights(linears: Sequence[nn.Linear], strength: float, device: torch.d
 def neutral_weights(
     linears: Sequence[nn.Linear], initial: Mapping[nn.Module, Tensor], device: torch.device
 ) -> dict[nn.Module, Tensor]:
-    """Matrices with which a served adapter changes nothing: zeros, or those that the base weights lack.
+    """Matrices with which a served adapter changes nothing: zeros, or the matrices that the base weights lack.
 
     Args:
         linears: of which to make them.
@@ -153,7 +153,7 @@ def strong_trial(
         spread: of the log-probabilities over the vocabulary.
 
     Returns:
-        The smallest strength that moves the policy far, or the one that moves it farthest, and the log-probabilities.
+        The smallest strength that moves the policy far, else the strength that moves it farthest; log-probabilities.
     """
     found: list[tuple[float, float, list[float]]] = []
     for strength in _TRIAL_STRENGTHS:
@@ -174,8 +174,8 @@ def strong_trial(
 def adapter_disabled(model: Any) -> Iterator[None]:
     """Compute without the adapter in the block.
 
-    PEFT's own `disable_adapter()` makes every parameter of the active adapter trainable at its end, also one that the
-    user froze, and takes a merged adapter out of the base (0.18 to 0.21).
+    PEFT's own `disable_adapter()` makes every parameter of the active adapter trainable at its end, even if the user
+    froze it, and takes a merged adapter out of the base (0.18 to 0.21).
 
     Raises:
         UnsupportedAdapterError: the adapter is merged into the base.

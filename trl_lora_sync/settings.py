@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from trl_lora_sync.engines.base import TIMEOUTS, Timeouts
 from trl_lora_sync.verify import TOLERANCE
 
 
@@ -65,6 +66,7 @@ class SyncSettings(PolicySettings):
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
         staleness: with an asynchronous trainer, how many versions older than the newest a sample may be; else None.
+        timeouts: of the steps that have no setting.
     """
 
     servers: tuple[ServerAddress, ...]
@@ -81,6 +83,7 @@ class SyncSettings(PolicySettings):
     on_server_loss: str = "error"
     overlap: bool = False
     staleness: int | None = None
+    timeouts: Timeouts = TIMEOUTS
 
     @property
     def versions_at_once(self) -> int:

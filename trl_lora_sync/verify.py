@@ -2,7 +2,7 @@
 
 HTTP 200 on a load proves nothing: vLLM answers 200 and serves the base model when no tensor name matches. So the prompt
 is scored with and without the adapter, there and here, and the served change must follow the trained one. Compares
-numbers only; who computes them is somebody else's business.
+numbers only, and computes none of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ _SUSPICIOUS = 0.5
 TOLERANCE = 3.0
 # Of the change itself, which the served dtype rounds as well.
 _ROUNDING_SHARE = 0.2
-# Below this a log-probability says nothing, in any dtype.
+# Below this a log-probability is noise, in any dtype.
 _FLOOR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBase:
-    """What the trainer knows of its own base model.
+    """What the trainer knows of the base model that it trains on.
 
     Attributes:
-        name: what the trainer was told to load, if known.
+        name: the name or path that the trainer loaded, if known.
         vocab_size: number of token ids it knows, if known.
         logprobs: computes the log-probability of each token of a prompt after the first, and the spread (standard
             deviation) of the log-probabilities over the vocabulary, without any adapter.
@@ -55,7 +55,7 @@ class Trial:
     An adapter in training may move log-probabilities by less than rounding does for hundreds of steps, so a server that
     ignores it is not noticed by what it computes.
 
-    A server may apply some modules and ignore others, so each group of modules has one that is zero outside of it.
+    A server may apply some modules and ignore others, so each group of modules has a trial that is zero in all others.
 
     Attributes:
         group: of the modules that it changes, such as "attention".

@@ -31,6 +31,7 @@ from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
 from trl_lora_sync.errors import AdapterRejectedError, ServerSetupError
+from trl_lora_sync.runtime import Blocking, run
 
 ROOT = Path(__file__).parents[2]
 RIGHT = {"Authorization": f"Bearer {FUSED_KEY}"}
@@ -93,7 +94,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 def fused(fused_server: VLLMServer, reference: PeftReference, tmp_path: Path) -> Iterator[Fused]:
     """The server, alive, with the base in its weights and no adapter before and after the test."""
     store = AdapterStore(tmp_path / "store")
-    engine = VLLMFusedEngine(fused_server.base_url, is_local=True)
+    engine = Blocking(VLLMFusedEngine(fused_server.base_url, is_local=True))
     engine.connect(soon(60))
     fused = Fused(fused_server, engine, reference, store)
     try:
@@ -272,9 +273,9 @@ def test_a_request_of_any_client_is_told_what_it_was_sampled_from(fused: Fused) 
 
 def test_the_setting_must_fit_the_server(fused: Fused, server: VLLMServer) -> None:
     with pytest.raises(ServerSetupError, match=r'lora_sync_serving="fused"'):
-        connect_engine(fused.server.base_url, engine="auto", is_local=True, deadline=soon(60))
+        Blocking(run(connect_engine(fused.server.base_url, engine="auto", is_local=True, deadline=soon(60))))
     with pytest.raises(ServerSetupError, match=r"Restart it with `trl-lora-sync serve vllm .* --fused --port \d+`"):
-        connect_engine(server.base_url, engine="auto", is_local=True, deadline=soon(60), serving="fused")
+        Blocking(run(connect_engine(server.base_url, engine="auto", is_local=True, deadline=soon(60), serving="fused")))
 
 
 @pytest.mark.parametrize("transport", ["disk", "push"])
@@ -365,7 +366,7 @@ def test_every_worker_gets_its_shard(base_model: Path, reference: PeftReference,
     )
     store = AdapterStore(tmp_path / "store")
     with server:
-        engine = VLLMFusedEngine(server.base_url, is_local=True)
+        engine = Blocking(VLLMFusedEngine(server.base_url, is_local=True))
         engine.connect(soon(60))
         fused = Fused(server, engine, reference, store)
         before = fused.score(fused.base)

@@ -22,6 +22,7 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import vllm_quick_load
 from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.errors import AdapterRejectedError
+from trl_lora_sync.runtime import Blocking
 
 ROOT = Path(__file__).parents[2]
 PROMPT = token_ids(3, 24)
@@ -34,7 +35,7 @@ class Quick:
     def __init__(self, server: VLLMServer, reference: PeftReference, folder: Path) -> None:
         self.server, self.reference = server, reference
         self.store = AdapterStore(folder / "store")
-        self.engine = VLLMEngine(server.base_url, is_local=True)
+        self.engine = Blocking(VLLMEngine(server.base_url, is_local=True))
         self.engine.connect(soon(60))
         self._versions = 0
 

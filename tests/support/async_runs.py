@@ -95,5 +95,5 @@ def load_adapter(model: torch.nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def rollout_threads() -> list[str]:
-    """Threads that sample, or wait for something that does."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lora-sync-task")]
+    """Threads of rollout loops."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lora-sync-rollouts")]

@@ -25,6 +25,7 @@ from trl_lora_sync.adapter.support import check_peft_config, supported_features
 from trl_lora_sync.config import check_choice, server_urls
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.runtime import Blocking
 from unit.servers import Request, nobody_listening, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -141,7 +142,7 @@ def full_folder(folder: Path) -> None:
 
 def unreachable() -> None:
     with nobody_listening() as url:
-        VLLMEngine(url, is_local=True).connect(Deadline.after(10, "The test"))
+        Blocking(VLLMEngine(url, is_local=True)).connect(Deadline.after(10, "The test"))
 
 
 def without_runtime_loading() -> None:
@@ -151,7 +152,7 @@ def without_runtime_loading() -> None:
         request.send(200 if found else 404, found or {"detail": "Not Found"})
 
     with serving(answer) as server:
-        VLLMEngine(server.url, is_local=True).connect(Deadline.after(20.0, "The test"))
+        Blocking(VLLMEngine(server.url, is_local=True)).connect(Deadline.after(20.0, "The test"))
 
 
 @pytest.mark.outside

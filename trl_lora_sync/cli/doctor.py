@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from trl_lora_sync import runtime
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, model_folder
 from trl_lora_sync.cli.examination import Examination
@@ -147,12 +148,14 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis
     try:
-        engine = connect_engine(
-            url,
-            engine="auto",
-            is_local=is_local_url(url),
-            deadline=case.deadline(f"Waiting for {url}"),
-            serving="auto",
+        engine = runtime.run(
+            connect_engine(
+                url,
+                engine="auto",
+                is_local=is_local_url(url),
+                deadline=case.deadline(f"Waiting for {url}"),
+                serving="auto",
+            )
         )
     except LoRASyncError as error:
         _identify(diagnosis, case)
@@ -161,7 +164,7 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
     try:
         Examination(engine, case, diagnosis, scores).run()
     finally:
-        engine.close()
+        runtime.run(engine.close())
     return diagnosis
 
 
@@ -184,9 +187,11 @@ def _identify(diagnosis: Diagnosis, case: Case) -> None:
     ):
         client = HTTPClient(diagnosis.url, api_key=key, is_local=is_local_url(diagnosis.url))
         with contextlib.suppress(LoRASyncError, ValueError, AttributeError):
-            version = client.request("GET", route, case.deadline("Asking for the version")).json().get("version")
+            version = (
+                runtime.run(client.request("GET", route, case.deadline("Asking for the version"))).json().get("version")
+            )
             if version:
                 diagnosis.engine, diagnosis.version = engine, str(version)
-        client.close()
+        runtime.run(client.close())
         if diagnosis.engine:
             return

@@ -67,7 +67,7 @@ def find_pieces(
         load_weights: the model's.
         parameters: the model's parameters that may be written to, on any device.
         shapes: `(out_features, in_features)` of each weight, by the name of its module in the checkpoint.
-        skip_padding: whether a model may fill rows beyond those of a weight, as vLLM does below an embedding.
+        skip_padding: whether a model may fill rows beyond the end of a weight, as vLLM does below an embedding.
 
     Returns:
         The pieces of each module; none for a module that is not on this process.
