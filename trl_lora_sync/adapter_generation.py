@@ -4,7 +4,7 @@ Reads and scores the adapter during training, however a launcher has wrapped or 
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from trl_lora_sync.adapter.export import (
     base_dtype,
     remember_initial_adapter,
 )
+from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.groups import without_numbers
 from trl_lora_sync.adapter.names import unwrapped_path
@@ -33,7 +34,7 @@ from trl_lora_sync.distributed import (
     run_on_all,
     run_on_main,
 )
-from trl_lora_sync.errors import LoRASyncError
+from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import (
     adapter_logprobs,
@@ -72,7 +73,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._is_new = is_new
         self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
         self._active_name: str | None = None
-        self._reader = AdapterReader()
+        self._reader = AdapterReader(settings.serving)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
@@ -88,7 +89,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         check_launcher(self.accelerator)
         self._dtype = self._settings.dtype or base_dtype(self.model)
-        self._initial = run_on_all(self.accelerator, lambda: remember_initial_adapter(self.model, is_new=self._is_new))
+        serving = self._settings.serving
+        self._initial = run_on_all(
+            self.accelerator,
+            lambda: remember_initial_adapter(self.model, is_new=self._is_new, serving=serving),
+        )
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
 
     def _print_start(self, summary: str) -> None:
@@ -104,7 +109,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """Of this process's part of the adapter, at this moment."""
         shards = shards_of(linears, outermost(self.accelerator, self.model))
         pairs = zip(linears, shards, strict=True)
-        return fingerprint([linear.weight if shard is None else shard.values for linear, shard in pairs])
+        tensors = [linear.weight if shard is None else shard.values for linear, shard in pairs]
+        return fingerprint([*tensors, *(one.parameter for one in self._reader.extras)])
 
     def _has_changed(self) -> bool:
         """**Collective.** Whether the adapter differs from the published one, on any process.
@@ -148,10 +154,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         model = self.model
         adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         if self._base_logprobs is None:
-            without = self._initial or dict.fromkeys(self._reader.last_linears[1::2])
-            with computing_with(without):
+            with computing_with(self._base_weights()):
                 self._base_logprobs = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         return Scores(base=self._base_logprobs, adapted=adapted)
+
+    def _base_weights(self) -> dict[Any, Tensor | None]:
+        """What to compute with instead of the adapter for the checkpoint's base."""
+        zeros = dict.fromkeys(self._reader.last_linears[1::2])
+        return {**(self._initial or zeros), **neutral_extras(self._reader.extras)}
 
     def _is_sharded(self) -> bool:
         """Whether a forward pass of the model needs every process."""
@@ -202,7 +212,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _linears(self) -> Sequence[nn.Linear]:
         self._look_at_layout()
-        return self._reader.linears(self.model)
+        linears = self._reader.linears(self.model)
+        if self._sharded and self._reader.extras:
+            raise UnsupportedSettingError(
+                f"{self._reader.extras[0].key!r} is trained beside the matrices of linear layers, and FSDP or "
+                "DeepSpeed ZeRO-3 shards the model. Of a sharded model only these matrices can be read. Use DDP or "
+                "ZeRO-2, or train plain LoRA."
+            )
+        return linears
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
         """**Collective.** Copies of the adapter's matrices as they are trained, by their names in PEFT's files.
@@ -230,17 +247,19 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         reader, model, dtype, device = self._reader, self.model, self._dtype, self.accelerator.device
         initial = self._initial
 
-        def groups() -> dict[str, dict[str, tuple[nn.Linear, nn.Linear]]]:
+        def groups() -> dict[str, dict[str, tuple[nn.Linear, ...]]]:
             reader.linears(model)
             found = reader.groups()
             return {"trained": dict(ChainMap(*found.values()))} if is_whole else found
 
-        def weights(strength: float, group: str) -> dict[nn.Module, Tensor]:
-            changed = [matrix for pair in groups()[group].values() for matrix in pair]
-            unchanged = neutral_weights(reader.last_linears, initial, device)
-            return unchanged | trial_weights(changed, strength, device)
+        def weights(strength: float, group: str) -> dict[Any, Tensor]:
+            modules = groups()[group]
+            changed = [matrix for pair in modules.values() for matrix in pair]
+            extras = [one for one in reader.extras if one.path in modules]
+            unchanged = neutral_weights(reader.last_linears, initial, device) | neutral_extras(reader.extras)
+            return unchanged | trial_weights(changed, strength, device) | trial_extras(extras, strength, device)
 
-        def make(base: TrainedBase, score: Callable[[dict[nn.Module, Tensor]], list[float]]) -> tuple[Trial, ...]:
+        def make(base: TrainedBase, score: Callable[[dict[Any, Tensor]], list[float]]) -> tuple[Trial, ...]:
             def made(group: str, modules: Iterable[str]) -> Trial:
                 strength, logprobs = strong_trial(
                     lambda strength: score(weights(strength, group)), *base.logprobs(PROBE_PROMPT)
@@ -256,7 +275,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
             return tuple(made(group, modules) for group, modules in groups().items())
 
-        def score_together(trial: dict[nn.Module, Tensor]) -> list[float]:
+        def score_together(trial: dict[Any, Tensor]) -> list[float]:
             with self._computing() as forward:
                 found = run_on_all(
                     self.accelerator,
@@ -271,8 +290,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
-        model, initial = self.model, self._initial
+        model = self.model
         is_collective = run_on_all(self.accelerator, self._is_sharded)
+        initial: Mapping[Any, Tensor | None] = self._initial
+        if run_on_all(self.accelerator, self._linears) and self._reader.extras:
+            initial = self._base_weights()
         computed = self._base_logprobs_on_all() if is_collective else None
         return TrainedBase(
             name=model.active_peft_config.base_model_name_or_path,

@@ -27,14 +27,14 @@ def base_logprobs(
     model: Any,
     prompt_ids: Sequence[int],
     *,
-    initial: Mapping[nn.Module, Tensor] | None = None,
+    initial: Mapping[Any, Tensor | None] | None = None,
     device: torch.device | None = None,
 ) -> tuple[list[float], float]:
     """`TrainedBase.logprobs` of a PEFT model.
 
     Args:
         initial: the initial matrices of an adapter whose initialisation took them out of the base weights; the
-            checkpoint's base is the model with these.
+            checkpoint's base is the model with these. None or empty if it is the model without the adapter.
         device: where a sharded model computes; `None` for where it is.
 
     Raises:
@@ -100,7 +100,7 @@ def neutral_weights(
 
 def trial_logprobs(
     model: Any,
-    weights: Mapping[nn.Module, Tensor],
+    weights: Mapping[Any, Tensor],
     prompt_ids: Sequence[int],
     *,
     forward: Any = None,
@@ -119,25 +119,32 @@ def trial_logprobs(
 
 
 @contextmanager
-def computing_with(weights: Mapping[nn.Module, Tensor | None]) -> Iterator[None]:
+def computing_with(weights: Mapping[Any, Tensor | None]) -> Iterator[None]:
     """Let linear modules compute with other weights in the block.
 
-    Unlike `adapter_disabled`, this touches no parameter, so it works however a launcher has wrapped the model.
+    Unlike `adapter_disabled`, this touches no parameter of these, so it works however a launcher has wrapped the model.
 
     Args:
-        weights: by module; None for zeros.
+        weights: by module; None for zeros. By parameter for one that no linear module holds, which must be whole: it
+            has other data in the block.
     """
     with ExitStack() as hooks:
         for module, weight in weights.items():
-            hooks.callback(module.register_forward_hook(_instead(weight)).remove)
+            if isinstance(module, nn.Parameter):
+                assert weight is not None
+                hooks.callback(setattr, module, "data", module.data)
+                module.data = weight.to(module.data)
+            else:
+                hooks.callback(module.register_forward_hook(_instead(weight)).remove)
         yield
 
 
 def _instead(weight: Tensor | None) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    def compute(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def compute(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if weight is None:
             return torch.zeros_like(output)
-        return nn.functional.linear(inputs[0], weight.to(inputs[0])).to(output.dtype)
+        bias = None if module.bias is None else module.bias.to(inputs[0])
+        return nn.functional.linear(inputs[0], weight.to(inputs[0]), bias).to(output.dtype)
 
     return compute
 

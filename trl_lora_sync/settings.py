@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from trl_lora_sync.adapter.support import Serving
 from trl_lora_sync.verify import TOLERANCE
 
 
@@ -34,7 +35,7 @@ class PolicySettings:
     """
 
     dtype: torch.dtype | None
-    serving: str = "runtime"
+    serving: Serving = "runtime"
     verify: str = "first"
     verify_tolerance: float = TOLERANCE
     samples_older: bool = False

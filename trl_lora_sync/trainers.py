@@ -70,7 +70,7 @@ class LoRASyncTrainer:
         if config.lora_sync_overlap:
             check_overlap(type(self))
             check_overlap_arguments(config, given)
-        check_model(given["model"], given.get("peft_config"))
+        check_model(given["model"], given.get("peft_config"), config.lora_sync_serving)
         check_reference(config, given.get("peft_config"))
         settings = sync_settings(config)
         is_new = not hasattr(given["model"], "peft_config")

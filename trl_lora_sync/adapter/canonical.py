@@ -6,7 +6,7 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from types import BuiltinFunctionType
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.adapter.support import PACKED_LAYERS
+from trl_lora_sync.engine_plugins.fused_file import TOKENS_KEY
 from trl_lora_sync.errors import AdapterNotFiniteError
 
 _KEY_PREFIX = "base_model.model."
@@ -61,6 +62,22 @@ class LoRAModule:
         )
 
 
+@dataclass(frozen=True)
+class ExtraTensors:
+    """What is trained beside the matrices of linear layers, as `adapter.extras` reads it.
+
+    Attributes:
+        tensors: by their keys, in float32.
+        tokens: as for `CanonicalAdapter`.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+
+NO_EXTRAS = ExtraTensors()
+
+
 @dataclass(frozen=True, kw_only=True)
 class CanonicalAdapter:
     """A LoRA adapter that needs no further information to be served exactly.
@@ -72,6 +89,7 @@ class CanonicalAdapter:
         target_modules: last components of the adapted module paths, sorted.
         fan_in_fan_out: carried over for PEFT; the engines ignore it.
         base_model: what the trainer calls the base model.
+        tokens: for each embedding of which rows are replaced, how many it has and which ones; for fused serving only.
     """
 
     tensors: dict[str, Tensor]
@@ -80,6 +98,7 @@ class CanonicalAdapter:
     target_modules: tuple[str, ...]
     base_model: str | None = None
     fan_in_fan_out: bool = False
+    tokens: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def on_host(self) -> "CanonicalAdapter":
         """The same with tensors on the CPU that nothing overwrites; only a `FlatAdapter` has others."""
@@ -94,6 +113,7 @@ class CanonicalAdapter:
             target_modules=self.target_modules,
             base_model=self.base_model,
             fan_in_fan_out=self.fan_in_fan_out,
+            tokens=self.tokens,
         )
 
     @cached_property
@@ -111,7 +131,8 @@ class CanonicalAdapter:
 
     def config(self) -> dict[str, object]:
         """The content of `adapter_config.json`."""
-        return {
+        tokens = {TOKENS_KEY: {path: list(one) for path, one in self.tokens.items()}} if self.tokens else {}
+        return tokens | {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base_model,
@@ -159,12 +180,14 @@ def canonicalize(
     dtype: torch.dtype,
     base_model: str | None = None,
     fan_in_fan_out: bool = False,
+    extras: ExtraTensors = NO_EXTRAS,
 ) -> CanonicalAdapter:
     """Fold the scaling, pad to one rank and cast, in that order.
 
     Args:
         modules: the adapted layers; not modified.
         dtype: dtype the server computes LoRA in. `torch.float32` loses nothing.
+        extras: what is trained beside them; for fused serving only.
 
     Returns:
         Tensors on the CPU that alias no training storage.
@@ -175,7 +198,7 @@ def canonicalize(
     modules = list(modules)
     rank = common_rank(modules)
     with one_cpu_thread():
-        tensors = _served_tensors(modules, rank, dtype)
+        tensors = _served_tensors(modules, rank, dtype, extras.tensors)
     return CanonicalAdapter(
         tensors=tensors,
         rank=rank,
@@ -183,6 +206,7 @@ def canonicalize(
         target_modules=target_modules_of(modules),
         base_model=base_model,
         fan_in_fan_out=fan_in_fan_out,
+        tokens=extras.tokens,
     )
 
 
@@ -244,7 +268,7 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
     Only the side that meets the hidden state is widened, because the other one may have the same size in a wider
     base, and because a server that splits layers over GPUs cuts that side to its share without checking the size.
     """
-    keys = list(adapter.tensors)
+    keys = [key for key in adapter.tensors if key.endswith((".lora_A.weight", ".lora_B.weight"))]
     pairs = list(zip(keys[::2], keys[1::2], strict=True))
     key_A, key_B = next((pair for pair in pairs if _kind(pair[0]) in _READ_HIDDEN | _WRITE_HIDDEN), pairs[0])
     wider, taller = int(_kind(key_A) not in _WRITE_HIDDEN), int(_kind(key_A) not in _READ_HIDDEN)
@@ -253,7 +277,7 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
         key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + wider, device="cpu"),
         key_B: lora_B.new_zeros(lora_B.shape[0] + taller, adapter.rank, device="cpu"),
     }
-    return adapter.with_tensors(tensors)
+    return replace(adapter.with_tensors(tensors), tokens={})
 
 
 def _kind(key: str) -> str:
@@ -261,18 +285,21 @@ def _kind(key: str) -> str:
     return key.rpartition(".lora_")[0].rpartition(".")[2]
 
 
-def _served_tensors(modules: list[LoRAModule], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _served_tensors(
+    modules: list[LoRAModule], rank: int, dtype: torch.dtype, extras: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     matrices = {
         key: matrix.to(dtype)
         for module in modules
         for key, matrix in zip(tensor_keys(module), _scaled_and_padded(module, rank), strict=True)
     }
+    matrices |= {key: tensor.to(dtype) for key, tensor in extras.items()}
     # One buffer for all of them, so that a GPU is waited for once and the copy to the host is one.
     device = modules[0].lora_A.device
     flat = torch.cat([matrix.to(device).reshape(-1) for matrix in matrices.values()])
     # Checked as the server will see it: what float32 holds may be infinite in float16.
     if not is_finite(flat):
-        raise _not_finite(modules, list(matrices.values()), dtype)
+        raise _not_finite(modules, matrices, dtype)
     return split_flat(flat.cpu(), {key: matrix.shape for key, matrix in matrices.items()})
 
 
@@ -299,9 +326,15 @@ def _scaled_and_padded(module: LoRAModule, rank: int) -> tuple[Tensor, Tensor]:
     return pad_rank(module.lora_A.detach(), fold_scaling(module.lora_B, module.scaling), rank)
 
 
-def _not_finite(modules: list[LoRAModule], matrices: list[Tensor], dtype: torch.dtype) -> AdapterNotFiniteError:
-    """The error for the first module of which a matrix is not finite; there are two for each module."""
-    broken = modules[next(place for place, matrix in enumerate(matrices) if not matrix.isfinite().all()) // 2]
+def _not_finite(modules: list[LoRAModule], matrices: dict[str, Tensor], dtype: torch.dtype) -> AdapterNotFiniteError:
+    """The error for the first tensor that is not finite; the first ones are two for each module."""
+    index, key = next((index, key) for index, (key, one) in enumerate(matrices.items()) if not one.isfinite().all())
+    if index >= 2 * len(modules):
+        return AdapterNotFiniteError(
+            f"The trained tensor {key!r} holds NaN or infinity in {dtype}. The last published version stays active. "
+            "Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+        )
+    broken = modules[index // 2]
     if broken.lora_A.isfinite().all() and broken.lora_B.isfinite().all():
         return AdapterNotFiniteError(
             f"The LoRA matrices of {broken.name!r}, scaled by {broken.scaling:g}, do not fit into {dtype}. The last "

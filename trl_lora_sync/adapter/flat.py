@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import (
+    NO_EXTRAS,
     CanonicalAdapter,
+    ExtraTensors,
     LoRAModule,
     canonicalize,
     common_rank,
@@ -53,6 +55,7 @@ def flat_adapter(described: CanonicalAdapter, flat: Tensor, shapes: dict[str, to
         target_modules=described.target_modules,
         base_model=described.base_model,
         fan_in_fan_out=described.fan_in_fan_out,
+        tokens=described.tokens,
         header=header_of(tensors, METADATA),
         flat=flat,
     )
@@ -87,20 +90,25 @@ class FlatBuffer:
         dtype: torch.dtype,
         base_model: str | None = None,
         fan_in_fan_out: bool = False,
+        extras: ExtraTensors = NO_EXTRAS,
     ) -> CanonicalAdapter:
         """What `canonicalize` returns, on the modules' device and valid until the next export; the same errors.
 
         A dtype that safetensors files of adapters do not have is left to `canonicalize`.
         """
         if dtype not in DTYPES.values():
-            return canonicalize(modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out)
-        plan = self._plan_for(modules, dtype)
+            return canonicalize(
+                modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out, extras=extras
+            )
+        plan = self._plan_for(modules, dtype, extras)
         with torch.no_grad():
             _fill(plan.places, modules)
+            for key, tensor in extras.tensors.items():
+                plan.tensors[key].copy_(tensor)
             # The copy to the host needs no further waiting, as this waits for all of the above.
             finite = is_finite(plan.flat)
         if not finite:
-            canonicalize(modules, dtype=dtype)  # raises, and names the module
+            canonicalize(modules, dtype=dtype, extras=extras)  # raises, and names the module
         return FlatAdapter(
             tensors=plan.tensors,
             rank=common_rank(modules),
@@ -108,6 +116,7 @@ class FlatBuffer:
             target_modules=target_modules_of(modules),
             base_model=base_model,
             fan_in_fan_out=fan_in_fan_out,
+            tokens=extras.tokens,
             header=plan.header,
             flat=plan.flat,
         )
@@ -116,18 +125,21 @@ class FlatBuffer:
         """Release the memory; the next export allocates it again."""
         self._plan = None
 
-    def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype) -> _Plan:
+    def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype, extras: ExtraTensors) -> _Plan:
         shapes = tuple((module.name, module.lora_A.shape, module.lora_B.shape) for module in modules)
-        key = (dtype, modules[0].lora_A.device, shapes)
+        others = {name: tensor.shape for name, tensor in extras.tensors.items()}
+        key = (dtype, modules[0].lora_A.device, shapes, tuple(others.items()))
         if self._plan is None or self._plan.key != key:
             self.release()  # before the new one, so that there are never two
-            self._plan = _make_plan(key, modules, dtype)
+            self._plan = _make_plan(key, modules, dtype, others)
         return self._plan
 
 
-def _make_plan(key: tuple[object, ...], modules: Sequence[LoRAModule], dtype: torch.dtype) -> _Plan:
+def _make_plan(
+    key: tuple[object, ...], modules: Sequence[LoRAModule], dtype: torch.dtype, others: dict[str, torch.Size]
+) -> _Plan:
     rank = common_rank(modules)
-    shapes: dict[str, torch.Size] = {}
+    shapes: dict[str, torch.Size] = dict(others)
     for module in modules:
         key_A, key_B = tensor_keys(module)
         shapes[key_A] = torch.Size((rank, module.lora_A.shape[1]))

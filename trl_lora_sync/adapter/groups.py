@@ -10,6 +10,7 @@ from collections.abc import Iterable
 # The group of a module is the first one here whose pattern matches a component of its path.
 # Experts and routers are inside the MLP, so they come first.
 _GROUPS = (
+    ("embeddings", re.compile(r"embed_tokens|lm_head|wte|wpe|embed_in|embed_out")),
     ("router", re.compile(r"router|gate|shared_expert_gate")),
     ("experts", re.compile(r"experts?|shared_experts?")),
     ("attention", re.compile(r".*(attn|attention).*")),

@@ -93,7 +93,7 @@ def run(
     modules: tuple[str, ...] = ()
     if peft_config:
         saved = read_peft_config(peft_config)
-        check_saved_config(saved)
+        check_saved_config(saved, "fused" if fused else "runtime")
         rank, modules = saved_rank(saved), served_modules(saved.get("target_modules"))
     request = Wanted(
         model=model,

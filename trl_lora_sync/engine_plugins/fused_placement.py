@@ -5,13 +5,15 @@ stacked parameters (q, k and v in one) and shards (tensor parallel) are right fo
 Knows torch and no engine.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from trl_lora_sync.engine_plugins.fused_file import tensor_name
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -54,17 +56,18 @@ class Piece:
 
 
 def find_pieces(
-    load_weights: LoadWeights, parameters: dict[str, Tensor], shapes: dict[str, tuple[int, int]], dtype: torch.dtype
+    load_weights: LoadWeights, parameters: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, list[Piece]]:
     """Find where weights of a checkpoint would go, without changing anything.
 
     Args:
         load_weights: the model's.
         parameters: the model's parameters that may be written to, on any device.
-        shapes: `(out_features, in_features)` of each weight, by the name of its module in the checkpoint.
+        shapes: of each weight or bias, by the name of its module in the checkpoint, or by its own (`tensor_name`). One
+            of shape `(n,)` is taken for a matrix of shape `(1, n)`.
 
     Returns:
-        The pieces of each module; none for a module that is not on this process.
+        The pieces of each of them; none for what is not on this process.
 
     Raises:
         PlacementError: the model does not know a name, the shape does not fit it, or it does more than copying.
@@ -76,7 +79,7 @@ def find_pieces(
             recorder.begin(torch.empty(shape, dtype=dtype, device="meta"))
             with recorder:
                 try:
-                    load_weights([(f"{module}.weight", recorder.source)])
+                    load_weights([(tensor_name(module), recorder.source)])
                 except Exception as error:  # whatever a model's own code raises for what it cannot load
                     if isinstance(error, PlacementError):
                         raise PlacementError(f"{module!r}: {error}") from error
@@ -104,12 +107,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
             self._note(args[0], args[1])
             return args[0]
+        if func is torch.ops.aten.fill_.Scalar and args[1] == 0 and _storage(args[0]) in self._parameters:
+            return args[0]  # the padding of an embedding (vLLM 0.26 to 0.31, `VocabParallelEmbedding.weight_loader`)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
                 raise PlacementError(
                     f"the model changes its weight with {func}, which is not a plain copy. It is not a linear layer: "
-                    "MoE experts, embeddings and output layers cannot be fused. Leave it out of target_modules"
+                    "MoE experts cannot be fused. Leave it out of target_modules"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -117,8 +122,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, parameter = self._parameters[_storage(target)]
         if _storage(source) != _storage(self.source):
             raise PlacementError("the model computes something from its weight before it keeps it")
+        whole = self.source
+        if target.ndim == parameter.ndim == source.ndim == 1:
+            target, parameter, source, whole = (one.unsqueeze(0) for one in (target, parameter, source, whole))
         top, left = _corner(target, parameter)
-        row, column = _corner(source, self.source)
+        row, column = _corner(source, whole)
         rows, columns = source.shape
         self.pieces.append(Piece(key, (row, row + rows), (column, column + columns), top, left))
 
