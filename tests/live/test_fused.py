@@ -243,7 +243,7 @@ def with_a_narrow_output_layer(tensors: dict[str, torch.Tensor]) -> None:
         (narrower, r"of shape \(128, 128\) in the served model, not \(127, 128\)"),
         (with_an_unknown_module, "strange_proj"),
         (with_a_layer_too_many, "layers.7"),
-        (with_a_narrow_output_layer, r"lm_head' with a weight of shape \(259, 128\) is nothing that"),
+        (with_a_narrow_output_layer, r"lm_head'.*\(259, 128\)"),
     ],
 )
 def test_a_version_that_is_refused_changes_nothing(

@@ -4,6 +4,7 @@ The base is a Transformers model whose loading rule is a plain copy; `live/test_
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from trl_lora_sync.adapter.support import check_model
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import find_pieces
 from trl_lora_sync.engine_plugins.fused_weights import InPlace, Reader, Target, fuse
-from trl_lora_sync.errors import AdapterNotFiniteError, UnsupportedAdapterError
+from trl_lora_sync.errors import AdapterNotFiniteError, UnsupportedAdapterError, UnsupportedSettingError
+from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.scoring import computing_with
 
 from .tiny import VOCABULARY, logits
@@ -236,6 +238,16 @@ def test_at_run_time_all_of_it_is_refused_and_the_error_names_fused_serving(name
     check_model(base_model(), config, "fused")
     with pytest.raises(UnsupportedAdapterError, match='lora_sync_serving="fused"'):
         check_model(base_model(), config)
+
+
+def test_a_sharded_model_with_more_than_matrices_is_refused() -> None:
+    generation = LoRASyncGeneration.__new__(LoRASyncGeneration)
+    generation.model, generation._reader = trained_model(use_dora=True), AdapterReader("fused")
+    generation._look_at_layout = lambda: None  # type: ignore[method-assign]
+    for is_sharded in (False, True):
+        generation._sharded = is_sharded
+        with pytest.raises(UnsupportedSettingError, match="Use DDP or ZeRO-2") if is_sharded else nullcontext():
+            generation._linears()
 
 
 def damaged(change: Callable[[dict[str, Tensor]], None], folder: Path) -> None:
