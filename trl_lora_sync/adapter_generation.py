@@ -23,7 +23,8 @@ from trl_lora_sync.adapter.export import (
 )
 from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
 from trl_lora_sync.adapter.fingerprint import fingerprint
-from trl_lora_sync.adapter.groups import without_numbers
+from trl_lora_sync.adapter.groups import sees_images, without_numbers
+from trl_lora_sync.adapter.modalities import vision_exclusion
 from trl_lora_sync.adapter.names import unwrapped_path
 from trl_lora_sync.distributed import (
     check_launcher,
@@ -37,6 +38,7 @@ from trl_lora_sync.distributed import (
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import (
+    Prompt,
     adapter_logprobs,
     base_logprobs,
     computing_with,
@@ -47,7 +49,9 @@ from trl_lora_sync.scoring import (
 )
 from trl_lora_sync.settings import PolicySettings
 from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
-from trl_lora_sync.verify import PROBE_PROMPT, ReadAdapter, Scores, TrainedBase, Trial
+from trl_lora_sync.verify import PROBE_PROMPT, ImageProbe, ReadAdapter, Scores, TrainedBase, Trial
+
+Score = Callable[[dict[Any, Tensor], Prompt], list[float]]
 
 
 class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -73,7 +77,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._is_new = is_new
         self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
         self._active_name: str | None = None
-        self._reader = AdapterReader(settings.serving)
+        self._reader = AdapterReader(settings.serving, takes_vision=settings.takes_vision)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
@@ -89,10 +93,12 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         check_launcher(self.accelerator)
         self._dtype = self._settings.dtype or base_dtype(self.model)
-        serving = self._settings.serving
+        settings = self._settings
         self._initial = run_on_all(
             self.accelerator,
-            lambda: remember_initial_adapter(self.model, is_new=self._is_new, serving=serving),
+            lambda: remember_initial_adapter(
+                self.model, is_new=self._is_new, serving=settings.serving, takes_vision=settings.takes_vision
+            ),
         )
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
 
@@ -259,34 +265,61 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             unchanged = neutral_weights(reader.last_linears, initial, device) | neutral_extras(reader.extras)
             return unchanged | trial_weights(changed, strength, device) | trial_extras(extras, strength, device)
 
-        def make(base: TrainedBase, score: Callable[[dict[Any, Tensor]], list[float]]) -> tuple[Trial, ...]:
-            def made(group: str, modules: Iterable[str]) -> Trial:
-                strength, logprobs = strong_trial(
-                    lambda strength: score(weights(strength, group)), *base.logprobs(PROBE_PROMPT)
-                )
+        def made(group: str, modules: Iterable[str], base: TrainedBase, score: Score) -> Trial:
+            probe = self._image_probe() if sees_images(group) else None
+            found = base.logprobs(PROBE_PROMPT) if probe is None else base_logprobs(model, probe, initial=initial)
+            strength, logprobs = strong_trial(
+                lambda strength: score(weights(strength, group), probe or PROBE_PROMPT), *found
+            )
 
-                # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
-                def read(fused_siblings: bool) -> CanonicalAdapter:
-                    return reader.read_trial(
-                        model, weights(strength, group), dtype=dtype, fused_siblings=fused_siblings
-                    )
+            # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
+            def read(fused_siblings: bool) -> CanonicalAdapter:
+                return reader.read_trial(model, weights(strength, group), dtype=dtype, fused_siblings=fused_siblings)
 
-                return Trial(group=group, modules=without_numbers(modules), read=read, logprobs=logprobs)
+            return Trial(
+                group=group,
+                modules=without_numbers(modules),
+                read=read,
+                scores=Scores(base=found[0], adapted=logprobs),
+                image=probe,
+                advice="" if probe is None else vision_advice(model),
+            )
 
-            return tuple(made(group, modules) for group, modules in groups().items())
+        def make(base: TrainedBase, score: Score) -> tuple[Trial, ...]:
+            return tuple(made(group, modules, base, score) for group, modules in groups().items())
 
-        def score_together(trial: dict[Any, Tensor]) -> list[float]:
+        def score_together(trial: dict[Any, Tensor], prompt: Prompt) -> list[float]:
             with self._computing() as forward:
                 found = run_on_all(
                     self.accelerator,
-                    lambda: trial_logprobs(model, trial, PROBE_PROMPT, forward=forward, device=device),
+                    lambda: trial_logprobs(model, trial, prompt, forward=forward, device=device),
                 )
             return run_on_main(self.accelerator, lambda: found)  # so that all go on in the same way
 
         if self._is_sharded():
+            if any(map(sees_images, groups())):
+                raise UnsupportedSettingError(
+                    "The adapter changes modules that see images, and FSDP or DeepSpeed ZeRO-3 shards the model. There "
+                    "it is not proved that a server applies them. Use DDP or ZeRO-2, or set "
+                    f"LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
+                )
             trials = make(base, score_together)
             return lambda base: trials
-        return lambda base: make(base, lambda trial: trial_logprobs(model, trial, PROBE_PROMPT))
+        return lambda base: make(base, lambda trial, prompt: trial_logprobs(model, trial, prompt))
+
+    def _image_probe(self) -> ImageProbe:
+        """See `image_probe`; raises UnsupportedSettingError."""
+        from trl_lora_sync.image_probe import make_image_probe
+
+        return make_image_probe(self.processing_class, self._image_token_id())
+
+    def _image_token_id(self) -> int | None:
+        """What stands for an image in a tokenized prompt.
+
+        The model knows it. The processor of Gemma3 calls the token before the image by that name (Transformers 5.23).
+        """
+        found: int | None = getattr(self.model.config, "image_token_id", None)
+        return getattr(self.processing_class, "image_token_id", None) if found is None else found
 
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
@@ -316,6 +349,15 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         seconds = self._generate_s
         self._generate_s = seconds and 0.0
         return seconds
+
+
+def vision_advice(model: Any) -> str:
+    """What to do if a server ignores the modules that see images."""
+    return (
+        "vLLM applies adapters to modules that see images only with --enable-tower-connector-lora: restart the server "
+        "with that flag (`trl-lora-sync serve vllm MODEL --enable-tower-connector-lora`), or train the language model "
+        f"only, with LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
+    )
 
 
 def dropout_note(dropout: float) -> str:

@@ -18,7 +18,7 @@ from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, S
 from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S, FleetServer
 from trl_lora_sync.mixed_batches import score_base
 from trl_lora_sync.transports import Transport
-from trl_lora_sync.verify import PROBE_PROMPT, Scores, TrainedBase, Trial, base_gap
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, Trial, base_gap
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +159,12 @@ class Preflight:
             raise
         except AdapterRejectedError as error:
             evidence = "it refused an adapter of the trainer's shapes"
-            raise self._other_base(server, self._wider.base_model, evidence, str(error)) from error
+            words = str(error) if trial is None else f"{trial.advice} {error}".lstrip()
+            raise self._other_base(server, self._wider.base_model, evidence, words) from error
         if trial is None:
             return
         was_proven = trial is self.trials[0] or server.is_proven
-        found = server.verify(stored, Scores(base=self.base_logprobs, adapted=trial.logprobs), deadline, trial)
+        found = server.verify(stored, trial.scores, deadline, trial)
         server.is_proven = was_proven and found.proves
         if not found.proves:
             logger.warning(

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from trl_lora_sync.errors import UnsupportedAdapterError
+from trl_lora_sync.verify import ImageProbe
+
+Prompt = Sequence[int] | ImageProbe
+"""Token ids, of which all after the first are scored, or a prompt with an image, of which the last ones are."""
 
 # Sizes of a trial adapter's output, in multiples of the size of its layer's input, tried in this order. The first one
 # is about the size of what a layer computes itself. A model that reacts less, such as one in which only the queries are
@@ -25,7 +29,7 @@ _TRIAL_SEED = 20_011
 
 def base_logprobs(
     model: Any,
-    prompt_ids: Sequence[int],
+    prompt: Prompt,
     *,
     initial: Mapping[Any, Tensor | None] | None = None,
     device: torch.device | None = None,
@@ -41,12 +45,12 @@ def base_logprobs(
         UnsupportedAdapterError: the adapter is merged into the base, which then cannot be computed without it.
     """
     with computing_with(initial) if initial else adapter_disabled(model):
-        logprobs, ids = _score(model, model, prompt_ids, device)
+        logprobs, ids = _score(model, model, prompt, device)
     return _picked(logprobs, ids), float(logprobs.std(-1).mean())
 
 
 def adapter_logprobs(
-    model: Any, prompt_ids: Sequence[int], *, forward: Any = None, device: torch.device | None = None
+    model: Any, prompt: Prompt, *, forward: Any = None, device: torch.device | None = None
 ) -> list[float]:
     """Log-probability of each prompt token after the first under the active adapter.
 
@@ -55,7 +59,7 @@ def adapter_logprobs(
         forward: the wrapper that a launcher has put around it, if the forward pass has to go through that.
         device: where a sharded model computes; `None` for where it is.
     """
-    return _picked(*_score(model, forward or model, prompt_ids, device))
+    return _picked(*_score(model, forward or model, prompt, device))
 
 
 # A trial adapter
@@ -101,7 +105,7 @@ def neutral_weights(
 def trial_logprobs(
     model: Any,
     weights: Mapping[Any, Tensor],
-    prompt_ids: Sequence[int],
+    prompt: Prompt,
     *,
     forward: Any = None,
     device: torch.device | None = None,
@@ -115,7 +119,7 @@ def trial_logprobs(
         weights: by the linear module that holds each matrix.
     """
     with computing_with(weights):
-        return adapter_logprobs(model, prompt_ids, forward=forward, device=device)
+        return adapter_logprobs(model, prompt, forward=forward, device=device)
 
 
 @contextmanager
@@ -226,12 +230,16 @@ def _evaluation_mode(forward: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _score(model: Any, forward: Any, prompt_ids: Sequence[int], device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities over the vocabulary, `(tokens - 1, vocab)`, and the token ids, `(1, tokens)`."""
-    ids = torch.tensor([list(prompt_ids)], device=device or model.device)
+def _score(model: Any, forward: Any, prompt: Prompt, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities over the vocabulary before each scored token, `(tokens, vocab)`, and these, `(tokens,)`."""
+    device = device or model.device
+    if isinstance(prompt, ImageProbe):
+        inputs, scored = {name: one.to(device) for name, one in prompt.inputs.items()}, prompt.scored
+    else:
+        inputs, scored = {"input_ids": torch.tensor([list(prompt)], device=device)}, len(prompt) - 1
     with _evaluation_mode(forward), _not_compiled():
-        logits = forward(input_ids=ids).logits[0, :-1].float()
-    return logits.log_softmax(-1), ids
+        logits = forward(**inputs).logits[0, :-1][-scored:].float()
+    return logits.log_softmax(-1), inputs["input_ids"][0, -scored:]
 
 
 def _not_compiled() -> AbstractContextManager[Any]:
@@ -245,5 +253,5 @@ def _not_compiled() -> AbstractContextManager[Any]:
 
 
 def _picked(logprobs: Tensor, ids: Tensor) -> list[float]:
-    picked: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    picked: list[float] = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
     return picked

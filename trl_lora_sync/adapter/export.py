@@ -150,10 +150,12 @@ class AdapterReader:
 
     Args:
         serving: `"fused"` to read what only fused serving can serve as well, see `adapter.extras`.
+        takes_vision: whether modules that see images may have an adapter.
     """
 
-    def __init__(self, serving: Serving = "runtime") -> None:
+    def __init__(self, serving: Serving = "runtime", *, takes_vision: bool = False) -> None:
         self._serving = serving
+        self._takes_vision = takes_vision
         self._extras: list[Extra] = []
         self._buffer = FlatBuffer()
         self._tree: list[nn.Module] = []
@@ -168,7 +170,7 @@ class AdapterReader:
         """
         adapter_name, tree = _checked_name(model, None, self._serving), module_tree(model)
         if tree != self._tree or adapter_name != self._adapter_name:
-            self._layers = _find_layers(model, adapter_name, self._serving)
+            self._layers = _find_layers(model, adapter_name, self._serving, takes_vision=self._takes_vision)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             self._tree, self._adapter_name = tree, adapter_name
         return self.last_linears
@@ -281,7 +283,7 @@ def collect_modules(
 
 
 def remember_initial_adapter(
-    model: "PeftModel", *, is_new: bool, serving: Serving = "runtime"
+    model: "PeftModel", *, is_new: bool, serving: Serving = "runtime", takes_vision: bool = False
 ) -> dict[nn.Module, Tensor]:
     """Copy the active adapter while it is untrained, if its initialisation took it out of the base weights.
 
@@ -297,7 +299,7 @@ def remember_initial_adapter(
         UnsupportedAdapterError: the initial adapter cannot be known, or the base lacks more than that.
     """
     adapter_name = _checked_name(model, None, serving)
-    layers = _plain_layers(model, adapter_name, serving)
+    layers = _plain_layers(model, adapter_name, serving, takes_vision=takes_vision)
     if changes_base(model.peft_config[adapter_name].init_lora_weights):
         layers_of = [(layer.current({}), layer.layer, layer.matrices[0]) for layer in layers]
         remember_initial(model, layers_of, is_new=is_new)
@@ -357,9 +359,11 @@ def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None) -> 
         return [layer.read(gathered or {}) for layer in layers]
 
 
-def _find_layers(model: nn.Module, adapter_name: str, serving: Serving = "runtime") -> list[_Layer]:
+def _find_layers(
+    model: nn.Module, adapter_name: str, serving: Serving = "runtime", *, takes_vision: bool = False
+) -> list[_Layer]:
     """The linear layers that carry the adapter, in model order, all of them plain LoRA, and served as such."""
-    layers = _plain_layers(model, adapter_name, serving)
+    layers = _plain_layers(model, adapter_name, serving, takes_vision=takes_vision)
     config = getattr(model, "peft_config", {}).get(adapter_name)
     if changes_base(getattr(config, "init_lora_weights", None)) and any(layer.initial is None for layer in layers):
         raise unknown_initial(config)
@@ -381,7 +385,7 @@ def _find_extras(model: nn.Module, adapter_name: str) -> list[Extra]:
     return find_extras(model, adapter_name, _adapted(model, adapter_name))
 
 
-def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving = "runtime") -> list[_Layer]:
+def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, takes_vision: bool) -> list[_Layer]:
     """The linear layers that carry the adapter, in model order, all of them plain LoRA on some base weight."""
     adapted = _adapted(model, adapter_name)
     found = [(path, layer) for path, layer in adapted.items() if adapter_name not in layer.lora_embedding_A]
@@ -395,7 +399,8 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving = "runti
             raise refuse_module(path)
     peft_model: Any = model
     if hasattr(peft_model, "get_base_model"):
-        check_adapted_modules(peft_model.get_base_model(), adapted, peft_model.peft_config[adapter_name])
+        config = peft_model.peft_config[adapter_name]
+        check_adapted_modules(peft_model.get_base_model(), adapted, config, takes_vision=takes_vision)
     names = ServedNames.of(model)
     layers = [
         _Layer(

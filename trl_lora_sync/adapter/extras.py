@@ -26,7 +26,7 @@ _TRIAL_SEED = 20_012
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Extra:
-    """One trained parameter that is no matrix of a linear layer.
+    """One trained parameter beside the matrices of linear layers.
 
     Attributes:
         path: of its module in the served model.
@@ -250,7 +250,7 @@ def _saved_module(path: str, wrapper: Any, name: str) -> list[Extra]:
 def _tokens(model: Any, path: str, adapter: Any, name: str) -> list[Extra]:
     """Source: peft/tuners/trainable_tokens/layer.py, 0.18 to 0.21: the parameter is the rows, not what they gain."""
     if name not in adapter.token_indices or adapter.tied_adapter is not None:
-        return []  # one that is tied to another is served with that
+        return []  # a tied adapter holds nothing: the other one has the parameter
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if _is_tied(model) and getattr(getattr(head, "token_adapter", None), "tied_adapter", None) is not adapter:
         raise refuse(

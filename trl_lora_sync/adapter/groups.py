@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterable
 
 # The group of a module is the first one here whose pattern matches a component of its path.
-# Experts and routers are inside the MLP, so they come first.
+# Experts and routers are inside the MLP, and connectors inside what Qwen calls visual, so they come first.
 _GROUPS = (
+    ("vision connector", re.compile(r"merger|merger_list|deepstack_merger_list|multi_modal_projector")),
+    ("vision tower", re.compile(r"visual|vision_tower|vision_model")),
     ("embeddings", re.compile(r"embed_tokens|lm_head|wte|wpe|embed_in|embed_out")),
     ("router", re.compile(r"router|gate|shared_expert_gate")),
     ("experts", re.compile(r"experts?|shared_experts?")),
@@ -23,6 +25,11 @@ def group_of(path: str) -> str:
     """The group of a module, by its path in the model."""
     parts = path.split(".")
     return next((group for group, known in _GROUPS if any(map(known.fullmatch, parts))), _OTHERS)
+
+
+def sees_images(group: str) -> bool:
+    """Whether a prompt of text alone shows nothing of the modules of a group."""
+    return group.startswith("vision")
 
 
 def without_numbers(paths: Iterable[str]) -> list[str]:

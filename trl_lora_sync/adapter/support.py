@@ -336,7 +336,7 @@ def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
             )
 
 
-def check_model(model: Any, peft_config: Any, serving: Serving = "runtime") -> None:
+def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, takes_vision: bool = False) -> None:
     """Refuse what the trainer was given, a model or its name and a PEFT configuration, before anything is loaded.
 
     Raises:
@@ -352,7 +352,7 @@ def check_model(model: Any, peft_config: Any, serving: Serving = "runtime") -> N
         check_other_adapters(model.peft_config, active)
     else:
         check_peft_config(peft_config, serving=serving)
-        check_planned_modules(model, peft_config)
+        check_planned_modules(model, peft_config, takes_vision=takes_vision)
 
 
 def supported_features(serving: Serving = "runtime") -> dict[str, str]:
