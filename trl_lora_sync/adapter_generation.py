@@ -77,7 +77,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._is_new = is_new
         self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
         self._active_name: str | None = None
-        self._reader = AdapterReader(settings.serving, takes_vision=settings.takes_vision)
+        self._reader = AdapterReader(settings.serving, proves_groups=settings.proves_groups)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
@@ -97,7 +97,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._initial = run_on_all(
             self.accelerator,
             lambda: remember_initial_adapter(
-                self.model, is_new=self._is_new, serving=settings.serving, takes_vision=settings.takes_vision
+                self.model, is_new=self._is_new, serving=settings.serving, proves_groups=settings.proves_groups
             ),
         )
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
@@ -219,11 +219,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
     def _linears(self) -> Sequence[nn.Linear]:
         self._look_at_layout()
         linears = self._reader.linears(self.model)
-        if self._sharded and self._reader.extras:
+        if self._sharded and self._reader.reads_parameters:
             raise UnsupportedSettingError(
-                f"{self._reader.extras[0].key!r} is trained beside the matrices of linear layers, and FSDP or "
-                "DeepSpeed ZeRO-3 shards the model. Of a sharded model only these matrices can be read. Use DDP or "
-                "ZeRO-2, or train plain LoRA."
+                "Experts, or parameters beside the matrices of linear layers, are trained, and FSDP or DeepSpeed "
+                "ZeRO-3 shards the model. Of a sharded model only the matrices of linear layers can be read. Use DDP "
+                "or ZeRO-2, or train plain LoRA on linear layers."
             )
         return linears
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trl_lora_sync.adapter.experts import is_read_directly
 from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.verify import ImageProbe
 
@@ -129,15 +130,15 @@ def computing_with(weights: Mapping[Any, Tensor | None]) -> Iterator[None]:
     Unlike `adapter_disabled`, this touches no parameter of these, so it works however a launcher has wrapped the model.
 
     Args:
-        weights: by module; None for zeros. By parameter for one that no linear module holds, which must be whole: it
-            has other data in the block.
+        weights: by module; None for zeros. A parameter that no module computes with, and the weights of experts, must
+            be whole: these have other data in the block.
     """
     with ExitStack() as hooks:
         for module, weight in weights.items():
-            if isinstance(module, nn.Parameter):
-                assert weight is not None
-                hooks.callback(setattr, module, "data", module.data)
-                module.data = weight.to(module.data)
+            if isinstance(module, nn.Parameter) or is_read_directly(module):
+                parameter = module if isinstance(module, nn.Parameter) else module.weight
+                hooks.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = torch.zeros_like(parameter) if weight is None else weight.to(parameter.data)
             else:
                 hooks.callback(module.register_forward_hook(_instead(weight)).remove)
         yield

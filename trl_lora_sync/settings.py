@@ -30,7 +30,7 @@ class PolicySettings:
 
     Attributes:
         dtype: `None` takes that of the base model.
-        takes_vision: whether an adapter may change modules that see images, which is then proved with one.
+        proves_groups: whether an adapter may change modules that see images, which is then proved with one.
         samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
             `vllm_sync_frequency` above 1 requests.
     """
@@ -39,7 +39,7 @@ class PolicySettings:
     serving: Serving = "runtime"
     verify: str = "first"
     verify_tolerance: float = TOLERANCE
-    takes_vision: bool = False
+    proves_groups: bool = False
     samples_older: bool = False
 
 

@@ -71,7 +71,7 @@ class LoRASyncTrainer:
             check_overlap(type(self))
             check_overlap_arguments(config, given)
         settings = sync_settings(config)
-        check_model(given["model"], given.get("peft_config"), settings.serving, takes_vision=settings.takes_vision)
+        check_model(given["model"], given.get("peft_config"), settings.serving, proves_groups=settings.proves_groups)
         check_reference(config, given.get("peft_config"))
         is_new = not hasattr(given["model"], "peft_config")
 

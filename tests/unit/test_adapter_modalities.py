@@ -216,11 +216,11 @@ def test_modules_that_see_images_are_let_through_where_their_names_are_known(nam
     config = lora(target_modules="all-linear")
     if name == "llava":
         with pytest.raises(UnsupportedAdapterError, match="modules outside the language model"):
-            check_model(given(build(name)), config, takes_vision=True)
+            check_model(given(build(name)), config, proves_groups=True)
         return
-    check_model(given(build(name)), config, takes_vision=True)
+    check_model(given(build(name)), config, proves_groups=True)
     model = get_peft_model(build(name), config)
-    reader = AdapterReader(takes_vision=True)
+    reader = AdapterReader(proves_groups=True)
     reader.linears(model)
     assert set(reader.groups()) >= {"vision tower", "attention", "MLP"}
     assert re.search(vision_exclusion(model, config), "model.visual.x" if "qwen" in name else "model.vision_tower.x")
@@ -231,10 +231,10 @@ def test_the_embedding_of_patches_is_refused_in_any_case(name: str, given: Any) 
     """vLLM ignores it, with and without its flag; what the message suggests leaves the rest as it was."""
     config = lora(target_modules=rf"{PATCHES[name]}|.*\.(q_proj|qkv)")
     with pytest.raises(UnsupportedAdapterError, match=r"vLLM ignores an adapter on the embedding of patches") as caught:
-        check_model(given(build(name)), config, takes_vision=True)
+        check_model(given(build(name)), config, proves_groups=True)
     adapted_before = adapted(get_peft_model(build(name), copy.deepcopy(config)))
     config.exclude_modules = suggestion(caught.value)
-    check_model(given(build(name)), config, takes_vision=True)
+    check_model(given(build(name)), config, proves_groups=True)
     left = adapted(get_peft_model(build(name), config))
     assert left == {path for path in adapted_before if "embed" not in path}
     assert any(".language_model." not in path for path in left)
@@ -242,7 +242,7 @@ def test_the_embedding_of_patches_is_refused_in_any_case(name: str, given: Any) 
 
 def test_the_tower_of_gemma3_is_named_as_vllm_has_it() -> None:
     model = get_peft_model(build("gemma3"), lora(target_modules="all-linear"))
-    reader = AdapterReader(takes_vision=True)
+    reader = AdapterReader(proves_groups=True)
     reader.linears(model)
     paths = [path for group, modules in reader.groups().items() if sees_images(group) for path in modules]
     assert all(path.startswith("model.vision_tower.vision_model.") for path in paths)
@@ -252,7 +252,7 @@ def test_the_tower_of_gemma3_is_named_as_vllm_has_it() -> None:
 def test_a_sharded_model_with_an_adapter_on_what_sees_images_is_refused() -> None:
     model, reader = (
         get_peft_model(build("qwen3-vl"), lora(target_modules="all-linear")),
-        AdapterReader(takes_vision=True),
+        AdapterReader(proves_groups=True),
     )
     generation: Any = SimpleNamespace(
         _settings=SimpleNamespace(verify="first"),

@@ -18,7 +18,7 @@ from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.engine_plugins.fused_file import TOKENS_KEY
 from trl_lora_sync.errors import AdapterNotFiniteError
 
-_KEY_PREFIX = "base_model.model."
+KEY_PREFIX = "base_model.model."
 # Layers that read the hidden state, and layers whose output is added to it.
 _READ_HIDDEN = frozenset(chain(*PACKED_LAYERS.values()))
 _WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
@@ -63,16 +63,39 @@ class LoRAModule:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Tensors of one shape that are filled in one copy; a mixture of experts has tens of thousands.
+
+    Attributes:
+        keys: of each tensor.
+        shape: of each tensor.
+        values: `(tensors, rows, columns)`, which may be smaller than `shape`; the rest is zero.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, int]
+    values: Tensor
+
+    def write_to(self, whole: Tensor) -> None:
+        """Fill zeros of shape `(tensors, *shape)`."""
+        whole[:, : self.values.shape[1], : self.values.shape[2]].copy_(self.values)
+
+
+@dataclass(frozen=True)
 class ExtraTensors:
-    """What is trained beside the matrices of linear layers, as `adapter.extras` reads it.
+    """What is trained beside the matrices of linear layers, as `adapter.extras` and `adapter.experts` read it.
 
     Attributes:
         tensors: by their keys, in float32.
         tokens: as for `CanonicalAdapter`.
+        blocks: the adapters of experts.
+        rank: the largest rank in the blocks.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    rank: int = 0
 
 
 NO_EXTRAS = ExtraTensors()
@@ -196,9 +219,9 @@ def canonicalize(
         AdapterNotFiniteError: a matrix holds NaN or infinity, or does once it is scaled and cast.
     """
     modules = list(modules)
-    rank = common_rank(modules)
+    rank = max(common_rank(modules), extras.rank)
     with one_cpu_thread():
-        tensors = _served_tensors(modules, rank, dtype, extras.tensors)
+        tensors = _served_tensors(modules, rank, dtype, extras)
     return CanonicalAdapter(
         tensors=tensors,
         rank=rank,
@@ -222,7 +245,7 @@ def target_modules_of(modules: Iterable[LoRAModule]) -> tuple[str, ...]:
 
 def tensor_keys(module: LoRAModule) -> tuple[str, str]:
     """PEFT's state-dict keys of `lora_A` and `lora_B`."""
-    return f"{_KEY_PREFIX}{module.name}.lora_A.weight", f"{_KEY_PREFIX}{module.name}.lora_B.weight"
+    return f"{KEY_PREFIX}{module.name}.lora_A.weight", f"{KEY_PREFIX}{module.name}.lora_B.weight"
 
 
 def split_flat(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -286,14 +309,18 @@ def _kind(key: str) -> str:
 
 
 def _served_tensors(
-    modules: list[LoRAModule], rank: int, dtype: torch.dtype, extras: Mapping[str, Tensor]
+    modules: list[LoRAModule], rank: int, dtype: torch.dtype, extras: ExtraTensors
 ) -> dict[str, Tensor]:
     matrices = {
         key: matrix.to(dtype)
         for module in modules
         for key, matrix in zip(tensor_keys(module), _scaled_and_padded(module, rank), strict=True)
     }
-    matrices |= {key: tensor.to(dtype) for key, tensor in extras.items()}
+    matrices |= {key: tensor.to(dtype) for key, tensor in extras.tensors.items()}
+    for block in extras.blocks:
+        whole = torch.zeros(len(block.keys), *block.shape, dtype=dtype, device=block.values.device)
+        block.write_to(whole)
+        matrices |= zip(block.keys, whole, strict=True)
     # One buffer for all of them, so that a GPU is waited for once and the copy to the host is one.
     device = modules[0].lora_A.device
     flat = torch.cat([matrix.to(device).reshape(-1) for matrix in matrices.values()])

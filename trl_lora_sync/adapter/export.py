@@ -4,7 +4,7 @@ Knows PEFT's layers, but no launcher: tensors of the model that are sharded must
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,17 @@ from trl_lora_sync.adapter.canonical import (
     complete_siblings,
     one_cpu_thread,
 )
+from trl_lora_sync.adapter.experts import (
+    FAMILIES,
+    ExpertLayer,
+    Family,
+    expert_blocks,
+    is_read_directly,
+    mark_read_directly,
+)
 from trl_lora_sync.adapter.extras import Extra, find_extras, read_extras
 from trl_lora_sync.adapter.flat import FlatBuffer
-from trl_lora_sync.adapter.groups import group_of
+from trl_lora_sync.adapter.groups import group_of, without_numbers
 from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
 from trl_lora_sync.adapter.modalities import check_adapted_modules
 from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, ServedNames, trained_path
@@ -35,6 +43,8 @@ from trl_lora_sync.adapter.support import (
     check_other_adapters,
     check_peft_config,
     is_embedding_module,
+    refuse,
+    refuse_experts,
     refuse_module,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
@@ -150,13 +160,14 @@ class AdapterReader:
 
     Args:
         serving: `"fused"` to read what only fused serving can serve as well, see `adapter.extras`.
-        takes_vision: whether modules that see images may have an adapter.
+        proves_groups: whether modules that see images may have an adapter.
     """
 
-    def __init__(self, serving: Serving = "runtime", *, takes_vision: bool = False) -> None:
+    def __init__(self, serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
         self._serving = serving
-        self._takes_vision = takes_vision
+        self._proves_groups = proves_groups
         self._extras: list[Extra] = []
+        self._experts: list[ExpertLayer] = []
         self._buffer = FlatBuffer()
         self._tree: list[nn.Module] = []
         self._layers: list[_Layer] = []
@@ -168,9 +179,11 @@ class AdapterReader:
         That names every module of the model, which takes longer than to copy the adapter, and is done again only if a
         module has come, gone or been replaced.
         """
-        adapter_name, tree = _checked_name(model, None, self._serving), module_tree(model)
+        adapter_name = _checked_name(model, None, self._serving, proves_groups=self._proves_groups)
+        tree = module_tree(model)
         if tree != self._tree or adapter_name != self._adapter_name:
-            self._layers = _find_layers(model, adapter_name, self._serving, takes_vision=self._takes_vision)
+            self._layers = _find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
+            self._experts = _find_experts(model, adapter_name)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             self._tree, self._adapter_name = tree, adapter_name
         return self.last_linears
@@ -178,7 +191,13 @@ class AdapterReader:
     @property
     def last_linears(self) -> list[nn.Linear]:
         """What the last call of `linears` returned."""
-        return [matrix for layer in self._layers for matrix in layer.matrices]
+        pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
+        return [matrix for pair in pairs for matrix in pair]
+
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether some of what is trained can be read only if the model is whole."""
+        return bool(self._extras or self._experts) or any(is_read_directly(one) for one in self.last_linears)
 
     @property
     def extras(self) -> list[Extra]:
@@ -193,6 +212,8 @@ class AdapterReader:
         found: dict[str, dict[str, tuple[nn.Linear, ...]]] = {}
         for layer in self._layers:
             found.setdefault(group_of(layer.path), {})[layer.path] = layer.matrices
+        for expert in self._experts:
+            found.setdefault("experts", {})[f"{expert.path}.{expert.parameter}"] = expert.matrices
         for one in self._extras:
             if one.trial_size is not None:
                 found.setdefault(group_of(one.path), {}).setdefault(one.path, ())
@@ -202,6 +223,9 @@ class AdapterReader:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
         for layer in self._layers:
             layer.check()
+        for expert in self._experts:
+            if oddity := expert.oddity():
+                raise _strange(f"{expert.path}.{expert.parameter}", expert.layer, oddity)
 
     def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
         """As `collect_modules`, of the layers that the last call of `linears` was about."""
@@ -240,7 +264,26 @@ class AdapterReader:
         modules = self.modules(gathered)
         export = buffer.export if self._is_on_gpu(modules) else canonicalize
         extras = read_extras(self._extras, gathered or {}, dtype)
+        if self._experts:
+            extras = self._with_experts(modules, extras, gathered or {}, fused_siblings)
         return _export(model, self._adapter_name, modules, export, dtype, fused_siblings, extras)
+
+    def _with_experts(
+        self,
+        modules: list[LoRAModule],
+        extras: ExtraTensors,
+        gathered: Mapping[nn.Module, Tensor],
+        fused_siblings: bool,
+    ) -> ExtraTensors:
+        if fused_siblings:
+            raise UnsupportedAdapterError(
+                "The adapter is on experts, and SGLang serves the run, where adapters on experts are not supported. "
+                "Train the other layers only, with target_modules as a list of their names, or sample on vLLM."
+            )
+        rank = max(layer.rank for layer in self._experts)
+        whole = max(rank, *(module.rank for module in modules)) if modules else rank
+        blocks = expert_blocks(self._experts, lambda matrix: gathered.get(matrix, matrix.weight), whole)
+        return replace(extras, blocks=blocks, rank=rank)
 
     def release(self) -> None:
         """Release the memory; the next read allocates it again."""
@@ -283,7 +326,7 @@ def collect_modules(
 
 
 def remember_initial_adapter(
-    model: "PeftModel", *, is_new: bool, serving: Serving = "runtime", takes_vision: bool = False
+    model: "PeftModel", *, is_new: bool, serving: Serving = "runtime", proves_groups: bool = False
 ) -> dict[nn.Module, Tensor]:
     """Copy the active adapter while it is untrained, if its initialisation took it out of the base weights.
 
@@ -298,8 +341,8 @@ def remember_initial_adapter(
     Raises:
         UnsupportedAdapterError: the initial adapter cannot be known, or the base lacks more than that.
     """
-    adapter_name = _checked_name(model, None, serving)
-    layers = _plain_layers(model, adapter_name, serving, takes_vision=takes_vision)
+    adapter_name = _checked_name(model, None, serving, proves_groups=proves_groups)
+    layers = _plain_layers(model, adapter_name, serving, proves_groups=proves_groups)
     if changes_base(model.peft_config[adapter_name].init_lora_weights):
         layers_of = [(layer.current({}), layer.layer, layer.matrices[0]) for layer in layers]
         remember_initial(model, layers_of, is_new=is_new)
@@ -331,11 +374,7 @@ class _Layer:
         """Refuse a layer that computes something other than plain LoRA, at this moment."""
         oddity = _oddity(self.layer, *self.matrices, self.adapter_name, self.serving)
         if oddity:
-            raise UnsupportedAdapterError(
-                f"The LoRA layer {self.path!r} ({type(self.layer).__name__}) {oddity}, so its product lora_B @ lora_A "
-                "is not what the trainer computes and no server could serve it exactly. Use plain LoRA on linear "
-                f"layers, {WEIGHTS_WAY_OUT}."
-            )
+            raise _strange(self.path, self.layer, oddity)
 
     @property
     def initial(self) -> LoRAModule | None:
@@ -354,16 +393,24 @@ class _Layer:
         return module if initial is None else module.less(initial)
 
 
+def _strange(path: str, layer: Any, oddity: str) -> UnsupportedAdapterError:
+    return UnsupportedAdapterError(
+        f"The LoRA layer {path!r} ({type(layer).__name__}) {oddity}, so its product lora_B @ lora_A "
+        "is not what the trainer computes and no server could serve it exactly. Use plain LoRA on linear "
+        f"layers, {WEIGHTS_WAY_OUT}."
+    )
+
+
 def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None) -> list[LoRAModule]:
     with one_cpu_thread():
         return [layer.read(gathered or {}) for layer in layers]
 
 
 def _find_layers(
-    model: nn.Module, adapter_name: str, serving: Serving = "runtime", *, takes_vision: bool = False
+    model: nn.Module, adapter_name: str, serving: Serving = "runtime", *, proves_groups: bool = False
 ) -> list[_Layer]:
     """The linear layers that carry the adapter, in model order, all of them plain LoRA, and served as such."""
-    layers = _plain_layers(model, adapter_name, serving, takes_vision=takes_vision)
+    layers = _plain_layers(model, adapter_name, serving, proves_groups=proves_groups)
     config = getattr(model, "peft_config", {}).get(adapter_name)
     if changes_base(getattr(config, "init_lora_weights", None)) and any(layer.initial is None for layer in layers):
         raise unknown_initial(config)
@@ -381,14 +428,81 @@ def _adapted(model: nn.Module, adapter_name: str) -> dict[str, Any]:
     }
 
 
+def _is_of_experts(layer: Any) -> bool:
+    return type(layer).__name__ == "ParamWrapper" and layer.num_experts > 1
+
+
+def _family(model: Any) -> Family:
+    """The names of the experts on a server; raises UnsupportedAdapterError for a family whose names are not known."""
+    family = FAMILIES.get(getattr(model.config, "model_type", ""))
+    if family is None:
+        raise refuse_experts(model.active_peft_config)
+    return family
+
+
+def _find_experts(model: Any, adapter_name: str) -> list[ExpertLayer]:
+    """The parameters of experts that carry the adapter."""
+    found = {path: layer for path, layer in _adapted(model, adapter_name).items() if _is_of_experts(layer)}
+    if not found:
+        return []
+    family, names = _family(model), ServedNames.of(model)
+    layers = []
+    for path, layer in found.items():
+        # The wrappers of two parameters are one inside the other.
+        served = names.served(path.removesuffix(".base_layer")).replace(".mlp.experts", f".{family.moe}.experts")
+        matrices = _matrices(layer, adapter_name)
+        mark_read_directly(matrices)
+        layers.append(
+            ExpertLayer(
+                path=served,
+                parameter=layer.parameter_name,
+                layer=layer,
+                adapter_name=adapter_name,
+                family=family,
+                matrices=matrices,
+            )
+        )
+    return layers
+
+
+def _routers(model: Any, adapted: Mapping[str, Any]) -> dict[str, str]:
+    """The served paths of adapted routers that Transformers keeps in a parameter, by their paths in the trainer.
+
+    Raises:
+        UnsupportedAdapterError: the server ignores them.
+    """
+    found = [
+        path for path, layer in adapted.items() if type(layer).__name__ == "ParamWrapper" and layer.num_experts == 1
+    ]
+    if not found:
+        return {}
+    family = _family(model)
+    if not family.has_router:
+        config = model.active_peft_config
+        others = sorted(name for name in config.target_parameters if "gate.weight" not in name)
+        raise refuse(
+            f"A LoRA adapter on the router ({', '.join(without_numbers(found))})",
+            'vLLM ignores it for this family of models, without an error. On this model, target_modules="all-linear" '
+            "includes it, and exclude_modules does not keep it out",
+            f"Set target_modules={sorted(config.target_modules)!r} and target_parameters={others!r}",
+        )
+    for path in found:
+        mark_read_directly(_matrices(adapted[path], model.active_adapter))
+    return {path: path.replace(".mlp.gate", f".{family.moe}.gate") for path in found}
+
+
 def _find_extras(model: nn.Module, adapter_name: str) -> list[Extra]:
     return find_extras(model, adapter_name, _adapted(model, adapter_name))
 
 
-def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, takes_vision: bool) -> list[_Layer]:
+def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, proves_groups: bool) -> list[_Layer]:
     """The linear layers that carry the adapter, in model order, all of them plain LoRA on some base weight."""
     adapted = _adapted(model, adapter_name)
-    found = [(path, layer) for path, layer in adapted.items() if adapter_name not in layer.lora_embedding_A]
+    found = [
+        (path, layer)
+        for path, layer in adapted.items()
+        if adapter_name not in layer.lora_embedding_A and not (proves_groups and _is_of_experts(layer))
+    ]
     if not adapted or (not found and serving == "fused"):
         raise UnsupportedAdapterError(
             f"The adapter {adapter_name!r} has no LoRA on a linear layer in this model, so there is nothing to serve. "
@@ -400,8 +514,10 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, take
     peft_model: Any = model
     if hasattr(peft_model, "get_base_model"):
         config = peft_model.peft_config[adapter_name]
-        check_adapted_modules(peft_model.get_base_model(), adapted, config, takes_vision=takes_vision)
+        check_adapted_modules(peft_model.get_base_model(), adapted, config, proves_groups=proves_groups)
     names = ServedNames.of(model)
+    if proves_groups:
+        names = names.with_routers(_routers(model, adapted))
     layers = [
         _Layer(
             path=names.served(path),
@@ -436,7 +552,9 @@ def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def _checked_name(model: "PeftModel", adapter_name: str | None, serving: Serving = "runtime") -> str:
+def _checked_name(
+    model: "PeftModel", adapter_name: str | None, serving: Serving = "runtime", *, proves_groups: bool = False
+) -> str:
     """The adapter to read, by default the active one, whose configuration can be served."""
     if not hasattr(model, "peft_config"):
         check_peft_config(None)
@@ -444,7 +562,8 @@ def _checked_name(model: "PeftModel", adapter_name: str | None, serving: Serving
     if adapter_name not in model.peft_config:
         known = ", ".join(repr(name) for name in model.peft_config)
         raise UnsupportedAdapterError(f"The model has no adapter {adapter_name!r}. Choose one of {known}.")
-    check_peft_config(model.peft_config[adapter_name], is_of_model=True, serving=serving)
+    config = model.peft_config[adapter_name]
+    check_peft_config(config, is_of_model=True, serving=serving, proves_groups=proves_groups)
     check_other_adapters(model.peft_config, adapter_name)
     return adapter_name
 
@@ -465,7 +584,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str, serving: Serving) -> str | None:
     """What makes the layer more than plain LoRA, in words, or None."""
-    if type(layer).__name__ in _OTHER_LAYERS:
+    is_router = type(layer).__name__ == "ParamWrapper" and is_read_directly(lora_A)
+    if type(layer).__name__ in _OTHER_LAYERS and not is_router:
         return "does not adapt one linear layer"
     for matrix in (lora_A, lora_B):
         if not isinstance(matrix, nn.Linear):

@@ -20,13 +20,13 @@ from trl_lora_sync.adapter.support import is_embedding_module, refuse
 _SHOWN = 8
 
 
-def check_planned_modules(model: Any, peft_config: Any, *, takes_vision: bool = False) -> None:
+def check_planned_modules(model: Any, peft_config: Any, *, proves_groups: bool = False) -> None:
     """Check which modules PEFT would adapt, on the model without its weights.
 
     Args:
         model: a Transformers model without an adapter, or the name of one, of which nothing but the config is loaded.
             One whose architecture Transformers itself does not have is left to `check_adapted_modules`.
-        takes_vision: as for `check_adapted_modules`.
+        proves_groups: as for `check_adapted_modules`.
 
     Raises:
         UnsupportedAdapterError: some are outside the language model.
@@ -41,18 +41,18 @@ def check_planned_modules(model: Any, peft_config: Any, *, takes_vision: bool = 
         inject_adapter_in_model(copy.deepcopy(peft_config), skeleton, low_cpu_mem_usage=True)
     except ValueError:
         return  # a target that the model does not have, which PEFT reports when the trainer adds the adapter
-    check_adapted_modules(skeleton, _adapted(skeleton), peft_config, takes_vision=takes_vision)
+    check_adapted_modules(skeleton, _adapted(skeleton), peft_config, proves_groups=proves_groups)
 
 
 def check_adapted_modules(
-    model: Any, adapted: Mapping[str, nn.Module], peft_config: Any, *, takes_vision: bool = False
+    model: Any, adapted: Mapping[str, nn.Module], peft_config: Any, *, proves_groups: bool = False
 ) -> None:
     """Check where an adapter sits.
 
     Args:
         model: the model without PEFT's wrapper.
         adapted: the modules of `model` that carry it, by their paths.
-        takes_vision: whether the modules that see images will be proved, see `image_probe`.
+        proves_groups: whether the modules that see images will be proved, see `image_probe`.
 
     Raises:
         UnsupportedAdapterError: some are outside of what a server serves; with the `exclude_modules` to set.
@@ -62,7 +62,7 @@ def check_adapted_modules(
     language_model = model.get_decoder()
     inside = set(language_model.modules())
     outside = [path for path, module in adapted.items() if module not in inside and not is_embedding_module(path)]
-    if takes_vision and getattr(model.config, "model_type", None) in KNOWN_VISION:
+    if proves_groups and getattr(model.config, "model_type", None) in KNOWN_VISION:
         left = [path for path in outside if not _is_linear(adapted[path])]
         if left:
             raise refuse(

@@ -13,8 +13,8 @@ from typing import Any
 WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PEFT_PREFIX = "base_model.model."
 # What servers call the language model, by `model_type` of the whole model.
-_LANGUAGE_MODEL = dict.fromkeys(("gemma3", "qwen2_5_vl", "qwen3_vl"), "model.language_model")
-KNOWN_VISION = frozenset(_LANGUAGE_MODEL)
+_LANGUAGE_MODEL = dict.fromkeys(("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "model.language_model")
+KNOWN_VISION = frozenset({"gemma3", "qwen2_5_vl", "qwen3_vl"})
 """The types of models whose modules that see images are known by their names on a server."""
 # Transformers 5 leaves a level out of the tower's names that vLLM (0.26 and 0.31) has. Under the shorter name it
 # ignores the matrices.
@@ -56,10 +56,16 @@ class ServedNames:
             prefixes[_TOWER] = _SERVED_TOWER
         return cls(prefixes=prefixes)
 
+    def with_routers(self, paths: Mapping[str, str]) -> "ServedNames":
+        """The same with other names for the modules at some paths, of the served model already."""
+        return ServedNames(
+            prefixes={**{f"{self.served(path)}": other for path, other in paths.items()}, **self.prefixes}
+        )
+
     def served(self, path: str) -> str:
         """The path on the server of the module with this path in the trainer."""
         path = trained_path(path)
         for ours, theirs in self.prefixes.items():
-            if path.startswith(f"{ours}."):
+            if path == ours or path.startswith(f"{ours}."):
                 return f"{theirs}{path.removeprefix(ours)}"
         return path

@@ -169,13 +169,16 @@ def is_embedding_module(name: str) -> bool:
     return name.rpartition(".")[2] in _EMBEDDING_MODULES
 
 
-def check_peft_config(config: Any, *, is_of_model: bool = False, serving: Serving = "runtime") -> None:
+def check_peft_config(
+    config: Any, *, is_of_model: bool = False, serving: Serving = "runtime", proves_groups: bool = False
+) -> None:
     """Refuse a PEFT configuration that no server could serve exactly.
 
     Args:
         config: the `peft_config` given to the trainer, or the active one of a `PeftModel`; `None` if there is none.
         is_of_model: whether it is one of a `PeftModel`, into which PEFT writes what it has found in the model.
         serving: how the servers bring adapters to their model.
+        proves_groups: whether a trial adapter proves each group of modules, so that experts may have an adapter.
 
     Raises:
         UnsupportedAdapterError: naming the PEFT type or the field, why it cannot be served, and what to do.
@@ -209,15 +212,18 @@ def check_peft_config(config: Any, *, is_of_model: bool = False, serving: Servin
             "PEFT then adapts layers with classes of your own, which no server runs",
             "Remove the call of _register_custom_module",
         )
-    if is_of_model and config.target_parameters:
-        raise _refuse_experts(config)
+    if is_of_model and config.target_parameters and not proves_groups:
+        raise refuse_experts(config)
     _check_targets(config.target_modules, serving)
     for field in dataclasses.fields(config):
-        _check_field(field, getattr(config, field.name), serving)
+        if not (proves_groups and field.name == "target_parameters"):
+            _check_field(field, getattr(config, field.name), serving)
+    if config.target_parameters and changes_base(config.init_lora_weights):
+        raise refuse_experts(config)
     _check_together(config)
 
 
-def _refuse_experts(config: Any) -> UnsupportedAdapterError:
+def refuse_experts(config: Any) -> UnsupportedAdapterError:
     """For experts that Transformers keeps in one parameter. PEFT adapts these as `target_parameters`, also if they
     were named as modules, or by "all-linear".
     Source: peft/utils/transformers_weight_conversion.py `_convert_peft_config_moe`, 0.21.2.
@@ -336,7 +342,7 @@ def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
             )
 
 
-def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, takes_vision: bool = False) -> None:
+def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
     """Refuse what the trainer was given, a model or its name and a PEFT configuration, before anything is loaded.
 
     Raises:
@@ -348,11 +354,11 @@ def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, t
     if hasattr(model, "peft_config"):
         # Where the adapter sits is checked when it is read, before the first step.
         active = check_active_adapters(model.active_adapters)
-        check_peft_config(model.peft_config[active], is_of_model=True, serving=serving)
+        check_peft_config(model.peft_config[active], is_of_model=True, serving=serving, proves_groups=proves_groups)
         check_other_adapters(model.peft_config, active)
     else:
-        check_peft_config(peft_config, serving=serving)
-        check_planned_modules(model, peft_config, takes_vision=takes_vision)
+        check_peft_config(peft_config, serving=serving, proves_groups=proves_groups)
+        check_planned_modules(model, peft_config, proves_groups=proves_groups)
 
 
 def supported_features(serving: Serving = "runtime") -> dict[str, str]:
