@@ -68,8 +68,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
             "alora_invocation_tokens", "arrow_config", "bias", "ensure_weight_tying", "kasa_config",
-            "layer_replication", "loftq_config", "megatron_config", "monteclora_config", "target_parameters",
-            "use_bdlora", "use_qalora", "velora_config",
+            "layer_replication", "loftq_config", "megatron_config", "monteclora_config", "use_bdlora",
+            "use_qalora", "velora_config",
         ),
         (_REFUSED_WITH_REASON,),
     ),
@@ -88,6 +88,10 @@ PROOFS: dict[str, tuple[str, ...]] = {
         _EXPORTED,
         "unit/test_adapter_support.py::test_adapter_on_the_embedding_or_the_output_head_is_refused",
         f"{_FUSED}[embeddings]",
+    ),
+    "target_parameters": (
+        _REFUSED_WITH_REASON,
+        "unit/test_adapter_experts.py::test_a_server_adds_to_each_expert_what_peft_merges_into_it",
     ),
     "trainable_token_indices": (_REFUSED_WITH_REASON, f"{_FUSED}[tokens]"),
     "use_dora": (_REFUSED_WITH_REASON, f"{_FUSED}[DoRA]"),

@@ -23,7 +23,7 @@ from trl_lora_sync.adapter.export import (
 )
 from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
 from trl_lora_sync.adapter.fingerprint import fingerprint
-from trl_lora_sync.adapter.groups import sees_images, without_numbers
+from trl_lora_sync.adapter.groups import experts_note, sees_images, without_numbers
 from trl_lora_sync.adapter.modalities import vision_exclusion
 from trl_lora_sync.adapter.names import unwrapped_path
 from trl_lora_sync.distributed import (
@@ -108,6 +108,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             print(summary, flush=True)
             if dropout := active_dropout(self.model):
                 print(dropout_note(dropout), flush=True)
+            if note := experts_note((path for path, _ in self.model.named_modules()), self._reader.groups()):
+                print(note, flush=True)
             if self._initial:
                 print(initial_note(sum(one.nbytes for one in self._initial.values())), flush=True)
 
@@ -282,7 +284,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                 read=read,
                 scores=Scores(base=found[0], adapted=logprobs),
                 image=probe,
-                advice="" if probe is None else vision_advice(model),
+                advice=_advice(model, group),
             )
 
         def make(base: TrainedBase, score: Score) -> tuple[Trial, ...]:
@@ -351,8 +353,15 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         return seconds
 
 
-def vision_advice(model: Any) -> str:
-    """What to do if a server ignores the modules that see images."""
+def _advice(model: Any, group: str) -> str:
+    """What to do if a server ignores the modules of a group."""
+    if group in ("experts", "router"):
+        return (
+            "If the server cannot apply adapters to these, train the other layers only: give target_modules as a list "
+            "of their names, and no target_parameters."
+        )
+    if not sees_images(group):
+        return ""
     return (
         "vLLM applies adapters to modules that see images only with --enable-tower-connector-lora: restart the server "
         "with that flag (`trl-lora-sync serve vllm MODEL --enable-tower-connector-lora`), or train the language model "

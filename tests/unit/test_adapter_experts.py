@@ -3,6 +3,7 @@
 vLLM on a CPU has no kernels for experts (0.31), so `benchmarks/moe_on_gpu.py` compares with a server.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from trl_lora_sync.adapter.export import AdapterReader
+from trl_lora_sync.adapter.groups import experts_note
 from trl_lora_sync.adapter.support import check_model
 from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.scoring import computing_with, neutral_weights, trial_weights
@@ -199,6 +201,26 @@ def test_neutral_matrices_are_the_base_and_a_trial_of_the_experts_changes_it(fam
     assert all((found[name] - expected[name]).abs().max() < 1e-5 for name in found)
     assert not any(tensor.any() for key, tensor in adapter.tensors.items() if "self_attn" in key and "lora_B" in key)
     assert all(torch.equal(one, model.state_dict()[name]) for name, one in before.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "words"),
+    [
+        ("qwen3", {}, r"attention \(k_proj, .*v_proj\), experts \(down_proj, gate_up_proj\)\. Not trained: router"),
+        ("qwen3", {"target_parameters": None}, r"v_proj\)\. Not trained: experts, router\.$"),
+        ("mixtral", {"target_modules": "all-linear", "target_parameters": None}, r"router \(gate\).*gate_up_proj\)\.$"),
+    ],
+)  # fmt: skip
+def test_the_start_says_what_is_trained(family: str, lora: dict[str, Any], words: str) -> None:
+    model, reader = trained(family, **lora), AdapterReader(proves_groups=True)
+    reader.linears(model)
+    note = experts_note((path for path, _ in model.named_modules()), reader.groups())
+    assert note is not None
+    assert re.search(words, note), note
+
+
+def test_nothing_is_said_of_a_model_without_experts() -> None:
+    assert experts_note(["model.layers.0.mlp.gate_proj"], {"MLP": ["model.layers.0.mlp.gate_proj"]}) is None
 
 
 def test_sglang_gets_no_experts() -> None:

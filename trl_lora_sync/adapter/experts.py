@@ -78,7 +78,7 @@ class ExpertLayer:
         if any(matrix.bias is not None for matrix in self.matrices):
             return "has a bias on a LoRA matrix"
         if not getattr(self.layer, "_did_swap_in_out_features", False):
-            return "adapts experts that are stored as (experts, in_features, out_features)"
+            return "is stored as (experts, in_features, out_features), or was made by a PEFT older than 0.21"
         if self.layer.merged:
             return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
         if self.layer.disable_adapters:
@@ -115,7 +115,7 @@ def shapes_of(experts: Any) -> dict[str, tuple[int, int]]:
 def expert_blocks(layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tensor], rank: int) -> list[Block]:
     """The adapters of all experts as a server loads them.
 
-    Servers need all three projections of an expert, so one that is not trained is zero.
+    Servers need all three projections of an expert, so zeros stand for a projection that is not trained.
 
     Args:
         value_of: the weight of a module that holds a matrix.
