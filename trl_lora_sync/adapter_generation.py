@@ -77,7 +77,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._is_new = is_new
         self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
         self._active_name: str | None = None
-        self._reader = AdapterReader(settings.serving, proves_groups=settings.proves_groups)
+        self._reader = AdapterReader(settings.reads, proves_groups=settings.proves_groups)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
@@ -97,7 +97,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._initial = run_on_all(
             self.accelerator,
             lambda: remember_initial_adapter(
-                self.model, is_new=self._is_new, serving=settings.serving, proves_groups=settings.proves_groups
+                self.model, is_new=self._is_new, serving=settings.reads, proves_groups=settings.proves_groups
             ),
         )
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
@@ -115,6 +115,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _fingerprint(self, linears: Sequence[nn.Linear]) -> tuple[int, ...]:
         """Of this process's part of the adapter, at this moment."""
+        if not self._sharded:
+            return fingerprint([linear.weight for linear in linears])
         shards = shards_of(linears, outermost(self.accelerator, self.model))
         pairs = zip(linears, shards, strict=True)
         tensors = [linear.weight if shard is None else shard.values for linear, shard in pairs]
@@ -216,6 +218,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
     def _gather_matrices(self) -> tuple[Sequence[nn.Linear], dict[nn.Module, Tensor]]:
         """**Collective.** The linear modules of the adapter and, on process 0, the whole weights of sharded ones."""
         linears = run_on_all(self.accelerator, self._linears)
+        if not self._sharded:
+            return linears, {}
         return linears, gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
 
     def _linears(self) -> Sequence[nn.Linear]:

@@ -42,10 +42,26 @@ class PolicySettings:
     proves_groups: bool = False
     samples_older: bool = False
 
+    @property
+    def reads(self) -> Serving:
+        """What may be trained: what adapters at run time serve, or what fused serving on a server does."""
+        return self.serving
+
 
 @dataclass(frozen=True, kw_only=True)
 class ColocateSettings(PolicySettings):
-    """What generation in the trainer's process needs to know."""
+    """What generation in the trainer's process needs to know.
+
+    Attributes:
+        base: `vllm_colocate_base`.
+    """
+
+    base: str = "auto"
+
+    @property
+    def reads(self) -> Serving:
+        """Plain LoRA only, also with fused serving: it computes the weights from the trainer's own base."""
+        return "runtime"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ _EXPERTS = (
     "only the experts of Qwen3-MoE, Mixtral and Qwen3-VL-MoE, and the router of Mixtral, on a vLLM server; not with "
     "an initialisation that changes the base"
 )
-FUSED_WAY_OUT = 'set lora_sync_serving="fused", with which vLLM computes it in its weights'
+FUSED_WAY_OUT = 'set lora_sync_serving="fused" with vllm_mode="server", with which vLLM computes it in its weights'
 
 
 def refuse(what: str, why: str, fix: str) -> UnsupportedAdapterError:

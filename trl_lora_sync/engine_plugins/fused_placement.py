@@ -56,7 +56,12 @@ class Piece:
 
 
 def find_pieces(
-    load_weights: LoadWeights, parameters: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    load_weights: LoadWeights,
+    parameters: dict[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    *,
+    skip_padding: bool = False,
 ) -> dict[str, list[Piece]]:
     """Find where weights of a checkpoint would go, without changing anything.
 
@@ -65,6 +70,7 @@ def find_pieces(
         parameters: the model's parameters that may be written to, on any device.
         shapes: of each weight or bias, by the name of its module in the checkpoint, or by its own (`tensor_name`). One
             of shape `(n,)` is taken for a matrix of shape `(1, n)`.
+        skip_padding: whether a model may fill rows beyond those of a weight, as vLLM does below an embedding.
 
     Returns:
         The pieces of each of them; none for what is not on this process.
@@ -72,7 +78,7 @@ def find_pieces(
     Raises:
         PlacementError: the model does not know a name, the shape does not fit it, or it does more than copying.
     """
-    recorder = _Recorder(parameters)
+    recorder = _Recorder(parameters, skip_padding=skip_padding)
     found: dict[str, list[Piece]] = {}
     with torch.no_grad():
         for module, shape in shapes.items():
@@ -94,8 +100,9 @@ def find_pieces(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes down copies into the parameters instead of making them."""
 
-    def __init__(self, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, parameters: dict[str, Tensor], *, skip_padding: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._skipped = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default) if skip_padding else ()
         self.source = torch.empty(0)
         self.pieces: list[Piece] = []
         self._parameters = {_storage(parameter): (key, parameter) for key, parameter in parameters.items()}
@@ -107,8 +114,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
             self._note(args[0], args[1])
             return args[0]
-        if func is torch.ops.aten.fill_.Scalar and args[1] == 0 and _storage(args[0]) in self._parameters:
-            return args[0]  # the padding of an embedding (vLLM 0.26 to 0.31, `VocabParallelEmbedding.weight_loader`)
+        if func in self._skipped and _storage(args[0]) in self._parameters:
+            return args[0]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:

@@ -205,22 +205,23 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
             # Bases first: a layer may have been adapted as a whole by one adapter and in parts by another.
             for module, piece in by_target[key]:
                 if module not in matrices and module not in changes:
-                    _part(weight, piece).copy_(_part(target.base, piece), non_blocking=True)
+                    part_of(weight, piece).copy_(part_of(target.base, piece), non_blocking=True)
             for module, piece in by_target[key]:
-                parts = _part(weight, piece), _part(target.base, piece)
+                parts = part_of(weight, piece), part_of(target.base, piece)
                 if module in changes:
                     changes[module].write(*parts, piece)
                 elif module in matrices:
                     assert adapter is not None
                     magnitude = adapter.magnitudes.get(module)
-                    _fuse_piece(*parts, *matrices[module], piece, adapter.scaling, magnitude)
+                    fuse_piece(*parts, *matrices[module], piece, adapter.scaling, magnitude)
 
 
-def _part(whole: Tensor, piece: Piece) -> Tensor:
+def part_of(whole: Tensor, piece: Piece) -> Tensor:
+    """The rectangle of a parameter that a piece is; a vector has one row."""
     return as_matrix(whole)[piece.top : piece.bottom, piece.left : piece.right]
 
 
-def _fuse_piece(
+def fuse_piece(
     weight: Tensor,
     base: Tensor,
     lora_A: Tensor,
@@ -229,6 +230,15 @@ def _fuse_piece(
     scaling: float,
     magnitude: Tensor | None = None,
 ) -> None:
+    """Write `base + scaling * lora_B @ lora_A` to a rectangle of a weight.
+
+    Args:
+        weight: the rectangle, in the served dtype.
+        base: what it held at first, in any dtype and on any device.
+        lora_A, lora_B: of the whole module.
+        piece: which rectangle of the module it is.
+        magnitude: with DoRA, the norms that the module's rows get; else None.
+    """
     rows, columns = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)]
     if base.device != weight.device:
         weight.copy_(base, non_blocking=True)

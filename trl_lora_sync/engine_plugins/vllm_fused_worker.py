@@ -209,7 +209,8 @@ class _FusedModel:
             return
         with self._whole_weights():
             parameters = _parameters_of(self._model)
-            found = find_pieces(self._model.load_weights, parameters, new, self._config.model_config.dtype)
+            dtype = self._config.model_config.dtype
+            found = find_pieces(self._model.load_weights, parameters, new, dtype, skip_padding=True)
             owners = list(dict.fromkeys(piece.owner for pieces in found.values() for piece in pieces))
             for owner in owners:
                 _check_layer(self._model, owner, {**self._linears, **self._embeddings})
