@@ -505,8 +505,8 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
     ]
     if not adapted or (not found and serving == "fused"):
         raise UnsupportedAdapterError(
-            f"The adapter {adapter_name!r} has no LoRA layer in this model{' but on embeddings' if adapted else ''}, "
-            "so there is nothing to serve. Check target_modules of the LoraConfig: one linear layer is needed at least."
+            f"The adapter {adapter_name!r} has no LoRA layer in this model, so there is nothing to serve. "
+            "Check target_modules of the LoraConfig. One linear layer is needed at least."
         )
     for path, layer in adapted.items():
         if serving != "fused" and (adapter_name in layer.lora_embedding_A or is_embedding_module(path)):
