@@ -559,6 +559,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "verify": "every",
         "verify_tolerance": 2.5,
         "samples_older": False,
+        "proves_groups": False,  # with fused serving
         "overlap": False,
     }
 
