@@ -529,7 +529,15 @@ def sync_settings(args: Any) -> "PolicySettings":
 
     from trl_lora_sync.settings import ColocateSettings, ServerAddress, SyncSettings
 
+    # Only vLLM applies adapters to modules that see images, and only a proof shows whether a server does.
+    proves_groups = (
+        args.vllm_mode == "server"
+        and args.vllm_server_engine != "sglang"
+        and args.lora_sync_serving == "runtime"
+        and args.lora_sync_verify != "off"
+    )
     shared: dict[str, Any] = {
+        "proves_groups": proves_groups,
         "dtype": None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
         "serving": args.lora_sync_serving,
         "verify": args.lora_sync_verify,

@@ -253,14 +253,6 @@ class LoRASyncGeneration(AdapterGeneration):
             extra=self.generation_kwargs,
         )
 
-    def _image_token_id(self) -> int | None:
-        """What stands for an image in a tokenized prompt.
-
-        The model knows it. The processor of Gemma3 calls the token before the image by that name (Transformers 5.23).
-        """
-        found: int | None = getattr(self.model.config, "image_token_id", None)
-        return getattr(self.processing_class, "image_token_id", None) if found is None else found
-
     def close(self) -> None:
         """Unload and delete all versions; the next `generate` publishes again. Not collective, never fails."""
         self._active_name = None

@@ -1,6 +1,6 @@
-"""Sampling beside the training: TRL's rollout loop on a thread of its own; on process 0 only.
+"""Sampling beside the training: TRL's rollout loop on a thread; on process 0 only.
 
-Its requests run on the loop of `runtime`, and a request that is under way costs no thread.
+Its requests run on the loop of `runtime`, and a running request takes no thread.
 
 Each group of samples comes from exactly one version, the newest when the group began, and carries its number. A lease
 keeps that version on the servers until the last sample of the group. Once its samples would be too old to train on,
@@ -51,7 +51,7 @@ class _Group:
     Attributes:
         stored: the version that all of them come from, leased.
         left: samples that have not ended.
-        requests: those that are under way.
+        requests: the requests that are under way.
         is_expired: whether the version is too old to train on.
     """
 

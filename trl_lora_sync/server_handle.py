@@ -419,15 +419,13 @@ class ServerHandle:
         self.is_verified = self.is_verified or evidence.proves
         return evidence
 
-    async def verify_trial(
-        self, stored: StoredAdapter, trained: Scores, trial: Trial, deadline: Deadline, *, is_first: bool
-    ) -> None:
+    async def verify_trial(self, stored: StoredAdapter, trial: Trial, deadline: Deadline, *, is_first: bool) -> None:
         """The same with a trial adapter; the server is verified once each of the trials has been a proof.
 
         Args:
             is_first: whether it is the first of them.
         """
-        evidence = await self._compared(stored, trained, deadline, f", which is zero outside {trial}")
+        evidence = await self._compared(stored, trial.scores, deadline, trial)
         self.is_verified = (is_first or self.is_verified) and evidence.proves
         if not evidence.proves:
             logger.warning(
@@ -439,17 +437,28 @@ class ServerHandle:
                 evidence,
             )
 
-    async def _compared(self, stored: StoredAdapter, trained: Scores, deadline: Deadline, where: str = "") -> Evidence:
-        adapted = await self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
+    async def _compared(
+        self, stored: StoredAdapter, trained: Scores, deadline: Deadline, trial: Trial | None = None
+    ) -> Evidence:
+        if trial is None or trial.image is None:
+            base, adapted = self.base_logprobs, await self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
+        else:
+            one, names = trial.image, (self.engine.capabilities.base_model, stored.name)
+            base, adapted = [
+                await self.engine.score_image(name, one.prompt_ids, one.image, one.image_token_id, one.scored, deadline)
+                for name in names
+            ]
         tolerance = self._settings.verify_tolerance
-        evidence = compare(Scores(base=self.base_logprobs, adapted=adapted), trained, tolerance=tolerance)
+        evidence = compare(Scores(base=base, adapted=adapted), trained, tolerance=tolerance)
         if evidence.contradicts:
+            where = "" if trial is None else f", which is zero outside {trial}"
+            advice = f"{trial.advice} " if trial is not None and trial.advice else ""
             raise VerificationError(
                 f"{self.base_url} accepted the adapter {stored.name!r} and computes something else with it{where}: "
-                f"{evidence}. The version before stays active. Likely causes: the server's base model is another "
-                "checkpoint or is quantised in another way; it ignores tensors, whose names the served model does not "
-                "know or whose modules its --lora-target-modules leave out; the scaling is applied twice or not at "
-                "all; something between trainer and server answers with another version. "
+                f"{evidence}. {advice}The version before stays active. Likely causes: the server's base model is "
+                "another checkpoint or is quantised in another way; it ignores tensors, whose names the served model "
+                "does not know or whose modules its --lora-target-modules leave out; the scaling is applied twice or "
+                "not at all; something between trainer and server answers with another version. "
                 "`trl-lora-sync doctor` looks closer. If the difference is known and wanted, raise "
                 f'lora_sync_verify_tolerance (now {tolerance:g}), or set lora_sync_verify="off".'
             )

@@ -21,7 +21,7 @@ from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.mixed_batches import score_base
 from trl_lora_sync.runtime import offload
 from trl_lora_sync.transports import Transport
-from trl_lora_sync.verify import PROBE_PROMPT, Scores, TrainedBase, Trial, base_gap
+from trl_lora_sync.verify import TrainedBase, Trial, base_gap
 
 if TYPE_CHECKING:
     from trl_lora_sync.server_handle import ServerHandle
@@ -151,9 +151,8 @@ class StartupChecks:
     async def _prove(
         self, stored: StoredAdapter, trial: Trial, is_first: bool, deadline: Deadline, server: "ServerHandle"
     ) -> None:
-        await self._smoke_test(stored, deadline, server)
-        trained = Scores(base=self._base.logprobs(PROBE_PROMPT)[0], adapted=trial.logprobs)
-        await server.verify_trial(stored, trained, trial, deadline, is_first=is_first)
+        await self._smoke_test(stored, deadline, server, trial)
+        await server.verify_trial(stored, trial, deadline, is_first=is_first)
 
     async def smoke_test(
         self, servers: Sequence["ServerHandle"], adapter: CanonicalAdapter, deadline: Deadline
@@ -162,7 +161,9 @@ class StartupChecks:
         async with self._stored("trial", servers, adapter, deadline) as stored:
             await each(servers, partial(self._smoke_test, stored, deadline))
 
-    async def _smoke_test(self, stored: StoredAdapter, deadline: Deadline, server: "ServerHandle") -> None:
+    async def _smoke_test(
+        self, stored: StoredAdapter, deadline: Deadline, server: "ServerHandle", trial: Trial | None = None
+    ) -> None:
         try:
             await server.load(stored, deadline)  # as each sync will, a pause included
             await server.warm_up(stored, deadline)
@@ -171,7 +172,8 @@ class StartupChecks:
             raise
         except AdapterRejectedError as error:
             evidence = "it refused an adapter of the trainer's shapes"
-            raise self._other_base(server, self._wider.base_model, evidence, str(error)) from error
+            message = str(error) if trial is None else f"{trial.advice} {error}".lstrip()
+            raise self._other_base(server, self._wider.base_model, evidence, message) from error
 
     @asynccontextmanager
     async def _stored(

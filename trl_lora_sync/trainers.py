@@ -70,10 +70,11 @@ class LoRASyncTrainer:
         self._check_trainer(config)
         check_sync_fields(config)  # fields may have been set after the config was made
         self._check_arguments(config, given)
-        check_model(given["model"], given.get("peft_config"))
+        settings = sync_settings(config)
+        check_model(given["model"], given.get("peft_config"), settings.reads, proves_groups=settings.proves_groups)
         check_reference(config, given.get("peft_config"))
         sync = {
-            "settings": sync_settings(config),
+            "settings": settings,
             "on_sync": self._record_sync,
             "is_new": not hasattr(given["model"], "peft_config"),
         }
@@ -104,10 +105,12 @@ class LoRASyncTrainer:
         config = given["args"]
         generation_class = _generation_class(config)
         if config.vllm_mode == "colocate":
-            self._waits_on_host = _check_base(config, given["model"])
+            self._waits_on_host = _check_base(config, given)
 
         def build(*arguments: Any, **named: Any) -> Any:
             check_arguments(generation_class, *arguments, **named)
+            if self._waits_on_host:
+                named["waits_on_host"] = True
             return generation_class(*arguments, **named, **sync)
 
         with ExitStack() as stack:
@@ -240,7 +243,7 @@ def _generation_class(config: Any) -> Any:
     return ColocateGeneration
 
 
-def _check_base(config: Any, model: Any) -> bool:
+def _check_base(config: Any, given: dict[str, Any]) -> bool:
     """Whether the model should stay on the host until vLLM has loaded the weights that both will share.
 
     Raises:
@@ -249,7 +252,7 @@ def _check_base(config: Any, model: Any) -> bool:
     from trl_lora_sync.colocate.shared_base import may_share, refuse_sharded
 
     refuse_sharded(config)
-    return may_share(config, model)
+    return given.get("quantization_config") is None and may_share(config, given["model"])
 
 
 def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ is scored with and without the adapter, there and here, and the served change mu
 numbers only, and computes none of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -49,6 +49,24 @@ class TrainedBase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageProbe:
+    """A prompt with an image.
+
+    Attributes:
+        image: as PIL has it.
+        image_token_id: what stands for the image in `prompt_ids`.
+        scored: how many tokens at the end of the prompt are scored, all of them after the image.
+        inputs: the arguments of the trainer's model, as tensors.
+    """
+
+    prompt_ids: list[int]
+    image: Any
+    image_token_id: int
+    scored: int
+    inputs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """A random adapter of large effect, which proves the path from the trainer to a server.
 
@@ -61,13 +79,17 @@ class Trial:
         group: of the modules that it changes, such as "attention".
         modules: their paths, with `*` for the number of a layer.
         read: makes it, in the shapes of the trained adapter and by the same export.
-        logprobs: log-probabilities of `PROBE_PROMPT` under it, as the trainer's model computes them.
+        scores: of `PROBE_PROMPT`, as the trainer's model computes them with it and without any adapter.
+        image: what the scores are of instead.
+        advice: what to do if a server ignores these modules.
     """
 
     group: str
     modules: Sequence[str]
     read: ReadAdapter
-    logprobs: Sequence[float]
+    scores: "Scores"
+    image: ImageProbe | None = None
+    advice: str = ""
 
     def __str__(self) -> str:
         return f"the {self.group} modules ({', '.join(self.modules)})"

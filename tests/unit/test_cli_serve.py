@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed, find_engine
@@ -487,6 +489,47 @@ def test_rank_and_modules_come_from_a_peft_config(
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
     assert main(["serve", "vllm", "M", "--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]) == 0
     assert "--max-lora-rank 32" in capsys.readouterr().out
+
+
+VISION_KEY = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
+TEXT_KEY = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("saved", "keys", "is_set"),
+    [
+        ({"target_modules": ["q_proj", "qkv"]}, None, True),
+        ({"target_modules": ["model.vision_tower.encoder.layers.0.self_attn.q_proj"]}, None, True),
+        ({"target_modules": ["q_proj", "qkv"], "exclude_modules": ".*(visual).*"}, None, False),
+        ({"target_modules": ["q_proj", "up_proj"]}, None, False),
+        ({"target_modules": "all-linear"}, [TEXT_KEY, VISION_KEY], True),
+        ({"target_modules": ["up_proj", "qkv"]}, [TEXT_KEY], False),
+    ],
+)
+def test_the_flag_for_modules_that_see_images_is_set_where_the_adapter_has_some(
+    saved: dict[str, Any],
+    keys: list[str] | None,
+    is_set: bool,
+    environment: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, **saved}))
+    if keys is not None:
+        save_file({key: torch.ones(1, 1) for key in keys}, tmp_path / "adapter_model.safetensors")
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]) == 0
+    assert ("--enable-tower-connector-lora" in capsys.readouterr().out) == is_set
+
+
+@pytest.mark.outside
+def test_a_server_that_adds_adapters_to_its_weights_takes_more_of_them(
+    environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "use_dora": True}))
+    arguments = ["--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]
+    assert main(["serve", "vllm", "M", "--fused", *arguments]) == 0
+    assert vllm_fused.WORKER in capsys.readouterr().out
 
 
 def test_adapter_that_no_server_serves_is_refused(

@@ -131,7 +131,7 @@ class VerifiedRun(FleetRun):
             group=group,
             modules=[f"model.layers.*.{block}"],
             read=lambda served: adapter,
-            logprobs=self.logprobs(adapter),
+            scores=Scores(base=self.logprobs(None), adapted=self.logprobs(adapter)),
         )
 
     def publish(self) -> SyncReport:

@@ -65,6 +65,8 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
             "--max-loras": str(slots),
             "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
         }
+        if request.adapts_vision:
+            flags["--enable-tower-connector-lora"] = None
         env[RUNTIME_LORA] = "True"
     if request.loads_quickly:
         flags["--worker-extension-cls"] = QUICK_WORKER

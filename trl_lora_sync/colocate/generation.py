@@ -22,6 +22,7 @@ from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
 from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, TrainedBase, Trial, base_gap, compare
+from trl_lora_sync.versions import VLLM_COLOCATE
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +32,15 @@ class ColocateGeneration(AdapterGeneration):
 
     TRL builds the engine and samples from it, as in its own colocate mode. Everything that samples through
     `llm`, such as a rollout function, samples from the active version.
+
+    Args:
+        waits_on_host: whether the model is on the host, so that there are never two copies of the base on the GPU.
     """
 
     _settings: ColocateSettings
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, waits_on_host: bool = False, **kwargs: Any) -> None:
+        self._waits_on_host = waits_on_host
         self._next_version = 1
         self._active: Policy | None = None
         self._layout: Any = None  # names and shapes of the tensors that the engine was proved with
@@ -63,9 +68,10 @@ class ColocateGeneration(AdapterGeneration):
         linears = run_on_all(self.accelerator, self._linears)
         run_on_all(self.accelerator, self._check_serving)
         reason = self._reason_against_sharing()
-        if reason is None:
-            self.model.to("cpu")  # unless it never was elsewhere
+        if reason is None and not self._waits_on_host:
+            self.model.to("cpu")
             torch.cuda.empty_cache()
+            self._waits_on_host = True
         rank = max(linear.out_features for linear in linears[::2]) * (2 if self._initial else 1)
         options = engine.lora_options(rank) if self._settings.serving == "runtime" else {}
         options |= {"dtype": self._settings.dtype} if self._settings.dtype else {}
@@ -79,6 +85,25 @@ class ColocateGeneration(AdapterGeneration):
         if self._settings.verify != "off":
             self._prove(base, make_trials)
         self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name, base_note)))
+        self._warn_if_untried()
+
+    def _warn_if_untried(self) -> None:
+        untried = [
+            name
+            for name, is_used in (
+                ('lora_sync_serving="runtime"', self._settings.serving == "runtime"),
+                ("vllm_enable_sleep_mode=True", self.enable_sleep_mode),
+            )
+            if is_used
+        ]
+        if untried and self.accelerator.is_main_process and self.accelerator.device.type != "cpu":
+            logger.warning(
+                "Adapter sync in colocate mode with %s is experimental on a %s: no whole run was tested there. The "
+                "checks at the start and of each sync apply. Tested with vLLM %s.",
+                " and ".join(untried),
+                self.accelerator.device.type,
+                VLLM_COLOCATE.tested,
+            )
 
     def _check_serving(self) -> None:
         if self._settings.serving == "runtime":
@@ -120,7 +145,8 @@ class ColocateGeneration(AdapterGeneration):
                 self._shared = SharedBase(weights, views)
                 self._shared.connect(self.model, self.accelerator.device)
                 return f"the trainer's base ({self._shared.nbytes / 2**30:.2f} GiB, compared bit by bit)"
-        self.model.to(self.accelerator.device)  # it may have waited on the host
+        if self._waits_on_host:
+            self.model.to(self.accelerator.device)
         return f"a second copy of the base ({reason})"
 
     def _make_holder(self) -> AdapterSlots | MergedIntoOwnWeights | FoldedIntoSharedWeights:
@@ -150,7 +176,7 @@ class ColocateGeneration(AdapterGeneration):
         base = run_on_all(self.accelerator, base.remembered)
         run_on_all(self.accelerator, lambda: self._check_base(base))
         trial, policy = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trials))
-        trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.logprobs)
+        trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.scores.adapted)
         found = run_on_all(self.accelerator, lambda: self._compared(policy, trained))
         self._is_proven = self._prove_all(found)
         if not self._is_proven:

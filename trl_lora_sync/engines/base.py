@@ -254,6 +254,15 @@ class Engine(Protocol):
     async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         """Log-probability of each prompt token after the first, at temperature 1; errors as for `generate`."""
 
+    async def score_image(
+        self, model: str, prompt_ids: list[int], image: Any, image_token_id: int, scored: int, deadline: Deadline
+    ) -> list[float]:
+        """As `score`, of the last `scored` tokens of a prompt with an image.
+
+        Raises:
+            ServerSetupError: the engine takes no images.
+        """
+
     async def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         """Make `adapter.name` selectable. Loading the same name and path again succeeds.
 

@@ -153,6 +153,15 @@ class SGLangEngine(SGLangServer):
         except (KeyError, IndexError, TypeError) as error:
             raise self._unscored() from error
 
+    async def score_image(
+        self, model: str, prompt_ids: list[int], image: Any, image_token_id: int, scored: int, deadline: Deadline
+    ) -> list[float]:
+        raise ServerSetupError(
+            f"{self.base_url} runs SGLang, where images are not supported, and the adapter changes modules that see "
+            'images. Train the language model only, for example with LoraConfig(exclude_modules=r".*(visual|'
+            'vision_tower|multi_modal_projector).*"), or sample on vLLM.'
+        )
+
     # Adapters
 
     async def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:

@@ -196,13 +196,36 @@ class VLLMEngine(ServerEngine):
         requests while LoRA is on (vllm#16668).
         """
         prefixes = [PromptGroup(prompt=prompt_ids[:end], count=1) for end in range(1, len(prompt_ids))]
-        free = await self.generate(model, prefixes, scoring_sampling(), deadline, at_once=1)
+        return await self._score(model, prefixes, prompt_ids[1:], None, deadline)
+
+    async def score_image(
+        self, model: str, prompt_ids: list[int], image: Any, image_token_id: int, scored: int, deadline: Deadline
+    ) -> list[float]:
+        """See `Engine`."""
+        ends = range(len(prompt_ids) - scored, len(prompt_ids))
+        prefixes = [PromptGroup(prompt=prompt_ids[:end], images=[image], count=1) for end in ends]
+        return await self._score(model, prefixes, prompt_ids[-scored:], image_token_id, deadline)
+
+    async def _score(
+        self,
+        model: str,
+        prefixes: list[PromptGroup],
+        token_ids: list[int],
+        image_token_id: int | None,
+        deadline: Deadline,
+    ) -> list[float]:
+        """The log-probability of each token after its prefix."""
+
+        def sampling(*forced: Any) -> Sampling:
+            return replace(scoring_sampling(*forced), image_token_id=image_token_id)
+
+        free = await self.generate(model, prefixes, sampling(), deadline, at_once=1)
 
         async def logprob(prefix: PromptGroup, token_id: int, likely: dict[int, float]) -> float:
             if token_id in likely:
                 return likely[token_id]
             for force in FORCES:
-                [[forced]] = await self.generate(model, [prefix], scoring_sampling(token_id, force), deadline)
+                [[forced]] = await self.generate(model, [prefix], sampling(token_id, force), deadline)
                 found = unforced(token_id, force, likely, ranked_logprobs(forced))
                 if found is not None:
                     return found
@@ -210,7 +233,7 @@ class VLLMEngine(ServerEngine):
 
         try:
             likely = [ranked_logprobs(found) for (found,) in free]
-            tokens = list(zip(prefixes, prompt_ids[1:], likely, strict=True))
+            tokens = list(zip(prefixes, token_ids, likely, strict=True))
             return await in_parallel(lambda token: logprob(*token), tokens, _SCORED_AT_ONCE)
         except ValueError as error:
             raise self._unscored() from error
