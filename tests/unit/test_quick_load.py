@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import safetensors_file, vllm_quick_load_worker
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError
-from trl_lora_sync.engine_plugins.vllm_quick_load import QuickLoadMiddleware
-from trl_lora_sync.engine_plugins.vllm_quick_load_worker import QuickLoadWorker, quick_model
+from trl_lora_sync.engine_plugins.vllm_quick_load import CHECKS_HEADER, QuickLoadMiddleware
+from trl_lora_sync.engine_plugins.vllm_quick_load_worker import KnownFiles, QuickLoadWorker, quick_model
 
 FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model.model.layers"
@@ -67,7 +67,9 @@ class Worker(QuickLoadWorker):
                 lora_config=SimpleNamespace(max_cpu_loras=4),
             )
         )
-        assert self.lora_sync_load_quickly() == {"error": ""}
+        answer = self.lora_sync_load_quickly()
+        assert answer["error"] == ""
+        assert answer["slots"].startswith("AttributeError: ")  # there are none here
 
     def load(self, tensors: dict[str, Tensor] | None = None, **changes: Any) -> tuple[list[str], dict[str, Tensor]]:
         """Which way an adapter came, and its tensors."""
@@ -202,7 +204,7 @@ def test_a_worker_without_lora_says_so() -> None:
 
 
 def test_a_quick_model_is_one_of_vllms() -> None:
-    assert issubclass(quick_model(Usual, 1), Usual)
+    assert issubclass(quick_model(Usual, KnownFiles(1)), Usual)
 
 
 # Reading
@@ -249,11 +251,15 @@ def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.Monk
 # The server's side
 
 
+fine = {"error": "", "slots": ""}
+
+
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([{"error": ""}, {"error": ""}], "read with several threads"),
-        ([{"error": ""}, {"error": "AttributeError: x"}], "loaded the usual way.*AttributeError: x"),
+        ([fine, fine], "written into their slots directly, and other adapters are read with several threads"),
+        ([fine, {"error": "", "slots": "AttributeError: x"}], "not written into the slots.*AttributeError: x"),
+        ([fine, {"error": "AttributeError: x", "slots": ""}], "loaded the usual way.*AttributeError: x"),
         (RuntimeError("no such method"), "loaded the usual way.*no such method"),
     ],
 )
@@ -282,8 +288,39 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
         asyncio.run(run())
     assert asked == ["lora_sync_load_quickly"]
     assert passed == ["lifespan", "http", "websocket"]
-    assert len(caplog.messages) == 1
     assert re.search(words, caplog.messages[0])
+
+
+@pytest.mark.parametrize(("slots", "expected"), [("", ["1", None]), ("AttributeError: x", [None, None])])
+def test_answers_to_loads_say_whether_versions_are_compared(slots: str, expected: list[str | None]) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def collective_rpc(method: str) -> list[dict[str, str]]:
+        return [{"error": "", "slots": slots}]
+
+    async def run() -> list[str | None]:
+        async def ignore(message: Any) -> None:
+            pass
+
+        middleware = QuickLoadMiddleware(app)
+        server = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(collective_rpc=collective_rpc)))
+        await middleware({"type": "lifespan", "app": server}, None, ignore)  # type: ignore[arg-type]
+        found = []
+        for path in ("/v1/load_lora_adapter", "/v1/models"):
+            sent: list[Any] = []
+
+            async def note(message: Any, sent: list[Any] = sent) -> None:
+                sent.append(message)
+
+            await middleware({"type": "http", "path": path}, None, note)  # type: ignore[arg-type]
+            headers = dict(sent[0]["headers"])
+            assert headers[b"a"] == b"b"
+            found.append(headers.get(CHECKS_HEADER.encode(), b"").decode() or None)
+        return found
+
+    assert asyncio.run(run()) == expected
 
 
 @pytest.mark.outside

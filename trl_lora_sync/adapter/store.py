@@ -1,10 +1,10 @@
 """Versions of an adapter on disk: written once, never overwritten, deleted when nothing may read them any more.
 
-Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json}`. A live run holds a lock on
-`<root>/<run_id>/owner.json`, which the kernel releases however the process ends; this separates leftovers from the
-files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two versions. An
-empty version folder stands for a name that a server may still have: the next run unloads it there. Knows nothing of
-models, and of servers only their URLs.
+Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json, lora_sync.json}`. A live run
+holds a lock on `<root>/<run_id>/owner.json`, which the kernel releases however the process ends; this separates
+leftovers from the files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two
+versions. An empty version folder stands for a name that a server may still have: the next run unloads it there. Knows
+nothing of models, and of servers only their URLs.
 """
 
 import contextlib
@@ -29,7 +29,10 @@ from torch import Tensor
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatAdapter
 from trl_lora_sync.adapter.slots import SlotRing
-from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, METADATA, TENSORS_FILE
+from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, HEADER_PREFIX_BYTES, METADATA, TENSORS_FILE
+from trl_lora_sync.engine_plugins.shared_files import SOCKET
+from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, VersionNote, digest_of
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 
 logger = logging.getLogger(__name__)
@@ -124,7 +127,8 @@ def _write_files(
     tensors, config = partial / TENSORS_FILE, partial / CONFIG_FILE
     write_tensors(tensors, adapter)
     config.write_text(_config_text(adapter))
-    for file in (tensors, config):
+    note = partial / NOTE_FILE
+    for file in (tensors, config, note) if note.exists() else (tensors, config):
         # safetensors makes its file 0600 whatever the umask, so the other one shows the process's default.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
         _fsync(file)
@@ -260,17 +264,24 @@ class AdapterStore:
 
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
         """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
-        if self._slots is None or not isinstance(adapter, FlatAdapter):
+        if not isinstance(adapter, FlatAdapter):
             write_tensors(file, adapter)
             return
-        size = len(adapter.header) + adapter.payload_bytes
-        slot = self._slots.take(self.directory / _SLOTS, size, adapter.flat.device)
+        slot = None
+        if self._slots is not None:
+            size = len(adapter.header) + adapter.payload_bytes
+            slot = self._slots.take(self.directory / _SLOTS, size, adapter.flat.device)
         if slot is None:
             write_tensors(file, adapter)
-            return
-        self._slots.lend(name, slot)
-        slot.fill(adapter.header, adapter.flat)
-        slot.move(file)
+        else:
+            assert self._slots is not None
+            self._slots.lend(name, slot)
+            slot.fill(adapter.header, adapter.flat)
+            slot.move(file)
+        # Of what is on the trainer's device, not of what has come to be in the file.
+        shared = f"../{_SLOTS}/{SOCKET}" if slot is not None and slot.is_shared else ""
+        head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
+        VersionNote(head=head, checksum=checksum(adapter.flat), files=shared).write(file.parent)
 
     def check(self, stored: StoredAdapter, adapter: CanonicalAdapter) -> None:
         """Compare the files of a version with `adapter`, from which they were written.
