@@ -61,6 +61,7 @@ class Worker(QuickLoadWorker):
     def __init__(self, folder: Path) -> None:
         self.ways: list[str] = []
         self.folder = folder
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
         self.model_runner = SimpleNamespace(
             lora_manager=SimpleNamespace(
                 _lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}),

@@ -18,8 +18,7 @@ from torch import Tensor
 from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
-from trl_lora_sync.engine_plugins import slot_writer
-from trl_lora_sync.engine_plugins.slot_writer import SlotWriter
+from trl_lora_sync.engine_plugins.slot_writer import Group, SlotWriter
 from unit.tiny import lora_module
 
 BF16 = torch.bfloat16
@@ -155,6 +154,10 @@ class Manager:
             tensors = load_file(Path(request.lora_path) / "adapter_model.safetensors")
         return SimpleNamespace(id=request.lora_int_id, tensors=tensors)
 
+    def _apply_adapters(self, requests: Any) -> None:
+        for one in requests:
+            self.add_adapter(one)
+
     def add_adapter(self, request: Any) -> bool:
         tables = self._adapter_manager
         if request.lora_int_id not in tables._registered_adapters or request.load_inplace:
@@ -175,7 +178,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.tables = Tables([("q", "k"), ("o",), ("unused",)])
         self.manager = Manager(self.tables)
-        self.writer = SlotWriter(self.manager, self._loading)
+        self.writer = SlotWriter(self.manager, self._loading, Group())
         self.store = AdapterStore(folder / "root", slots=SlotRing())
         self.numbers: dict[str, int] = {}
         self.adapters: dict[str, dict[str, Tensor]] = {}
@@ -194,18 +197,20 @@ class Served:
         return stored
 
     def add(self, stored: StoredAdapter) -> None:
-        """What vLLM does for a load, and for each adapter of a batch at each step."""
-        request = SimpleNamespace(
+        """What vLLM does for a load."""
+        self.manager.add_adapter(self._request(stored))
+
+    def _request(self, stored: StoredAdapter) -> Any:
+        return SimpleNamespace(
             lora_int_id=self.numbers[stored.name],
             lora_name=stored.name,
             lora_path=str(stored.path),
             load_inplace=False,
         )
-        self.manager.add_adapter(request)
 
     def serves(self, stored: StoredAdapter) -> bool:
         """Whether a batch with this adapter is computed with its matrices."""
-        self.add(stored)
+        self.manager._apply_adapters([self._request(stored)])
         held, expected = self.tables.held_by(self.numbers[stored.name]), self.adapters[stored.name]
         return held.keys() == expected.keys() and all(torch.equal(held[key], expected[key]) for key in held)
 
@@ -225,8 +230,7 @@ def flat(seed: int, rank: int = R, dtype: torch.dtype = BF16, *modules: str) -> 
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(slot_writer, "_tensor_parallel_group", lambda: None)
+def served() -> Iterator[Served]:
     with shared_folder() as folder:
         served = Served(folder)
         yield served

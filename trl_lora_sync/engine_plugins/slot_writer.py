@@ -93,12 +93,13 @@ class SlotWriter:
     Args:
         manager: vLLM's `LRUCacheWorkerLoRAManager`.
         loading: makes vLLM read given tensors instead of the file, for as long as the block lasts.
+        group: the workers among which each adapter is divided, all of the engine; see `group_of`.
 
     Raises:
         AttributeError, TypeError: this version of vLLM keeps its adapters in another way.
     """
 
-    def __init__(self, manager: Any, loading: Callable[[Callable[[], Tensors]], Any]) -> None:
+    def __init__(self, manager: Any, loading: Callable[[Callable[[], Tensors]], Any], group: "Group") -> None:
         self._manager = manager
         self._tables: Any = manager._adapter_manager
         self._loading = loading
@@ -121,7 +122,10 @@ class SlotWriter:
         self._primed: dict[int, _Kind] = {}
         self._written: set[int] = set()
         self.counts: Counter[str] = Counter()
-        self._group = _tensor_parallel_group()
+        self._group = group
+        self._is_in_step = False
+        self._usual_apply = manager._apply_adapters
+        manager._apply_adapters = self._apply
         manager.add_adapter = self.add_adapter
         self._tables.activate_adapter = self._activate
 
@@ -137,8 +141,19 @@ class SlotWriter:
             self._load(request, note)
         except Exception:
             self._remove(number)
-            raise
+            # All workers have failed. vLLM (0.26, 0.31) collects their answers up to the first error, and would take
+            # what is left for answers to its next call, so only the last one raises it. A step fails on all of them.
+            if self._is_in_step or self._group.is_last:
+                raise
+            return False
         return True
+
+    def _apply(self, requests: Any) -> None:
+        self._is_in_step = True
+        try:
+            self._usual_apply(requests)
+        finally:
+            self._is_in_step = False
 
     # Loading
 
@@ -313,11 +328,9 @@ class SlotWriter:
 
     def _agree(self, is_fine: bool) -> bool:
         """Whether all workers of the group are fine; each of them is called for the same versions in the same order."""
-        if self._group is None:
-            return is_fine
-        fine = torch.tensor([int(is_fine)])
-        torch.distributed.all_reduce(fine, torch.distributed.ReduceOp.MIN, self._group)
-        return bool(fine)
+        failed = torch.tensor([int(not is_fine)])
+        self._group.add_up(failed)
+        return not bool(failed)
 
     # Learning a kind
 
@@ -388,8 +401,7 @@ class SlotWriter:
                 for box in group:
                     box.in_file(held).fill_(True)
             placed = torch.stack([held[one.start // size : one.end // size].sum() for one in spans.values()]).cpu()
-        if self._group is not None:
-            torch.distributed.all_reduce(placed, group=self._group)
+        self._group.add_up(placed)
         needed = [(one.end - one.start) // size for one in spans.values()]
         missing = [name for name, has, needs in zip(spans, placed.tolist(), needed, strict=True) if has < needs]
         if missing:
@@ -501,9 +513,38 @@ def _random_values(count: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(_SEED)).to(dtype)
 
 
-def _tensor_parallel_group() -> Any:
-    """The group of the workers among which each adapter is divided, on the host; None for a single worker."""
+@dataclass(frozen=True)
+class Group:
+    """The workers among which each adapter is divided.
+
+    Attributes:
+        group: for collectives on the host; None for a single worker.
+        is_last: whether this worker is the last one.
+    """
+
+    group: Any = None
+    is_last: bool = True
+
+    def add_up(self, numbers: Tensor) -> None:
+        """**Collective.** Replace numbers on the host by their sum over all workers."""
+        if self.group is not None:
+            torch.distributed.all_reduce(numbers, group=self.group)
+
+
+def group_of(parallel_config: Any) -> Group:
+    """The group of this worker.
+
+    Raises:
+        RuntimeError: adapters are divided in other ways than by tensor parallelism.
+    """
+    if parallel_config.world_size == 1:
+        return Group()
     from vllm.distributed import get_tp_group
 
-    group: Any = get_tp_group()
-    return group.cpu_group if group.world_size > 1 else None
+    found: Any = get_tp_group()
+    if found.world_size != parallel_config.world_size:
+        raise RuntimeError(
+            f"{parallel_config.world_size} workers are not divided by tensor parallelism alone, which is all that is "
+            "known here"
+        )
+    return Group(found.cpu_group, found.rank_in_group == found.world_size - 1)

@@ -28,7 +28,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
     bytes_of,
     head_of,
 )
-from trl_lora_sync.engine_plugins.slot_writer import SlotWriter
+from trl_lora_sync.engine_plugins.slot_writer import SlotWriter, group_of
 from trl_lora_sync.engine_plugins.version_note import NOTE_FILE
 
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
@@ -42,9 +42,10 @@ _BUFFER_BYTES = 64 << 20
 
 
 class QuickLoadWorker:
-    """Mixed into vLLM's worker, whose `model_runner` it uses."""
+    """Mixed into vLLM's worker, whose `model_runner` and `vllm_config` it uses."""
 
     model_runner: Any
+    vllm_config: Any
     _lora_sync_slots: SlotWriter
 
     def lora_sync_load_quickly(self) -> dict[str, str]:
@@ -58,7 +59,7 @@ class QuickLoadWorker:
         except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
             return {"error": f"{type(error).__name__}: {error}", "slots": ""}
         try:
-            self._lora_sync_slots = SlotWriter(manager, files.replaced)
+            self._lora_sync_slots = SlotWriter(manager, files.replaced, group_of(self.vllm_config.parallel_config))
             files.writes_slots = True
         except Exception as error:
             return {"error": "", "slots": f"{type(error).__name__}: {error}"}
