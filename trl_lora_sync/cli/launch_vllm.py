@@ -33,7 +33,8 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     _check_vllm(given, request, environ)
     _check_plugins(installed, request)
     notes: list[str] = []
-    slots = 2
+    # A written version exists in its slot only, so every kept version needs a slot, and so does the next version.
+    slots = request.keep + 1 if request.loads_quickly else 2
     if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
         slots = 1
         notes.append(

@@ -1,6 +1,6 @@
-"""A checksum of an adapter's bytes, computed where they are: by the trainer on its device, by a worker on its own.
+"""A checksum of an adapter's bytes, computed where they are: on the trainer's device and on the worker's.
 
-A word of 64 bits, so it finds damage; it is no protection from someone who makes up other bytes on purpose.
+It has 64 bits and finds damage. It does not protect against bytes that were made up on purpose.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """How workers of an engine map the files that a trainer on their host writes again and again, and page-lock them once.
 
-A trainer may write a file again only if no other process can still read it, and the kernel tells by counting the open
-files and their mappings (see `adapter.slots`). A worker that mapped the file by its path would be counted for as long
+A trainer may write a file again only if no other process can still read it, and the kernel counts the open files
+and their mappings (see `adapter.slots`). A worker that mapped the file by its path would be counted for as long
 as it has the mapping. So the trainer passes its own open file through a socket: that is one open file, however many
 processes map it. While a worker reads, it also has the file open by its path, and so it is counted then.
 
@@ -189,7 +189,7 @@ class _Trainer:
     @contextmanager
     def mapped(self, key: FileKey) -> Iterator[Tensor | None]:
         with self._changed:
-            # The first file is asked for while it is still on its way.
+            # The first file is needed while it is still on its way.
             self._changed.wait_for(lambda: self.is_gone or key in self._maps or self._has_all, _PATIENCE_S)
             found = self._maps.get(key)
             yield None if found is None else found.data

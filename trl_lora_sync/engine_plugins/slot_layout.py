@@ -2,8 +2,8 @@
 
 An engine takes a file apart in its own ways: it packs some modules together, slices for tensor parallelism, transposes,
 reorders experts. None of that is known here. The engine loads adapters whose elements are digits of their places in
-the file, so the slot then tells for each of its elements which element of the file went there. What is found is
-described by boxes: copies between two regular parts of memory.
+the file, so each element of the slot then names the element of the file that went there. The result is a list of
+boxes: copies between two regular parts of memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,7 +84,7 @@ def find_boxes(part: int, digits: Sequence[Tensor], strides: Sequence[int], coun
         count: of the elements in the file.
 
     Raises:
-        LayoutError: the digits are no places in the file, or too irregular.
+        LayoutError: the digits are not places in the file, or too irregular.
     """
     written = digits[0] > 0
     if any(not torch.equal(one > 0, written) for one in digits[1:]):
@@ -94,17 +94,21 @@ def find_boxes(part: int, digits: Sequence[Tensor], strides: Sequence[int], coun
     places[written] = sums[written]
     if int(places.max()) >= count:
         raise LayoutError("the engine changes the values that it loads")
-    return [
-        Box(
-            part=part,
-            shape=shape,
-            target=sum(first * stride for first, stride in zip(corner, strides, strict=True)),
-            target_steps=tuple(strides),
-            source=source,
-            source_steps=steps,
-        )
-        for corner, shape, source, steps in _regular(places, (0,) * places.dim())
-    ]
+    return [_box(part, tuple(strides), found) for found in _regular(places, (0,) * places.dim())]
+
+
+def _box(part: int, strides: tuple[int, ...], found: "Found") -> Box:
+    """Without dimensions of one element, whose strides mean nothing and would keep torch from copying in one launch."""
+    corner, shape, source, steps = found
+    longer = [dim for dim, size in enumerate(shape) if size > 1]
+    return Box(
+        part=part,
+        shape=tuple(shape[dim] for dim in longer),
+        target=sum(first * stride for first, stride in zip(corner, strides, strict=True)),
+        target_steps=tuple(strides[dim] for dim in longer),
+        source=source,
+        source_steps=tuple(steps[dim] for dim in longer),
+    )
 
 
 Found = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
@@ -153,7 +157,7 @@ def _cuts(places: Tensor, dim: int) -> list[int]:
     """Where along `dim` another regularity begins."""
     rows = places.movedim(dim, 0).flatten(1)
     difference = rows[1:] - rows[:-1]
-    # A row that is written in part, or next to one that is not written in the same way, is apart.
+    # A row that is written in part is apart, and so is a row whose neighbour is written in other places.
     is_alike = (difference == difference[:, :1]).all(1) & ((rows[1:] >= 0) == (rows[:-1] >= 0)).all(1)
     is_alike &= (difference[:, 0] > 0) | (rows[1:] < 0).all(1)
     cuts: list[int] = []

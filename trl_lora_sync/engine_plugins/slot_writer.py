@@ -8,7 +8,7 @@ copied as a whole to the device, and from there into a slot by one batched copy.
 Every version comes with the checksum that the trainer computed on its own device. It is compared with what was read,
 before anything is changed, and then with what lies in the slot. With tensor parallelism a slot holds a part of the
 adapter; all workers of a group refuse a version if one does. Where anything is not as expected, vLLM loads the version
-in its own way, and the log says why.
+in its own way, and the reason is logged.
 """
 
 import time
@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,17 +75,24 @@ class _Kind(NamedTuple):
     format: str
 
 
+class _Batch(NamedTuple):
+    """Copies between a slot and the staging memory that are made together."""
+
+    targets: list[Tensor]
+    sources: list[Tensor]
+
+
 @dataclass
 class _Plan:
     """How versions of one kind are written.
 
     Attributes:
         groups: boxes whose elements in the file are all different; together they fill a slot.
-        views: targets and sources of each group, by slot, for the staging memory that they were made for.
+        views: the batches of each group, by slot, for the staging memory that they were made for.
     """
 
     groups: list[list[Box]]
-    views: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = field(default_factory=dict)
+    views: dict[int, list[list[_Batch]]] = field(default_factory=dict)
 
 
 class SlotWriter:
@@ -211,7 +219,7 @@ class SlotWriter:
             self._compare(plan, slot, request, note)
             self.counts["loaded by vLLM"] += 1
             return
-        for targets, sources in self._views(plan, slot):
+        for targets, sources in chain(*self._views(plan, slot)):
             torch._foreach_copy_(targets, sources)
         self._tables._registered_adapters[number] = _Written(number)
         self._tables._active_adapters[number] = None
@@ -227,8 +235,9 @@ class SlotWriter:
 
         What the slot does not hold, as other workers do, stays what was read.
         """
-        for targets, sources in self._views(plan, slot):
-            torch._foreach_copy_(sources, targets)
+        for group in self._views(plan, slot):
+            for targets, sources in group:
+                torch._foreach_copy_(sources, targets)
             found = checksum(self._stage)
             if found != note.checksum:
                 self._primed.pop(slot, None)
@@ -237,12 +246,12 @@ class SlotWriter:
                     f"trainer sent {note.checksum}. The version was removed."
                 )
 
-    def _views(self, plan: _Plan, slot: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def _views(self, plan: _Plan, slot: int) -> list[list[_Batch]]:
         if slot not in plan.views:
             parts = [part[slot] for part in self._parts]
             flat = self._stage.view(self._parts[0].dtype)
             plan.views[slot] = [
-                ([box.in_slot(parts) for box in group], [box.in_file(flat) for box in group]) for group in plan.groups
+                _in_batches([(box.in_slot(parts), box.in_file(flat)) for box in group]) for group in plan.groups
             ]
         return plan.views[slot]
 
@@ -312,7 +321,7 @@ class SlotWriter:
         return result
 
     def _notice_removals(self) -> None:
-        """Have vLLM forget what was written to a slot and has lost it, since its tensors are not in host memory.
+        """Remove from vLLM's tables what was written to a slot and has lost it: its tensors are not in host memory.
 
         A request for it then loads it again, from its own file.
         """
@@ -414,7 +423,7 @@ class SlotWriter:
         loaded = [part[slot].cpu() for part in self._parts]
         self._stage.copy_(values.view(torch.uint8))
         torch._foreach_zero_([part[slot] for part in self._parts])
-        for targets, sources in self._views(plan, slot):
+        for targets, sources in chain(*self._views(plan, slot)):
             torch._foreach_copy_(targets, sources)
         for ours, theirs in zip(self._parts, loaded, strict=True):
             if not torch.equal(ours[slot].cpu().view(torch.uint8), theirs.view(torch.uint8)):
@@ -458,7 +467,9 @@ class _Written:
 
     def __getattr__(self, name: str) -> Any:
         # vLLM would take an adapter without tensors for the base model.
-        raise RuntimeError(f"The tensors of adapter {self.id} are in its slot only, and vLLM asks for its {name!r}.")
+        raise RuntimeError(
+            f"The tensors of adapter {self.id} are in its slot only, and vLLM wants to read {name!r} from host memory."
+        )
 
 
 def slot_parts(layers: Any, slots: int) -> list[Tensor]:
@@ -482,6 +493,20 @@ def _spans_in(head: Head) -> dict[str, TensorSpan]:
         return {name: TensorSpan.of(entry) for name, entry in head.content()[1].items()}
     except MALFORMED as error:
         raise _DoubtError(f"the head of the file cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _in_batches(pairs: list[tuple[Tensor, Tensor]]) -> list[_Batch]:
+    """One batch that torch copies in one launch, and one of matrices that are not dense.
+
+    Source: `can_use_fast_route` in aten/src/ATen/native/ForeachUtils.h (2.11): one pair of other strides makes it copy
+    all of a list one by one.
+    """
+    batches = []
+    for is_alike in (True, False):
+        chosen = [(a, b) for a, b in pairs if (a.stride() == b.stride() and a.is_contiguous()) is is_alike]
+        if chosen:
+            batches.append(_Batch([a for a, _ in chosen], [b for _, b in chosen]))
+    return batches
 
 
 def _in_groups(boxes: list[Box], count: int, device: torch.device) -> list[list[Box]]:

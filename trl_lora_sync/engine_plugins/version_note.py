@@ -17,7 +17,7 @@ class VersionNote:
     """The note of one version.
 
     Attributes:
-        head: digest of what says how the tensors are read, see `digest_of`.
+        head: digest of the header and the configuration, see `digest_of`.
         checksum: of the tensors, see `engine_plugins.checksum`.
         files: the socket of `engine_plugins.shared_files`, as a path from the version's folder; empty if the file
             of the tensors is not shared.

@@ -126,7 +126,7 @@ class KnownFiles:
 
     @contextmanager
     def replaced(self, tensors: Callable[[], dict[str, Tensor]]) -> Iterator[Callable[[], bool]]:
-        """Have vLLM given other tensors than a file's, once in the block; yields what tells whether it was."""
+        """Give vLLM other tensors than a file's, once in the block; yields a function that returns whether it was."""
         self._instead = tensors
         try:
             yield lambda: self._instead is None

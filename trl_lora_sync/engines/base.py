@@ -70,7 +70,7 @@ class Capabilities:
         survives_misfit: whether it refuses an adapter of other shapes instead of crashing.
         takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
         takes_pushes: whether an adapter can be sent to a separate route first, without a shared file system.
-        checks_payload: whether it refuses a version whose tensors are not those that the trainer had on its device.
+        checks_payload: whether it refuses a version whose tensors differ from those on the trainer's device.
         is_fused: whether a loaded adapter is added to the weights, so that one at a time is served.
         is_cpu_build: whether it is vLLM on a CPU, which computes requests for the base model with an adapter if both
             are in one batch; None if unknown.
