@@ -292,7 +292,7 @@ def test_the_benchmark_of_the_floor_measures_a_running_server(quick: Quick, base
     assert case["served"]["gap_to_peft"] < quick.reference.tolerance < case["served"]["effect"]
     timed = case["syncs_in_turns"]
     assert timed["ms"].keys() == {"slots", "files", "vllm"}
-    assert timed["came"]["slots"] == {"mapped": 2, "written": 2}
+    assert +Counter(timed["came"]["slots"]) == {"mapped": 2, "written": 2}
     assert case["decoding"]["syncs"] > 0
 
 
