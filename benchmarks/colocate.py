@@ -3,13 +3,21 @@
     python benchmarks/colocate.py --shape 8b                          # vLLM beside TRL in this environment, one GPU
     python benchmarks/colocate.py --shape tiny --arms runtime         # on a CPU, to see that it works
 
-Makes a random-weight model in the shape of Qwen3 and trains it in a process for each arm: `weights` is TRL's merge into
-vLLM, `runtime` writes adapters into vLLM's slots. Each process reports the time until the trainer is ready, each step
-with its sync and its generation, tokens per second through `trainer.vllm_generation.llm`, the GPU memory that the
-driver reports, and how many elements of the trainer's base differ from the checkpoint at the end.
+Makes a random-weight model in the shape of Qwen3 and trains it in a process for each arm:
+
+    weights          TRL's own: merges into the trainer's base, loads every tensor into vLLM, unmerges
+    runtime          adapters in vLLM's slots, a base for each of the two
+    runtime-shared   the same, with one base for both
+    fused            merged into vLLM's own weights, computed from the trainer's base
+    fused-shared     one base; the adapter is folded into it while vLLM samples
+
+Each process reports the time until the trainer is ready, each step with its sync and its generation, tokens per second
+through `trainer.vllm_generation.llm`, the GPU memory that the driver reports, and how many elements of the trainer's
+base differ from the checkpoint after training and after `--syncs` further syncs of other adapters.
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -26,7 +34,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo"), str(ROOT / "benchmarks")]
 
-ARMS = {"weights": {"vllm_sync_strategy": "weights"}, "runtime": {"vllm_sync_strategy": "lora_adapter"}}
+ADAPTER = {"vllm_sync_strategy": "lora_adapter"}
+ARMS: dict[str, dict[str, str]] = {
+    "weights": {"vllm_sync_strategy": "weights"},
+    "runtime": {**ADAPTER, "vllm_colocate_base": "own"},
+    "runtime-shared": {**ADAPTER, "vllm_colocate_base": "shared"},
+    "fused": {**ADAPTER, "lora_sync_serving": "fused", "vllm_colocate_base": "own"},
+    "fused-shared": {**ADAPTER, "lora_sync_serving": "fused", "vllm_colocate_base": "shared"},
+}
 PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an old clock", "rain"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PLACES = ("--model", "--out")
@@ -50,29 +65,44 @@ def main() -> None:
             "benchmark": "colocate",
             **run_environment("vllm", installed_version()),
             "command": command_line(PLACES),
-            "shape": args.shape,
-            "rank": args.rank,
+            "settings": {name: value for name, value in vars(args).items() if name not in ("model", "out", "arm")},
+            "gpu_memory_gib": memory_gib("total") if on_gpu else None,
             "arms": {},
         }
+        if args.out and args.out.exists():  # arms that were measured before, on the same machine
+            result["arms"] = json.loads(args.out.read_text())["arms"]
         for arm in args.arms:
-            found = result["arms"][arm] = run(arm, model, Path(folder), on_gpu=on_gpu)
-            print(arm, json.dumps({name: value for name, value in found.items() if name != "end"}), flush=True)
+            found = result["arms"][arm] = run(arm, model, Path(folder), on_gpu=on_gpu, limit_s=args.limit)
+            print(arm, json.dumps(found), flush=True)
             if args.out:  # what is measured is kept if the machine goes
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def run(arm: str, model: Path, folder: Path, *, on_gpu: bool) -> dict[str, Any]:
-    """Measure one arm in a process of its own; its outcome, or the end of its output."""
+def run(arm: str, model: Path, folder: Path, *, on_gpu: bool, limit_s: float) -> dict[str, Any]:
+    """Measure one arm in a process of its own; its outcome, or as much of it as there is and the end of its output."""
     out, log = folder / f"{arm}.json", folder / f"{arm}.log"
     command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--model", str(model), "--out", str(out)]
+    started, failed = time.perf_counter(), None
     with log.open("wb") as output, driver_memory(on_gpu) as peak:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=900).returncode
-    text = log.read_text(errors="replace")
-    if code:
+        try:
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=limit_s).returncode
+            failed = f"exit code {code}" if code else None
+        except subprocess.TimeoutExpired:
+            failed = f"still running after {limit_s:.0f} s"
+    found = json.loads(out.read_text()) if out.exists() else {}
+    found |= {"driver_peak_gib": peak["gib"], "process_s": time.perf_counter() - started}
+    if failed:
+        text = log.read_text(errors="replace")
         print(text[-6000:], flush=True)
-        return {"failed": code, "end": text[-1500:], "driver_peak_gib": peak["gib"]}
-    return {**json.loads(out.read_text()), "driver_peak_gib": peak["gib"]}
+        found |= {"failed": failed, "error": error_of(text)}
+    return found
+
+
+def error_of(output: str) -> str:
+    """The last line of a failed process that names an error."""
+    lines = [line for line in output.splitlines() if "Error" in line]
+    return lines[-1][-400:] if lines else output[-400:]
 
 
 @contextmanager
@@ -86,7 +116,7 @@ def driver_memory(on_gpu: bool) -> Iterator[dict[str, float | None]]:
 
     def look() -> None:
         while not is_over.wait(0.2):
-            found["gib"] = max(found["gib"] or 0.0, memory_used_gib())
+            found["gib"] = max(found["gib"] or 0.0, memory_gib("used"))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -97,8 +127,9 @@ def driver_memory(on_gpu: bool) -> Iterator[dict[str, float | None]]:
         thread.join()
 
 
-def memory_used_gib() -> float:
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+def memory_gib(which: str) -> float:
+    """What the driver says of the first GPU's memory: `used` or `total`."""
+    query = ["nvidia-smi", f"--query-gpu=memory.{which}", "--format=csv,noheader,nounits", "--id=0"]
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) / 1024
 
 
@@ -108,10 +139,17 @@ def memory_used_gib() -> float:
 def measure(args: argparse.Namespace) -> None:
     import torch
 
+    faulthandler.dump_traceback_later(max(1.0, args.limit - 5))  # where a process is that does not end
     on_gpu = args.shape != "tiny"
+    if on_gpu:
+        let_sample_at_once(max(args.at_once))
     started = time.perf_counter()
+    parts = start_parts()
     trainer = make_trainer(args, on_gpu=on_gpu)
     ready_s = time.perf_counter() - started
+    ready_gib = memory_gib("used") if on_gpu else None
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     syncs, generations = timed(trainer.vllm_generation, "sync_weights"), timed(trainer.vllm_generation, "generate")
     steps: list[float] = []
     note_steps(trainer, steps)
@@ -119,23 +157,95 @@ def measure(args: argparse.Namespace) -> None:
     log = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
     found = {
         "ready_s": ready_s,
+        "start_parts_s": {name: sum(seconds) for name, seconds in parts.items()},
         "step_s": steps,
-        "sync_s": syncs,
-        "generate_s": generations,
+        "sync_s": list(syncs),
+        "generate_s": list(generations),
         "median_sync_ms": 1e3 * statistics.median(syncs[1:]),
+        "median_generate_s": statistics.median(generations[1:]),
         "median_step_s": statistics.median(steps[1:]),
         "logprob_gap": [row["sampling/sampling_logp_difference/mean"] for row in log],
         "verified": [row.get("lora_sync/verified") for row in log],
-        "own_sync_s": [row.get("lora_sync/total_s") for row in log],
         "load_s": [row.get("lora_sync/load_s") for row in log],
         "gather_s": [row.get("lora_sync/gather_s") for row in log],
-        "driver_after_training_gib": memory_used_gib() if on_gpu else None,
+        "driver_ready_gib": ready_gib,
+        "driver_after_training_gib": memory_gib("used") if on_gpu else None,
         "allocated_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "changed_share_of_base": changed_share(trainer, args.model),
+        "changed_share_after_training": changed_share(trainer, args.model),
     }
-    trainer.vllm_generation.sync_weights()
-    found["tokens_per_s"] = {str(count): tokens_per_s(trainer, count, args.tokens) for count in args.at_once}
     args.out.write_text(json.dumps(found))
+    trainer.vllm_generation.sync_weights()
+    found["tokens_per_s"] = {
+        str(count): tokens_per_s(trainer, count, length(count, args.tokens)) for count in args.at_once
+    }
+    found |= folding(trainer)
+    args.out.write_text(json.dumps(found))
+    if args.syncs:
+        del syncs[:]
+        for seed in range(args.syncs):
+            perturb(trainer.model, seed)
+            trainer.vllm_generation.sync_weights()
+            tokens_per_s(trainer, 1, 2)
+        found["median_sync_of_many_ms"] = 1e3 * statistics.median(syncs)
+        found["changed_share_after_syncs"] = changed_share(trainer, args.model)
+    args.out.write_text(json.dumps(found))
+
+
+def folding(trainer: Any) -> dict[str, Any]:
+    """The cost of putting the adapter into a shared base and of taking it out, and what is kept meanwhile."""
+    base = getattr(getattr(trainer.vllm_generation, "_holder", None), "_folded", None)
+    if base is None:
+        return {}
+    folds, unfolds, kept = timed(base, "fold"), timed(base, "unfold"), []
+    holder = trainer.vllm_generation._holder
+    for _ in range(3):
+        with holder.serving(trainer.vllm_generation._active):
+            kept.append(base.kept_bytes)
+    return {
+        "fold_ms": 1e3 * statistics.median(folds),
+        "unfold_ms": 1e3 * statistics.median(unfolds),
+        "kept_mib": kept[-1] / 2**20,
+    }
+
+
+def perturb(model: Any, seed: int) -> None:
+    """Another adapter, about as large as a trained one."""
+    import torch
+
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=1e-3)
+
+
+def let_sample_at_once(count: int) -> None:
+    """Have every arm's engine sample this many sequences at once, with CUDA graphs for a few sizes up to that.
+
+    TRL sets `max_num_seqs` to the completions of one generation batch of a process.
+    """
+    import trl.generation.vllm_generation as generation
+
+    from trl_lora_sync.colocate import engine
+
+    sizes = [size for size in (1, 2, 4, 8, 16, 24, 32, 64, 128, 256) if size <= count]
+    changed = {"max_num_seqs": count, "compilation_config": {"cudagraph_capture_sizes": sizes}}
+    llm, build = generation.LLM, engine.build
+    generation.LLM = lambda **given: llm(**{**given, **changed})
+    engine.build = lambda options, gate, **given: build({**options, **changed}, gate, **given)
+
+
+def start_parts() -> dict[str, list[float]]:
+    """The seconds of the parts of a start from now on: vLLM with its imports, sharing the base, and the proof."""
+    import trl.generation.vllm_generation as generation
+
+    from trl_lora_sync.colocate import engine
+    from trl_lora_sync.colocate.generation import ColocateGeneration
+
+    parts = {name.strip("_"): timed(ColocateGeneration, name) for name in ("_share_base", "_make_holder", "_prove")}
+    parts["vllm"] = timed(engine, "build")
+    parts["vllm of TRL"] = timed(generation, "LLM")
+    return parts
 
 
 def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
@@ -148,7 +258,8 @@ def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
         "output_dir": str(args.out.parent / f"out-{args.arm}"),
         "use_vllm": True,
         "vllm_gpu_memory_utilization": args.utilisation,
-        "vllm_max_model_length": 1024,
+        "vllm_enable_sleep_mode": args.sleep,
+        "vllm_max_model_length": args.model_length,
         "per_device_train_batch_size": args.per_device,
         "gradient_accumulation_steps": args.completions // args.per_device,
         "num_generations": 8,
@@ -170,16 +281,16 @@ def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
         reward_funcs=lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids],
         args=GRPOConfig(**fields, **ARMS[args.arm]),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 16}),
-        peft_config=LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=PROJECTIONS),
+        peft_config=LoraConfig(r=args.rank, lora_alpha=2 * args.rank, lora_dropout=0, target_modules=PROJECTIONS),
     )
 
 
-def timed(generation: Any, method: str) -> list[float]:
-    """The seconds of each call of a method from now on; what it left on the GPU is waited for."""
+def timed(owner: Any, name: str) -> list[float]:
+    """The seconds of each call of a method or function from now on; what it left on the GPU is waited for."""
     import torch
 
     seconds: list[float] = []
-    original = getattr(generation, method)
+    original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -189,7 +300,7 @@ def timed(generation: Any, method: str) -> list[float]:
         seconds.append(time.perf_counter() - start)
         return answer
 
-    setattr(generation, method, call)
+    setattr(owner, name, call)
     return seconds
 
 
@@ -229,6 +340,11 @@ def changed_share(trainer: Any, model: Path) -> float:
     return changed / total
 
 
+def length(at_once: int, tokens: int) -> int:
+    """Of completions whose tokens per second are measured: a quarter if there are many, to fit into the KV cache."""
+    return tokens if at_once <= 64 else tokens // 4
+
+
 def tokens_per_s(trainer: Any, count: int, tokens: int) -> float:
     """Tokens per second of one generation of `count` completions, after a short one."""
     from vllm import SamplingParams
@@ -253,6 +369,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--at-once", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--utilisation", type=float, default=0.3, help="vllm_gpu_memory_utilization")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each arm")
+    parser.add_argument("--model-length", type=int, default=1024, help="vllm_max_model_length")
+    parser.add_argument("--sleep", action="store_true", help="vllm_enable_sleep_mode")
+    parser.add_argument("--syncs", type=int, default=50, help="further syncs, after which the base is compared again")
     parser.add_argument("--model", type=Path, help="a checkpoint of this shape; made if not given")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")
     parser.add_argument("--arm", help=argparse.SUPPRESS)

@@ -7,6 +7,9 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
   The rebinding below can go once TRL takes one.
 - `is_vllm_available`, a global of some trainers' modules, asked there before the generation object is built.
 - `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
+- with a base that is shared with vLLM: `create_model_from_path(path, **kwargs)`, a global of a trainer's module, takes
+  `device_map`, and `Trainer._move_model_to_device(model, device)` of Transformers moves the model. Without these, it is
+  on the GPU for a moment before vLLM loads its own.
 - in colocate mode: `LLM`, a global of `trl.generation.vllm_generation`, of which `_init_vllm()` builds `.llm`, and
   `.llm.generate(...)`, which `generate` samples with; `.tensor_parallel_size`, and `._llm_weights_sleeping` (1.14 on).
 - what `VLLMGeneration.__init__` stores under the names of its parameters, and that it calls `_init_vllm()` afterwards.
@@ -46,6 +49,7 @@ from trl_lora_sync.trl_checks import (
     GENERATION_CLASS,
     GENERATION_MODULE,
     LAST_SYNC_FIELDS,
+    LOADER,
     check_launcher,
     check_script,
     check_trl,
@@ -75,6 +79,19 @@ def generation_class(trainer_class: type, factory: Callable[..., Any]) -> Iterat
 def engine_class(factory: Callable[..., Any]) -> Iterator[None]:
     """Let TRL's generation object build its engine with `factory` in colocate mode, and undo it afterwards."""
     with _rebinding, _replaced({(import_module(GENERATION_MODULE), ENGINE_CLASS): factory}):
+        yield
+
+
+@contextmanager
+def models_on_host(trainer_class: type) -> Iterator[None]:
+    """Let a trainer load its model into the host's memory; TRL loads it to the GPU, with `device_map="auto"` (1.16)."""
+    modules = {sys.modules[one.__module__] for one in trl_classes(trainer_class)}
+    places = [(module, LOADER) for module in modules if hasattr(module, LOADER)]
+
+    def on_host(load: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: load(*args, **{"device_map": None} | kwargs)
+
+    with _rebinding, _replaced({place: on_host(getattr(*place)) for place in places}):
         yield
 
 

@@ -102,6 +102,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _fingerprint(self, linears: Sequence[nn.Linear]) -> tuple[int, ...]:
         """Of this process's part of the adapter, at this moment."""
+        if not self._sharded:
+            return fingerprint([linear.weight for linear in linears])
         shards = shards_of(linears, outermost(self.accelerator, self.model))
         pairs = zip(linears, shards, strict=True)
         return fingerprint([linear.weight if shard is None else shard.values for linear, shard in pairs])
@@ -198,6 +200,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
     def _gather_matrices(self) -> tuple[Sequence[nn.Linear], dict[nn.Module, Tensor]]:
         """**Collective.** The linear modules of the adapter and, on process 0, the whole weights of sharded ones."""
         linears = run_on_all(self.accelerator, self._linears)
+        if not self._sharded:
+            return linears, {}
         return linears, gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
 
     def _linears(self) -> Sequence[nn.Linear]:

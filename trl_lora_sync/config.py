@@ -80,6 +80,16 @@ class LoRASyncConfig:
             "SGLang needs `--enable-memory-saver`; vLLM needs `--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`."
         },
     )
+    vllm_colocate_base: Literal["auto", "own", "shared"] = field(
+        default="auto",
+        metadata={
+            "help": 'Where vLLM has its base weights with `vllm_mode="colocate"`. `"own"`: in memory of its own. '
+            "`\"shared\"`: the trainer's frozen weights are views of vLLM's, after a comparison bit by bit, so the "
+            'base is in GPU memory once. `"auto"`: `"shared"` on a CUDA GPU if both have the same 16-bit dtype, '
+            "nothing is quantised or split over GPUs, and the bits agree; the start of a run prints which it is, and "
+            "why."
+        },
+    )
     lora_sync_transport: Literal["auto", "disk", "push", "tensors"] = field(
         default="auto",
         metadata={
@@ -94,7 +104,7 @@ class LoRASyncConfig:
         metadata={
             "help": 'How the server applies an adapter. `"runtime"`: beside the base weights at each token. `"fused"`: '
             "merged into a copy of the served weights, so that tokens cost what the base model's cost; one version at "
-            'a time. `"fused"` needs vLLM, started with `trl-lora-sync serve vllm MODEL --fused`.'
+            'a time. `"fused"` needs vLLM. A server is started with `trl-lora-sync serve vllm MODEL --fused`.'
         },
     )
     lora_sync_pause: Literal["off", "drain", "abort"] = field(
@@ -244,6 +254,11 @@ def _check_server(args: Any) -> None:
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
     _check_start(args)
+    if args.vllm_colocate_base == "shared":
+        raise UnsupportedSettingError(
+            'vllm_colocate_base="shared" cannot be used with vllm_mode="server": the server is another process. Set '
+            'vllm_colocate_base="auto", or vllm_mode="colocate".'
+        )
     _check_teacher(args, server_urls(args))
 
 
@@ -252,7 +267,6 @@ _SERVER_ONLY: dict[str, tuple[Any, ...]] = {
     "vllm_server_engine": ("auto", "vllm"),
     "lora_sync_transport": ("auto",),
     "lora_sync_pause": ("off",),
-    "lora_sync_serving": ("runtime",),
     "lora_sync_overlap": (0,),
 }
 
@@ -283,6 +297,12 @@ def _check_colocate(args: Any) -> None:
             f'colocate": each engine runs in {size} of them, so the number of processes must be a multiple of it. '
             f"Start a multiple of {size} processes with accelerate launch --num_processes, or set "
             "vllm_tensor_parallel_size=1."
+        )
+    if size > 1 and args.vllm_colocate_base == "shared":
+        raise UnsupportedSettingError(
+            f'vllm_colocate_base="shared" cannot be used with vllm_tensor_parallel_size={size}: vLLM splits each '
+            "weight over processes, and the trainer has it whole. Set vllm_tensor_parallel_size=1, or "
+            'vllm_colocate_base="auto".'
         )
 
 
@@ -457,7 +477,7 @@ def sync_settings(args: Any) -> "PolicySettings":
         "samples_older": getattr(args, "vllm_sync_frequency", 1) > 1,
     }
     if args.vllm_mode == "colocate":
-        return ColocateSettings(**shared)
+        return ColocateSettings(**shared, base=args.vllm_colocate_base)
     servers = tuple(ServerAddress(base_url=url, is_local=is_local_url(url)) for url in server_urls(args))
     # In this host's memory only if every server can see it.
     is_local = all(server.is_local for server in servers)

@@ -42,7 +42,13 @@ class PolicySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ColocateSettings(PolicySettings):
-    """What generation in the trainer's process needs to know."""
+    """What generation in the trainer's process needs to know.
+
+    Attributes:
+        base: `vllm_colocate_base`.
+    """
+
+    base: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

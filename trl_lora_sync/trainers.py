@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import trl
@@ -53,6 +54,7 @@ class LoRASyncTrainer:
     _look_ahead: "LookAhead | None" = None  # with overlap only
     _first_step = 0  # `_step` at the first batch of the update that runs
     _has_warned_of_images = False
+    _waits_on_host = False  # the model, for the weights that it is to share with vLLM
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(type(self), args, kwargs)
@@ -76,17 +78,28 @@ class LoRASyncTrainer:
         is_new = not hasattr(given["model"], "peft_config")
 
         generation_class = _generation_class(config)
+        if config.vllm_mode == "colocate":
+            self._waits_on_host = _check_base(config, given["model"])
 
         def build(*arguments: Any, **named: Any) -> Any:
             check_arguments(generation_class, *arguments, **named)
             return generation_class(*arguments, **named, settings=settings, on_sync=self._record_sync, is_new=is_new)
 
-        with _trl.generation_class(type(self), build):
+        with ExitStack() as stack:
+            stack.enter_context(_trl.generation_class(type(self), build))
+            if self._waits_on_host:
+                stack.enter_context(_trl.models_on_host(type(self)))
             super().__init__(*args, **kwargs)
+        self._waits_on_host = False
         check_built(self, generation_class)
         self.add_callback(RunLog(self))
         if config.lora_sync_overlap:
             self._start_overlap()
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Transformers' `_move_model_to_device`, unless the model waits for weights that it is to share with vLLM."""
+        if not self._waits_on_host:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. At its end, also on an error, versions are unloaded and deleted, and the syncs summed up."""
@@ -203,6 +216,18 @@ def _generation_class(config: Any) -> Any:
     warn(logger, VLLM_COLOCATE.caution(installed_version()))
     check_colocate()
     return ColocateGeneration
+
+
+def _check_base(config: Any, model: Any) -> bool:
+    """Whether the model should stay on the host until vLLM has loaded the weights that both will share.
+
+    Raises:
+        UnsupportedSettingError: the launcher shards what adapter sync needs whole.
+    """
+    from trl_lora_sync.colocate.shared_base import may_share, refuse_sharded
+
+    refuse_sharded(config)
+    return may_share(config, model)
 
 
 def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

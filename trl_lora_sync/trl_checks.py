@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 GENERATION_MODULE, GENERATION_CLASS = "trl.generation.vllm_generation", "VLLMGeneration"
 # What builds the engine in colocate mode; in the module of the generation class.
 ENGINE_CLASS = "LLM"
+# What loads a model by its path; in the modules of trainers.
+LOADER = "create_model_from_path"
 # Where a trainer keeps the step of its last sync.
 LAST_SYNC_FIELDS = ("_last_loaded_step", "_last_vllm_sync_step")
 _GENERATE_PARAMETERS = ("self", "prompts", "images", "num_generations", "profiler")

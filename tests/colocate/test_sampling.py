@@ -288,7 +288,7 @@ def not_finite(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]
 def damaged_slot(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """One bit of one value is another one once the adapter has been copied into the slot."""
     generation = trainer.vllm_generation
-    copy, target = torch._foreach_copy_, generation._slots._copies[generation._idle_id()].targets[3]
+    copy, target = torch._foreach_copy_, generation._holder._copies[generation._idle_id()].targets[3]
 
     def damaged(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         copy(targets, sources)
@@ -302,7 +302,7 @@ def damaged_slot(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exceptio
 def lost_copy(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """One matrix never arrives in the slot."""
     generation = trainer.vllm_generation
-    copy, target = torch._foreach_copy_, generation._slots._copies[generation._idle_id()].targets[4]
+    copy, target = torch._foreach_copy_, generation._holder._copies[generation._idle_id()].targets[4]
 
     def incomplete(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0] is not target]
@@ -328,7 +328,7 @@ def contradiction(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Excepti
 def refused_file(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """vLLM's own loading fails."""
     generation = trainer.vllm_generation
-    monkeypatch.setattr(generation._slots, "_copies", {})
+    monkeypatch.setattr(generation._holder, "_copies", {})
 
     def refuse(request: Any) -> None:
         raise ValueError("no room")
@@ -411,11 +411,11 @@ def evicted(trainer: Any, load_another: Callable[..., None]) -> None:
 
 
 def overwritten(trainer: Any, load_another: Callable[..., None]) -> None:
-    load_another(trainer.vllm_generation._active_id, load_inplace=True)
+    load_another(trainer.vllm_generation._active.adapter_id, load_inplace=True)
 
 
 def removed(trainer: Any, load_another: Callable[..., None]) -> None:
-    trainer.vllm_generation.llm.llm_engine.remove_lora(trainer.vllm_generation._active_id)
+    trainer.vllm_generation.llm.llm_engine.remove_lora(trainer.vllm_generation._active.adapter_id)
 
 
 @pytest.mark.parametrize("lose", [evicted, overwritten, removed])
@@ -449,7 +449,7 @@ def test_idle_slot_that_is_lost_is_loaded_again(trainer: Any, load_another: Call
 @pytest.fixture
 def unlearned(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The trainer as if no adapter had been loaded yet."""
-    monkeypatch.setattr(trainer.vllm_generation, "_slots", AdapterSlots(trainer.vllm_generation.llm))
+    monkeypatch.setattr(trainer.vllm_generation, "_holder", AdapterSlots(trainer.vllm_generation.llm))
     return trainer
 
 
@@ -512,7 +512,7 @@ def test_adapter_is_written_into_slots_without_files_once_each_is_known(
 
 def test_adapter_that_moves_in_memory_is_served_exactly(trainer: Any) -> None:
     for _ in range(3):
-        trainer.vllm_generation._slots._stage = None  # another memory is taken for the next version
+        trainer.vllm_generation._holder._stage = None  # another memory is taken for the next version
         change(trainer)
         assert samples_policy(trainer)
         change(trainer)

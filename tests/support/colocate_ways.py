@@ -104,7 +104,7 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
             raise VerificationError("the slot holds other bits")
 
         generation._is_proven = False  # so that the version would be verified next, by the engine of all
-        return replaced(generation._slots, "_compare", compare)
+        return replaced(generation._holder, "_compare", compare)
 
     @contextmanager
     def disproved() -> Iterator[None]:
@@ -121,14 +121,14 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
 
     def lost_slot() -> None:
         """Something else is loaded into the active slot on process 1."""
-        slots = generation._slots
-        record = slots._contents[generation._active_id]
+        slots = generation._holder
+        record = slots._contents[generation._active.adapter_id]
         if process == 1:
-            slots._contents[generation._active_id] = None
+            slots._contents[generation._active.adapter_id] = None
         try:
             sample(generation, prompts)
         finally:
-            slots._contents[generation._active_id] = record
+            slots._contents[generation._active.adapter_id] = record
 
     def different() -> None:
         with changed(trainer, lambda values: values.mul_(1.25), processes=[1]):

@@ -201,6 +201,18 @@ def tensor_keys(module: LoRAModule) -> tuple[str, str]:
     return f"{_KEY_PREFIX}{module.name}.lora_A.weight", f"{_KEY_PREFIX}{module.name}.lora_B.weight"
 
 
+def modules_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """`lora_A` and `lora_B` by module path, from tensors with `tensor_keys`."""
+    suffix_A, suffix_B = ".lora_A.weight", ".lora_B.weight"
+    return {
+        key.removeprefix(_KEY_PREFIX).removesuffix(suffix_A): (
+            lora_A, tensors[f"{key.removesuffix(suffix_A)}{suffix_B}"]
+        )
+        for key, lora_A in tensors.items()
+        if key.endswith(suffix_A)
+    }  # fmt: skip
+
+
 def split_flat(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Views of `flat` with these shapes, one after the other."""
     parts = torch.split(flat, [shape.numel() for shape in shapes.values()])

@@ -17,6 +17,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -75,6 +76,21 @@ def lora_options(rank: int) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What is sampled from: one adapter that an engine holds.
+
+    Attributes:
+        name: never used for another adapter, as entries of the prefix cache belong to it.
+        adapter_id: the place where it is held.
+        request: vLLM's `LoRARequest`, if vLLM serves it beside the base model.
+    """
+
+    name: str
+    adapter_id: int
+    request: Any = None
+
+
 def build(options: dict[str, Any], gate: "SamplingGate", **given: Any) -> Any:
     """vLLM's `LLM`, which samples from the policy of `gate` and from nothing else.
 
@@ -117,12 +133,23 @@ def _llm_class() -> Any:
 
             core.add_request = add_checked_request
 
+        @contextmanager
+        def _lora_sync_sampling(self) -> Iterator[None]:
+            # First the memory, as the gate may load a version, which vLLM computes with to verify it.
+            with (
+                self._lora_sync_kv_cache.there(),
+                self._lora_sync_gate.open(),
+                _aborted_on_error(self),
+                self._lora_sync_draws.same(),
+            ):
+                yield
+
         def generate(self, *args: Any, **kwargs: Any) -> Any:
-            with self._lora_sync_gate.open(), _aborted_on_error(self), self._lora_sync_draws.same():
+            with self._lora_sync_sampling():
                 return super().generate(*args, **kwargs)
 
         def chat(self, *args: Any, **kwargs: Any) -> Any:
-            with self._lora_sync_gate.open(), _aborted_on_error(self), self._lora_sync_draws.same():
+            with self._lora_sync_sampling():
                 return super().chat(*args, **kwargs)
 
         def sleep(self, *args: Any, **kwargs: Any) -> None:
@@ -183,16 +210,19 @@ class SamplingGate:
 
     Args:
         before: called before each call that samples, at the outermost level.
-        folded: what must be in force while the policy is sampled from, such as weights with the adapter in them.
+        serving: what must be in force while a policy, or the base model for None, is sampled from, such as weights with
+            the adapter in them.
     """
 
     def __init__(
-        self, before: Callable[[], None], folded: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        before: Callable[[], None],
+        serving: Callable[[Policy | None], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        self.policy: Any = None  # vLLM's LoRARequest, where adapters are served beside the base
+        self.policy: Policy | None = None
         self.is_ready = False
         self._before = before
-        self._folded = folded
+        self._serving = serving
         self._is_open = False
         self._is_trusted = False
 
@@ -205,7 +235,8 @@ class SamplingGate:
         with ExitStack() as stack:
             if not self._is_trusted:
                 self._before()
-                stack.enter_context(self._folded())
+            if self.is_ready or self._is_trusted:  # else no request passes
+                stack.enter_context(self._serving(self.policy))
             self._is_open = True
             try:
                 yield
@@ -213,7 +244,7 @@ class SamplingGate:
                 self._is_open = False
 
     @contextmanager
-    def trusted(self, policy: Any) -> Iterator[None]:
+    def trusted(self, policy: Policy | None) -> Iterator[None]:
         """For requests of our own, to another policy than the active one, or to the base model with None."""
         before, self.policy, self._is_trusted = self.policy, policy, True
         try:
@@ -238,19 +269,19 @@ class SamplingGate:
                 "trainer.vllm_generation.sync_weights() on every process first."
             )
         given = request.lora_request
-        if given is not None and (self.policy is None or given.lora_name != self.policy.lora_name):
+        if given is not None and (self.policy is None or given.lora_name != self.policy.name):
             raise WrongPolicyError(
                 f"A request names the adapter {given.lora_name!r}, which is not the active version of the policy that "
                 "is trained. Leave lora_request out: every request is sampled from the active version."
             )
-        request.lora_request = self.policy
+        request.lora_request = None if self.policy is None else self.policy.request
 
 
-def prompt_logprobs(llm: Any, gate: SamplingGate, policy: Any, prompt_ids: tuple[int, ...]) -> list[float]:
+def prompt_logprobs(llm: Any, gate: SamplingGate, policy: Policy | None, prompt_ids: tuple[int, ...]) -> list[float]:
     """The log-probability of each prompt token after the first, as vLLM computes it.
 
     Args:
-        policy: vLLM's LoRARequest, or None for the weights as they are.
+        policy: an adapter that the engine holds, or None for the base model.
 
     Raises:
         GenerationError: vLLM did not return them.
@@ -325,6 +356,16 @@ def slot_of(manager: Any, adapter_id: int) -> int | None:
     return slots.index(adapter_id) if adapter_id in slots else None
 
 
+def empty_prefix_cache(llm: Any) -> None:
+    """Forget keys and values that were computed with other weights.
+
+    Raises:
+        GenerationError: requests are running, which would go on with them.
+    """
+    if not llm.llm_engine.reset_prefix_cache():
+        raise GenerationError("vLLM kept its prefix cache while other weights took their place. Please report this.")
+
+
 def served_name(llm: Any, key: str) -> str:
     """vLLM's name of the module that a tensor of an adapter belongs to, by its key in PEFT's file."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -372,6 +413,17 @@ class KVCacheMemory:
             # illegal memory access (0.26).
             model_runner(self._llm).post_kv_cache_wake_up()
         self._is_released = False
+
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        """For one call that samples: if it is given back, it is taken for the time of the call."""
+        was_released = self._is_released
+        self.restore()
+        try:
+            yield
+        finally:
+            if was_released:
+                self.release()
 
     def _unmap(self) -> None:
         """What `release_kv_cache_memory` of 0.31 does, for 0.26."""

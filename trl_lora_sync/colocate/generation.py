@@ -12,14 +12,15 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter, split_flat
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.flat import FlatAdapter, flat_adapter
 from trl_lora_sync.adapter_generation import AdapterGeneration
-from trl_lora_sync.colocate import engine
+from trl_lora_sync.colocate import engine, placing, shared_base
+from trl_lora_sync.colocate.engine import Policy
+from trl_lora_sync.colocate.in_weights import FoldedIntoSharedWeights, MergedIntoOwnWeights
 from trl_lora_sync.colocate.slots import AdapterSlots
 from trl_lora_sync.distributed import run_on_all, run_on_main
-from trl_lora_sync.errors import VerificationError
+from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
 from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, TrainedBase, Trial, base_gap, compare
-from trl_lora_sync.versions import VLLM_COLOCATE
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class ColocateGeneration(AdapterGeneration):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._next_version = 1
-        self._active_id = 0
+        self._active: Policy | None = None
         self._layout: Any = None  # names and shapes of the tensors that the engine was proved with
         self._is_proven = False
         self._received: torch.Tensor | None = None  # memory for the adapter that process 0 sends
@@ -56,32 +57,87 @@ class ColocateGeneration(AdapterGeneration):
     def _init_vllm(self) -> None:
         """**Collective.** Start vLLM in this process, and prove that it samples from what it is given."""
         self._look_at_model()
-        self._gate = engine.SamplingGate(self._before_sampling)
+        self._gate = engine.SamplingGate(self._before_sampling, lambda policy: self._holder.serving(policy))
         linears = run_on_all(self.accelerator, self._linears)
+        run_on_all(self.accelerator, self._check_serving)
+        reason = self._reason_against_sharing()
+        if reason is None:
+            self.model.to("cpu")  # unless it never was elsewhere
+            torch.cuda.empty_cache()
         rank = max(linear.out_features for linear in linears[::2]) * (2 if self._initial else 1)
-        options = engine.lora_options(rank) | ({"dtype": self._settings.dtype} if self._settings.dtype else {})
+        options = engine.lora_options(rank) if self._settings.serving == "runtime" else {}
+        options |= {"dtype": self._settings.dtype} if self._settings.dtype else {}
         with _trl.engine_class(lambda **given: engine.build(options, self._gate, **given)):
             super()._init_vllm()
-        self._dtype = engine.lora_dtype(self.llm)
-        self._slots = AdapterSlots(self.llm)
+        base_note = self._share_base(reason)
+        self._dtype = engine.lora_dtype(self.llm) if options.get("enable_lora") else engine.model_dtype(self.llm)
+        self._holder = run_on_all(self.accelerator, lambda: self._make_holder())
         base = self._trained_base()
         make_trials = self._trials(base, is_whole=True)
         if self._settings.verify != "off":
             self._prove(base, make_trials)
-        self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name)))
-        if self.accelerator.is_main_process and self.accelerator.device.type != "cpu":
-            logger.warning(
-                "Adapter sync in colocate mode is experimental on a %s: whole runs were tested on CPUs only. The "
-                "checks at the start and of each sync apply. Tested with vLLM %s.",
-                self.accelerator.device.type,
-                VLLM_COLOCATE.tested,
-            )
+        self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name, base_note)))
 
-    def _summary(self, base_name: str | None) -> str:
+    def _check_serving(self) -> None:
+        if self._settings.serving == "runtime":
+            return
+        if self._is_sharded():
+            raise _no_fused("the launcher shards the trainer's base model, from which the served weights are computed")
+        if any(not weight.is_floating_point() for weight in self.model.parameters()):
+            raise _no_fused("the base model is quantised, and an adapter cannot be added to quantised weights")
+
+    def _reason_against_sharing(self) -> str | None:
+        """**Collective.** Why vLLM has to have a base of its own, as far as it is known before it starts.
+
+        Raises:
+            UnsupportedSettingError: a shared base was requested.
+        """
+        reason = shared_base.reason_against(
+            self.model, self._settings.base, self._settings.dtype, self.accelerator, self.tensor_parallel_size
+        )
+        if reason is None and self._initial:
+            reason = "the initialisation of the adapter has changed the trainer's base"
+        return self._agree_on_sharing(reason)
+
+    def _agree_on_sharing(self, reason: str | None) -> str | None:
+        """**Collective.** The first reason of any process against sharing."""
+        reason = next((one for one in gather_object([reason]) if one is not None), None)
+        if reason is not None and self._settings.base == "shared":
+            raise shared_base.refusal(reason)
+        return reason
+
+    def _share_base(self, reason: str | None) -> str:
+        """**Collective.** Let trainer and vLLM share the base, unless there is a reason; which it was, in words."""
+        self._shares_base = False
+        if reason is None:
+            weights = placing.base_weights(self.model)
+            views = run_on_all(
+                self.accelerator, lambda: shared_base.find_views(self.llm, weights, engine.model_dtype(self.llm))
+            )
+            reason = self._agree_on_sharing(views if isinstance(views, str) else None)
+            if reason is None:
+                assert not isinstance(views, str)
+                size = shared_base.share(weights, views)
+                self._shares_base = True
+        self.model.to(self.accelerator.device)  # what is not shared
+        if not self._shares_base:
+            return f"a base of its own ({reason})"
+        return f"the trainer's base ({size / 2**30:.2f} GiB, compared bit by bit)"
+
+    def _make_holder(self) -> AdapterSlots | MergedIntoOwnWeights | FoldedIntoSharedWeights:
+        if self._settings.serving == "runtime":
+            return AdapterSlots(self.llm)
+        kind = FoldedIntoSharedWeights if self._shares_base else MergedIntoOwnWeights
+        return kind(self.llm, placing.base_weights(self.model))
+
+    def _summary(self, base_name: str | None, base_note: str) -> str:
         runner_dtype = str(engine.model_dtype(self.llm)).removeprefix("torch.")
+        how = "are written into its slots"
+        if self._settings.serving == "fused":
+            how = "are folded into the weights while it samples" if self._shares_base else "are merged into its weights"
         return (
             f"LoRA adapter sync: vLLM {engine.installed_version()} in the trainer's process, serving {base_name} in "
-            f"{runner_dtype}; adapters are written into its slots; checked: adapter features, base model, rank"
+            f"{runner_dtype} with {base_note}; adapters {how}; checked: adapter features, base model, rank"
             + ("." if self._settings.verify == "off" else ", a trial adapter.")
         )
 
@@ -93,9 +149,9 @@ class ColocateGeneration(AdapterGeneration):
         """
         base = run_on_all(self.accelerator, base.remembered)
         run_on_all(self.accelerator, lambda: self._check_base(base))
-        trial, request = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trials))
+        trial, policy = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trials))
         trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.logprobs)
-        found = run_on_all(self.accelerator, lambda: self._compared(request, trained))
+        found = run_on_all(self.accelerator, lambda: self._compared(policy, trained))
         self._is_proven = self._prove_all(found)
         if not self._is_proven:
             logger.warning(
@@ -121,11 +177,11 @@ class ColocateGeneration(AdapterGeneration):
 
     def _load_trial(
         self, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
-    ) -> tuple[Trial, Any]:
+    ) -> tuple[Trial, Policy]:
         (trial,) = make_trials(base)  # none only for lora_sync_verify="off"
-        return trial, self._slots.load("trial", self._idle_id(), trial.read(False))
+        return trial, self._holder.load("trial", self._idle_id(), trial.read(False))
 
-    def _compared(self, request: Any, trained: Scores) -> Evidence:
+    def _compared(self, policy: Policy, trained: Scores) -> Evidence:
         """Compare what vLLM computes with what the trainer does.
 
         Raises:
@@ -133,12 +189,12 @@ class ColocateGeneration(AdapterGeneration):
         """
         served = Scores(
             base=engine.prompt_logprobs(self.llm, self._gate, None, PROBE_PROMPT),
-            adapted=engine.prompt_logprobs(self.llm, self._gate, request, PROBE_PROMPT),
+            adapted=engine.prompt_logprobs(self.llm, self._gate, policy, PROBE_PROMPT),
         )
         found = compare(served, trained, tolerance=self._settings.verify_tolerance)
         if found.contradicts:
             raise VerificationError(
-                f"vLLM in this process computes something else with {request.lora_name} than the trainer: {found}. "
+                f"vLLM in this process computes something else with {policy.name} than the trainer: {found}. "
                 "The last version stays active. Compare the checkpoints of vLLM and of the trainer. "
                 'If the difference is meant, set lora_sync_verify="off".'
             )
@@ -158,11 +214,11 @@ class ColocateGeneration(AdapterGeneration):
         trained = self._scores_to_compare(timer, adapter)
         version = self._next_version
         self._next_version += 1  # a name is never used again, not even after a failure
-        request = run_on_all(self.accelerator, lambda: self._load(f"version-{version}", adapter, timer))
+        policy = run_on_all(self.accelerator, lambda: self._load(f"version-{version}", adapter, timer))
         # Not before every process has loaded it, see `_prove`.
-        evidence = None if trained is None else self._verify(request, trained, timer)
-        self._gate.policy, self._gate.is_ready = request, True
-        self._active_name, self._active_id, self._published = request.lora_name, request.lora_int_id, current
+        evidence = None if trained is None else self._verify(policy, trained, timer)
+        self._gate.policy, self._gate.is_ready = policy, True
+        self._active, self._active_name, self._published = policy, policy.name, current
         self._layout = adapter.layout
         self._is_proven = self._is_proven or (evidence is not None and self._prove_all(evidence))
         self._on_sync(self._report(version, adapter, timer, evidence))
@@ -217,7 +273,7 @@ class ColocateGeneration(AdapterGeneration):
     def _scores_to_compare(self, timer: PhaseTimer, adapter: CanonicalAdapter) -> Scores | None:
         """**Collective** if the model is sharded. The trainer's log-probabilities, if they are to be compared."""
         verify = self._settings.verify
-        is_new = not self._is_proven or self._active_id == 0 or adapter.layout != self._layout
+        is_new = not self._is_proven or self._active is None or adapter.layout != self._layout
         if verify == "off" or not (verify == "every" or is_new):
             return None
         with timer.phase("verify"):
@@ -226,18 +282,18 @@ class ColocateGeneration(AdapterGeneration):
             with self._computing() as forward:
                 return run_on_all(self.accelerator, lambda: self._scores(forward, self.accelerator.device))
 
-    def _load(self, name: str, adapter: CanonicalAdapter, timer: PhaseTimer) -> Any:
+    def _load(self, name: str, adapter: CanonicalAdapter, timer: PhaseTimer) -> Policy:
         with timer.phase("load"):
-            return self._slots.load(name, self._idle_id(), adapter)
+            return self._holder.load(name, self._idle_id(), adapter)
 
-    def _verify(self, request: Any, trained: Scores, timer: PhaseTimer) -> Evidence:
+    def _verify(self, policy: Policy, trained: Scores, timer: PhaseTimer) -> Evidence:
         """**Collective.** Compare what vLLM computes with a version, before it is active."""
         with timer.phase("verify"):
-            return run_on_all(self.accelerator, lambda: self._compared(request, trained))
+            return run_on_all(self.accelerator, lambda: self._compared(policy, trained))
 
     def _idle_id(self) -> int:
         """The number of an adapter that nothing samples from."""
-        return self._active_id % engine.SLOTS + 1
+        return 1 if self._active is None else self._active.adapter_id % engine.SLOTS + 1
 
     def _report(
         self, version: int, adapter: CanonicalAdapter, timer: PhaseTimer, evidence: Evidence | None
@@ -263,7 +319,7 @@ class ColocateGeneration(AdapterGeneration):
         """**Collective.** TRL's `generate`, from the active version; arguments and result are TRL's."""
         if self._active_name is None or self._has_changed():
             self.sync_weights()
-        run_on_all(self.accelerator, lambda: self._slots.check(self._active_id))
+        run_on_all(self.accelerator, self._check_active)
         timer = PhaseTimer()
         sample = super().generate
         answer = run_on_all(self.accelerator, lambda: sample(prompts, images, num_generations, profiler))
@@ -276,15 +332,25 @@ class ColocateGeneration(AdapterGeneration):
             self.sync_weights()
         else:
             self._sync_if_changed()
-        if self._active_id:
-            self._slots.check(self._active_id)
+        self._check_active()
+
+    def _check_active(self) -> None:
+        """Make sure that vLLM still holds the active version, if there is one."""
+        if self._active is not None:
+            self._holder.check(self._active)
 
     def sleep(self) -> None:
         """Nothing: TRL's `generate` gives the KV cache back by itself, if `vllm_enable_sleep_mode` is set."""
 
     def close(self) -> None:
         """Withdraw the active version; the next `generate` loads the adapter again. Not collective, never fails."""
-        self._active_name, self._gate.is_ready, self._gate.policy = None, False, None
-        self._slots.release()
+        self._active_name, self._active, self._gate.is_ready, self._gate.policy = None, None, False, None
+        self._holder.release()
         self._received = None
         self._reader.release()
+
+
+def _no_fused(why: str) -> UnsupportedSettingError:
+    return UnsupportedSettingError(
+        f'lora_sync_serving="fused" cannot be used in colocate mode here: {why}. Set lora_sync_serving="runtime".'
+    )

@@ -22,6 +22,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatAdapter
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.colocate import engine
+from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.errors import AdapterRejectedError, VerificationError
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ class AdapterSlots:
         self._stage: FlatTensors | None = None
         self._contents: dict[int, Any] = {}  # vLLM's own record of what is in a slot, by which a change is noticed
 
-    def load(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Any:
-        """Have the engine hold `adapter`, and return vLLM's request for it.
+    def load(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Policy:
+        """Have the engine hold `adapter`, and return what to sample from it with.
 
         Args:
             name: not used before, as entries of the prefix cache belong to it.
@@ -79,7 +80,7 @@ class AdapterSlots:
         """
         layout = adapter.layout
         if layout in self._unfamiliar:
-            return self._load_file(name, adapter_id, adapter)
+            return Policy(name, adapter_id, self._load_file(name, adapter_id, adapter))
         sources = self._sources(adapter)
         copies = self._copies.get(adapter_id)
         if copies is None or not copies.fits(layout, sources.flat) or not self._is_held(adapter_id):
@@ -88,15 +89,20 @@ class AdapterSlots:
         if copies is not None:
             torch._foreach_copy_(copies.targets, copies.sources)
             self._compare(name, copies)
-        return engine.lora_request(name, adapter_id, f"/{name}")
+        return Policy(name, adapter_id, engine.lora_request(name, adapter_id, f"/{name}"))
 
-    def check(self, adapter_id: int) -> None:
+    @contextmanager
+    def serving(self, policy: Policy | None) -> Iterator[None]:
+        """Nothing has to be done: vLLM finds the slot by the number in each request."""
+        yield
+
+    def check(self, policy: Policy) -> None:
         """Make sure that a slot still holds what was written to it.
 
         Raises:
             VerificationError: vLLM has emptied it or written to it.
         """
-        if not self._is_held(adapter_id):
+        if not self._is_held(policy.adapter_id):
             raise VerificationError(
                 "vLLM has replaced the adapter in the slot of the active version, so requests would be sampled from "
                 "another policy. Do not load adapters into trainer.vllm_generation.llm. Call "

@@ -54,7 +54,12 @@ class Piece:
 
 
 def find_pieces(
-    load_weights: LoadWeights, parameters: dict[str, Tensor], shapes: dict[str, tuple[int, int]], dtype: torch.dtype
+    load_weights: LoadWeights,
+    parameters: dict[str, Tensor],
+    shapes: dict[str, tuple[int, int]],
+    dtype: torch.dtype,
+    *,
+    skip_padding: bool = False,
 ) -> dict[str, list[Piece]]:
     """Find where weights of a checkpoint would go, without changing anything.
 
@@ -62,6 +67,7 @@ def find_pieces(
         load_weights: the model's.
         parameters: the model's parameters that may be written to, on any device.
         shapes: `(out_features, in_features)` of each weight, by the name of its module in the checkpoint.
+        skip_padding: whether a model may fill rows beyond those of a weight, as vLLM does below an embedding.
 
     Returns:
         The pieces of each module; none for a module that is not on this process.
@@ -69,7 +75,7 @@ def find_pieces(
     Raises:
         PlacementError: the model does not know a name, the shape does not fit it, or it does more than copying.
     """
-    recorder = _Recorder(parameters)
+    recorder = _Recorder(parameters, skip_padding=skip_padding)
     found: dict[str, list[Piece]] = {}
     with torch.no_grad():
         for module, shape in shapes.items():
@@ -91,8 +97,9 @@ def find_pieces(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes down copies into the parameters instead of making them."""
 
-    def __init__(self, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, parameters: dict[str, Tensor], *, skip_padding: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._skipped = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default) if skip_padding else ()
         self.source = torch.empty(0)
         self.pieces: list[Piece] = []
         self._parameters = {_storage(parameter): (key, parameter) for key, parameter in parameters.items()}
@@ -103,6 +110,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
             self._note(args[0], args[1])
+            return args[0]
+        if func in self._skipped and _storage(args[0]) in self._parameters:
             return args[0]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write

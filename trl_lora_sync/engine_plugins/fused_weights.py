@@ -167,20 +167,29 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
             # Bases first: a layer may have been adapted as a whole by one adapter and in parts by another.
             for module, piece in by_target[key]:
                 if module not in matrices:
-                    _part(weight, piece).copy_(_part(target.base, piece), non_blocking=True)
+                    part_of(weight, piece).copy_(part_of(target.base, piece), non_blocking=True)
             for module, piece in by_target[key]:
                 if module in matrices:
                     assert adapter is not None
-                    _fuse_piece(
-                        _part(weight, piece), _part(target.base, piece), *matrices[module], piece, adapter.scaling
+                    fuse_piece(
+                        part_of(weight, piece), part_of(target.base, piece), *matrices[module], piece, adapter.scaling
                     )
 
 
-def _part(whole: Tensor, piece: Piece) -> Tensor:
+def part_of(whole: Tensor, piece: Piece) -> Tensor:
+    """The rectangle of a parameter that a piece is."""
     return whole[piece.top : piece.bottom, piece.left : piece.right]
 
 
-def _fuse_piece(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, piece: Piece, scaling: float) -> None:
+def fuse_piece(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, piece: Piece, scaling: float) -> None:
+    """Write `base + scaling * lora_B @ lora_A` to a rectangle of a weight.
+
+    Args:
+        weight: the rectangle, in the served dtype.
+        base: what it held at first, in any dtype and on any device.
+        lora_A, lora_B: of the whole module.
+        piece: which rectangle of the module it is.
+    """
     rows, columns = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)]
     if base.device != weight.device:
         weight.copy_(base, non_blocking=True)

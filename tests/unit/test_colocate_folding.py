@@ -1,0 +1,204 @@
+"""Unit tier: an adapter in weights that are shared, and the way back bit for bit."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trl_lora_sync.colocate import folding
+from trl_lora_sync.colocate.folding import FoldedBase
+from trl_lora_sync.errors import WrongPolicyError
+
+SHAPES = [(48, 32), (16, 64), (130, 24)]
+R = 4
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def weights_of(dtype: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(shape, generator=generator) * 0.05).to(device, dtype) for shape in SHAPES]
+
+
+def matrices_of(dtype: torch.dtype, device: str, size: float = 0.05) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * size).to(device, dtype)
+
+    return [(random(R, columns), random(rows, R)) for rows, columns in SHAPES]
+
+
+def bits(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.clone().view(torch.int16 if tensor.element_size() == 2 else torch.int32) for tensor in tensors]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+@pytest.fixture(autouse=True)
+def _grad_mode() -> Iterator[None]:
+    with torch.enable_grad():  # as in a trainer
+        yield
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0.0, 1e-3, 0.05, 1.0])
+def test_folded_weights_hold_the_sum_rounded_once_and_come_back_bit_for_bit(
+    size: float, dtype: torch.dtype, device: str
+) -> None:
+    weights, matrices = weights_of(dtype, device), matrices_of(dtype, device, size)
+    before = bits(weights)
+    base = FoldedBase(weights)
+    expected = [
+        (weight.double() + lora_B.double() @ lora_A.double()).to(dtype)
+        for weight, (lora_A, lora_B) in zip(weights, matrices, strict=True)
+    ]
+    for _ in range(50):
+        base.fold(matrices)
+        for weight, wanted in zip(weights, expected, strict=True):
+            # The product in float32 may be off by its last bits, which shows where it is just between two values.
+            torch.testing.assert_close(weight.float(), wanted.float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        base.unfold()
+        assert same(bits(weights), before)
+    if size:
+        base.fold(matrices)
+        assert not same(bits(weights), before)
+        base.unfold()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zeros_of_both_signs_and_the_largest_values_come_back(device: str) -> None:
+    weights = weights_of(torch.bfloat16, device)
+    weights[0].view(-1)[:4] = torch.tensor([0.0, -0.0, torch.finfo(torch.bfloat16).max, 1e-38], dtype=torch.bfloat16)
+    before = bits(weights)
+    base = FoldedBase(weights)
+    base.fold(matrices_of(torch.bfloat16, device, 1.0))
+    base.unfold()
+    assert same(bits(weights), before)
+
+
+def test_views_of_one_tensor_fold_each_for_itself() -> None:
+    """As q, k and v are rows of one parameter of vLLM."""
+    whole = torch.randn(96, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+    before = whole.clone()
+    base = FoldedBase([whole[:48], whole[48:64]])
+    ones = torch.ones(R, 32).bfloat16(), torch.ones(16, R).bfloat16()
+    base.fold([*matrices_of(torch.bfloat16, "cpu")[:1], ones])
+    assert torch.equal(whole[64:], before[64:])
+    assert not torch.equal(whole[48:64], before[48:64])
+    base.unfold()
+    assert torch.equal(whole, before)
+
+
+def test_what_is_kept_is_small_for_a_small_update_and_never_more_than_the_weights() -> None:
+    weights = weights_of(torch.bfloat16, "cpu")
+    total = sum(weight.nbytes for weight in weights)
+    kept = []
+    for size in (1e-3, 0.05, 10.0):
+        base = FoldedBase(weights)
+        base.fold(matrices_of(torch.bfloat16, "cpu", size))
+        kept.append(base.kept_bytes)
+        base.unfold()
+    assert kept[0] < 0.02 * total < kept[1] <= kept[2] <= total
+
+
+def test_rows_are_folded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, matrices = weights_of(torch.bfloat16, "cpu"), matrices_of(torch.bfloat16, "cpu")
+    before, base = bits(weights), FoldedBase(weights)
+    base.fold(matrices)
+    at_once = bits(weights)
+    base.unfold()
+    monkeypatch.setattr(folding, "_ELEMENTS_OF_FLOATS", 64)
+    base.fold(matrices)
+    assert same(bits(weights), at_once)
+    base.unfold()
+    assert same(bits(weights), before)
+
+
+def test_autocast_of_the_trainer_changes_nothing() -> None:
+    weights, matrices = weights_of(torch.float32, "cpu"), matrices_of(torch.float32, "cpu")
+    base = FoldedBase(weights)
+    base.fold(matrices)
+    plain = bits(weights)
+    base.unfold()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        base.fold(matrices)
+    assert same(bits(weights), plain)
+    base.unfold()
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 3])
+def test_failure_while_folding_leaves_the_weights_as_they_were(
+    failing_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = weights_of(torch.bfloat16, "cpu")
+    before, base = bits(weights), FoldedBase(weights)
+    product, calls = folding._product, []
+
+    def fails(*matrices: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2 * failing_call:  # the product of the sum; the one before looks at what would be lost
+            raise torch.OutOfMemoryError("no memory left")
+        return product(*matrices)
+
+    monkeypatch.setattr(folding, "_product", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        base.fold(matrices_of(torch.bfloat16, "cpu"))
+    assert not base.is_folded
+    assert same(bits(weights), before)
+
+
+def test_failure_while_unfolding_can_be_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(torch.bfloat16, "cpu")
+    before, base = bits(weights), FoldedBase(weights)
+    base.fold(matrices_of(torch.bfloat16, "cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(folding, "_product", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory left")))
+        with pytest.raises(torch.OutOfMemoryError):
+            base.unfold()
+    assert base.is_folded
+    base.unfold()
+    assert same(bits(weights), before)
+
+
+def test_interrupt_waits_until_the_weights_are_in_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(torch.bfloat16, "cpu")
+    before, base = bits(weights), FoldedBase(weights)
+    product: Any = folding._product
+
+    def interrupted(*matrices: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        return product(*matrices)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folding, "_product", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            base.fold(matrices_of(torch.bfloat16, "cpu"))
+    assert not base.is_folded
+    assert same(bits(weights), before)
+    base.fold(matrices_of(torch.bfloat16, "cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(folding, "_product", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            base.unfold()
+    assert not base.is_folded
+    assert same(bits(weights), before)
+
+
+def test_write_to_a_folded_weight_from_elsewhere_is_noticed() -> None:
+    weights = weights_of(torch.bfloat16, "cpu")
+    base = FoldedBase(weights)
+    base.fold(matrices_of(torch.bfloat16, "cpu"))
+    weights[1].view(torch.int16)[3, 5] ^= 1
+    with pytest.raises(WrongPolicyError, match=r'1 of the 3 frozen weights.*vllm_colocate_base="own"'):
+        base.unfold()

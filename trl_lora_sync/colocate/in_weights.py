@@ -1,0 +1,171 @@
+"""Serves adapters in the weights that vLLM computes with, so that tokens cost what the base model's cost.
+
+Every version starts from the trainer's frozen weights, so nothing drifts. vLLM's prefix cache does not know which
+adapter is in the weights, so it is emptied when another one is put there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, modules_of
+from trl_lora_sync.colocate import engine, placing
+from trl_lora_sync.colocate.engine import Policy
+from trl_lora_sync.colocate.folding import FoldedBase
+from trl_lora_sync.colocate.slots import FlatTensors
+from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
+from trl_lora_sync.engine_plugins.fused_weights import fuse_piece, part_of
+from trl_lora_sync.errors import AdapterRejectedError, UnsupportedSettingError
+
+Matrices = dict[str, tuple[Tensor, Tensor]]
+
+
+class AdaptersInWeights(ABC):
+    """Keeps the adapters of an engine, under the numbers 1 to `engine.SLOTS`, of which one is in the weights at most.
+
+    Args:
+        llm: vLLM's `LLM`, without adapters of its own.
+        base: the trainer's frozen matrices, by the names of their modules.
+    """
+
+    def __init__(self, llm: Any, base: dict[str, nn.Parameter]) -> None:
+        self._llm = llm
+        self._base = base
+        self._parameters = placing.served_parameters(llm)
+        self._held: dict[int, FlatTensors] = {}
+        self._names: dict[int, str] = {}
+        self._cached: str | None = None  # whose keys and values are in the prefix cache
+
+    def load(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Policy:
+        """Hold a copy of `adapter`, and return what to sample from it with.
+
+        Raises:
+            AdapterRejectedError: it changes a layer that the trainer's base model does not have.
+        """
+        unknown = sorted(set(modules_of(adapter.tensors)) - self._base.keys())
+        if unknown:
+            raise AdapterRejectedError(f"The trainer's base model has no matrix for {', '.join(unknown[:3])}.")
+        held = self._held.get(adapter_id)
+        if held is None or not held.fits(adapter):
+            device = next(iter(self._parameters.values())).device
+            held = self._held[adapter_id] = FlatTensors.like(adapter, device, adapter.dtype)
+        self._names[adapter_id] = name
+        torch._foreach_copy_(list(held.tensors.values()), list(adapter.tensors.values()))
+        policy = Policy(name, adapter_id)
+        self._prepare(policy, modules_of(held.tensors), is_transposed=adapter.fan_in_fan_out)
+        return policy
+
+    def check(self, policy: Policy) -> None:
+        """Make sure that the adapter is still held; `serving` puts it into the weights if it is not there."""
+        assert self._names.get(policy.adapter_id) == policy.name
+
+    @contextmanager
+    def serving(self, policy: Policy | None) -> Iterator[None]:
+        """While the block lasts, vLLM computes with the adapter of `policy`, or with the base model for None."""
+        name = None
+        if policy is not None:
+            self.check(policy)
+            name = policy.name
+        if self._cached != name:
+            engine.empty_prefix_cache(self._llm)
+            self._cached = name
+        with self._merged(policy):
+            yield
+
+    def matrices(self, policy: Policy) -> Matrices:
+        """lora_A and lora_B of each module of an adapter that is held."""
+        return modules_of(self._held[policy.adapter_id].tensors)
+
+    def release(self) -> None:
+        """Forget the adapters."""
+        self._held.clear()
+        self._names.clear()
+
+    @abstractmethod
+    def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
+        """Do what does not have to wait until it is sampled from."""
+
+    @abstractmethod
+    def _merged(self, policy: Policy | None) -> AbstractContextManager[None]:
+        """While the block lasts, the weights hold the adapter."""
+
+
+class MergedIntoOwnWeights(AdaptersInWeights):
+    """vLLM has weights of its own, which hold the newest adapter until another one takes its place."""
+
+    def __init__(self, llm: Any, base: dict[str, nn.Parameter]) -> None:
+        super().__init__(llm, base)
+        self._pieces: dict[str, list[Piece]] = {}
+        self._is_transposed = False
+        self._written: str | None = None  # the adapter in the weights; None for the base
+        self._is_whole = True  # whether that is in all of them
+
+    def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
+        self._is_transposed = is_transposed
+        new = {name: (b.shape[0], a.shape[1]) for name, (a, b) in matrices.items() if name not in self._pieces}
+        if new:
+            try:
+                self._pieces |= placing.find(self._llm, new)
+            except PlacementError as error:
+                raise UnsupportedSettingError(
+                    f'lora_sync_serving="fused" cannot be used with this model in colocate mode: {error}. '
+                    'Set lora_sync_serving="runtime".'
+                ) from error
+        self._write(policy.name, matrices)
+
+    @contextmanager
+    def _merged(self, policy: Policy | None) -> Iterator[None]:
+        name = None if policy is None else policy.name
+        if name != self._written or not self._is_whole:
+            self._write(name, {} if policy is None else self.matrices(policy))
+        yield
+
+    def _write(self, name: str | None, matrices: Matrices) -> None:
+        """Write all weights that any adapter has changed; if it fails, all of them are written before the next use."""
+        self._is_whole = False
+        device = next(iter(self._parameters.values())).device
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for module, pieces in self._pieces.items():
+                base = self._base[module].data
+                base = base.T if self._is_transposed else base
+                for piece in pieces:
+                    target = part_of(self._parameters[piece.owner], piece)
+                    source = base[slice(*piece.rows), slice(*piece.columns)]
+                    if module in matrices:
+                        fuse_piece(target, source, *matrices[module], piece, 1.0)
+                    else:
+                        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._written, self._is_whole = name, True
+
+
+class FoldedIntoSharedWeights(AdaptersInWeights):
+    """Trainer and vLLM share the weights, so an adapter is in them only while vLLM samples."""
+
+    def __init__(self, llm: Any, base: dict[str, nn.Parameter]) -> None:
+        super().__init__(llm, base)
+        self._folded = FoldedBase([])
+        self._modules: Sequence[str] = ()
+
+    def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
+        if list(matrices) != self._modules:
+            self._modules = list(matrices)
+            self._folded = FoldedBase([self._base[name].data for name in self._modules])
+
+    def _merged(self, policy: Policy | None) -> AbstractContextManager[None]:
+        return nullcontext() if policy is None else self._with_folded(self.matrices(policy))
+
+    @contextmanager
+    def _with_folded(self, matrices: Matrices) -> Iterator[None]:
+        if self._folded.is_folded:  # taking it out has failed before
+            self._folded.unfold()
+        self._folded.fold([matrices[name] for name in self._modules])
+        try:
+            yield
+        finally:
+            self._folded.unfold()

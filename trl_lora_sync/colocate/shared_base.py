@@ -1,0 +1,137 @@
+"""One copy of the base model for trainer and vLLM: the trainer's frozen weights become views of vLLM's.
+
+The trainer's model stays on the host until vLLM has loaded its own from the checkpoint, so there never are two copies
+on the GPU. Then all bits are compared, and only if all agree the trainer's weights are replaced by views.
+"""
+
+import os
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from trl_lora_sync.colocate import placing
+from trl_lora_sync.engine_plugins.fused_placement import PlacementError
+from trl_lora_sync.errors import UnsupportedSettingError
+
+_HALF = (torch.bfloat16, torch.float16, "bfloat16", "float16", "auto")
+
+
+def shards_base(args: Any) -> bool:
+    """Whether a launcher will shard the trainer's base model, as far as it is known before a model is loaded."""
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return True
+    config = getattr(args, "hf_deepspeed_config", None)
+    return bool(config is not None and config.is_zero3()) or _zero_stage() == "3"
+
+
+def _zero_stage() -> str:
+    uses = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "") if uses else ""
+
+
+def refuse_sharded(args: Any) -> None:
+    """Refuse what needs the base model whole, before a model is loaded.
+
+    Raises:
+        UnsupportedSettingError: the launcher shards it.
+    """
+    if not shards_base(args):
+        return
+    for seen, way in (
+        ('lora_sync_serving="fused"', 'lora_sync_serving="runtime"'),
+        ('vllm_colocate_base="shared"', 'vllm_colocate_base="auto"'),
+    ):
+        name, _, value = seen.partition("=")
+        if getattr(args, name) == value.strip('"'):
+            raise UnsupportedSettingError(
+                f"{seen} cannot be used with FSDP or DeepSpeed ZeRO-3 in colocate mode: no process has the whole base "
+                f"model there. Set {way}, or train with DDP or ZeRO-2."
+            )
+
+
+def may_share(args: Any, model: Any) -> bool:
+    """Whether the trainer's model should wait on the host for vLLM's weights, as far as it is known before loading.
+
+    Args:
+        args: the trainer's configuration.
+        model: the model, or the path or name that TRL will load it from.
+    """
+    if args.vllm_colocate_base == "own" or args.vllm_tensor_parallel_size > 1 or args.device.type != "cuda":
+        return False
+    if shards_base(args) or getattr(args, "deepspeed", None) or _zero_stage():
+        return False
+    options = args.model_init_kwargs or {}
+    if isinstance(model, nn.Module):
+        return model.dtype in _HALF and not _is_quantised(model)
+    # TRL's default dtype is float32, which vLLM serves in 16 bits.
+    return options.get("dtype") in _HALF and options.get("quantization_config") is None
+
+
+def reason_against(
+    model: nn.Module, choice: str, dtype: torch.dtype | None, accelerator: Any, tensor_parallel_size: int
+) -> str | None:
+    """Why the base cannot be shared, as far as it is known before vLLM has started; None if it may be.
+
+    Args:
+        choice: `vllm_colocate_base`.
+        dtype: what vLLM is told to compute in; None lets it choose.
+    """
+    if choice == "own":
+        return 'vllm_colocate_base="own"'
+    if tensor_parallel_size > 1:
+        return f"vllm_tensor_parallel_size is {tensor_parallel_size}, so vLLM splits each weight"
+    launcher = accelerator.state.distributed_type
+    if launcher not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        return f"{launcher.value} was not tried with a shared base"
+    if _is_quantised(model):
+        return "the trainer's base is quantised"
+    if choice == "auto" and accelerator.device.type != "cuda":
+        return "it saves GPU memory, and this is a CPU"
+    # Left to itself, vLLM serves in 16 bits whatever the checkpoint holds (0.26 to 0.31, config/model.py).
+    served = dtype or torch.bfloat16
+    other = next((weight.dtype for weight in model.parameters() if not weight.requires_grad), served)
+    return _other_dtype(other, served) if torch.float32 in (other, served) and other != served else None
+
+
+def _other_dtype(trained: torch.dtype, served: torch.dtype) -> str:
+    ours, theirs = (str(dtype).removeprefix("torch.") for dtype in (trained, served))
+    return f'the trainer\'s base is {ours} and vLLM\'s is {theirs}; set model_init_kwargs={{"dtype": "{theirs}"}}'
+
+
+def _is_quantised(model: nn.Module) -> bool:
+    return any(not weight.is_floating_point() for weight in model.parameters())
+
+
+def find_views(llm: Any, weights: dict[str, nn.Parameter], served_dtype: torch.dtype) -> dict[str, torch.Tensor] | str:
+    """Views of vLLM's memory with the same bits as the trainer's weights, or why there are none.
+
+    Args:
+        weights: the trainer's frozen matrices.
+        served_dtype: what vLLM computes in.
+    """
+    other = next((weight.dtype for weight in weights.values() if weight.dtype != served_dtype), None)
+    if other is not None:
+        return _other_dtype(other, served_dtype)
+    try:
+        views = placing.whole_views(llm, weights)
+    except PlacementError as error:
+        return f"vLLM keeps the weights in another form: {error}"
+    different = placing.first_difference(views, weights)
+    return f"{different!r} holds other values in vLLM than in the trainer" if different else views
+
+
+def share(weights: dict[str, nn.Parameter], views: dict[str, torch.Tensor]) -> int:
+    """Replace the memory of the trainer's weights by the views, and return the bytes that are shared."""
+    for name, view in views.items():
+        weights[name].data = view
+    return sum(view.nbytes for view in views.values())
+
+
+def refusal(reason: str) -> UnsupportedSettingError:
+    """The error for a base that was to be shared and cannot be."""
+    return UnsupportedSettingError(
+        f'vllm_colocate_base="shared" cannot be used here: {reason}. Set vllm_colocate_base="auto", with which vLLM '
+        "has a base of its own then."
+    )
