@@ -136,7 +136,8 @@ class AdapterSync:
                 server_load_s = self.fleet.load(stored, deadline)
             with timer.phase("verify"):
                 # Servers that compare what they have loaded with what was sent have seen more than the files.
-                if self.settings.verify != "off" and not self.fleet.capabilities.checks_payload:
+                is_compared = stored.has_checksum and self.fleet.capabilities.checks_payload
+                if self.settings.verify != "off" and not is_compared:
                     self.transport.check(stored, adapter, deadline)
                 evidence = self._verify(stored, score, deadline)
         self.fleet.activate(stored)

@@ -31,7 +31,9 @@ from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
 
+from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.flat import FlatAdapter, flat_adapter
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
@@ -60,6 +62,7 @@ class Quick:
         assert stored.path
         tensors = load_file(stored.path / FILE)
         save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, stored.path / FILE)
+        (stored.path / "lora_sync.json").unlink()  # as adapters of other programs are
         return stored
 
     def write_flat(self, seed: int, rank: int = 8) -> StoredAdapter:
@@ -199,9 +202,21 @@ def test_an_adapter_that_cannot_be_read_is_refused_and_the_others_stay(quick: Qu
     assert all(quick.is_policy(name, seed) for seed, name in enumerate(names, 1))
 
 
-def test_a_run_trains_on_what_it_serves(quick: Quick, base_model: Path, tmp_path: Path) -> None:
-    trainer = grpo_trainer(quick.server.base_url, base_model, tmp_path, max_steps=4)
-    trainer.train()
+def test_a_run_trains_on_what_it_serves(
+    quick: Quick, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exported as on a GPU, with a buffer and page-locked files, both of which work without one."""
+    monkeypatch.setattr(AdapterReader, "_is_on_gpu", lambda *_: True)
+    before = quick.counts()["written"]
+    with shared_folder() as folder:
+        settings = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}  # which is that of the slots
+        trainer = grpo_trainer(quick.server.base_url, base_model, tmp_path, max_steps=4, **settings)
+        trainer.train()
+        assert quick.counts()["written"] - before >= 2  # the others went to slots that another kind had
+        check_and_close(trainer)
+
+
+def check_and_close(trainer: GRPOTrainer) -> None:
     steps = steps_of(trainer)
     assert all(step["sampling/sampling_logp_difference/mean"] < 0.015 for step in steps)
     assert steps[-1]["lora_sync/verified"] == 1

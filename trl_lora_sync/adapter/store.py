@@ -30,7 +30,15 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatAdapter
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.engine_plugins.checksum import checksum
-from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, HEADER_PREFIX_BYTES, METADATA, TENSORS_FILE
+from trl_lora_sync.engine_plugins.safetensors_file import (
+    CONFIG_FILE,
+    DTYPES,
+    HEADER_PREFIX_BYTES,
+    METADATA,
+    TENSORS_FILE,
+    header_of,
+    joined_or_copied,
+)
 from trl_lora_sync.engine_plugins.shared_files import SOCKET
 from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, VersionNote, digest_of
 from trl_lora_sync.errors import AdapterExportError, VerificationError
@@ -58,6 +66,7 @@ class StoredAdapter:
         path: the directory as this process sees it, if it is on disk.
         server_path: the same directory as the servers see it.
         content: the tensors, if they are to be sent instead.
+        has_checksum: whether a worker can compare its tensors with those on the trainer's device.
     """
 
     name: str
@@ -68,6 +77,7 @@ class StoredAdapter:
     path: Path | None = None
     server_path: str | None = None
     content: CanonicalAdapter | None = None
+    has_checksum: bool = False
 
 
 def new_run_id() -> str:
@@ -139,6 +149,14 @@ def _write_files(
 
 def _config_text(adapter: CanonicalAdapter) -> str:
     return json.dumps(adapter.config(), indent=2, sort_keys=True)
+
+
+def _laid_out(adapter: CanonicalAdapter) -> tuple[bytes, Tensor]:
+    """The header of the adapter's file, and the tensors as they follow it."""
+    if isinstance(adapter, FlatAdapter):
+        return adapter.header, adapter.flat
+    tensors = {key: adapter.tensors[key] for key in sorted(adapter.tensors, key=str.encode)}
+    return header_of(tensors, METADATA), joined_or_copied(list(tensors.values()))
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
@@ -260,28 +278,33 @@ class AdapterStore:
             if self._slots is not None:
                 self._slots.drop(stored.name)
             raise
-        return replace(stored, server_path=f"{self.server_root}/{self.run_id}/{stored.name}")
+        return replace(
+            stored,
+            server_path=f"{self.server_root}/{self.run_id}/{stored.name}",
+            has_checksum=(stored.path / NOTE_FILE).exists(),
+        )
 
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
         """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
-        if not isinstance(adapter, FlatAdapter):
-            write_tensors(file, adapter)
-            return
         slot = None
-        if self._slots is not None:
+        if self._slots is not None and isinstance(adapter, FlatAdapter):
             size = len(adapter.header) + adapter.payload_bytes
             slot = self._slots.take(self.directory / _SLOTS, size, adapter.flat.device)
         if slot is None:
             write_tensors(file, adapter)
         else:
             assert self._slots is not None
+            assert isinstance(adapter, FlatAdapter)
             self._slots.lend(name, slot)
             slot.fill(adapter.header, adapter.flat)
             slot.move(file)
+        if adapter.dtype not in DTYPES.values():
+            return
         # Of what is on the trainer's device, not of what has come to be in the file.
+        header, flat = _laid_out(adapter)
         shared = f"../{_SLOTS}/{SOCKET}" if slot is not None and slot.is_shared else ""
-        head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
-        VersionNote(head=head, checksum=checksum(adapter.flat), files=shared).write(file.parent)
+        head = digest_of(header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
+        VersionNote(head=head, checksum=checksum(flat), files=shared).write(file.parent)
 
     def check(self, stored: StoredAdapter, adapter: CanonicalAdapter) -> None:
         """Compare the files of a version with `adapter`, from which they were written.
