@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -51,8 +52,10 @@ from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, header_of  # noqa: E402
 from trl_lora_sync.engine_plugins.version_note import NOTE_FILE  # noqa: E402
-from trl_lora_sync.engines.base import Deadline, Engine  # noqa: E402
+from trl_lora_sync.engine_plugins.vllm_quick_load import WRITE_SLOTS  # noqa: E402
+from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
+from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 
 KEEP = 2
 SLOTS, TIMED = KEEP + 1, 2  # the slots that `serve` gives, and the syncs after which they all have one kind
@@ -115,7 +118,7 @@ class Trainer:
 class Bench:
     """One server and one trainer."""
 
-    def __init__(self, engine: Engine, trainer: Trainer, folder: Path, url: str) -> None:
+    def __init__(self, engine: Blocking, trainer: Trainer, folder: Path, url: str) -> None:
         self.engine, self.trainer = engine, trainer
         self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
         # A store for each way, as files of other sizes would not be used again.
@@ -266,7 +269,7 @@ def _medians(samples: list[dict[str, float]]) -> dict[str, float]:
 def measure_case(case: str, url: str, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     _, rank = split(case)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = connect_engine(url, engine="vllm", is_local=True, deadline=soon())
+    engine = Blocking(run(connect_engine(url, engine="vllm", is_local=True, deadline=soon())))
     bench = Bench(
         engine, Trainer(AutoConfig.from_pretrained(model), rank, device), folder / case.replace(":", "-"), url
     )
@@ -335,6 +338,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1 if not on_gpu else 8)
+    os.environ[WRITE_SLOTS] = "1"  # for the servers, which do not write slots on GPUs by default
     work = args.work or Path(tempfile.mkdtemp(prefix="floor-"))
     work.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []

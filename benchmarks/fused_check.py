@@ -29,8 +29,9 @@ from versus.scoring import prompt_logprobs
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE
-from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.connect import connect_engine
+from trl_lora_sync.runtime import Blocking, run
 
 PROMPT_TOKENS = 128
 
@@ -66,11 +67,15 @@ def random_adapter(config: Any, rank: int, seed: int, std: float, device: str) -
     return canonicalize(layers, dtype=torch.bfloat16, base_model="benchmark")
 
 
+def connected(url: str, serving: str = "runtime") -> Blocking:
+    return Blocking(run(connect_engine(url, engine="vllm", is_local=True, deadline=soon(), serving=serving)))
+
+
 class Server:
     """The fused routes of the server, as they are."""
 
     def __init__(self, url: str) -> None:
-        self.engine: Engine = connect_engine(url, engine="vllm", is_local=True, deadline=soon(), serving="fused")
+        self.engine = connected(url, serving="fused")
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=600, trust_env=False)
@@ -122,7 +127,7 @@ def peft_logprobs(model: Any, adapter: CanonicalAdapter | None, prompt: list[int
     return rows.gather(-1, ids[0, 1:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
-def tokens_per_s(engine: Engine, model: str, concurrency: int, new_tokens: int, vocab: int) -> float:
+def tokens_per_s(engine: Blocking, model: str, concurrency: int, new_tokens: int, vocab: int) -> float:
     groups = [
         PromptGroup(prompt=[random.randrange(vocab) for _ in range(PROMPT_TOKENS)], count=1) for _ in range(concurrency)
     ]
@@ -138,7 +143,7 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
     base, vocab = engine.capabilities.base_model, min(config.vocab_size, 500)
     runtime = None
     if args.runtime_url:
-        runtime = connect_engine(args.runtime_url.rstrip("/"), engine="vllm", is_local=True, deadline=soon())
+        runtime = connected(args.runtime_url.rstrip("/"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompt = [random.randrange(vocab) for _ in range(PROMPT_TOKENS)]
     before = prompt_logprobs(engine, base, prompt, soon())

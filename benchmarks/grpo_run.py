@@ -21,6 +21,7 @@ from run_environment import run_environment
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.places import is_local_url
+from trl_lora_sync.runtime import Blocking, run
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "grpo.py"
 KEPT = {
@@ -39,8 +40,12 @@ KEPT = {
 
 def main() -> None:
     args, more = parse_args()
-    engine = connect_engine(
-        args.url, engine="auto", is_local=is_local_url(args.url), deadline=Deadline.after(300.0, "Connecting")
+    engine = Blocking(
+        run(
+            connect_engine(
+                args.url, engine="auto", is_local=is_local_url(args.url), deadline=Deadline.after(300.0, "Connecting")
+            )
+        )
     )
     served = engine.capabilities
     with tempfile.TemporaryDirectory(prefix="grpo-run-") as folder:

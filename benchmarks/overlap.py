@@ -106,8 +106,8 @@ class Watch(TrainerCallback):
 
     def follow(self, trainer: Any) -> None:
         generation = trainer.vllm_generation
+        generation.fleet.generate = self._noting_async("generation", generation.fleet.generate)
         for owner, name, what in (
-            (generation.fleet, "generate", "generation"),
             (generation, "sync_weights", "sync"),
             (generation, "generate", "waiting"),
         ):
@@ -118,6 +118,16 @@ class Watch(TrainerCallback):
             started = time.perf_counter()
             try:
                 return act(*args, **kwargs)
+            finally:
+                self.spans.append((what, started, time.perf_counter()))
+
+        return noted
+
+    def _noting_async(self, what: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        async def noted(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return await act(*args, **kwargs)
             finally:
                 self.spans.append((what, started, time.perf_counter()))
 

@@ -45,9 +45,14 @@ from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.vllm import VLLMEngine  # noqa: E402
 from trl_lora_sync.engines.vllm_push import SafetensorsBody  # noqa: E402
 from trl_lora_sync.places import is_local_url  # noqa: E402
+from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 
 RANK, HIDDEN = 32, 4096
 UNLIMITED = "unlimited"
+
+
+async def joined(body: SafetensorsBody) -> bytes:
+    return b"".join([chunk async for chunk in body])
 
 
 class Sink:
@@ -72,7 +77,7 @@ class Bench:
     """One server and the sink beside it."""
 
     def __init__(self, url: str, sink_port: int, args: argparse.Namespace) -> None:
-        self.engine = VLLMEngine(url, is_local=is_local_url(url))
+        self.engine = Blocking(VLLMEngine(url, is_local=is_local_url(url)))
         if not self.engine.connect(deadline()).takes_pushes:
             sys.exit(f"{url} takes no pushes. Restart it with --middleware {MIDDLEWARE}.")
         self.sink = (urlsplit(url).hostname, sink_port)
@@ -94,7 +99,7 @@ class Bench:
         return found
 
     def tcp(self, adapter: CanonicalAdapter) -> float:
-        content = b"".join(SafetensorsBody(adapter, deadline()))
+        content = run(joined(SafetensorsBody(adapter)))
         with socket.create_connection(self.sink, timeout=600) as connection:
             start = time.perf_counter()
             connection.sendall(len(content).to_bytes(8, "big"))

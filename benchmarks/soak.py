@@ -37,6 +37,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.places import default_sync_dir, is_local_url
+from trl_lora_sync.runtime import run
 from trl_lora_sync.scoring import base_logprobs
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync, ReadAdapter
@@ -99,7 +100,7 @@ def soak(args: argparse.Namespace) -> None:
                 print(number, {name: round(rounds[-1][name], 4) for name in (*measured, "gap", "change")}, flush=True)
     finally:
         sync.close()
-    left = [name for name in sync.fleet.loaded(deadline()) if name.startswith(sync.transport.run_id)]
+    left = [name for name in run(sync.fleet.loaded(deadline())) if name.startswith(sync.transport.run_id)]
     result = {
         **run_environment(sync.fleet.capabilities.engine, sync.fleet.capabilities.version),
         "syncs": len(rounds),
@@ -179,7 +180,7 @@ def reader(model: PeftModel) -> ReadAdapter:
 def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> dict[str, float]:
     before = [parameter.detach().clone() for parameter in moving(model)]
     perturb(model)
-    report = sync.publish(reader(model))
+    report = sync.publish(reader(model)(sync.requires_packed_modules))
     answers = sample(sync)
     sync.sleep()
     looked_at = [answer[0] for answer in answers[:4]]
@@ -188,7 +189,7 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
     with held(model, before):
         former = reference(model, looked_at)
     # A server that sleeps between the rounds is not asked what it has loaded.
-    on_server = {} if args.sleep else {"adapters_on_server": len(sync.fleet.loaded(deadline()))}
+    on_server = {} if args.sleep else {"adapters_on_server": len(run(sync.fleet.loaded(deadline())))}
     gap, change = distance(served, wanted), distance(served, former)
     if not gap < change / 2:
         raise SystemExit(f"{report.adapter_name}: {gap:.4f} from its own version, {change:.4f} from the one before")
@@ -214,9 +215,9 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
 
 def sample(sync: AdapterSync) -> list[list[Completion]]:
     """Completions of the active version for prompts that no server has seen."""
-    assert sync.fleet.active is not None
+    assert sync.active is not None
     groups = [PromptGroup(prompt=torch.randint(0, 200, (16,)).tolist(), count=2) for _ in range(8)]
-    return sync.fleet.generate(sync.fleet.active.name, groups, SAMPLING, deadline())
+    return sync.generate(sync.active.name, groups, SAMPLING, deadline())
 
 
 @torch.no_grad()

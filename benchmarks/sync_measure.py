@@ -40,6 +40,7 @@ from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup, Sampling
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.places import default_sync_dir, is_local_url
+from trl_lora_sync.runtime import Blocking, run
 
 PROMPT_TOKENS = 32
 TOP_TOKENS = 20  # vLLM's default limit
@@ -358,12 +359,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """
     is_local = is_local_url(args.url)
     args.dir = args.dir or default_sync_dir(is_local, "sync-cost-output")
-    engine = connect_engine(
-        args.url,
-        engine="auto",
-        is_local=is_local,
-        deadline=Deadline.after(TIMEOUT_S, "Waiting for the server"),
-        serving="auto",
+    engine = Blocking(
+        run(
+            connect_engine(
+                args.url,
+                engine="auto",
+                is_local=is_local,
+                deadline=Deadline.after(TIMEOUT_S, "Waiting for the server"),
+                serving="auto",
+            )
+        )
     )
     store = AdapterStore(args.dir, server_root=args.server_dir)
     stores = {

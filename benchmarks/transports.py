@@ -29,19 +29,25 @@ from soak import make_policy, perturb
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.http import SizedBody
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.places import default_sync_dir, is_local_url
+from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
 Seconds = dict[str, float]
 
 
+async def joined(body: SizedBody) -> bytes:
+    return b"".join([chunk async for chunk in body])
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.engine = SGLangEngine(args.url, is_local=is_local_url(args.url))
+        self.engine = Blocking(SGLangEngine(args.url, is_local=is_local_url(args.url)))
         self.engine.connect(deadline())
-        self.disk = DiskTransport(default_sync_dir(True, "transports"))
-        self.tensors = HTTPTransport(default_sync_dir(True, "transports"))
+        self.disk = Blocking(DiskTransport(default_sync_dir(True, "transports")))
+        self.tensors = Blocking(HTTPTransport(default_sync_dir(True, "transports")))
         self.per_rank = Version(self.engine.capabilities.version) >= Version("0.5.17")
         self.url = args.url
         self._number = 0
@@ -57,8 +63,8 @@ class Bench:
     def by_tensors(self, adapter: CanonicalAdapter) -> Seconds:
         start = time.perf_counter()
         stored = self.tensors.write(self._next(), adapter)
-        body = self.engine.tensor_body(stored.name, adapter)
-        return self._posted(stored, body, len(body), start)
+        content = run(joined(self.engine.tensor_body(stored.name, adapter)))
+        return self._posted(stored, content, len(content), start)
 
     def naively(self, adapter: CanonicalAdapter) -> Seconds:
         stored = self.tensors.write(self._next(), adapter)

@@ -51,6 +51,52 @@ AS_PEFT_SAVES_IT: dict[str, tuple[str, str, str]] = {
 }
 
 
+# Tests beside the one that holds the decision about each field: of what is then served, with values that are not zero.
+_EXPORTED = "unit/test_adapter_export.py::test_plain_peft_computes_the_training_models_logits_from_the_export"
+_REFUSED_WITH_REASON = (
+    "unit/test_adapter_support.py::test_field_that_no_server_serves_exactly_is_refused_with_its_reason"
+)
+_FUSED = "live/test_fused_extras.py::test_the_server_samples_from_what_is_trained"
+PROOFS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "alpha_pattern", "exclude_modules", "fan_in_fan_out", "layers_to_transform", "lora_alpha", "r",
+            "rank_pattern", "use_rslora",
+        ),
+        (_EXPORTED,),
+    ),
+    **dict.fromkeys(
+        (
+            "alora_invocation_tokens", "arrow_config", "bias", "ensure_weight_tying", "kasa_config",
+            "layer_replication", "loftq_config", "megatron_config", "monteclora_config", "use_bdlora",
+            "use_qalora", "velora_config",
+        ),
+        (_REFUSED_WITH_REASON,),
+    ),
+    "init_lora_weights": (
+        "unit/test_adapter_initial.py::test_plain_peft_on_the_checkpoints_base_computes_what_the_trained_model_does",
+        "live/test_initialisations.py::test_a_run_trains_the_policy_it_samples_from_and_the_servers_base_stays",
+    ),
+    "lora_bias": (_REFUSED_WITH_REASON, "live/test_fused_extras.py::test_a_bias_is_added_to_that_of_the_layer"),
+    "lora_dropout": (
+        "unit/test_adapter_support.py::test_dropout_is_accepted_with_the_advice_to_leave_it_out",
+        "unit/test_adapter_export.py::test_dropout_is_that_of_the_active_adapters_layers_as_they_are_now",
+    ),
+    "modules_to_save": (_REFUSED_WITH_REASON, f"{_FUSED}[modules_to_save]"),
+    "peft_type": ("unit/test_adapter_support.py::test_peft_type_other_than_lora_is_refused_by_name",),
+    "target_modules": (
+        _EXPORTED,
+        "unit/test_adapter_support.py::test_adapter_on_the_embedding_or_the_output_head_is_refused",
+        f"{_FUSED}[embeddings]",
+    ),
+    "target_parameters": (
+        _REFUSED_WITH_REASON,
+        "unit/test_adapter_experts.py::test_a_server_adds_to_each_expert_what_peft_merges_into_it",
+    ),
+    "trainable_token_indices": (_REFUSED_WITH_REASON, f"{_FUSED}[tokens]"),
+    "use_dora": (_REFUSED_WITH_REASON, f"{_FUSED}[DoRA]"),
+}  # fmt: skip
+
 # What to do where a message itself only says what was wrong.
 _LAST_RESORT = "Run `trl-lora-sync doctor URL`, and read the server's log."
 FIXES = {
@@ -63,37 +109,38 @@ FIXES = {
 
 
 def support_table() -> str:
-    """Every field of `LoraConfig`, what this package does with it, and what each engine would do without."""
-    served, refused = [], []
-    for name, treatment in sorted(supported_features().items()):
-        by_themselves = AS_PEFT_SAVES_IT.get(name, ("right",) * len(_ENGINES))
-        if treatment.startswith("refused: "):
-            alone = AS_PEFT_SAVES_IT.get(name, ("not checked",) * len(_ENGINES))
-            refused.append(f"| `{name}` | {treatment.removeprefix('refused: ')} | {' | '.join(alone)} |")
-        else:
-            cells = ["exact" if alone == "right" else f"exact (alone: {alone})" for alone in by_themselves]
-            values = _VALUES.get(name, treatment)
-            served.append(f"| `{name}` | {values} | {' | '.join(cells)} |")
-    columns, rule = " | ".join(_ENGINES), "---|" * (2 + len(_ENGINES))
+    """Every field of `LoraConfig`, what this package does with it in both ways of serving, and what proves it."""
+    fused = supported_features("fused")
+    rows = [
+        f"| `{name}` | {_VALUES.get(name, _cell(treatment))} | {_beside(treatment, fused[name])} "
+        f"| {' | '.join(_alone(name, treatment))} | {'<br>'.join(f'`{test}`' for test in proofs_of(name))} |"
+        for name, treatment in sorted(supported_features().items())
+    ]
+    columns = " | ".join(f"{engine} alone" for engine in _ENGINES)
     return "\n".join(
         [
-            "### Served exactly",
-            "",
-            "*alone* is the engine's behaviour with the same adapter as PEFT saves it, where that differs.",
-            "",
-            f"| `LoraConfig` field | values | {columns} |",
-            f"|{rule}",
-            *served,
-            "",
-            "### Refused",
-            "",
-            "Before the model is loaded, on every engine. The last columns are the behaviour of the engines alone.",
-            "",
-            f"| `LoraConfig` field | why | {columns} |",
-            f"|{rule}",
-            *refused,
+            f"| `LoraConfig` field | applied at run time | fused serving | {columns} | test |",
+            "|" + "---|" * (4 + len(_ENGINES)),
+            *rows,
         ]
     )
+
+
+def _beside(treatment: str, fused: str) -> str:
+    """What fused serving does with a field, given what serving at run time does."""
+    return "the same" if fused == treatment else _cell(fused)
+
+
+def _alone(name: str, treatment: str) -> tuple[str, ...]:
+    """What each engine does with an adapter as PEFT saves it."""
+    unknown = "not checked" if treatment.startswith("refused: ") else "right"
+    return AS_PEFT_SAVES_IT.get(name, (unknown,) * len(_ENGINES))
+
+
+def proofs_of(name: str) -> list[str]:
+    """The tests that hold a row of the table, by their paths below `tests`."""
+    decision = "unit/test_adapter_support.py::test_field_that_is_refused_is_refused_with_its_own_reason"
+    return [decision, *PROOFS.get(name, ())]
 
 
 def version_table() -> str:

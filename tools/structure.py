@@ -1,23 +1,27 @@
 """How the package is built and how it reads, in figures: python tools/structure.py [--out FILE].
 
 Counts are taken from the sources. A sync and a generation run against in-memory servers of the tests: the sync is
-traced for the files and frames that it runs through, the generation for the threads that it starts.
+traced for the files and frames that it runs through, the generation for the threads that it needs.
 """
 
 import argparse
 import ast
+import asyncio
 import io
 import json
 import re
 import sys
 import tempfile
 import threading
+import time
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_lora_sync"
@@ -114,31 +118,33 @@ class Tracing:
 
     Attributes:
         files: the files of the package in which a function was called while recording.
-        frames: the most frames of the package between the recorded call and httpx, over all threads on the way.
-        most_threads: the most threads that the package had started, itself or through its threads.
+        frames: the most frames of the package between the recorded call and httpx, over all tasks on the way.
     """
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.frames = 0
-        self.most_threads = 0
         self._records = False
-        self._lock = threading.Lock()
-        self._above: dict[threading.Thread, int] = {}  # package frames on the stacks that led to a thread's start
+        # Package frames on the stacks that led to a task, first as a coroutine and then as what runs on the loop.
+        self._above: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     @contextmanager
     def installed(self) -> Iterator["Tracing"]:
-        start = threading.Thread.start
+        from trl_lora_sync import runtime
 
-        def noted(thread: threading.Thread) -> None:
-            with self._lock:
-                if above := self._frames_to(sys._getframe(1)):
-                    self._above[thread] = above
-            start(thread)
-            with self._lock:
-                self.most_threads = max(self.most_threads, sum(one.is_alive() for one in self._above))
+        begin, create = runtime.Task.__init__, asyncio.BaseEventLoop.create_task
 
-        threading.Thread.start = noted  # type: ignore[method-assign]
+        def begun(task: runtime.Task[Any], coroutine: Coroutine[Any, Any, Any]) -> None:
+            self._above[coroutine] = package_frames(sys._getframe(1))
+            begin(task, coroutine)
+
+        def created(loop: asyncio.BaseEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+            task = create(loop, coroutine, **options)
+            self._above[task] = self._above.get(coroutine) or self._frames_to(sys._getframe(1))
+            return task
+
+        runtime.Task.__init__ = begun  # type: ignore[method-assign]
+        asyncio.BaseEventLoop.create_task = created  # type: ignore[method-assign,assignment]
         threading.setprofile(self._on_call)
         sys.setprofile(self._on_call)
         try:
@@ -146,7 +152,8 @@ class Tracing:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
-            threading.Thread.start = start  # type: ignore[method-assign]
+            runtime.Task.__init__ = begin  # type: ignore[method-assign]
+            asyncio.BaseEventLoop.create_task = create  # type: ignore[method-assign]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -155,7 +162,11 @@ class Tracing:
         self._records = False
 
     def _frames_to(self, frame: FrameType) -> int:
-        return package_frames(frame) + self._above.get(threading.current_thread(), 0)
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no loop runs in this thread
+            task = None
+        return package_frames(frame) + (self._above.get(task, 0) if task is not None else 0)
 
     def _on_call(self, frame: FrameType, event: str, _argument: Any) -> None:
         if not self._records or event != "call":
@@ -180,13 +191,18 @@ def threads_of_generation() -> int:
     """The most threads of the package while `REQUESTS` prompts are sampled on `SERVERS` servers."""
     from trl_lora_sync.engines.base import PromptGroup
 
-    with Tracing().installed() as trace, fleet_run(SERVERS) as run:
+    with fleet_run(SERVERS) as run, ThreadPoolExecutor(1) as caller:
         run.publish()
         for fake in run.fakes:
             fake.token_delay_s = TOKEN_DELAY_S
         prompts = [[10, 20, 30 + number % 200, number // 200] for number in range(REQUESTS)]
-        run.generate([PromptGroup(prompt=prompt, count=1) for prompt in prompts])
-    return trace.most_threads
+        generation = caller.submit(run.generate, [PromptGroup(prompt=prompt, count=1) for prompt in prompts])
+        most = 0
+        while not generation.done():
+            most = max(most, sum(thread.name.startswith("lora-sync") for thread in threading.enumerate()))
+            time.sleep(TOKEN_DELAY_S / 10)
+        generation.result()
+    return most
 
 
 @contextmanager

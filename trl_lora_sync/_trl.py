@@ -5,7 +5,7 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
 - `VLLMGeneration`, a global of the trainer's module, or imported inside its `__init__` from
   `trl.generation.vllm_generation`, where it builds its generation object; there is no argument to pass another class.
   The rebinding below can go once TRL takes one.
-- `is_vllm_available`, a global of some trainers' modules, asked there before the generation object is built.
+- `is_vllm_available`, a global of some trainers' modules, called there before the generation object is built.
 - `VLLMGeneration._init_vllm()`, `.sync_weights()` and `.generate(prompts, images, num_generations, profiler)`.
 - with a base that is shared with vLLM: `create_model_from_path(path, **kwargs)`, a global of a trainer's module, takes
   `device_map`, and `Trainer._move_model_to_device(model, device)` of Transformers moves the model. Without these, it is
@@ -61,7 +61,7 @@ check_trl()
 _AVAILABLE = "is_vllm_available"
 # Of no step, also when a frequency is added to it.
 _NEVER_SYNCED = -(1 << 31)
-_rebinding = threading.RLock()  # a reward function may build a trainer of its own
+_rebinding = threading.RLock()  # a reward function may build another trainer
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Reads and scores the adapter during training, however a launcher has wrapped or 
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,8 +21,10 @@ from trl_lora_sync.adapter.export import (
     base_dtype,
     remember_initial_adapter,
 )
+from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
 from trl_lora_sync.adapter.fingerprint import fingerprint
-from trl_lora_sync.adapter.groups import without_numbers
+from trl_lora_sync.adapter.groups import experts_note, sees_images, without_numbers
+from trl_lora_sync.adapter.modalities import vision_exclusion
 from trl_lora_sync.adapter.names import unwrapped_path
 from trl_lora_sync.distributed import (
     check_launcher,
@@ -33,9 +35,10 @@ from trl_lora_sync.distributed import (
     run_on_all,
     run_on_main,
 )
-from trl_lora_sync.errors import LoRASyncError
+from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import (
+    Prompt,
     adapter_logprobs,
     base_logprobs,
     computing_with,
@@ -46,7 +49,9 @@ from trl_lora_sync.scoring import (
 )
 from trl_lora_sync.settings import PolicySettings
 from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
-from trl_lora_sync.verify import PROBE_PROMPT, ReadAdapter, Scores, TrainedBase, Trial
+from trl_lora_sync.verify import PROBE_PROMPT, ImageProbe, ReadAdapter, Scores, TrainedBase, Trial
+
+Score = Callable[[dict[Any, Tensor], Prompt], list[float]]
 
 
 class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -72,7 +77,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._is_new = is_new
         self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
         self._active_name: str | None = None
-        self._reader = AdapterReader()
+        self._reader = AdapterReader(settings.reads, proves_groups=settings.proves_groups)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
@@ -88,7 +93,13 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         check_launcher(self.accelerator)
         self._dtype = self._settings.dtype or base_dtype(self.model)
-        self._initial = run_on_all(self.accelerator, lambda: remember_initial_adapter(self.model, is_new=self._is_new))
+        settings = self._settings
+        self._initial = run_on_all(
+            self.accelerator,
+            lambda: remember_initial_adapter(
+                self.model, is_new=self._is_new, serving=settings.reads, proves_groups=settings.proves_groups
+            ),
+        )
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
 
     def _print_start(self, summary: str) -> None:
@@ -97,6 +108,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             print(summary, flush=True)
             if dropout := active_dropout(self.model):
                 print(dropout_note(dropout), flush=True)
+            if note := experts_note((path for path, _ in self.model.named_modules()), self._reader.groups()):
+                print(note, flush=True)
             if self._initial:
                 print(initial_note(sum(one.nbytes for one in self._initial.values())), flush=True)
 
@@ -106,7 +119,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             return fingerprint([linear.weight for linear in linears])
         shards = shards_of(linears, outermost(self.accelerator, self.model))
         pairs = zip(linears, shards, strict=True)
-        return fingerprint([linear.weight if shard is None else shard.values for linear, shard in pairs])
+        tensors = [linear.weight if shard is None else shard.values for linear, shard in pairs]
+        return fingerprint([*tensors, *(one.parameter for one in self._reader.extras)])
 
     def _has_changed(self) -> bool:
         """**Collective.** Whether the adapter differs from the published one, on any process.
@@ -150,10 +164,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         model = self.model
         adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         if self._base_logprobs is None:
-            without = self._initial or dict.fromkeys(self._reader.last_linears[1::2])
-            with computing_with(without):
+            with computing_with(self._base_weights()):
                 self._base_logprobs = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         return Scores(base=self._base_logprobs, adapted=adapted)
+
+    def _base_weights(self) -> dict[Any, Tensor | None]:
+        """What to compute with instead of the adapter for the checkpoint's base."""
+        zeros = dict.fromkeys(self._reader.last_linears[1::2])
+        return {**(self._initial or zeros), **neutral_extras(self._reader.extras)}
 
     def _is_sharded(self) -> bool:
         """Whether a forward pass of the model needs every process."""
@@ -206,7 +224,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _linears(self) -> Sequence[nn.Linear]:
         self._look_at_layout()
-        return self._reader.linears(self.model)
+        linears = self._reader.linears(self.model)
+        if self._sharded and self._reader.reads_parameters:
+            raise UnsupportedSettingError(
+                "Experts, or parameters beside the matrices of linear layers, are trained, and FSDP or DeepSpeed "
+                "ZeRO-3 shards the model. Of a sharded model only the matrices of linear layers can be read. Use DDP "
+                "or ZeRO-2, or train plain LoRA on linear layers."
+            )
+        return linears
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
         """**Collective.** Copies of the adapter's matrices as they are trained, by their names in PEFT's files.
@@ -234,49 +259,81 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         reader, model, dtype, device = self._reader, self.model, self._dtype, self.accelerator.device
         initial = self._initial
 
-        def groups() -> dict[str, dict[str, tuple[nn.Linear, nn.Linear]]]:
+        def groups() -> dict[str, dict[str, tuple[nn.Linear, ...]]]:
             reader.linears(model)
             found = reader.groups()
             return {"trained": dict(ChainMap(*found.values()))} if is_whole else found
 
-        def weights(strength: float, group: str) -> dict[nn.Module, Tensor]:
-            changed = [matrix for pair in groups()[group].values() for matrix in pair]
-            unchanged = neutral_weights(reader.last_linears, initial, device)
-            return unchanged | trial_weights(changed, strength, device)
+        def weights(strength: float, group: str) -> dict[Any, Tensor]:
+            modules = groups()[group]
+            changed = [matrix for pair in modules.values() for matrix in pair]
+            extras = [one for one in reader.extras if one.path in modules]
+            unchanged = neutral_weights(reader.last_linears, initial, device) | neutral_extras(reader.extras)
+            return unchanged | trial_weights(changed, strength, device) | trial_extras(extras, strength, device)
 
-        def make(base: TrainedBase, score: Callable[[dict[nn.Module, Tensor]], list[float]]) -> tuple[Trial, ...]:
-            def made(group: str, modules: Iterable[str]) -> Trial:
-                strength, logprobs = strong_trial(
-                    lambda strength: score(weights(strength, group)), *base.logprobs(PROBE_PROMPT)
-                )
+        def made(group: str, modules: Iterable[str], base: TrainedBase, score: Score) -> Trial:
+            probe = self._image_probe() if sees_images(group) else None
+            found = base.logprobs(PROBE_PROMPT) if probe is None else base_logprobs(model, probe, initial=initial)
+            strength, logprobs = strong_trial(
+                lambda strength: score(weights(strength, group), probe or PROBE_PROMPT), *found
+            )
 
-                # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
-                def read(fused_siblings: bool) -> CanonicalAdapter:
-                    return reader.read_trial(
-                        model, weights(strength, group), dtype=dtype, fused_siblings=fused_siblings
-                    )
+            # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
+            def read(fused_siblings: bool) -> CanonicalAdapter:
+                return reader.read_trial(model, weights(strength, group), dtype=dtype, fused_siblings=fused_siblings)
 
-                return Trial(group=group, modules=without_numbers(modules), read=read, logprobs=logprobs)
+            return Trial(
+                group=group,
+                modules=without_numbers(modules),
+                read=read,
+                scores=Scores(base=found[0], adapted=logprobs),
+                image=probe,
+                advice=_advice(model, group),
+            )
 
-            return tuple(made(group, modules) for group, modules in groups().items())
+        def make(base: TrainedBase, score: Score) -> tuple[Trial, ...]:
+            return tuple(made(group, modules, base, score) for group, modules in groups().items())
 
-        def score_together(trial: dict[nn.Module, Tensor]) -> list[float]:
+        def score_together(trial: dict[Any, Tensor], prompt: Prompt) -> list[float]:
             with self._computing() as forward:
                 found = run_on_all(
                     self.accelerator,
-                    lambda: trial_logprobs(model, trial, PROBE_PROMPT, forward=forward, device=device),
+                    lambda: trial_logprobs(model, trial, prompt, forward=forward, device=device),
                 )
             return run_on_main(self.accelerator, lambda: found)  # so that all go on in the same way
 
         if self._is_sharded():
+            if any(map(sees_images, groups())):
+                raise UnsupportedSettingError(
+                    "The adapter changes modules that see images, and FSDP or DeepSpeed ZeRO-3 shards the model. There "
+                    "it is not proved that a server applies them. Use DDP or ZeRO-2, or set "
+                    f"LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
+                )
             trials = make(base, score_together)
             return lambda base: trials
-        return lambda base: make(base, lambda trial: trial_logprobs(model, trial, PROBE_PROMPT))
+        return lambda base: make(base, lambda trial, prompt: trial_logprobs(model, trial, prompt))
+
+    def _image_probe(self) -> ImageProbe:
+        """See `image_probe`; raises UnsupportedSettingError."""
+        from trl_lora_sync.image_probe import make_image_probe
+
+        return make_image_probe(self.processing_class, self._image_token_id())
+
+    def _image_token_id(self) -> int | None:
+        """What stands for an image in a tokenized prompt.
+
+        The model knows it. The processor of Gemma3 calls the token before the image by that name (Transformers 5.23).
+        """
+        found: int | None = getattr(self.model.config, "image_token_id", None)
+        return getattr(self.processing_class, "image_token_id", None) if found is None else found
 
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
-        model, initial = self.model, self._initial
+        model = self.model
         is_collective = run_on_all(self.accelerator, self._is_sharded)
+        initial: Mapping[Any, Tensor | None] = self._initial
+        if run_on_all(self.accelerator, self._linears) and self._reader.extras:
+            initial = self._base_weights()
         computed = self._base_logprobs_on_all() if is_collective else None
         return TrainedBase(
             name=model.active_peft_config.base_model_name_or_path,
@@ -298,6 +355,22 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         seconds = self._generate_s
         self._generate_s = seconds and 0.0
         return seconds
+
+
+def _advice(model: Any, group: str) -> str:
+    """What to do if a server ignores the modules of a group."""
+    if group in ("experts", "router"):
+        return (
+            "If the server cannot apply adapters to these, train the other layers only: give target_modules as a list "
+            "of their names, and no target_parameters."
+        )
+    if not sees_images(group):
+        return ""
+    return (
+        "vLLM applies adapters to modules that see images only with --enable-tower-connector-lora: restart the server "
+        "with that flag (`trl-lora-sync serve vllm MODEL --enable-tower-connector-lora`), or train the language model "
+        f"only, with LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
+    )
 
 
 def dropout_note(dropout: float) -> str:

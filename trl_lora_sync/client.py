@@ -97,7 +97,7 @@ class RolloutClient:
         groups = [
             PromptGroup(prompt=prompt, count=n, images=image) for prompt, image in zip(prompts, pictures, strict=True)
         ]
-        answers = self._sync.fleet.generate(self.model, groups, sampling, self._deadline())
+        answers = self._sync.generate(self.model, groups, sampling, self._deadline())
         return _answer(answers, logprobs)
 
     def chat(
@@ -147,7 +147,7 @@ class RolloutClient:
         if chat_template_kwargs:
             body["chat_template_kwargs"] = chat_template_kwargs
         bodies = [{**body, "messages": openai_messages(conversation)} for conversation in messages]
-        answers = self._sync.fleet.chat(bodies, n, sampling, self._deadline())
+        answers = self._sync.chat(bodies, n, sampling, self._deadline())
         return _answer(answers, logprobs)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import trl
 
+from trl_lora_sync.adapter.support import Serving
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
 from trl_lora_sync.trl_checks import refuse_others
@@ -83,7 +84,7 @@ class LoRASyncConfig:
     vllm_colocate_base: Literal["auto", "own", "shared"] = field(
         default="auto",
         metadata={
-            "help": 'Where vLLM has its base weights with `vllm_mode="colocate"`. `"own"`: in memory of its own. '
+            "help": 'Where vLLM has its base weights with `vllm_mode="colocate"`. `"own"`: in a second copy. '
             "`\"shared\"`: the trainer's frozen weights are views of vLLM's, after a comparison bit by bit, so the "
             'base is in GPU memory once. `"auto"`: `"shared"` on a CUDA GPU if both have the same 16-bit dtype, '
             "nothing is quantised or split over GPUs, and the bits agree; the start of a run prints which it is, and "
@@ -99,7 +100,7 @@ class LoRASyncConfig:
             "`lora_sync_server_dir` is set, else a way that the server offers."
         },
     )
-    lora_sync_serving: Literal["runtime", "fused"] = field(
+    lora_sync_serving: Serving = field(
         default="runtime",
         metadata={
             "help": 'How the server applies an adapter. `"runtime"`: beside the base weights at each token. `"fused"`: '
@@ -469,7 +470,15 @@ def sync_settings(args: Any) -> "PolicySettings":
 
     from trl_lora_sync.settings import ColocateSettings, ServerAddress, SyncSettings
 
+    # Only vLLM applies adapters to modules that see images, and only a proof shows whether a server does.
+    proves_groups = (
+        args.vllm_mode == "server"
+        and args.vllm_server_engine != "sglang"
+        and args.lora_sync_serving == "runtime"
+        and args.lora_sync_verify != "off"
+    )
     shared: dict[str, Any] = {
+        "proves_groups": proves_groups,
         "dtype": None if args.lora_sync_dtype == "auto" else getattr(torch, args.lora_sync_dtype),
         "serving": args.lora_sync_serving,
         "verify": args.lora_sync_verify,

@@ -48,7 +48,7 @@ class LoRASyncGeneration(AdapterGeneration):
         settings: what to sync with.
         on_sync: called on every process with the report of each accepted sync.
         is_new: whether TRL has just made the adapter; else the model came with one, which may have been trained.
-        *args, **kwargs: those of TRL's class, unchanged.
+        *args, **kwargs: the arguments of TRL's class, unchanged.
     """
 
     _settings: SyncSettings
@@ -56,7 +56,7 @@ class LoRASyncGeneration(AdapterGeneration):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sync: AdapterSync | None = None
         self._overlap: Overlap | None = None
-        self._batch: TrainingBatch | None = None  # the one that is being sampled with overlap
+        self._batch: TrainingBatch | None = None  # with overlap, what is being sampled
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -64,7 +64,7 @@ class LoRASyncGeneration(AdapterGeneration):
         self._look_at_model()
         if self.accelerator.is_main_process:
             self._sync = sync = AdapterSync(self._settings)
-            self._overlap = overlap = Overlap(sync.fleet, lambda: _generation_deadline(sync.settings))
+            self._overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
 
             def end() -> None:
                 overlap.cancel()
@@ -89,13 +89,13 @@ class LoRASyncGeneration(AdapterGeneration):
             raise
 
     def sync_weights(self) -> None:
-        """**Collective.** Publish the adapter as it is now; on an error the previous version stays active.
+        """**Collective.** Publish the current adapter; on an error the previous version stays active.
 
         Raises:
             LoRASyncError: on every process alike.
         """
         if self._settings.overlap and self._settings.loads_wait:
-            # A wait of its own, as a load that waits for a whole batch would take the time of the sync.
+            # A separate wait, as a load that waits for a whole batch would take the time of the sync.
             run_on_main(self.accelerator, self._settle)
         timer = PhaseTimer()
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
@@ -107,21 +107,23 @@ class LoRASyncGeneration(AdapterGeneration):
 
     def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
         assert self._sync is not None
-        return self._sync.publish(read, timer, score)
+        with timer.phase("gather"):
+            adapter = read(self._sync.requires_packed_modules)
+        return self._sync.publish(adapter, score, timer)
 
     def _settle(self) -> None:
         assert self._overlap is not None
         self._overlap.settle()
 
-    def _wants_proof(self) -> bool:
+    def _needs_verification(self) -> bool:
         assert self._sync is not None
-        return self._sync.wants_proof
+        return self._sync.needs_verification
 
     def _score_adapter(self, timer: PhaseTimer) -> ScoreAdapter:
         """**Collective** if the model is sharded, as its forward pass is then, and a server is to be verified."""
         if self._settings.verify == "off" or not self._is_sharded():
             return self._scores
-        if not run_on_main(self.accelerator, self._wants_proof):
+        if not run_on_main(self.accelerator, self._needs_verification):
             return lambda: None
         with timer.phase("verify"), self._computing() as forward:
             computed = run_on_all(self.accelerator, lambda: self._scores(forward, self.accelerator.device))
@@ -136,7 +138,7 @@ class LoRASyncGeneration(AdapterGeneration):
     ) -> tuple[list[list[int]], list[list[int]], list[Any] | None, list[Any] | None]:
         """**Collective.** Sample one completion per row of `prompts` from the active version.
 
-        In a block of `training_batch` the completions may be of the version before, as that says.
+        In a block of `training_batch` the completions may be of the version before, see there.
 
         Args:
             prompts: token ids, one list per row of this process.
@@ -189,7 +191,7 @@ class LoRASyncGeneration(AdapterGeneration):
 
     @property
     def engine_summary(self) -> dict[str, Any]:
-        """What the log of a run says about the servers; on process 0."""
+        """What the log of a run has about the servers; on process 0."""
         served = self.fleet.capabilities
         return {
             "engine": served.engine,
@@ -231,9 +233,7 @@ class LoRASyncGeneration(AdapterGeneration):
             if self._batch is not None:
                 answers = self._overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in shares]))
             else:
-                answers = self._sync.fleet.generate(
-                    self._active_name, groups, self._sampling(), self._generation_deadline()
-                )
+                answers = self._sync.generate(self._active_name, groups, self._sampling(), self._generation_deadline())
         return [completion for answer in answers for completion in answer], self._overlap.figures
 
     def _generation_deadline(self) -> Deadline:
@@ -253,16 +253,8 @@ class LoRASyncGeneration(AdapterGeneration):
             extra=self.generation_kwargs,
         )
 
-    def _image_token_id(self) -> int | None:
-        """What stands for an image in a tokenized prompt.
-
-        The model knows it. The processor of Gemma3 calls the token before the image by that name (Transformers 5.23).
-        """
-        found: int | None = getattr(self.model.config, "image_token_id", None)
-        return getattr(self.processing_class, "image_token_id", None) if found is None else found
-
     def close(self) -> None:
-        """Unload and delete all versions; the next `generate` publishes anew. Not collective, never fails."""
+        """Unload and delete all versions; the next `generate` publishes again. Not collective, never fails."""
         self._active_name = None
         if self._overlap is not None:
             self._overlap.cancel()
@@ -288,7 +280,7 @@ def _following_groups(shares: list[list[list[int]] | None]) -> list[PromptGroup]
 def group_rows(rows: list[list[int]], images: list[Any]) -> list[PromptGroup]:
     """Join runs of equal consecutive rows, so that a prompt is sent once and sampled several times.
 
-    Only runs are joined, so the completions of all groups in order are those of all rows in order. Sampling a prompt
+    Only runs are joined, so the completions of all groups, in order, belong to all rows, in order. Sampling a prompt
     n times in one request also keeps a fixed `seed` from giving n equal completions.
     """
     runs = groupby(zip(rows, images, strict=True))

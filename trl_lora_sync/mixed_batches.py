@@ -5,6 +5,7 @@ on 0.31): the index -1, which stands for no adapter, selects the last slot. Requ
 both on a GPU (seen on 0.26). Source: `bgmv_shrink` in vllm/lora/ops/torch_ops/lora_ops.py.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import DeadlineExceededError, GenerationError, ServerSetupError
 from trl_lora_sync.places import is_local_url, next_port
-from trl_lora_sync.threads import pause
 from trl_lora_sync.verify import PROBE_PROMPT
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class SharedCPUServerError(ServerSetupError):
     """The base model of a vLLM-CPU server cannot be scored, because another run always samples there."""
 
 
-def score_base(
+async def score_base(
     engine: "Engine",
     deadline: "Deadline",
     *,
@@ -47,13 +47,13 @@ def score_base(
     is_disturbed = False
     try:
         while True:
-            before = _activity(engine, deadline)
+            before = await _activity(engine, deadline)
             try:
-                scores = engine.score(engine.capabilities.base_model, list(PROBE_PROMPT), deadline)
-                if is_plausible(scores) or not _was_disturbed(engine, before, deadline):
+                scores = await engine.score(engine.capabilities.base_model, list(PROBE_PROMPT), deadline)
+                if is_plausible(scores) or not await _was_disturbed(engine, before, deadline):
                     return scores
             except GenerationError:  # one request was mixed up and another one was not, so they contradict each other
-                if not _was_disturbed(engine, before, deadline):
+                if not await _was_disturbed(engine, before, deadline):
                     raise
             if not is_disturbed:
                 is_disturbed = True
@@ -63,30 +63,31 @@ def score_base(
                     "moment. Use a vLLM server on a CPU for one run at a time.",
                     engine.base_url,
                 )
-            _wait_until_quiet(engine, deadline)
+            await _wait_until_quiet(engine, deadline)
     except DeadlineExceededError as error:
         if not is_disturbed:
             raise
         raise _shared(engine, deadline) from error
 
 
-def _activity(engine: "Engine", deadline: "Deadline") -> float | None:
-    return None if engine.capabilities.is_cpu_build is False else engine.adapters_ran_at(deadline)
+async def _activity(engine: "Engine", deadline: "Deadline") -> float | None:
+    return None if engine.capabilities.is_cpu_build is False else await engine.adapters_ran_at(deadline)
 
 
-def _was_disturbed(engine: "Engine", before: float | None, deadline: "Deadline") -> bool:
+async def _was_disturbed(engine: "Engine", before: float | None, deadline: "Deadline") -> bool:
     if engine.capabilities.is_cpu_build is False:
         return False
-    after = _activity(engine, deadline)
+    after = await _activity(engine, deadline)
     if before is None or after is None:  # as with --disable-log-stats
-        return engine.capabilities.is_cpu_build is True and bool(engine.loaded(deadline))
+        return engine.capabilities.is_cpu_build is True and bool(await engine.loaded(deadline))
     return math.isinf(after) or after != before
 
 
-def _wait_until_quiet(engine: "Engine", deadline: "Deadline") -> None:
-    pause(min(_BLIND_PAUSE_S if _activity(engine, deadline) is None else _POLL_S, deadline.remaining_s()))
-    while (ran_at := _activity(engine, deadline)) is not None and math.isinf(ran_at):
-        pause(min(_POLL_S, deadline.remaining_s()))
+async def _wait_until_quiet(engine: "Engine", deadline: "Deadline") -> None:
+    is_blind = await _activity(engine, deadline) is None
+    await asyncio.sleep(min(_BLIND_PAUSE_S if is_blind else _POLL_S, deadline.remaining_s()))
+    while (ran_at := await _activity(engine, deadline)) is not None and math.isinf(ran_at):
+        await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
 
 
 def _shared(engine: "Engine", deadline: "Deadline") -> SharedCPUServerError:

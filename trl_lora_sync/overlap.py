@@ -7,15 +7,13 @@ that version on the servers until the last answer. Knows prompts as token ids, a
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.metrics import OVERLAP_HIDDEN, OVERLAP_WAIT, VERSION_LAG
-from trl_lora_sync.threads import TaskGroup, wait_for_any
+from trl_lora_sync.runtime import Task, run
+from trl_lora_sync.sync import AdapterSync
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +57,14 @@ class _Ahead:
     groups: Sequence[PromptGroup]
     sampling: Sampling
     stored: StoredAdapter
-    tasks: TaskGroup
-    task: "Future[tuple[Answers, float]]"
+    task: Task[tuple[Answers, float]]
     waited_s: float = field(default=0.0)
 
     def wait(self) -> None:
         """Until it has been sampled, or has failed."""
         started = time.monotonic()
         try:
-            wait_for_any([self.task])
+            self.task.wait()
         finally:
             self.waited_s += time.monotonic() - started
 
@@ -76,12 +73,12 @@ class Overlap:
     """Samples batches one after the other, the next one ahead.
 
     Args:
-        fleet: has the versions, and leases them.
+        sync: has the servers and the versions, and leases these.
         deadline: makes the deadline of one batch.
     """
 
-    def __init__(self, fleet: Fleet, deadline: Callable[[], Deadline]) -> None:
-        self._fleet = fleet
+    def __init__(self, sync: AdapterSync, deadline: Callable[[], Deadline]) -> None:
+        self._sync = sync
         self._deadline = deadline
         self._ahead: _Ahead | None = None
         self._turns_of: StoredAdapter | None = None  # the version of the batch whose turns are being sampled
@@ -99,12 +96,12 @@ class Overlap:
             LoRASyncError: the sampling failed, now or while the trainer worked.
         """
         if self._turns_of is not None:
-            return self._fleet.generate(self._turns_of.name, groups, sampling, self._deadline())
+            return self._sync.generate(self._turns_of.name, groups, sampling, self._deadline())
         answers = self._take(groups, sampling)
         if answers is None:
             answers = self._sample_now(groups, sampling)
         if following:
-            self._ask(following, sampling)
+            self.request(following, sampling)
         return answers
 
     def end_batch(self) -> None:
@@ -122,7 +119,7 @@ class Overlap:
         """Cancel what is sampled ahead, and release all leases; never fails, and may be called again."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead.tasks.cancel()
+            ahead.task.cancel()
             self._release(ahead.stored)
         self.end_batch()
 
@@ -144,26 +141,26 @@ class Overlap:
         return answers
 
     def _sample_now(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers:
-        self._turns_of = self._fleet.lease()
-        answers, seconds = _timed(partial(self._generate, self._turns_of, groups, sampling))
+        self._turns_of = self._sync.ledger.lease()
+        answers, seconds = run(self._timed(self._turns_of, groups, sampling))
         self.figures = BatchFigures(version_lag=0, wait_s=seconds, generation_s=seconds)
         return answers
 
-    def _ask(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
-        stored, tasks = self._fleet.lease(), TaskGroup()
-        task = tasks.start(partial(_timed, partial(self._generate, stored, groups, sampling)))
-        self._ahead = _Ahead(groups=groups, sampling=sampling, stored=stored, tasks=tasks, task=task)
+    def request(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
+        """Begin to sample a batch ahead from the newest version."""
+        stored = self._sync.ledger.lease()
+        task = Task(self._timed(stored, groups, sampling))
+        self._ahead = _Ahead(groups=groups, sampling=sampling, stored=stored, task=task)
 
-    def _generate(self, stored: StoredAdapter, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers:
-        return self._fleet.generate(stored.name, groups, sampling, self._deadline())
+    async def _timed(
+        self, stored: StoredAdapter, groups: Sequence[PromptGroup], sampling: Sampling
+    ) -> tuple[Answers, float]:
+        started = time.monotonic()
+        answers = await self._sync.fleet.generate(stored.name, groups, sampling, self._deadline())
+        return answers, time.monotonic() - started
 
     def _release(self, stored: StoredAdapter) -> None:
-        self._fleet.release(stored)
-
-
-def _timed(act: Callable[[], Answers]) -> tuple[Answers, float]:
-    started = time.monotonic()
-    return act(), time.monotonic() - started
+        self._sync.ledger.release(stored)
 
 
 def start_sentence(mode: str) -> str:

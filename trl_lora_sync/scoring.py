@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trl_lora_sync.adapter.experts import is_read_directly
 from trl_lora_sync.errors import UnsupportedAdapterError
+from trl_lora_sync.verify import ImageProbe
+
+Prompt = Sequence[int] | ImageProbe
+"""Token ids, of which all after the first are scored, or a prompt with an image, of which the last ones are."""
 
 # Sizes of a trial adapter's output, in multiples of the size of its layer's input, tried in this order. The first one
 # is about the size of what a layer computes itself. A model that reacts less, such as one in which only the queries are
@@ -25,28 +30,28 @@ _TRIAL_SEED = 20_011
 
 def base_logprobs(
     model: Any,
-    prompt_ids: Sequence[int],
+    prompt: Prompt,
     *,
-    initial: Mapping[nn.Module, Tensor] | None = None,
+    initial: Mapping[Any, Tensor | None] | None = None,
     device: torch.device | None = None,
 ) -> tuple[list[float], float]:
     """`TrainedBase.logprobs` of a PEFT model.
 
     Args:
         initial: the initial matrices of an adapter whose initialisation took them out of the base weights; the
-            checkpoint's base is the model with these.
+            checkpoint's base is the model with these. None or empty if it is the model without the adapter.
         device: where a sharded model computes; `None` for where it is.
 
     Raises:
         UnsupportedAdapterError: the adapter is merged into the base, which then cannot be computed without it.
     """
     with computing_with(initial) if initial else adapter_disabled(model):
-        logprobs, ids = _score(model, model, prompt_ids, device)
+        logprobs, ids = _score(model, model, prompt, device)
     return _picked(logprobs, ids), float(logprobs.std(-1).mean())
 
 
 def adapter_logprobs(
-    model: Any, prompt_ids: Sequence[int], *, forward: Any = None, device: torch.device | None = None
+    model: Any, prompt: Prompt, *, forward: Any = None, device: torch.device | None = None
 ) -> list[float]:
     """Log-probability of each prompt token after the first under the active adapter.
 
@@ -55,7 +60,7 @@ def adapter_logprobs(
         forward: the wrapper that a launcher has put around it, if the forward pass has to go through that.
         device: where a sharded model computes; `None` for where it is.
     """
-    return _picked(*_score(model, forward or model, prompt_ids, device))
+    return _picked(*_score(model, forward or model, prompt, device))
 
 
 # A trial adapter
@@ -69,7 +74,7 @@ def trial_weights(linears: Sequence[nn.Linear], strength: float, device: torch.d
         strength: how large the output of each layer's adapter is, relative to its input and before the scaling.
 
     Returns:
-        For each linear module, a weight `(out_features, in_features)` in the dtype of its own.
+        For each linear module, a weight `(out_features, in_features)` in that module's dtype.
     """
     random = torch.Generator(device).manual_seed(_TRIAL_SEED)  # the generators of the training are not touched
     weights: dict[nn.Module, Tensor] = {}
@@ -84,7 +89,7 @@ def trial_weights(linears: Sequence[nn.Linear], strength: float, device: torch.d
 def neutral_weights(
     linears: Sequence[nn.Linear], initial: Mapping[nn.Module, Tensor], device: torch.device
 ) -> dict[nn.Module, Tensor]:
-    """Matrices with which a served adapter changes nothing: zeros, or those that the base weights lack.
+    """Matrices with which a served adapter changes nothing: zeros, or the matrices that the base weights lack.
 
     Args:
         linears: of which to make them.
@@ -100,8 +105,8 @@ def neutral_weights(
 
 def trial_logprobs(
     model: Any,
-    weights: Mapping[nn.Module, Tensor],
-    prompt_ids: Sequence[int],
+    weights: Mapping[Any, Tensor],
+    prompt: Prompt,
     *,
     forward: Any = None,
     device: torch.device | None = None,
@@ -115,29 +120,36 @@ def trial_logprobs(
         weights: by the linear module that holds each matrix.
     """
     with computing_with(weights):
-        return adapter_logprobs(model, prompt_ids, forward=forward, device=device)
+        return adapter_logprobs(model, prompt, forward=forward, device=device)
 
 
 @contextmanager
-def computing_with(weights: Mapping[nn.Module, Tensor | None]) -> Iterator[None]:
+def computing_with(weights: Mapping[Any, Tensor | None]) -> Iterator[None]:
     """Let linear modules compute with other weights in the block.
 
-    Unlike `adapter_disabled`, this touches no parameter, so it works however a launcher has wrapped the model.
+    Unlike `adapter_disabled`, this touches no parameter of these, so it works however a launcher has wrapped the model.
 
     Args:
-        weights: by module; None for zeros.
+        weights: by module; None for zeros. A parameter that no module computes with, and the weights of experts, must
+            be whole: these have other data in the block.
     """
     with ExitStack() as hooks:
         for module, weight in weights.items():
-            hooks.callback(module.register_forward_hook(_instead(weight)).remove)
+            if isinstance(module, nn.Parameter) or is_read_directly(module):
+                parameter = module if isinstance(module, nn.Parameter) else module.weight
+                hooks.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = torch.zeros_like(parameter) if weight is None else weight.to(parameter.data)
+            else:
+                hooks.callback(module.register_forward_hook(_instead(weight)).remove)
         yield
 
 
 def _instead(weight: Tensor | None) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    def compute(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def compute(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if weight is None:
             return torch.zeros_like(output)
-        return nn.functional.linear(inputs[0], weight.to(inputs[0])).to(output.dtype)
+        bias = None if module.bias is None else module.bias.to(inputs[0])
+        return nn.functional.linear(inputs[0], weight.to(inputs[0]), bias).to(output.dtype)
 
     return compute
 
@@ -153,7 +165,7 @@ def strong_trial(
         spread: of the log-probabilities over the vocabulary.
 
     Returns:
-        The smallest strength that moves the policy far, or the one that moves it farthest, and the log-probabilities.
+        The smallest strength that moves the policy far, else the strength that moves it farthest; log-probabilities.
     """
     found: list[tuple[float, float, list[float]]] = []
     for strength in _TRIAL_STRENGTHS:
@@ -174,8 +186,8 @@ def strong_trial(
 def adapter_disabled(model: Any) -> Iterator[None]:
     """Compute without the adapter in the block.
 
-    PEFT's own `disable_adapter()` makes every parameter of the active adapter trainable at its end, also one that the
-    user froze, and takes a merged adapter out of the base (0.18 to 0.21).
+    PEFT's own `disable_adapter()` makes every parameter of the active adapter trainable at its end, even if the user
+    froze it, and takes a merged adapter out of the base (0.18 to 0.21).
 
     Raises:
         UnsupportedAdapterError: the adapter is merged into the base.
@@ -219,12 +231,16 @@ def _evaluation_mode(forward: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _score(model: Any, forward: Any, prompt_ids: Sequence[int], device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities over the vocabulary, `(tokens - 1, vocab)`, and the token ids, `(1, tokens)`."""
-    ids = torch.tensor([list(prompt_ids)], device=device or model.device)
+def _score(model: Any, forward: Any, prompt: Prompt, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities over the vocabulary before each scored token, `(tokens, vocab)`, and these, `(tokens,)`."""
+    device = device or model.device
+    if isinstance(prompt, ImageProbe):
+        inputs, scored = {name: one.to(device) for name, one in prompt.inputs.items()}, prompt.scored
+    else:
+        inputs, scored = {"input_ids": torch.tensor([list(prompt)], device=device)}, len(prompt) - 1
     with _evaluation_mode(forward), _not_compiled():
-        logits = forward(input_ids=ids).logits[0, :-1].float()
-    return logits.log_softmax(-1), ids
+        logits = forward(**inputs).logits[0, :-1][-scored:].float()
+    return logits.log_softmax(-1), inputs["input_ids"][0, -scored:]
 
 
 def _not_compiled() -> AbstractContextManager[Any]:
@@ -238,5 +254,5 @@ def _not_compiled() -> AbstractContextManager[Any]:
 
 
 def _picked(logprobs: Tensor, ids: Tensor) -> list[float]:
-    picked: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    picked: list[float] = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
     return picked

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from trl_lora_sync.adapter.support import Serving
+from trl_lora_sync.engines.base import TIMEOUTS, Timeouts
 from trl_lora_sync.verify import TOLERANCE
 
 
@@ -29,15 +31,22 @@ class PolicySettings:
 
     Attributes:
         dtype: `None` takes that of the base model.
+        proves_groups: whether an adapter may change modules that see images, which is then proved with one.
         samples_older: whether the trainer is to sample from an older version between syncs, as TRL's
             `vllm_sync_frequency` above 1 requests.
     """
 
     dtype: torch.dtype | None
-    serving: str = "runtime"
+    serving: Serving = "runtime"
     verify: str = "first"
     verify_tolerance: float = TOLERANCE
+    proves_groups: bool = False
     samples_older: bool = False
+
+    @property
+    def reads(self) -> Serving:
+        """What may be trained: what adapters at run time serve, or what fused serving on a server does."""
+        return self.serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +58,11 @@ class ColocateSettings(PolicySettings):
     """
 
     base: str = "auto"
+
+    @property
+    def reads(self) -> Serving:
+        """Plain LoRA only, also with fused serving: it computes the weights from the trainer's own base."""
+        return "runtime"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +78,7 @@ class SyncSettings(PolicySettings):
         frees_kv_cache: whether the servers release their KV cache between generation and the next sync.
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
+        timeouts: of the steps that have no setting.
     """
 
     servers: tuple[ServerAddress, ...]
@@ -79,6 +94,7 @@ class SyncSettings(PolicySettings):
     generation_timeout_s: float
     on_server_loss: str = "error"
     overlap: bool = False
+    timeouts: Timeouts = TIMEOUTS
 
     @property
     def loads_wait(self) -> bool:

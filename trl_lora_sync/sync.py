@@ -1,26 +1,29 @@
-"""The story of one weight sync: export, deliver, load, verify, activate, retire.
+"""The story of one weight sync: write, load, verify, activate, retire.
 
 Runs on process 0 only and knows neither TRL nor PEFT nor HTTP. Versioned names make pausing the servers and flushing
 their caches needless: no request can meet a half-loaded adapter, and no cache entry of one version fits another.
+
+The trainer's threads call the methods without `async`; what they start runs on the event loop of `runtime`.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
-from trl_lora_sync.fleet_server import CLOSE_TIMEOUT_S
+from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
+from trl_lora_sync.runtime import run
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
 from trl_lora_sync.verify import Evidence, ReadAdapter, Scores, TrainedBase, Trial
@@ -30,18 +33,21 @@ logger = logging.getLogger(__name__)
 ScoreAdapter = Callable[[], Scores | None]
 
 
+class VerificationDueError(LoRASyncError):
+    """A server has to be verified, and nothing was computed to verify it with. Never leaves this module."""
+
+
 class AdapterSync:
     """Keeps all servers on the newest accepted version of one adapter."""
 
     def __init__(self, settings: SyncSettings) -> None:
         self.settings = settings
-        self.fleet = Fleet(settings)
+        self.ledger = VersionLedger(settings.keep)
+        self.fleet = Fleet(settings, self.ledger)
         self._transport: Transport | None = None
         self._next_version = 1
-        self._registered: list[StoredAdapter] = []
-        self._retired: list[StoredAdapter] = []
         self._retries_reported = 0
-        self._layout: dict[str, torch.Size] = {}  # names and shapes of the tensors that servers were proved with
+        self._layout: dict[str, torch.Size] = {}  # names and shapes of the tensors that servers were verified with
 
     @property
     def transport(self) -> Transport:
@@ -52,38 +58,52 @@ class AdapterSync:
     @property
     def active(self) -> StoredAdapter | None:
         """The version every new request names, or None before the first sync and after `close`."""
-        return self.fleet.active
+        return self.ledger.active
+
+    # The start
 
     def start(self, read: ReadAdapter, base: TrainedBase, trials: Sequence[Trial] = ()) -> str:
         """Connect, clean up after dead runs, and prove that each server can load and sample from such an adapter.
 
         Args:
-            read: reads the model's adapter as it is now; loaded on trial if there are no `trials`.
+            read: reads the model's current adapter; loaded on trial if there are no `trials`.
             base: the trainer's base model, to compare with the served ones.
             trials: adapters that show what a server samples from, however small the trained one is.
 
         Returns:
-            One line that says what was set up.
+            One line about what was set up.
 
         Raises:
-            LoRASyncError: a server cannot be used as it is, and what to change.
+            LoRASyncError: a server cannot be used, and what to change.
         """
-        settings, fleet = self.settings, self.fleet
-        fleet.connect(
-            lambda server: Deadline.after(settings.startup_timeout_s, f"Waiting for the server at {server.base_url}")
+        run(self._connect())
+        adapter = read(self.requires_packed_modules)
+        run(self._prepare(adapter, base.remembered(), trials))
+        return self._summary(adapter)
+
+    async def _connect(self) -> None:
+        patience_s = self.settings.startup_timeout_s
+        await self.fleet.connect(
+            lambda server: Deadline.after(patience_s, f"Waiting for the server at {server.base_url}")
         )
-        adapter = read(fleet.capabilities.needs_fused_siblings)
-        self._transport = transport_for(settings, [server.sends_content for server in fleet.servers])
+
+    async def _prepare(self, adapter: CanonicalAdapter, base: TrainedBase, trials: Sequence[Trial]) -> None:
+        fleet = self.fleet
+        self._transport = transport_for(
+            self.settings,
+            [server.sends_content for server in fleet.servers],
+            has_checksums=any(server.engine.capabilities.checks_payload for server in fleet.servers),
+        )
         deadline = self._control_deadline("Preparing the adapter folder")
-        self.transport.open(deadline)
-        for run in fleet.sweep(self.transport, deadline):
-            logger.info("Removed what the run %s had left behind.", run)
+        await self.transport.open(deadline)
+        for dead_run in await fleet.sweep(self.transport, deadline):
+            logger.info("Removed what the run %s had left behind.", dead_run)
         self._layout = _layout_of(adapter)
         deadline = self._control_deadline("Checking the server with a trial adapter")
-        fleet.check(adapter, base, self.transport, deadline, trials)
-        if settings.frees_kv_cache:
-            fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
-            self.wake()
+        await fleet.check(adapter, base, self.transport, deadline, trials)
+        if self.settings.frees_kv_cache:
+            await fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
+            await fleet.wake(self._control_deadline("Restoring the KV cache"))
         if fleet.capabilities.logprobs_mode == "raw_logprobs":
             served = fleet.capabilities
             logger.warning(
@@ -92,25 +112,31 @@ class AdapterSync:
                 f"{serve_command('vllm', served.base_root, served.serve_options)}, or SGLang without "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB."
             )
-        return self._summary(adapter)
+
+    # One sync
 
     @property
-    def wants_proof(self) -> bool:
-        """Whether the next `publish` is to be given log-probabilities under the adapter."""
-        return self.fleet.wants_proof
+    def requires_packed_modules(self) -> bool:
+        """Whether a server takes q/k/v and gate/up complete only, so that an adapter must be read that way."""
+        return self.fleet.capabilities.needs_fused_siblings
+
+    @property
+    def needs_verification(self) -> bool:
+        """Whether the next `publish` will score the adapter."""
+        return self.fleet.needs_verification
 
     def publish(
-        self, read: ReadAdapter, timer: PhaseTimer | None = None, score: ScoreAdapter | None = None
+        self, adapter: CanonicalAdapter, score: ScoreAdapter | None = None, timer: PhaseTimer | None = None
     ) -> SyncReport:
-        """Make the adapter that `read` returns the active version, on every server or on none.
+        """Make an adapter the active version, on every server or on none.
 
         On any failure the previous version stays active with its files intact, and nothing of the new one is left.
 
         Args:
-            read: reads the model's adapter as it is now.
+            adapter: as `requires_packed_modules` wants it.
+            score: computes the log-probabilities of `PROBE_PROMPT` with this adapter and without, or None where that
+                cannot be done now; called only if a server needs to be verified. Without it, none is.
             timer: has been running since the sync began, if it began before this call.
-            score: computes the log-probabilities of `PROBE_PROMPT` with the adapter that `read` reads and without, or
-                None where that cannot be done now; called only if `wants_proof`. Without it, nothing is verified.
 
         Raises:
             AdapterExportError: it could not be written.
@@ -119,38 +145,63 @@ class AdapterSync:
             DeadlineExceededError: the sync outlived `sync_timeout_s`.
             ServerUnreachableError: a server did not come back in that time.
         """
-        deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
         timer = timer or PhaseTimer()
-        with timer.phase("gather"):
-            adapter = read(self.fleet.capabilities.needs_fused_siblings)
         if _layout_of(adapter) != self._layout:  # a server may ignore a module that it was not tried with
             self._layout = _layout_of(adapter)
-            self.fleet.forget_proofs()
-        version = self._next_version
-        self._next_version += 1  # a name is never used again, not even after a failure
+            self.fleet.require_verification()
+        if score is not None and not self.needs_verification:
+            try:
+                return run(self._publish(adapter, None, timer, is_final=False))
+            except VerificationDueError as error:
+                logger.warning("%s", error)
+        with timer.phase("verify"):
+            probe = score() if score is not None and self.needs_verification else None
+        return run(self._publish(adapter, probe, timer))
+
+    async def _publish(
+        self, adapter: CanonicalAdapter, probe: Scores | None, timer: PhaseTimer, *, is_final: bool = True
+    ) -> SyncReport:
+        """One attempt.
+
+        Args:
+            probe: log-probabilities of `PROBE_PROMPT`, for servers that need to be verified.
+            is_final: whether such a server may go unverified if there is no probe.
+
+        Raises:
+            VerificationDueError: it may not, and came back during this sync.
+        """
+        deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
         with timer.phase("write"):
-            self.transport.open(deadline)
-            stored = self.transport.write(version, adapter, deadline)
-        with self._withdrawn_on_error(stored):
-            with timer.phase("load"):
-                server_load_s = self.fleet.load(stored, deadline)
+            await self.transport.open(deadline)
+            stored = await self._write(adapter, deadline)
+        async with self._withdrawn_on_error(stored):
+            with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
+                server_load_s = await self.fleet.load(stored, deadline)
             with timer.phase("verify"):
-                # Servers that compare what they have loaded with what was sent have seen more than the files.
-                is_compared = stored.has_checksum and self.fleet.capabilities.checks_payload
-                if self.settings.verify != "off" and not is_compared:
-                    self.transport.check(stored, adapter, deadline)
-                evidence = self._verify(stored, score, deadline)
-        self.fleet.activate(stored)
-        # A server that restarts needs the tensors of the active version only.
-        self._registered.append(replace(stored, content=None))
-        self._retire_old_versions()
+                if self.settings.verify != "off" and not self._is_compared(stored):
+                    await self.transport.check(stored, adapter, deadline)
+                if not is_final and self.fleet.needs_verification:
+                    raise VerificationDueError("A server came back during the sync. It is verified before it is used.")
+                evidence = [] if probe is None else await self.fleet.verify(stored, probe, deadline)
+        self.ledger.activate(stored)  # from here on new requests name it, and a server that restarts is given it
+        self.fleet.note_activation()
+        await self._retire_old_versions()
         self.transport.prepare()  # beside the generation that follows
+        return self._report(stored, timer, server_load_s, evidence)
+
+    def _report(
+        self,
+        stored: StoredAdapter,
+        timer: PhaseTimer,
+        server_load_s: dict[int, float],
+        evidence: Sequence[Evidence],
+    ) -> SyncReport:
         retries, self._retries_reported = self.fleet.retries - self._retries_reported, self.fleet.retries
         return SyncReport(
             adapter_name=stored.name,
             version=stored.version,
             payload_bytes=stored.payload_bytes,
-            gather_s=timer.phases["gather"],
+            gather_s=timer.phases.get("gather", 0.0),
             write_s=timer.phases["write"],
             load_s=timer.phases["load"],
             verify_s=timer.phases["verify"],
@@ -163,32 +214,52 @@ class AdapterSync:
             is_verified=self._is_verified(),
         )
 
-    def close(self) -> None:
-        """Unload and delete every version; never fails, and may be called again. A later `publish` starts anew.
+    async def _write(self, adapter: CanonicalAdapter, deadline: Deadline) -> StoredAdapter:
+        version = self._next_version
+        self._next_version += 1  # a name is never used again, not even after a failure
+        return await self.transport.write(version, adapter, deadline)
 
-        Servers that do not answer hold it up for `CLOSE_TIMEOUT_S` together. What they do not confirm to have
-        forgotten is noted for the sweep of the next run.
-        """
-        deadline = Deadline.after(CLOSE_TIMEOUT_S, "The end of the run")
-        left = self.fleet.let_go([stored.name for stored in self._registered], deadline)
-        self.fleet.active = None
-        self._registered.clear()
-        self._retired.clear()
-        if self._transport is not None:
-            self._transport.close({name for names in left.values() for name in names})
-        for base_url, names in left.items():
-            logger.warning(
-                "%s did not confirm that it forgot %s. The next run removes it, or: trl-lora-sync sweep %s --dir %s",
-                base_url,
-                ", ".join(names),
-                base_url,
-                self.settings.root,
-            )
+    def _is_compared(self, stored: StoredAdapter) -> bool:
+        """Whether every server has compared what it holds of a version with what was sent; more than its files show."""
+        return stored.has_checksum and self.fleet.capabilities.checks_payload
 
-    def end(self) -> None:
-        """`close` for good: the connections and the threads go too."""
-        self.close()
-        self.fleet.disconnect()
+    @asynccontextmanager
+    async def _withdrawn_on_error(self, stored: StoredAdapter) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException:
+            # Unloaded even after a refusal: the request may have been carried out although its answer was lost.
+            await asyncio.wait(self.fleet.unload_later(stored.name), timeout=self.settings.timeouts.close_s)
+            await self._delete(stored)
+            raise
+
+    async def _retire_old_versions(self) -> None:
+        """See `VersionLedger.retire`; servers unload beside the training."""
+        unloaded, deletable = self.ledger.retire()
+        for stored in deletable:
+            await self._delete(stored)
+        for stored in unloaded:
+            self.fleet.unload_later(stored.name)
+
+    async def _delete(self, stored: StoredAdapter) -> None:
+        await self.transport.delete(stored, keep_name=not self.ledger.is_gone(stored.name))
+
+    def _is_verified(self) -> bool | None:
+        return None if self.settings.verify == "off" else all(server.is_verified for server in self.fleet.in_service)
+
+    # Sampling
+
+    def generate(
+        self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
+    ) -> list[list[Completion]]:
+        """See `Engine.generate`; on all servers."""
+        return run(self.fleet.generate(model, groups, sampling, deadline))
+
+    def chat(
+        self, bodies: Sequence[dict[str, Any]], count: int, sampling: Sampling, deadline: Deadline
+    ) -> list[list[Completion]]:
+        """Sample `count` completions for each OpenAI chat request, which name the same model."""
+        return run(self.fleet.chat(bodies, count, sampling, deadline))
 
     # Memory between steps
 
@@ -196,49 +267,48 @@ class AdapterSync:
         """Let the servers give back their KV cache until the next `wake`; the base weights stay. Never fails."""
         if self.settings.frees_kv_cache:
             try:
-                self.fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
+                run(self.fleet.release_kv_cache(self._control_deadline("Releasing the KV cache")))
             except LoRASyncError as error:
                 logger.warning("A server keeps its KV cache for now: %s", error)
 
     def wake(self) -> bool:
-        """Take the KV cache back. Returns whether the active version can be sampled from; if not, publish it anew."""
-        return self.fleet.wake(self._control_deadline("Restoring the KV cache")) and self.active is not None
+        """Take the KV cache back. Returns whether the active version can be sampled from; if not, publish it again."""
+        return run(self.fleet.wake(self._control_deadline("Restoring the KV cache"))) and self.active is not None
 
     def _control_deadline(self, task: str) -> Deadline:
         return Deadline.after(self.settings.sync_timeout_s, f"{task} (lora_sync_timeout)")
 
-    # Loading and retiring
+    # The end
 
-    @contextmanager
-    def _withdrawn_on_error(self, stored: StoredAdapter) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            # Unloaded even after a refusal: the request may have been carried out although its answer was lost.
-            wait(self.fleet.unload_later(stored.name), timeout=CLOSE_TIMEOUT_S)
-            self.transport.delete(stored, keep_name=not self.fleet.has_forgotten(stored.name))
-            raise
+    def close(self) -> None:
+        """Unload and delete every version; never fails, and may be called again. A later `publish` starts again.
 
-    def _verify(self, stored: StoredAdapter, score: ScoreAdapter | None, deadline: Deadline) -> list[Evidence]:
-        trained = score() if score is not None and self.wants_proof else None
-        return [] if trained is None else self.fleet.verify(stored, trained, deadline)
-
-    def _is_verified(self) -> bool | None:
-        return None if self.settings.verify == "off" else all(server.is_proven for server in self.fleet.in_service)
-
-    def _retire_old_versions(self) -> None:
-        """Unload what is beyond `keep` and not leased; delete files one version later, as a server may re-read them.
-
-        Source: vLLM re-reads an evicted adapter from its path inside the engine step, and dies if it is gone.
+        Servers that do not answer hold it up for `Timeouts.close_s` together. What they do not confirm
+        is noted for the sweep of the next run.
         """
-        for stored in self._retired:
-            self.transport.delete(stored, keep_name=not self.fleet.has_forgotten(stored.name))
-        self._retired.clear()
-        beyond = self._registered[: -self.settings.keep]
-        self._retired += [stored for stored in beyond if not self.fleet.is_leased(stored.name)]
-        for stored in self._retired:
-            self._registered.remove(stored)
-            self.fleet.unload_later(stored.name)
+        run(self._close())
+
+    async def _close(self) -> None:
+        deadline = Deadline.after(self.settings.timeouts.close_s, "The end of the run")
+        left = await self.fleet.let_go([stored.name for stored in self.ledger.retire_all()], deadline)
+        if self._transport is not None:
+            await self._transport.close({name for names in left.values() for name in names})
+        for base_url, names in left.items():
+            logger.warning(
+                "%s did not confirm the unload of %s. The next run removes it, or: trl-lora-sync sweep %s --dir %s",
+                base_url,
+                ", ".join(names),
+                base_url,
+                self.settings.root,
+            )
+
+    def end(self) -> None:
+        """`close` for good: the connections go too."""
+        run(self._end())
+
+    async def _end(self) -> None:
+        await self._close()
+        await self.fleet.disconnect()
 
     def _summary(self, adapter: CanonicalAdapter) -> str:
         served = [

@@ -72,9 +72,9 @@ class LoRASyncTrainer:
         if config.lora_sync_overlap:
             check_overlap(type(self))
             check_overlap_arguments(config, given)
-        check_model(given["model"], given.get("peft_config"))
-        check_reference(config, given.get("peft_config"))
         settings = sync_settings(config)
+        check_model(given["model"], given.get("peft_config"), settings.reads, proves_groups=settings.proves_groups)
+        check_reference(config, given.get("peft_config"))
         is_new = not hasattr(given["model"], "peft_config")
 
         generation_class = _generation_class(config)

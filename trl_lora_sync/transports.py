@@ -1,8 +1,7 @@
 """The ways an adapter version reaches a server: as files in a shared folder, or over HTTP."""
 
-import contextlib
+import asyncio
 from collections.abc import Callable, Collection, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.origin import install_command, install_elsewhere
+from trl_lora_sync.runtime import BlockingThread
 from trl_lora_sync.settings import ServerAddress, SyncSettings
-from trl_lora_sync.threads import BackgroundThread
 
 # Clean-up is worth waiting for, but not for long.
 _CLEAN_UP_S = 5.0
@@ -35,7 +34,7 @@ class Transport(Protocol):
     def where(self) -> str:
         """Where versions are kept, in words."""
 
-    def open(self, deadline: Deadline | None = None) -> None:
+    async def open(self, deadline: Deadline | None = None) -> None:
         """Get ready; does nothing if it is ready already.
 
         Args:
@@ -46,10 +45,12 @@ class Transport(Protocol):
             DeadlineExceededError: the file system hangs.
         """
 
-    def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
+    async def write(
+        self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
+    ) -> StoredAdapter:
         """Keep a version under a unique name; arguments and errors as for `open`."""
 
-    def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+    async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         """Once servers have loaded a version, see that what they read is what was written.
 
         Args:
@@ -63,15 +64,15 @@ class Transport(Protocol):
     def prepare(self) -> None:
         """Prepare for the next version between syncs; returns at once, and never fails."""
 
-    def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
+    async def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
         """Release a version, but its name only if no server has it any more; never fails."""
 
-    def sweep(
+    async def sweep(
         self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
     ) -> list[str]:
         """Remove what dead runs left behind, see `sweep_leftovers`."""
 
-    def close(self, names: Collection[str] = ()) -> None:
+    async def close(self, names: Collection[str] = ()) -> None:
         """Release everything but the names that a server may still have; never fails, and may be called again."""
 
 
@@ -79,10 +80,10 @@ class DiskTransport:
     """Versions as directories that the servers read.
 
     A call to a shared file system that hangs cannot be ended. So all of them are made by one thread, in
-    order, and only the waiting for it ends at the deadline. What it finishes too late is deleted again.
+    order, and only the wait for it ends at the deadline. What it finishes too late is deleted again.
 
     Args:
-        servers, slots: see `AdapterStore`.
+        servers, slots, has_checksums: see `AdapterStore`.
     """
 
     def __init__(
@@ -92,9 +93,12 @@ class DiskTransport:
         server_root: str | None = None,
         servers: Sequence[str] = (),
         slots: SlotRing | None = None,
+        has_checksums: bool = False,
     ) -> None:
-        self._store = AdapterStore(root, server_root=server_root, servers=servers, slots=slots)
-        self._files = BackgroundThread("lora-sync-files")
+        self._store = AdapterStore(
+            root, server_root=server_root, servers=servers, slots=slots, has_checksums=has_checksums
+        )
+        self._files = BlockingThread("lora-sync-files")
 
     @property
     def run_id(self) -> str:
@@ -113,55 +117,58 @@ class DiskTransport:
         seen = "" if self._store.is_seen_alike else f" (the server sees {self._store.server_root})"
         return f"{self.directory}{seen}"
 
-    def open(self, deadline: Deadline | None = None) -> None:
-        self._wait(self._files.submit(self._store.open), deadline)
+    async def open(self, deadline: Deadline | None = None) -> None:
+        await self._wait(self._files.submit(self._store.open), deadline)
 
-    def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        return self._keep(lambda: self._store.write(version, adapter), deadline)
+    async def write(
+        self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
+    ) -> StoredAdapter:
+        return await self._keep(lambda: self._store.write(version, adapter), deadline)
 
-    def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline | None) -> StoredAdapter:
+    async def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline | None) -> StoredAdapter:
         writing = self._files.submit(write)
         try:
-            return self._wait(writing, deadline)
+            return await self._wait(writing, deadline)
         except BaseException:
             if not writing.cancel():
                 writing.add_done_callback(self._delete_late)
             raise
 
-    def _wait(self, task: "Future[T]", deadline: Deadline | None) -> T:
-        try:
-            return task.result(None if deadline is None else deadline.left_s())
-        except futures.TimeoutError as error:
-            if task.done() or deadline is None:  # raised by the task itself
-                raise
+    async def _wait(self, task: "Future[T]", deadline: Deadline | None) -> T:
+        waiting = asyncio.wrap_future(task)
+        waiting.add_done_callback(lambda late: late.cancelled() or late.exception())  # else asyncio reports it
+        await asyncio.wait({waiting}, timeout=None if deadline is None else deadline.left_s())
+        if not waiting.done():
+            assert deadline is not None
             raise deadline.error(
                 f"the file system of {self.directory} hangs. Set lora_sync_dir to another one, or look at its server"
-            ) from error
+            )
+        return waiting.result()
 
     def _delete_late(self, writing: "Future[StoredAdapter]") -> None:
         if not writing.cancelled() and writing.exception() is None:
             self._store.delete(writing.result())
 
-    def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
-        self._wait(self._files.submit(lambda: self._store.check(stored, adapter)), deadline)
+    async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+        await self._wait(self._files.submit(lambda: self._store.check(stored, adapter)), deadline)
 
     def prepare(self) -> None:
         self._files.submit(self._store.prepare)
 
-    def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
-        self._clean_up(lambda: self._store.delete(stored, keep_name=keep_name))
+    async def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
+        await self._clean_up(lambda: self._store.delete(stored, keep_name=keep_name))
 
-    def sweep(
+    async def sweep(
         self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
     ) -> list[str]:
-        return self._wait(self._files.submit(lambda: sweep_leftovers(self.root, unload, knows)), deadline)
+        return await self._wait(self._files.submit(lambda: sweep_leftovers(self.root, unload, knows)), deadline)
 
-    def close(self, names: Collection[str] = ()) -> None:
-        self._clean_up(lambda: self._store.close(names))
+    async def close(self, names: Collection[str] = ()) -> None:
+        await self._clean_up(lambda: self._store.close(names))
 
-    def _clean_up(self, act: Callable[[], None]) -> None:
-        with contextlib.suppress(futures.TimeoutError):  # done as soon as the file system answers again
-            self._files.submit(act).result(_CLEAN_UP_S)
+    async def _clean_up(self, act: Callable[[], None]) -> None:
+        # Done as soon as the file system answers again.
+        await asyncio.wait({asyncio.wrap_future(self._files.submit(act))}, timeout=_CLEAN_UP_S)
 
 
 class DiskAndHTTPTransport(DiskTransport):
@@ -171,8 +178,12 @@ class DiskAndHTTPTransport(DiskTransport):
     def where(self) -> str:
         return f"{super().where}, and over HTTP"
 
-    def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        return replace(super().write(version, adapter, deadline), content=adapter.on_host())
+    async def write(
+        self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
+    ) -> StoredAdapter:
+        return await self._keep(
+            lambda: replace(self._store.write(version, adapter), content=adapter.on_host()), deadline
+        )
 
 
 class HTTPTransport(DiskTransport):
@@ -185,18 +196,23 @@ class HTTPTransport(DiskTransport):
     def where(self) -> str:
         return "no shared folder (sent over HTTP)"
 
-    def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> StoredAdapter:
-        return replace(self._keep(lambda: self._store.note(version, adapter), deadline), content=adapter.on_host())
+    async def write(
+        self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
+    ) -> StoredAdapter:
+        return await self._keep(
+            lambda: replace(self._store.note(version, adapter), content=adapter.on_host()), deadline
+        )
 
-    def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+    async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         """Does nothing: a push carries a digest that the server compares, and there is no file."""
 
 
-def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transport:
+def transport_for(settings: SyncSettings, sends_content: list[bool], *, has_checksums: bool = False) -> Transport:
     """The transport that suits every server.
 
     Args:
         sends_content: for each server, whether it is sent adapters over HTTP; see `is_sent_content`.
+        has_checksums: whether a server compares what it has loaded with a checksum.
     """
     servers = [server.base_url for server in settings.servers]
     if all(sends_content):
@@ -204,8 +220,10 @@ def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transpor
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
-    slots = SlotRing() if are_local else None
-    return kind(settings.root, server_root=settings.server_root, servers=servers, slots=slots)
+    slots = SlotRing(shares=has_checksums) if are_local else None
+    return kind(
+        settings.root, server_root=settings.server_root, servers=servers, slots=slots, has_checksums=has_checksums
+    )
 
 
 def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capabilities) -> bool:

@@ -2,12 +2,12 @@
 
 HTTP 200 on a load proves nothing: vLLM answers 200 and serves the base model when no tensor name matches. So the prompt
 is scored with and without the adapter, there and here, and the served change must follow the trained one. Compares
-numbers only; who computes them is somebody else's business.
+numbers only, and computes none of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -23,16 +23,16 @@ _SUSPICIOUS = 0.5
 TOLERANCE = 3.0
 # Of the change itself, which the served dtype rounds as well.
 _ROUNDING_SHARE = 0.2
-# Below this a log-probability says nothing, in any dtype.
+# Below this a log-probability is noise, in any dtype.
 _FLOOR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBase:
-    """What the trainer knows of its own base model.
+    """What the trainer knows of the base model that it trains on.
 
     Attributes:
-        name: what the trainer was told to load, if known.
+        name: the name or path that the trainer loaded, if known.
         vocab_size: number of token ids it knows, if known.
         logprobs: computes the log-probability of each token of a prompt after the first, and the spread (standard
             deviation) of the log-probabilities over the vocabulary, without any adapter.
@@ -49,25 +49,47 @@ class TrainedBase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageProbe:
+    """A prompt with an image.
+
+    Attributes:
+        image: as PIL has it.
+        image_token_id: what stands for the image in `prompt_ids`.
+        scored: how many tokens at the end of the prompt are scored, all of them after the image.
+        inputs: the arguments of the trainer's model, as tensors.
+    """
+
+    prompt_ids: list[int]
+    image: Any
+    image_token_id: int
+    scored: int
+    inputs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """A random adapter of large effect, which proves the path from the trainer to a server.
 
     An adapter in training may move log-probabilities by less than rounding does for hundreds of steps, so a server that
     ignores it is not noticed by what it computes.
 
-    A server may apply some modules and ignore others, so each group of modules has one that is zero outside of it.
+    A server may apply some modules and ignore others, so each group of modules has a trial that is zero in all others.
 
     Attributes:
         group: of the modules that it changes, such as "attention".
         modules: their paths, with `*` for the number of a layer.
         read: makes it, in the shapes of the trained adapter and by the same export.
-        logprobs: log-probabilities of `PROBE_PROMPT` under it, as the trainer's model computes them.
+        scores: of `PROBE_PROMPT`, as the trainer's model computes them with it and without any adapter.
+        image: what the scores are of instead.
+        advice: what to do if a server ignores these modules.
     """
 
     group: str
     modules: Sequence[str]
     read: ReadAdapter
-    logprobs: Sequence[float]
+    scores: "Scores"
+    image: ImageProbe | None = None
+    advice: str = ""
 
     def __str__(self) -> str:
         return f"the {self.group} modules ({', '.join(self.modules)})"

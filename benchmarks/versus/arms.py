@@ -25,6 +25,7 @@ from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.places import default_sync_dir
+from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from versus.kinds import HAS_SERVING
 from versus.servers import ServerSpec
@@ -62,7 +63,7 @@ class Arm(Protocol):
         """What requests name to sample from the newest version."""
 
     @property
-    def engine(self) -> VLLMEngine:
+    def engine(self) -> Blocking:
         """Asks the server about single prompts."""
 
     def sync(self) -> Phases | None:
@@ -97,12 +98,12 @@ def make_arm(name: str, bench: Workbench, server: ServerSpec, urls: Sequence[str
 class _Plain(VLLMEngine):
     """The package's client for a vLLM server that may have no LoRA."""
 
-    def _check_serving(self, deadline: Deadline) -> None:
+    async def _check_serving(self, deadline: Deadline) -> None:
         pass
 
 
-def connect_plain(url: str) -> VLLMEngine:
-    engine = _Plain(url, is_local=True)
+def connect_plain(url: str) -> Blocking:
+    engine = Blocking(_Plain(url, is_local=True))
     engine.connect(deadline("Connecting"))
     return engine
 
@@ -259,8 +260,8 @@ class OurArm:
         return str(self.generation.vllm_client.model)
 
     @property
-    def engine(self) -> VLLMEngine:
-        return self.generation._sync.fleet.servers[0].engine
+    def engine(self) -> Blocking:
+        return Blocking(self.generation._sync.fleet.servers[0].engine)
 
     def sync(self) -> Phases:
         self.generation.sync_weights()
@@ -275,7 +276,7 @@ class OurArm:
     split = sync
 
     def sample(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[list[Completion]]:
-        return self.generation._sync.fleet.generate(self.model_name, groups, sampling, deadline("Sampling"))
+        return self.generation._sync.generate(self.model_name, groups, sampling, deadline("Sampling"))
 
     def use(self, model: PeftModel) -> None:
         self.generation.model = model

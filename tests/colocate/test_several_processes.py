@@ -24,7 +24,7 @@ ACCELERATE = {
 }
 
 
-@pytest.fixture(scope="module", params=["ddp", "ddp+tp2", "fsdp2", "zero3"])
+@pytest.fixture(scope="module", params=["ddp", "ddp+tp2", "fsdp2", "zero3", "ddp+tp2+fused", "ddp+fused+shared"])
 def launched(request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return launch_way(request.param, base_model, tmp_path_factory.mktemp(request.param))
 
@@ -47,7 +47,7 @@ def on_all(launched: Seen, step: str) -> list[Any]:
 
 
 def test_what_is_sampled_at_each_step_is_the_trained_policy(launched: Seen) -> None:
-    engines = 1 if launched["way"].endswith("+tp2") else 2
+    engines = 1 if "+tp2" in launched["way"] else 2
     for steps in on_all(launched, "train"):
         assert [step["lora_sync/version"] for step in steps] == [1, 2]
         assert [step["lora_sync/servers"] for step in steps] == [engines, engines]
@@ -76,6 +76,8 @@ def test_a_sync_that_fails_on_process_1_raises_on_both_and_the_previous_version_
 ) -> None:
     if step == "different" and launched["way"] in SHARDED:
         pytest.skip("sharded processes hold parts of one adapter")
+    if step == "wrong_slot" and "fused" in launched["way"]:
+        pytest.skip("adapters in the weights are in no slot")
     for seen in launched["seen"]:
         assert seen[step].get("error") == error, seen[step]
         assert words in seen[step]["message"]
@@ -85,6 +87,8 @@ def test_a_sync_that_fails_on_process_1_raises_on_both_and_the_previous_version_
 
 
 def test_a_replaced_adapter_on_process_1_stops_the_generation_of_both(launched: Seen) -> None:
+    if "fused" in launched["way"]:
+        pytest.skip("adapters in the weights are in no slot")
     for seen in launched["seen"]:
         assert seen["lost_slot"].get("error") == "VerificationError", seen["lost_slot"]
         assert "has replaced the adapter" in seen["lost_slot"]["message"]

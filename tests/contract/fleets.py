@@ -10,6 +10,8 @@ from support.settings import plain_settings
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.fleet import Fleet
+from trl_lora_sync.ledger import VersionLedger
+from trl_lora_sync.runtime import run
 
 
 class FleetAsEngine:
@@ -17,40 +19,41 @@ class FleetAsEngine:
 
     def __init__(self, fakes: Sequence[FakeSGLang], root: Path, deadline: Deadline) -> None:
         urls = [fake.base_url for fake in fakes]
-        self.fleet = Fleet(plain_settings(urls, root, timeout_s=20.0, transport="disk"))
+        settings = plain_settings(urls, root, timeout_s=20.0, transport="disk")
+        self.fleet = Fleet(settings, VersionLedger(settings.keep))
         self.base_url = self.fleet.base_url
-        self.fleet.connect(lambda server: deadline)
+        run(self.fleet.connect(lambda server: deadline))
 
     @property
     def capabilities(self) -> Capabilities:
         return self.fleet.capabilities
 
     def knows_token(self, token_id: int, deadline: Deadline) -> bool:
-        return all(server.engine.knows_token(token_id, deadline) for server in self.fleet.servers)
+        return all(run(server.engine.knows_token(token_id, deadline)) for server in self.fleet.servers)
 
     def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
-        first, second = (server.engine.score(model, prompt_ids, deadline) for server in self.fleet.servers)
+        first, second = (run(server.engine.score(model, prompt_ids, deadline)) for server in self.fleet.servers)
         assert first == second
         return first
 
     def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
-        self.fleet.load(adapter, deadline)
+        run(self.fleet.load(adapter, deadline))
         return self.loaded(deadline)
 
     def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         pass
 
     def unload(self, adapter_name: str, deadline: Deadline) -> bool:
-        has_forgotten = [server.engine.unload(adapter_name, deadline) for server in self.fleet.servers]
+        has_forgotten = [run(server.engine.unload(adapter_name, deadline)) for server in self.fleet.servers]
         return all(has_forgotten)
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
-        return self.fleet.loaded(deadline)
+        return run(self.fleet.loaded(deadline))
 
     def generate(
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
-        return self.fleet.generate(model, groups, sampling, deadline)
+        return run(self.fleet.generate(model, groups, sampling, deadline))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a fleet has no {name}, or the test does not apply to it")

@@ -12,6 +12,7 @@ from trl_lora_sync.engines.base import Completion, Deadline, Engine, PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.runtime import Blocking, run
 
 SMALL = Shapes(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, layers=2, vocab=260)
 MAX_LORA_RANK = 16
@@ -74,8 +75,10 @@ def engine_at(base_url: str, kind: str, *, connect: bool = True) -> Engine:
     if connect:
         engine, _, serving = kind.partition("-")
         deadline = soon(60)
-        return connect_engine(base_url, engine=engine, is_local=True, deadline=deadline, serving=serving or "runtime")
-    return (SGLangEngine if kind == "sglang" else VLLMEngine)(base_url, is_local=True)
+        return Blocking(
+            run(connect_engine(base_url, engine=engine, is_local=True, deadline=deadline, serving=serving or "runtime"))
+        )
+    return Blocking((SGLangEngine if kind == "sglang" else VLLMEngine)(base_url, is_local=True))
 
 
 def sampling(**fields: object) -> Sampling:

@@ -28,7 +28,7 @@ from contract.served import (
     sampling,
     soon,
 )
-from trl_lora_sync.engines.base import Completion, PromptGroup
+from trl_lora_sync.engines.base import TIMEOUTS, Completion, PromptGroup
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
@@ -47,7 +47,7 @@ Serve = Callable[..., Served]
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to a server that is down are given up soon, long before their deadline."""
-    monkeypatch.setattr("trl_lora_sync.engines.server.RETRY_S", 0.2)
+    monkeypatch.setitem(vars(TIMEOUTS), "retry_s", 0.2)
 
 
 def gap(reported: list[float], expected: list[float]) -> float:
@@ -810,7 +810,7 @@ def test_memory_is_not_released_under_running_requests(
     serve: Serve, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang asserts that it is idle, and dies if it is not."""
-    monkeypatch.setattr("trl_lora_sync.engines.sglang_server._IDLE_GRACE_S", 0.2)
+    monkeypatch.setitem(vars(TIMEOUTS), "idle_s", 0.2)
     served = serve(version, enable_memory_saver=True)
     assert served.fake is not None
     with ThreadPoolExecutor() as pool:

@@ -17,9 +17,10 @@ from fakes.policy import MODULES
 from fakes.sglang import VERSIONS, FakeSGLang
 
 from contract.reference import adapter_for
-from contract.served import SMALL
+from contract.served import SMALL, Served, soon
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.errors import ServerSetupError
 
 ONE = {"max_new_tokens": 1}
 
@@ -388,3 +389,8 @@ def test_a_module_outside_of_the_target_modules_is_refused(start: Callable[..., 
     answer = client.post("/load_lora_adapter", lora_name="a", lora_path=stored.server_path)
     assert answer.status_code == 400
     assert "--lora-target-modules" in answer.json()["error_message"]
+
+
+def test_modules_that_see_images_are_refused_with_what_to_exclude(few: Served) -> None:
+    with pytest.raises(ServerSetupError, match=r"exclude_modules=r"):
+        few.engine.score_image("any", [1, 2, 3], None, 2, 1, soon())

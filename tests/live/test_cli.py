@@ -22,6 +22,7 @@ from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.runtime import Blocking
 
 CLI = [sys.executable, "-m", "trl_lora_sync.cli.main"]
 START_TIMEOUT_S = 240.0
@@ -127,7 +128,7 @@ def test_sweep_unloads_what_a_killed_run_left_and_nothing_else(
     clean_server: VLLMServer, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "sync"
-    engine = VLLMEngine(clean_server.base_url, is_local=True)
+    engine = Blocking(VLLMEngine(clean_server.base_url, is_local=True))
     names = {}
     stores = {which: AdapterStore(root) for which in ("dead", "live")}
     for which, store in stores.items():

@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
+from trl_lora_sync.engines.base import TIMEOUTS
 from trl_lora_sync.errors import GenerationError, ServerUnreachableError
 
 Make = Callable[..., GRPOTrainer]
@@ -45,9 +46,9 @@ def mortal(base_model: Path) -> Iterator[VLLMServer]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead server is noticed after two seconds, not thirty."""
-    monkeypatch.setattr("trl_lora_sync.engines.http._WATCH_EVERY_S", 0.2)
-    monkeypatch.setattr("trl_lora_sync.engines.server._LIFELESS_AFTER_S", 2.0)
-    monkeypatch.setattr("trl_lora_sync.engines.server._HEALTH_TIMEOUT_S", 1.0)
+    monkeypatch.setitem(vars(TIMEOUTS), "watch_every_s", 0.2)
+    monkeypatch.setitem(vars(TIMEOUTS), "lifeless_after_s", 2.0)
+    monkeypatch.setitem(vars(TIMEOUTS), "health_s", 1.0)
 
 
 # Server processes

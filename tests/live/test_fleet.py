@@ -18,12 +18,13 @@ from support.settings import plain_settings
 from support.trainers import METRICS, steps_of
 from vllm_server import VLLMServer
 
-import trl_lora_sync.fleet
+import trl_lora_sync.server_handle
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.adapter.export import read_adapter
-from trl_lora_sync.engines.base import Deadline, PromptGroup
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline, PromptGroup
 from trl_lora_sync.errors import AdapterNotVisibleError
 from trl_lora_sync.metrics import SyncReport
+from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase
@@ -163,13 +164,13 @@ def test_a_dead_server_is_dropped_if_told_so_and_taken_back_by_a_later_sync(
     second.kill()
 
     with monkeypatch.context() as patch:
-        patch.setattr(trl_lora_sync.fleet, "wait_until_up", time_is_over)
+        patch.setattr(trl_lora_sync.server_handle, "wait_until_up", time_is_over)
         randomize_adapter(trainer.model, seed=1)
         generation.sync_weights()
     assert is_policy_of(trainer.model, sample(generation, PROMPTS))
 
     second.start()
-    monkeypatch.setattr(trl_lora_sync.fleet, "_LOOK_TIMEOUT_S", 60.0)  # the cores may be busy
+    monkeypatch.setitem(vars(TIMEOUTS), "probe_s", 60.0)  # the cores may be busy
     randomize_adapter(trainer.model, seed=2)
     generation.sync_weights()
     assert [report.servers for report in reports] == [2, 1, 2]
@@ -177,14 +178,14 @@ def test_a_dead_server_is_dropped_if_told_so_and_taken_back_by_a_later_sync(
     assert is_policy_of(trainer.model, sampled_by(trainer, 1, reports[-1].adapter_name))
 
 
-def time_is_over(*args: Any, deadline: Deadline, **kwargs: Any) -> None:
+async def time_is_over(*args: Any, deadline: Deadline, **kwargs: Any) -> None:
     """In place of a wait for a server, so that no test waits as long as a server may take on a busy machine."""
     raise deadline.error()
 
 
 def sampled_by(trainer: GRPOTrainer, place: int, adapter_name: str) -> list[Row]:
     """Samples of one server of the fleet, asked by itself."""
-    engine = trainer.vllm_generation._sync.fleet.servers[place].engine
+    engine = Blocking(trainer.vllm_generation._sync.fleet.servers[place].engine)
     groups = [PromptGroup(prompt=prompt, count=1) for prompt in PROMPTS]
     answers = engine.generate(adapter_name, groups, sampling(max_tokens=16), soon(60))
     return [
@@ -201,12 +202,12 @@ def test_vllm_and_sglang_serve_one_adapter_together(clean_server: VLLMServer, ba
         sync = AdapterSync(mixed_settings(clean_server, fake, tmp_path))
         try:
             line = sync.start(lambda served: read(model, served), any_base(model))
-            name = sync.publish(lambda served: read(model, served)).adapter_name
+            name = sync.publish(read(model, sync.requires_packed_modules)).adapter_name
             fake.requests.clear()
             groups = [PromptGroup(prompt=prompt, count=2) for prompt in PROMPTS]
-            answers = sync.fleet.generate(name, groups, sampling(), soon(60))
+            answers = sync.generate(name, groups, sampling(), soon(60))
             by_fake = {tuple(ids) for body in fake.bodies("/generate") for ids in body["input_ids"]}
-            adapter = read(model, sync.fleet.capabilities)
+            adapter = read(model, sync.requires_packed_modules)
         finally:
             sync.close()
         assert "vllm 0.31.0" in line

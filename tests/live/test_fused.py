@@ -25,12 +25,14 @@ from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
 
+from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
 from trl_lora_sync.errors import AdapterRejectedError, ServerSetupError
+from trl_lora_sync.runtime import Blocking, run
 
 ROOT = Path(__file__).parents[2]
 RIGHT = {"Authorization": f"Bearer {FUSED_KEY}"}
@@ -93,7 +95,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 def fused(fused_server: VLLMServer, reference: PeftReference, tmp_path: Path) -> Iterator[Fused]:
     """The server, alive, with the base in its weights and no adapter before and after the test."""
     store = AdapterStore(tmp_path / "store")
-    engine = VLLMFusedEngine(fused_server.base_url, is_local=True)
+    engine = Blocking(VLLMFusedEngine(fused_server.base_url, is_local=True))
     engine.connect(soon(60))
     fused = Fused(fused_server, engine, reference, store)
     try:
@@ -127,6 +129,21 @@ def test_an_adapter_of_zeros_is_the_base_bit_for_bit(fused: Fused) -> None:
     fused.engine.load(stored, soon(60))
     assert fused.score(stored.name) == before
     assert fused.state()["current"] == stored.name
+
+
+def test_an_output_head_is_adapted_like_any_linear_layer(fused: Fused) -> None:
+    """TRL (1.16) refuses it as a target. Other trainers and earlier versions do not."""
+    before, random = fused.score(fused.base), torch.Generator().manual_seed(5)
+    lora_A, lora_B = (0.3 * torch.randn(shape, generator=random) for shape in ((8, 128), (fused.reference.vocab, 8)))
+    adapter = canonicalize(
+        [LoRAModule(name="lm_head", lora_A=lora_A, lora_B=lora_B, scaling=0.5)], dtype=torch.bfloat16
+    )
+    stored = fused.store.write(0, adapter)
+    fused.engine.load(stored, soon(60))
+    found, expected = fused.score(stored.name), fused.reference.logprobs(adapter, LONG[:1], LONG[1:])
+    assert sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(found) < fused.reference.tolerance
+    assert fused.gap(found, None) > 5 * fused.reference.tolerance
+    assert fused.score(fused.base) == before
 
 
 def test_a_prompt_that_was_cached_is_computed_anew_for_each_version(fused: Fused) -> None:
@@ -214,8 +231,8 @@ def with_a_layer_too_many(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name.replace("layers.0", "layers.7")] = tensors[name].clone()
 
 
-def with_an_output_layer(tensors: dict[str, torch.Tensor]) -> None:
-    for kind, shape in {"A": (8, 128), "B": (260, 8)}.items():
+def with_a_narrow_output_layer(tensors: dict[str, torch.Tensor]) -> None:
+    for kind, shape in {"A": (8, 128), "B": (259, 8)}.items():
         tensors[f"base_model.model.lm_head.lora_{kind}.weight"] = torch.ones(shape)
 
 
@@ -227,7 +244,7 @@ def with_an_output_layer(tensors: dict[str, torch.Tensor]) -> None:
         (narrower, r"of shape \(128, 128\) in the served model, not \(127, 128\)"),
         (with_an_unknown_module, "strange_proj"),
         (with_a_layer_too_many, "layers.7"),
-        (with_an_output_layer, "embeddings and output layers cannot be fused"),
+        (with_a_narrow_output_layer, r"lm_head'.*\(259, 128\)"),
     ],
 )
 def test_a_version_that_is_refused_changes_nothing(
@@ -272,9 +289,9 @@ def test_a_request_of_any_client_is_told_what_it_was_sampled_from(fused: Fused) 
 
 def test_the_setting_must_fit_the_server(fused: Fused, server: VLLMServer) -> None:
     with pytest.raises(ServerSetupError, match=r'lora_sync_serving="fused"'):
-        connect_engine(fused.server.base_url, engine="auto", is_local=True, deadline=soon(60))
+        Blocking(run(connect_engine(fused.server.base_url, engine="auto", is_local=True, deadline=soon(60))))
     with pytest.raises(ServerSetupError, match=r"Restart it with `trl-lora-sync serve vllm .* --fused --port \d+`"):
-        connect_engine(server.base_url, engine="auto", is_local=True, deadline=soon(60), serving="fused")
+        Blocking(run(connect_engine(server.base_url, engine="auto", is_local=True, deadline=soon(60), serving="fused")))
 
 
 @pytest.mark.parametrize("transport", ["disk", "push"])
@@ -365,7 +382,7 @@ def test_every_worker_gets_its_shard(base_model: Path, reference: PeftReference,
     )
     store = AdapterStore(tmp_path / "store")
     with server:
-        engine = VLLMFusedEngine(server.base_url, is_local=True)
+        engine = Blocking(VLLMFusedEngine(server.base_url, is_local=True))
         engine.connect(soon(60))
         fused = Fused(server, engine, reference, store)
         before = fused.score(fused.base)

@@ -21,6 +21,7 @@ from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.engines.vllm_metrics import read_metrics
 from trl_lora_sync.errors import GenerationError
 from trl_lora_sync.mixed_batches import SharedCPUServerError, score_base
+from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.scoring import base_logprobs
 from trl_lora_sync.verify import PROBE_PROMPT, mean_distance
 
@@ -81,7 +82,7 @@ def sampling(server: VLLMServer) -> Iterator[threading.Event]:
 
 @pytest.fixture
 def engine(clean_server: VLLMServer) -> Iterator[Engine]:
-    connected = connect_engine(clean_server.base_url, engine="vllm", is_local=True, deadline=soon())
+    connected = Blocking(run(connect_engine(clean_server.base_url, engine="vllm", is_local=True, deadline=soon())))
     yield connected
     connected.close()
 
@@ -177,7 +178,7 @@ def test_metrics_of_the_real_server_are_read(clean_server: VLLMServer) -> None:
 def test_connecting_leaves_no_error_in_the_servers_log(clean_server: VLLMServer, proxy: Proxy) -> None:
     """Each connect made the engine write the traceback of a load that had to fail."""
     before = clean_server.log_path.read_text()
-    connect_engine(proxy.base_url, engine="auto", is_local=True, deadline=soon()).close()
+    Blocking(run(connect_engine(proxy.base_url, engine="auto", is_local=True, deadline=soon()))).close()
     written = clean_server.log_path.read_text().removeprefix(before)
     assert "POST /v1/load_lora_adapter" in written
     assert "ERROR" not in written
@@ -188,7 +189,7 @@ def test_where_metrics_are_off_the_probe_in_the_log_says_what_it_is(clean_server
     """As with --disable-log-stats."""
     proxy.after = lambda path, status, answer: (404, b"{}") if path == "/metrics" else (status, answer)
     before = clean_server.log_path.read_text()
-    engine = connect_engine(proxy.base_url, engine="auto", is_local=True, deadline=soon())
+    engine = Blocking(run(connect_engine(proxy.base_url, engine="auto", is_local=True, deadline=soon())))
     engine.close()
     assert engine.capabilities.is_cpu_build is None
     written = clean_server.log_path.read_text().removeprefix(before)

@@ -400,7 +400,7 @@ def test_other_prompts_than_were_sampled_ahead_are_sampled_now_with_a_warning(
     assert prompt_ids == [[4, 4, 4]] * 4
     assert batch.figures.version_lag == 0
     assert "Other prompts or sampling settings are due" in caplog.text
-    assert generation._sync.fleet.leased == []
+    assert generation._sync.ledger.leased == []
 
 
 # Set-ups
@@ -468,10 +468,10 @@ def test_fused_serving_loads_only_between_batches(
     generation = trainer.vllm_generation
     load, under_way = generation.fleet.load, []
 
-    def watched(*args: Any) -> Any:
+    async def watched(*args: Any) -> Any:
         ahead = generation._overlap._ahead
         under_way.append(ahead is not None and not ahead.task.done())
-        return load(*args)
+        return await load(*args)
 
     monkeypatch.setattr(generation.fleet, "load", watched)
 

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
+from support.bodies import bytes_of_body
 from support.folders import tmpfs
 from support.models import lora, peft_model, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
@@ -31,7 +32,6 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.engine_plugins.vllm_push import DIRECTORY_VARIABLE, MAX_MB_VARIABLE, MIDDLEWARE, ROUTE
-from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.vllm_push import SafetensorsBody
 from trl_lora_sync.errors import ServerAuthError, ServerSetupError
 
@@ -147,7 +147,7 @@ def small(pushes: PushServer) -> PushServer:
 def body(base_model: Path) -> bytes:
     """An adapter as it is pushed."""
     adapter = read_adapter(peft_model(base_model), dtype=torch.float32)
-    return b"".join(SafetensorsBody(adapter, Deadline.after(30, "the test")))
+    return bytes_of_body(SafetensorsBody(adapter))
 
 
 # Refused, and nothing left behind

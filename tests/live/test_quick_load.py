@@ -40,6 +40,7 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import vllm_quick_load
 from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError
+from trl_lora_sync.runtime import Blocking
 
 ROOT = Path(__file__).parents[2]
 PROMPT = token_ids(3, 24)
@@ -52,7 +53,7 @@ class Quick:
     def __init__(self, server: VLLMServer, reference: PeftReference, folder: Path) -> None:
         self.server, self.reference = server, reference
         self.store = AdapterStore(folder / "store", slots=SlotRing())
-        self.engine = VLLMEngine(server.base_url, is_local=True)
+        self.engine = Blocking(VLLMEngine(server.base_url, is_local=True))
         self.engine.connect(soon(60))
         self._versions = 0
 

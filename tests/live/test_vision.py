@@ -157,6 +157,60 @@ def test_the_reward_of_a_run_with_images_rises(make_vision_trainer: Make, vision
     assert all(step[LOGP_GAP] < 0.02 for step in steps)
 
 
+# Modules that see images
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def tower_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """As `vision_server`, with adapters on the modules that see images."""
+    folder = tmp_path_factory.mktemp("tower")
+    model = make_vision_model(folder / request.param, request.param)
+    flags = [*SERVER_ARGS, "--enable-tower-connector-lora"]
+    with VLLMServer(model, log_path=folder / "server.log", extra_args=flags) as running:
+        yield running
+
+
+def test_the_tower_and_the_connector_are_served_as_they_are_trained(
+    make_vision_trainer: Make, tower_server: VLLMServer
+) -> None:
+    trainer = make_vision_trainer(
+        tower_server, peft_config=lora(target_modules="all-linear"), learning_rate=0.02, max_steps=2
+    )
+    trained = {name for name, _ in trainer.model.named_parameters() if "lora_B" in name}
+    assert any(".language_model." in name for name in trained)
+    assert any(".language_model." not in name for name in trained)
+
+    trainer.train()
+
+    steps = steps_of(trainer)
+    assert all(step[LOGP_GAP] < 0.02 for step in steps), steps
+    assert [step["lora_sync/verified"] for step in steps] == [1, 1]
+    randomize_adapter(trainer.model, seed=1)
+    sees_images = [p for name, p in trainer.model.named_parameters() if name in trained and ".language_" not in name]
+    with torch.no_grad():
+        for parameter in sees_images:
+            parameter.mul_(4)  # Gemma3's tower of two layers shows by 0.026 without
+    rows = sample(trainer, has_image=True)
+    found = distance(trainer, rows)
+    assert found.mean() < NOISE_MEAN, found
+    assert found.max() < NOISE_MAX, found
+    with torch.no_grad():
+        for parameter in sees_images:
+            parameter.zero_()
+    assert distance(trainer, rows).mean() > 2 * NOISE_MEAN, "what sees images does not show, so this proves nothing"
+
+
+def test_a_server_that_ignores_what_sees_images_is_refused_with_its_flag_and_what_to_exclude(
+    make_vision_trainer: Make, vision_server: VLLMServer
+) -> None:
+    with pytest.raises(
+        VerificationError,
+        match=r"zero outside the vision (tower|connector) modules .*--enable-tower-connector-lora.*exclude_modules='",
+    ):
+        make_vision_trainer(vision_server, peft_config=lora(target_modules="all-linear"))
+    assert not adapters_on(vision_server.base_url)
+
+
 # Names
 
 

@@ -18,7 +18,7 @@ OTHER_POLICY = 0.03
 
 
 def colocate_trainer(
-    model: Path,
+    model: Any,
     folder: Path,
     *,
     trainer_class: type[Any] = GRPOTrainer,
@@ -47,7 +47,7 @@ def colocate_trainer(
         "disable_tqdm": True,
     }
     return trainer_class(
-        model=str(model),
+        model=str(model) if isinstance(model, Path) else model,
         args=config_class(**{**fields, **config}),
         reward_funcs=reward_funcs,
         train_dataset=prompts(),

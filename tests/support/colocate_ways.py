@@ -1,7 +1,8 @@
 """Colocate mode in several processes: accelerate launch ... colocate_ways.py WAY FOLDER MODEL
 
-WAY is one of `ways.py`, with `+tp2` for one engine of both processes. Trains a few steps, then lets one process fail in
-several ways. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
+WAY is one of `ways.py`, with `+tp2` for one engine of both processes, `+fused` for adapters in the weights and
+`+shared` for one base. Trains a few steps, then lets one process fail in several ways. Writes what it saw to
+FOLDER/process-<index>.json; the tests read that.
 """
 
 import os
@@ -25,7 +26,12 @@ from trl_lora_sync.colocate import engine
 from trl_lora_sync.errors import VerificationError
 from trl_lora_sync.shards import is_sharded, shards_of
 
-TP2 = "+tp2"
+# What a part of WAY changes in the configuration.
+PARTS: dict[str, dict[str, Any]] = {
+    "tp2": {"vllm_tensor_parallel_size": 2},
+    "fused": {"lora_sync_serving": "fused"},
+    "shared": {"vllm_colocate_base": "shared"},
+}
 
 
 def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
@@ -33,22 +39,23 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
     keep_apart()
     set_seed(0)
     untrained, copy = (peft_model(base) for _ in range(2))  # before the trainer, see `ways.run_way`
-    size = 2 if way.endswith(TP2) else 1
+    launcher, *parts = way.split("+")
     trainer = make_trainer(
-        way.removesuffix(TP2),
+        launcher,
         folder,
         "",
         base,
         vllm_mode="colocate",
         vllm_server_base_url=None,
-        vllm_tensor_parallel_size=size,
         vllm_max_model_length=256,
         lora_sync_dtype="float32",
         model_init_kwargs={"dtype": "float32"},
+        **{name: value for part in parts for name, value in PARTS[part].items()},
     )
     generation, process = trainer.vllm_generation, trainer.accelerator.process_index
     prompts = [token_ids(2 * process + number) for number in range(2)]
-    served_base = served_weights(generation.llm)
+    with generation._holder.serving(None):  # without the adapter, if that is in the weights
+        served_base = served_weights(generation.llm)
     randomize_adapter(generation.model, seed=1)  # before it is sharded
     seen = {"train": attempt(lambda: trainer.train() and steps_of(trainer))}
 
@@ -64,7 +71,8 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
 
     def bases() -> Outcome:
         copy_policy(trainer, copy)
-        served = served_weights(generation.llm)
+        with generation._holder.serving(None):
+            served = served_weights(generation.llm)
         return {
             "served": same_tensors(served, served_base),
             "served_elements": sum(value.numel() for value in served.values()),
@@ -137,14 +145,18 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
     seen["trained"] = attempt(sampled)
     seen["traffic"] = attempt(traffic)
     seen["active"] = attempt(lambda: generation._active_name)
-    for name, fault in {"not_finite": not_finite, "wrong_slot": wrong_slot, "disproved": disproved}.items():
+    faults = {"not_finite": not_finite, "wrong_slot": wrong_slot, "disproved": disproved}
+    if "fused" in parts:
+        del faults["wrong_slot"]
+    for name, fault in faults.items():
         seen[name] = attempt(lambda fault=fault: failing(fault))
         seen[f"after_{name}"] = attempt(sampled)
     if not is_sharded(generation.model):
         seen["different"] = attempt(different)
         seen["after_different"] = attempt(sampled)
-    seen["lost_slot"] = attempt(lost_slot)
-    seen["after_lost_slot"] = attempt(sampled)
+    if "fused" not in parts:
+        seen["lost_slot"] = attempt(lost_slot)
+        seen["after_lost_slot"] = attempt(sampled)
     if process == 1:
         torch.rand(3)  # as dropout takes more random numbers for a larger batch
     seen["after_random_numbers"] = attempt(sampled)

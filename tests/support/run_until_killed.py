@@ -38,9 +38,9 @@ def wait_at(point: str, sync: AdapterSync) -> None:
     engine = sync.fleet.servers[0].engine
     load = engine.load
 
-    def load_and_wait(*arguments: object) -> None:
+    async def load_and_wait(*arguments: object) -> None:
         if point == "loaded":
-            load(*arguments)
+            await load(*arguments)
         wait()
 
     engine.load = load_and_wait
@@ -67,7 +67,7 @@ def main(url: str, folder: str, point: str | None = None) -> None:
     sync.start(lambda served: adapter(), base)
     if point:
         wait_at(point, sync)
-    print(sync.publish(lambda served: adapter()).adapter_name, flush=True)
+    print(sync.publish(adapter()).adapter_name, flush=True)
     signal.pause()
 
 

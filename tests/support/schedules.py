@@ -50,9 +50,9 @@ from support.servers import adapters_on, version_of
 from support.settings import plain_settings
 from support.trainers import change_settings
 from trl_lora_sync.errors import LoRASyncError
-from trl_lora_sync.fleet_server import FleetServer
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
+from trl_lora_sync.server_handle import ServerHandle
 from trl_lora_sync.settings import SyncSettings
 
 # Things that happen around the trainer instead of on the wire.
@@ -477,7 +477,7 @@ class _Run:
             return
         name, prompt = trainer.accepted[-1], token_ids(3)
         for place, (server, proxy) in enumerate(zip(servers_of(trainer), self.proxies, strict=True)):
-            if server.is_dropped:
+            if server.is_excluded:
                 continue
             row = sampled_directly(proxy.target, proxy.tenant + name, prompt)
             if row is None:
@@ -535,14 +535,14 @@ def prompts_of(step: Step, number: int) -> list[list[int]]:
     return [token_ids(100 * number + i) for i in range(step.prompts) for _ in range(2)]
 
 
-def servers_of(trainer: SmallTrainer) -> list[FleetServer]:
+def servers_of(trainer: SmallTrainer) -> list[ServerHandle]:
     assert trainer.generation is not None
-    servers: list[FleetServer] = trainer.generation._sync.fleet.servers
+    servers: list[ServerHandle] = trainer.generation._sync.fleet.servers
     return servers
 
 
 def _dropped(trainer: SmallTrainer) -> int:
-    return sum(server.is_dropped for server in servers_of(trainer)) if trainer.generation is not None else 0
+    return sum(server.is_excluded for server in servers_of(trainer)) if trainer.generation is not None else 0
 
 
 def sampled_directly(base_url: str, model: str, prompt: list[int]) -> Row | None:

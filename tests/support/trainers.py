@@ -9,6 +9,7 @@ from datasets import Dataset
 from support.models import lora
 from trl_lora_sync import GRPOConfig, GRPOTrainer
 from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.runtime import run
 from trl_lora_sync.sync import AdapterSync
 
 PROMPTS = ["hello", "world", "the sea", "a small town", "winter", "bread", "an old clock", "rain"]
@@ -109,7 +110,7 @@ def change_settings(sync: AdapterSync, **changes: Any) -> None:
 
 def wait_for_unloads(trainer: GRPOTrainer) -> None:
     """Until the server has been asked to forget the versions that are retired; this happens beside the training."""
-    trainer.vllm_generation._sync.fleet.wait_for_unloads(Deadline.after(60, "the test"))
+    run(trainer.vllm_generation._sync.fleet.wait_for_unloads(Deadline.after(60, "the test")))
 
 
 def steps_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:

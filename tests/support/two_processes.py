@@ -176,7 +176,7 @@ def overlapping(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
             ddp_timeout=400,
         )
         trainer.train()
-        leased = trainer.vllm_generation.fleet.leased if PartialState().is_main_process else []
+        leased = trainer.vllm_generation._sync.ledger.leased if PartialState().is_main_process else []
         return {"batches": batches, "states": states, "steps": steps_of(trainer), "leased": len(leased)}
 
     def broken() -> None:

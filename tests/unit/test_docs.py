@@ -25,6 +25,7 @@ from trl_lora_sync.adapter.support import check_peft_config, supported_features
 from trl_lora_sync.config import check_choice, server_urls
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.runtime import Blocking
 from unit.servers import Request, nobody_listening, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -54,12 +55,33 @@ def test_support_table_has_every_field_of_the_installed_peft() -> None:
     assert {field.name for field in dataclasses.fields(LoraConfig)} <= known
 
 
-def test_support_table_refuses_what_the_code_refuses() -> None:
-    served, _, refused = docs_hooks.support_table().partition("### Refused")
-    for name, treatment in supported_features().items():
-        part, other = (refused, served) if treatment.startswith("refused") else (served, refused)
-        assert f"| `{name}` |" in part
-        assert f"| `{name}` |" not in other
+def rows_of_support() -> dict[str, list[str]]:
+    """The cells of each row after the first, by the field."""
+    rows = (line.strip("| ").split(" | ") for line in docs_hooks.support_table().splitlines()[2:])
+    return {name.strip("`"): cells for name, *cells in rows}
+
+
+def test_support_table_says_what_the_code_does_in_both_ways_of_serving() -> None:
+    at_run_time, fused = supported_features(), supported_features("fused")
+    for name, (first, second, *_) in rows_of_support().items():
+        assert first.startswith("refused") == at_run_time[name].startswith("refused")
+        assert second == ("the same" if fused[name] == at_run_time[name] else fused[name].replace("|", "\\|"))
+
+
+def test_each_row_of_the_support_table_names_tests_that_exist() -> None:
+    for name, cells in rows_of_support().items():
+        tests = re.findall(r"`([^`]+)`", cells[-1])
+        assert tests, name
+        for test in tests:
+            path, _, function = test.partition("::")
+            function, _, case = function.rstrip("]").partition("[")
+            source = (DOCS.parent / "tests" / path).read_text()
+            assert f"\ndef {function}(" in source, test
+            assert not case or f'"{case}"' in source, test
+
+
+def test_each_field_with_a_proof_exists() -> None:
+    assert docs_hooks.PROOFS.keys() <= supported_features().keys()
 
 
 def test_notes_on_the_engines_are_about_fields_that_exist() -> None:
@@ -141,7 +163,7 @@ def full_folder(folder: Path) -> None:
 
 def unreachable() -> None:
     with nobody_listening() as url:
-        VLLMEngine(url, is_local=True).connect(Deadline.after(10, "The test"))
+        Blocking(VLLMEngine(url, is_local=True)).connect(Deadline.after(10, "The test"))
 
 
 def without_runtime_loading() -> None:
@@ -151,7 +173,7 @@ def without_runtime_loading() -> None:
         request.send(200 if found else 404, found or {"detail": "Not Found"})
 
     with serving(answer) as server:
-        VLLMEngine(server.url, is_local=True).connect(Deadline.after(20.0, "The test"))
+        Blocking(VLLMEngine(server.url, is_local=True)).connect(Deadline.after(20.0, "The test"))
 
 
 @pytest.mark.outside

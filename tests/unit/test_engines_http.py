@@ -1,19 +1,20 @@
 """The HTTP client, against real servers that answer late, badly or not at all."""
 
-import contextlib
+import asyncio
 import gzip
 import logging
 import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
-from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline
 from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.errors import (
     AdapterRejectedError,
@@ -23,13 +24,14 @@ from trl_lora_sync.errors import (
     ServerSetupError,
     ServerUnreachableError,
 )
-from trl_lora_sync.threads import CancelledError, TaskGroup, shielded
+from trl_lora_sync.runtime import Blocking, Task, run
 from unit.servers import Answer, Request, Server, nobody_listening, serving
 
 pytestmark = pytest.mark.outside
 
 SECRET = "sk-do-not-show"
 VARIABLE = "TEST_API_KEY"
+T = TypeVar("T")
 
 
 def soon(seconds: float = 10.0) -> Deadline:
@@ -45,7 +47,7 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         self.now += seconds + self.late_s
 
 
@@ -54,8 +56,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Takes the place of the real one, which goes on while this process does not."""
     made = Clock()
     monkeypatch.setattr(time, "monotonic", made.monotonic)
-    monkeypatch.setattr(time, "sleep", made.sleep)
+    monkeypatch.setattr(asyncio, "sleep", made.sleep)
     return made
+
+
+def finished(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing but the clock."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("it waits for something else")
 
 
 @pytest.fixture
@@ -64,7 +76,7 @@ def ask() -> Iterator[Callable[..., httpx.Response]]:
     clients = []
 
     def request(url: str, within_s: float = 10.0, *, is_local: bool = True, **kwargs: object) -> httpx.Response:
-        client = HTTPClient(url, api_key=APIKey(VARIABLE), is_local=is_local)
+        client = Blocking(HTTPClient(url, api_key=APIKey(VARIABLE), is_local=is_local))
         clients.append(client)
         return client.request("GET", "/path", soon(within_s), **kwargs)
 
@@ -89,7 +101,7 @@ def test_any_status_is_an_answer_and_is_sent_once(status: int, ask: Ask) -> None
 
 def test_body_and_query_arrive(ask: Ask) -> None:
     with serving(lambda request: request.send(200, {"path": request.path, "body": request.body})) as server:
-        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
         response = client.request("POST", "/v1/x?q=1", soon(), body={"a": [1, None]})
         assert response.json() == {"path": "/v1/x?q=1", "body": {"a": [1, None]}}
         client.close()
@@ -103,7 +115,7 @@ def test_compressed_answer_is_unpacked(ask: Ask) -> None:
 
 def test_client_may_be_used_by_many_threads_at_once() -> None:
     with serving(lambda request: request.send(200, request.path)) as server:
-        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
         paths = [f"/{number}" for number in range(50)]
         with ThreadPoolExecutor(16) as pool:
             assert [answer.text for answer in pool.map(lambda p: client.request("GET", p, soon()), paths)] == paths
@@ -146,8 +158,9 @@ def test_an_upload_that_is_read_slowly_is_cut_off_at_the_deadline() -> None:
     """Each chunk leaves in time for a timeout on writes; all of them would take a quarter of an hour."""
 
     class Chunks:
-        def __iter__(self) -> Iterator[bytes]:
-            return iter([bytes(1 << 20)] * 1000)
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for _ in range(1000):
+                yield bytes(1 << 20)
 
         def __len__(self) -> int:
             return 1000 << 20
@@ -163,7 +176,7 @@ def test_an_upload_that_is_read_slowly_is_cut_off_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read_slowly)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        client = HTTPClient(url, api_key=APIKey(VARIABLE), is_local=True)
+        client = Blocking(HTTPClient(url, api_key=APIKey(VARIABLE), is_local=True))
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match=r"did not finish within 1 s"):
             client.request("POST", "/load", soon(1), content=Chunks())
@@ -233,45 +246,45 @@ def test_server_sees_that_a_request_was_cancelled_also_on_a_kept_connection(befo
             left.set()
 
     with serving(answer) as server:
-        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
         for _ in range(before):
             client.request("GET", "/before", soon())
-        with contextlib.suppress(ZeroDivisionError), TaskGroup() as group:
-            task = group.start(lambda: client.request("GET", "/path", soon(60)))
-            assert arrived.wait(10)
-            raise ZeroDivisionError
+        task = Task(client.wrapped.request("GET", "/path", soon(60)))
+        assert arrived.wait(10)
+        task.cancel()
         assert left.wait(10)
-        assert isinstance(task.exception(10), CancelledError)
+        with pytest.raises(asyncio.CancelledError):
+            task.result()
         client.close()
 
 
 def test_cancelled_task_sends_no_further_request_but_for_clean_up() -> None:
-    began, go_on = threading.Event(), threading.Event()
+    began = threading.Event()
 
-    def work() -> None:
-        began.set()
-        assert go_on.wait(10)
-        with shielded():
-            client.request("POST", "/resume", soon())
-        client.request("GET", "/path", soon())
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.sleep(10)
+            await client.wrapped.request("GET", "/path", soon())
+        finally:
+            await client.wrapped.request("POST", "/resume", soon())
 
     with serving(lambda request: request.send()) as server:
-        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
-        with contextlib.suppress(ZeroDivisionError), TaskGroup() as group:
-            task = group.start(work)
-            assert began.wait(10)
-            raise ZeroDivisionError
-        go_on.set()
-        assert isinstance(task.exception(10), CancelledError)
+        client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
+        task = Task(work())
+        assert began.wait(10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            task.result()
         assert [request.path for request in server.requests] == ["/resume"]
         client.close()
 
 
 def test_watch_ends_a_request_that_would_wait_longer(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trl_lora_sync.engines.http._WATCH_EVERY_S", 0.05)
+    monkeypatch.setitem(vars(TIMEOUTS), "watch_every_s", 0.05)
     asked: list[float] = []
 
-    def watch() -> None:
+    async def watch() -> None:
         asked.append(time.monotonic())
         if len(asked) == 3:
             raise ServerUnreachableError("it is dead")
@@ -293,7 +306,7 @@ def test_an_answer_too_many_never_becomes_that_of_every_later_request(ask: Ask) 
             request.send(200, f"answer {len(server.requests)}")
 
     with serving(answer) as server:
-        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
         assert client.request("GET", "/1", soon()).text == "answer 1"
         client.start_afresh()
         assert client.request("GET", "/2", soon()).text == "answer 2"
@@ -310,7 +323,7 @@ def test_running_requests_keep_their_connections_when_others_start_afresh() -> N
         request.send(200, "whole")
 
     with serving(answer) as server, ThreadPoolExecutor(1) as pool:
-        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
         running = pool.submit(client.request, "GET", "/1", soon())
         assert arrived.wait(10)
         client.start_afresh()
@@ -329,10 +342,10 @@ def test_request_after_the_deadline_is_not_sent(ask: Ask) -> None:
 
 def test_deadline_counts_down_and_then_raises(clock: Clock) -> None:
     deadline = soon(0.05)
-    clock.sleep(0.02)
+    clock.now += 0.02
     assert deadline.remaining_s() == pytest.approx(0.03)
     assert not deadline.is_over()
-    clock.sleep(0.04)
+    clock.now += 0.04
     assert deadline.is_over()
     with pytest.raises(DeadlineExceededError, match=r"^The test did not finish within 0\.05 s\.$"):
         deadline.remaining_s()
@@ -394,10 +407,10 @@ def test_broken_answer_is_an_error_of_ours_that_names_the_request(answer: Answer
 # Retries
 
 
-def failing(times: int, error: Exception) -> Callable[[], str]:
+def failing(times: int, error: Exception) -> Callable[[], Awaitable[str]]:
     left = iter(range(times))
 
-    def act() -> str:
+    async def act() -> str:
         for _ in left:
             raise error
         return "done"
@@ -406,7 +419,7 @@ def failing(times: int, error: Exception) -> Callable[[], str]:
 
 
 def test_unreachable_server_is_tried_again() -> None:
-    assert retrying(soon(), is_unreachable)(failing(2, ServerUnreachableError("starting"))) == "done"
+    assert run(retrying(soon(), is_unreachable)(failing(2, ServerUnreachableError("starting")))) == "done"
 
 
 @pytest.mark.parametrize(
@@ -417,21 +430,21 @@ def test_unreachable_server_is_tried_again() -> None:
 def test_nothing_else_is_tried_again(error: Exception) -> None:
     assert not is_unreachable(error)
     with pytest.raises(type(error)) as caught:
-        retrying(soon(), is_unreachable)(failing(1, error))
+        run(retrying(soon(), is_unreachable)(failing(1, error)))
     assert caught.value is error
 
 
 def test_retries_end_before_the_deadline_with_the_last_error_as_it_is(clock: Clock) -> None:
     started = clock.now
     with pytest.raises(ServerUnreachableError, match=r"^still starting$"):
-        retrying(soon(0.5), is_unreachable)(failing(10**6, ServerUnreachableError("still starting")))
+        finished(retrying(soon(0.5), is_unreachable)(failing(10**6, ServerUnreachableError("still starting"))))
     assert 0 < clock.now - started <= 0.5
 
 
 def test_retries_end_earlier_if_told_so(clock: Clock) -> None:
     started = clock.now
     with pytest.raises(ServerUnreachableError):
-        retrying(soon(60), is_unreachable, at_most_s=0.3)(failing(10**6, ServerUnreachableError("starting")))
+        finished(retrying(soon(60), is_unreachable, at_most_s=0.3)(failing(10**6, ServerUnreachableError("starting"))))
     assert 0 < clock.now - started <= 0.3
 
 
@@ -441,13 +454,13 @@ def test_pause_that_outlasts_the_deadline_is_followed_by_the_last_error_and_no_a
     deadline = soon(0.5)
     attempts = []
 
-    def ask_a_dead_server() -> None:
+    async def ask_a_dead_server() -> None:
         deadline.remaining_s()
         attempts.append(clock.now)
         raise ServerUnreachableError("engine is dead")
 
     with pytest.raises(ServerUnreachableError, match=r"^engine is dead$"):
-        retrying(deadline, is_unreachable)(ask_a_dead_server)
+        finished(retrying(deadline, is_unreachable)(ask_a_dead_server))
     assert len(attempts) == 1
 
 
@@ -522,7 +535,7 @@ def test_json_that_is_no_object_is_the_error_asked_for(body: str, kind: str) -> 
 
 def test_key_is_read_from_the_environment_at_each_request(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(lambda request: request.send()) as server:
-        client = HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True)
+        client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
         for key in (None, "first", "second"):
             if key:
                 monkeypatch.setenv(VARIABLE, key)
@@ -540,7 +553,7 @@ def test_key_is_sent_but_never_shown(
     key = APIKey(VARIABLE)
     shown = [repr(key), str(key), repr(vars(key)), str(pickle.dumps(key))]
     with caplog.at_level(logging.DEBUG), serving(answer) as server:
-        client = HTTPClient(server.url, api_key=key, is_local=True)
+        client = Blocking(HTTPClient(server.url, api_key=key, is_local=True))
         try:
             client.request("GET", "/path", soon())
         except LoRASyncError as error:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
 from trl_lora_sync.engines.vllm import VLLMEngine, _batches
 from trl_lora_sync.errors import (
@@ -27,6 +27,7 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
     WrongPolicyError,
 )
+from trl_lora_sync.runtime import Blocking
 from unit.servers import Request, Server, serving
 
 pytestmark = pytest.mark.outside
@@ -58,7 +59,7 @@ def engine_at() -> Iterator[Callable[..., tuple[VLLMEngine, Server]]]:
 
         def start(answer: Callable[[Request], None]) -> tuple[VLLMEngine, Server]:
             server = stack.enter_context(serving(answer))
-            engine = VLLMEngine(server.url, is_local=True)
+            engine = Blocking(VLLMEngine(server.url, is_local=True))
             stack.callback(engine.close)
             return engine, server
 
@@ -168,7 +169,7 @@ def test_token_route_must_name_the_model_from_the_version_on_that_does(
         request.send(200, {name: value for name, value in content.items() if name not in lacks})
 
     engine, _ = engine_at(answer)
-    engine._capabilities = replace(CAPABILITIES, version=version)
+    engine.wrapped._capabilities = replace(CAPABILITIES, version=version)
     group = PromptGroup(prompt=[1, 9, 2], count=1, images=[IMAGE])
     with pytest.raises(error) if error else nullcontext():
         [[found]] = engine.generate(MODEL, [group], replace(SAMPLING, image_token_id=9), Deadline.after(10, "Images"))
@@ -201,7 +202,7 @@ def test_connection_that_breaks_once_is_tried_again(engine_at: Any) -> None:
 def test_server_that_stays_out_of_order_is_an_error_within_the_deadline(
     engine_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trl_lora_sync.engines.server.RETRY_S", 0.3)
+    monkeypatch.setitem(vars(TIMEOUTS), "retry_s", 0.3)
     engine, _ = engine_at(lambda request: request.send(503, {"error": {"message": "engine is dead"}}))
     with pytest.raises(ServerUnreachableError, match=r"HTTP 503.*engine is dead"):
         sample(engine, 1, seconds=20)
@@ -398,10 +399,10 @@ def test_damaged_file_is_explained_by_where_it_is(
     is_local: bool, server_path: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that was cut off on this host was explained by a slow network file system."""
-    monkeypatch.setattr("trl_lora_sync.engines.server._VISIBILITY_GRACE_S", 0.2)
+    monkeypatch.setitem(vars(TIMEOUTS), "visibility_s", 0.2)
     message = "Error while deserializing header: incomplete metadata, file not fully covered"
     with serving(lambda request: request.send(500, {"error": {"message": message}})) as server:
-        engine = VLLMEngine(server.url, is_local=is_local)
+        engine = Blocking(VLLMEngine(server.url, is_local=is_local))
         with pytest.raises(AdapterNotVisibleError, match=words) as caught:
             engine.load(replace(ADAPTER, server_path=server_path), Deadline.after(20, "Loading"))
         engine.close()
@@ -459,6 +460,28 @@ def test_connecting_asks_the_engine_for_no_adapter_that_is_not_there(engine_at: 
     engine.connect(Deadline.after(20, "Connecting"))
     loads = [request.body for request in server.requests if request.path == "/v1/load_lora_adapter"]
     assert [body["lora_path"] for body in loads] == [""]
+
+
+@pytest.mark.parametrize(
+    ("headers", "checks"),
+    [
+        ({}, False),
+        ({"lora_sync_checks": "none"}, False),
+        ({"lora_sync_checks": "2"}, False),
+        ({"lora_sync_checks": "1"}, True),
+    ],
+)
+def test_only_a_server_that_says_so_compares_what_it_has_loaded(
+    headers: dict[str, str], checks: bool, engine_at: Any
+) -> None:
+    def answer(request: Request) -> None:
+        if request.path == "/v1/load_lora_adapter":
+            request.send(*BAD_REQUEST, **headers)
+        else:
+            vllm_server(request, BAD_REQUEST, WITH_LORA)
+
+    engine, _ = engine_at(answer)
+    assert engine.connect(Deadline.after(30, "Connecting")).checks_payload is checks
 
 
 @pytest.mark.parametrize(("status", "metrics"), [(401, ""), (500, ""), (200, "<html>a gateway</html>"), (404, "")])

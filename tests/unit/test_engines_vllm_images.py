@@ -12,6 +12,7 @@ from PIL import Image
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.vllm_images import data_url, place_images, request_for
 from trl_lora_sync.errors import GenerationError, ServerSetupError
+from trl_lora_sync.runtime import run
 
 IMAGE_TOKEN = 9
 SAMPLING = Sampling(
@@ -75,7 +76,7 @@ def answering(status: int, body: Any) -> tuple[Callable[..., httpx.Response], li
     """A server's answer to the render request, and what it was asked."""
     asked: list[tuple[str, dict[str, Any]]] = []
 
-    def post(path: str, content: dict[str, Any], deadline: Deadline) -> httpx.Response:
+    async def post(path: str, content: dict[str, Any], deadline: Deadline) -> httpx.Response:
         asked.append((path, content))
         form = {"json": body} if isinstance(body, dict) else {"text": body}
         return httpx.Response(status, request=httpx.Request("POST", f"http://host{path}"), **form)
@@ -85,7 +86,7 @@ def answering(status: int, body: Any) -> tuple[Callable[..., httpx.Response], li
 
 def request(post: Callable[..., httpx.Response], sampling: Sampling = SAMPLING, prompt: Any = None) -> Any:
     group = PromptGroup(prompt=prompt or [1, 9, 9, 2], count=3, images=[RED])
-    return request_for(post, "run-v1", group, sampling, Deadline.after(5, "The test"), restart=RESTART)
+    return run(request_for(post, "run-v1", group, sampling, Deadline.after(5, "The test"), restart=RESTART))
 
 
 def test_images_are_rendered_alone_and_then_paired_with_the_trainers_token_ids() -> None:

@@ -1,10 +1,11 @@
 """Unit tier: several fake servers as one, what happens to one of them, and that the others never notice."""
 
+import asyncio
 import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,20 @@ import torch
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 
-import trl_lora_sync.fleet
-from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup
+import trl_lora_sync.server_handle
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, PromptGroup
+from trl_lora_sync.engines.connect import reason_to_be_down
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterRejectedError,
     ServerSetupError,
     ServerUnreachableError,
+    VerificationError,
 )
-from trl_lora_sync.fleet_server import FleetServer
+from trl_lora_sync.ledger import VersionLedger
+from trl_lora_sync.runtime import run as run_on_loop
+from trl_lora_sync.server_handle import ServerHandle, ServerState
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
 from unit.fleets import GROUPS, FleetRun, settings_for
@@ -36,7 +42,7 @@ StartRun = Callable[..., FleetRun]
 
 @pytest.fixture(autouse=True)
 def _brief_hiccups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trl_lora_sync.engines.server.RETRY_S", 0.2)
+    monkeypatch.setitem(vars(TIMEOUTS), "retry_s", 0.2)
 
 
 @pytest.fixture
@@ -61,19 +67,13 @@ def run(tmp_path: Path) -> Iterator[StartRun]:
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers are looked at once, and the time to wait for them is then said to be over."""
-    wait = trl_lora_sync.fleet.wait_until_up
 
-    def look(base_url: str, *, deadline: Deadline, halt: threading.Event, **kwargs: Any) -> None:
-        once = threading.Event()
-        once.set()
-        try:
-            wait(base_url, deadline=deadline, halt=once, **kwargs)
-        except ServerUnreachableError as error:
-            if halt.is_set():
-                raise
-            raise deadline.error() from error
+    async def look(base_url: str, *, is_local: bool, deadline: Deadline) -> None:
+        reason = await reason_to_be_down(base_url, is_local=is_local, timeouts=TIMEOUTS)
+        if reason is not None:
+            raise deadline.error() from reason
 
-    monkeypatch.setattr(trl_lora_sync.fleet, "wait_until_up", look)
+    monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", look)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -92,7 +92,7 @@ def test_every_version_is_on_every_server_and_nothing_is_left(run: StartRun, tmp
         assert report.server_load_s.keys() == {0, 1, 2}
         assert all(f"v{number}" in versions for versions in training.adapters())
         assert training.is_policy_of(training.generate())
-    training.sync.fleet.wait_for_unloads(soon())
+    training.wait_for_unloads()
     assert training.adapters() == [["v3", "v4"]] * 3
     training.sync.close()
     assert training.adapters() == [[]] * 3
@@ -143,7 +143,7 @@ def test_a_server_with_another_base_model_is_named_before_anything_is_loaded(run
 
 def test_a_server_of_another_dtype_is_named(run: StartRun) -> None:
     training = run(start=False, servers=[{}, {"dtype": "half"}])
-    adapter = training._read(None)  # type: ignore[arg-type]
+    adapter = training._read(True)
     half = replace(
         adapter, dtype=torch.bfloat16, tensors={name: value.bfloat16() for name, value in adapter.tensors.items()}
     )
@@ -160,24 +160,125 @@ def test_a_server_here_reads_the_folder_and_one_elsewhere_gets_tensors(run: Star
     assert training.is_policy_of(training.generate())
 
 
+# What the trainer compares itself
+
+
+@pytest.fixture
+def compares(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """By URL, whether a server says that it compares what it has loaded with what the trainer sent."""
+    claims: dict[str, bool] = {}
+    connect = trl_lora_sync.server_handle.connect_engine
+
+    async def claiming(base_url: str, **options: Any) -> Engine:
+        engine = await connect(base_url, **options)
+        monkeypatch.setattr(
+            engine, "_capabilities", replace(engine.capabilities, checks_payload=claims.get(base_url, False))
+        )
+        return engine
+
+    monkeypatch.setattr(trl_lora_sync.server_handle, "connect_engine", claiming)
+    return claims
+
+
+def damage_after_the_load(training: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that only the trainer's own comparison can notice."""
+    fleet = training.sync.fleet
+    load = fleet.load
+
+    async def loading(stored: StoredAdapter, deadline: Deadline) -> dict[int, float]:
+        seconds = await load(stored, deadline)
+        assert stored.path is not None
+        file = stored.path / "adapter_model.safetensors"
+        file.unlink()  # the fake has it mapped
+        file.write_bytes(b"damaged")
+        return seconds
+
+    monkeypatch.setattr(fleet, "load", loading)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verify", "is_refused"),
+    [
+        (True, True, "start", False),
+        (True, False, "start", True),
+        (False, True, "start", True),
+        (False, False, "start", True),
+        (True, False, "off", False),
+    ],
+)
+def test_a_trainer_leaves_the_comparison_to_servers_only_if_all_of_them_compare(
+    run: StartRun,
+    monkeypatch: pytest.MonkeyPatch,
+    compares: dict[str, bool],
+    first: bool,
+    second: bool,
+    verify: str,
+    is_refused: bool,
+) -> None:
+    training = run(start=False, verify=verify)
+    compares |= {fake.base_url: claim for fake, claim in zip(training.fakes, (first, second), strict=True)}
+    training.start()
+    damage_after_the_load(training, monkeypatch)
+    with pytest.raises(VerificationError, match="cannot be read") if is_refused else nullcontext():
+        training.publish()
+
+
+def test_a_trainer_compares_again_once_a_server_came_back_that_does_not(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch, compares: dict[str, bool]
+) -> None:
+    training = run(start=False)
+    compares |= {fake.base_url: True for fake in training.fakes}
+    training.start()
+    training.publish()
+    compares[training.fakes[1].base_url] = False
+    training.fakes[1].restart()
+    training.generate()
+    damage_after_the_load(training, monkeypatch)
+    with pytest.raises(VerificationError, match="cannot be read"):
+        training.publish()
+
+
+def test_a_trainer_compares_what_has_no_checksum(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch, compares: dict[str, bool]
+) -> None:
+    """Versions have one only if a server wanted it when the run began."""
+    training = run()
+    training.publish()
+    compares |= {fake.base_url: True for fake in training.fakes}
+    for fake in training.fakes:
+        fake.restart()
+    training.generate()
+    training.publish()
+    assert training.sync.fleet.capabilities.checks_payload
+    assert training.sync.active is not None
+    assert not training.sync.active.has_checksum
+    damage_after_the_load(training, monkeypatch)
+    with pytest.raises(VerificationError, match="cannot be read"):
+        training.publish()
+
+
 # All or nothing
 
 
 def test_loads_run_at_the_same_time(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     training = run(servers=3)
-    together = threading.Barrier(3)
+    begun: list[str] = []
+    together = asyncio.Event()
     for server in training.sync.fleet.servers:
-        meet(server.engine, together, monkeypatch)
+        meet(server.engine, begun, together, monkeypatch)
     training.publish()
-    assert not together.broken
+    assert len(begun) == 3
 
 
-def meet(engine: Engine, barrier: threading.Barrier, monkeypatch: pytest.MonkeyPatch) -> None:
+def meet(engine: Engine, begun: list[str], together: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     load = engine.load
 
-    def meeting(*args: Any) -> None:
-        barrier.wait(WAIT_S)  # passes only while all loads are under way
-        load(*args)
+    async def meeting(*args: Any) -> dict[str, str]:
+        begun.append(engine.base_url)
+        if len(begun) == 3:
+            together.set()
+        await asyncio.wait_for(together.wait(), WAIT_S)  # passes only while all loads are under way
+        return await load(*args)
 
     monkeypatch.setattr(engine, "load", meeting)
 
@@ -297,15 +398,15 @@ def test_a_single_server_is_waited_for(run: StartRun, monkeypatch: pytest.Monkey
 
 def on_first_wait(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Do something when the run begins to wait for a server."""
-    wait, acted = trl_lora_sync.fleet.wait_until_up, threading.Event()
+    wait, acted = trl_lora_sync.server_handle.wait_until_up, threading.Event()
 
-    def waiting(*args: Any, **kwargs: Any) -> None:
+    async def waiting(*args: Any, **kwargs: Any) -> None:
         if not acted.is_set():
             acted.set()
             act()
-        wait(*args, **kwargs)
+        await wait(*args, **kwargs)
 
-    monkeypatch.setattr(trl_lora_sync.fleet, "wait_until_up", waiting)
+    monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", waiting)
 
 
 def test_a_hiccup_is_no_restart(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +422,7 @@ def test_a_hiccup_is_no_restart(run: StartRun, monkeypatch: pytest.MonkeyPatch) 
 def test_an_adapter_that_somebody_unloaded_is_loaded_again(run: StartRun) -> None:
     training = run(servers=1)
     report = training.publish()
-    training.sync.fleet.servers[0].engine.unload(report.adapter_name, soon())
+    run_on_loop(training.sync.fleet.servers[0].engine.unload(report.adapter_name, soon()))
     assert training.is_policy_of(training.generate())
 
 
@@ -329,29 +430,37 @@ def test_a_name_that_was_never_active_is_not_waited_for(run: StartRun) -> None:
     training = run()
     training.publish()
     with pytest.raises(AdapterLostError):
-        training.sync.fleet.generate("never-loaded", GROUPS, sampling(), soon())
+        training.sync.generate("never-loaded", GROUPS, sampling(), soon())
+
+
+def handle_of(fake: FakeSGLang, root: Path) -> ServerHandle:
+    address = ServerAddress(base_url=fake.base_url, is_local=True)
+    server = ServerHandle(address, settings_for([fake], root), VersionLedger(keep=2))
+    run_on_loop(server.connect(soon()))
+    return server
 
 
 def test_an_adapter_that_is_lost_again_and_again_is_an_error(tmp_path: Path) -> None:
     """Behind one URL of a proxy that spreads requests, each load reaches one server and most samples another."""
     with FakeSGLang(shapes=SMALL) as fake:
-        server = FleetServer(ServerAddress(base_url=fake.base_url, is_local=True), settings_for([fake], tmp_path))
-        server.connect(soon())
+        server = handle_of(fake, tmp_path)
         for _ in range(3):
-            server.note_loss(AdapterLostError("no longer known"), server.engine)
-            server.trouble = None
+            server.lose(AdapterLostError("no longer known"), server.engine)
+            assert server.state is ServerState.LOST
+            run_on_loop(server.recover(None, soon()))
+            assert server.state is ServerState.READY
         with pytest.raises(ServerSetupError, match=r"Give each server its own URL.*no longer known"):
-            server.note_loss(AdapterLostError("no longer known"), server.engine)
+            server.lose(AdapterLostError("no longer known"), server.engine)
 
 
 def test_an_error_of_a_process_that_was_replaced_says_nothing_of_the_new_one(tmp_path: Path) -> None:
     with FakeSGLang(shapes=SMALL) as fake:
-        server = FleetServer(ServerAddress(base_url=fake.base_url, is_local=True), settings_for([fake], tmp_path))
-        server.connect(soon())
+        server = handle_of(fake, tmp_path)
         before = server.engine
-        server.connect(soon())
-        server.note_loss(ServerUnreachableError("gone"), before)
-        assert server.trouble is None
+        run_on_loop(server.connect(soon()))
+        server.lose(ServerUnreachableError("gone"), before)
+        assert server.last_error is None
+        assert server.state is ServerState.READY
 
 
 def test_a_version_that_was_withdrawn_while_a_server_was_away_is_forgotten_when_it_is_back(run: StartRun) -> None:
@@ -365,7 +474,7 @@ def test_a_version_that_was_withdrawn_while_a_server_was_away_is_forgotten_when_
     second.canned.clear()
     training.publish()
     training.publish()
-    training.sync.fleet.wait_for_unloads(soon())
+    training.wait_for_unloads()
     assert training.adapters() == [["v3", "v4"]] * 2
 
 
@@ -427,7 +536,7 @@ def test_a_dropped_server_is_reported_and_taken_back_by_a_later_sync(
     assert training.publish().servers == 2
     assert f"{training.fakes[1].base_url} is back." in warnings_of(caplog)
     assert training.is_policy_of(training.generate())
-    training.sync.fleet.wait_for_unloads(soon())
+    training.wait_for_unloads()
     training.publish()
     assert "v5" in training.adapters()[1]
     training.sync.close()

@@ -21,6 +21,7 @@ from trl_lora_sync.errors import (
     ServerSetupError,
     WrongPolicyError,
 )
+from trl_lora_sync.runtime import Blocking, run
 from unit.servers import Request, Server, serving
 
 pytestmark = pytest.mark.outside
@@ -81,9 +82,9 @@ class Fused:
             request.send(404 if request.path == "/model_info" else 200, {})
 
 
-def connected(server: Server) -> VLLMFusedEngine:
-    engine = connect_engine(server.url, engine="vllm", is_local=True, deadline=soon(), serving="fused")
-    assert isinstance(engine, VLLMFusedEngine)
+def connected(server: Server) -> Blocking:
+    engine = Blocking(run(connect_engine(server.url, engine="vllm", is_local=True, deadline=soon(), serving="fused")))
+    assert isinstance(engine.wrapped, VLLMFusedEngine)
     return engine
 
 
@@ -173,14 +174,18 @@ def test_sglang_is_refused_with_what_to_do() -> None:
         serving(lambda request: request.send(200, {})) as server,
         pytest.raises(ServerSetupError, match=r'SGLang.*lora_sync_serving="runtime"'),
     ):
-        connect_engine(server.url, engine="auto", is_local=True, deadline=soon(), serving="fused")
+        Blocking(run(connect_engine(server.url, engine="auto", is_local=True, deadline=soon(), serving="fused")))
 
 
 def test_what_the_server_does_is_asked_for_where_nothing_is_set() -> None:
     fused = Fused()
     with serving(fused) as server:
-        engine = connect_engine(server.url, engine="vllm", is_local=True, deadline=soon(), serving="auto")
+        engine = Blocking(
+            run(connect_engine(server.url, engine="vllm", is_local=True, deadline=soon(), serving="auto"))
+        )
         assert engine.capabilities.is_fused
         fused.state = (404, {})
-        engine = connect_engine(server.url, engine="vllm", is_local=True, deadline=soon(), serving="auto")
+        engine = Blocking(
+            run(connect_engine(server.url, engine="vllm", is_local=True, deadline=soon(), serving="auto"))
+        )
         assert not engine.capabilities.is_fused

@@ -150,10 +150,10 @@ def two_modules(width: int) -> list[Tensor]:
     return [torch.full(shape, 1e-30) for shape in ((R, width), (2 * width, R)) * 2]
 
 
-def read_whole(write: Write, *matrices: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def read_whole(write: Write, *matrices: Tensor) -> FusedAdapter:
     """Matrices as they lie in the memory of one file: lora_A and lora_B of module 0, of module 1, ..."""
     names = [f"{PREFIX}{index // 2}.lora_{'AB'[index % 2]}.weight" for index in range(len(matrices))]
-    return Reader(torch.device("cpu")).read(read_head(str(write(dict(zip(names, matrices, strict=True))))))
+    return Reader(torch.device("cpu")).read("a", read_head(str(write(dict(zip(names, matrices, strict=True))))))
 
 
 # As wide as one look at all of them needs, and too narrow for it.
@@ -163,7 +163,7 @@ def test_matrices_of_a_file_are_left_out_if_all_is_zero(write: Write, width: int
     tensors = two_modules(width)
     tensors[3 - zero].neg_()
     tensors[zero].fill_(-0.0)
-    found = finite("a", 1.0, read_whole(write, *tensors))
+    found = read_whole(write, *tensors)
     assert list(found.matrices) == [f"layers.0.{1 - zero // 2}"]
 
 
@@ -174,12 +174,12 @@ def test_a_value_of_a_file_that_is_not_finite_is_found(write: Write, width: int,
     tensors = two_modules(width)
     tensors[bad][-1, -1] = value
     with pytest.raises(AdapterFileError, match=rf"infinity, in layers\.0\.{bad // 2}\.lora_{'AB'[bad % 2]}\.$"):
-        finite("a", 1.0, read_whole(write, *tensors))
+        read_whole(write, *tensors)
 
 
 def test_files_with_one_header_have_the_same_modules(write: Write) -> None:
     first, second = read_head(str(write())), read_head(str(write()))
-    assert second.modules is first.modules
+    assert second.content is first.content
     assert second.scaling == first.scaling
     other = read_head(
         str(write({f"{PREFIX}k.lora_A.weight": matrices()[0], f"{PREFIX}k.lora_B.weight": matrices()[1]}))
@@ -210,17 +210,17 @@ def test_an_adapter_is_read_as_it_was_written(write: Write, dtype: torch.dtype) 
     names = [f"{PREFIX}self_attn.q_proj.lora_{kind}.weight" for kind in "AB"]
     head = read_head(str(write(dict(zip(names, pair, strict=True)), lora_alpha=3)))
     assert head.scaling == 1.5
-    [(module, found)] = Reader(torch.device("cpu")).read(head).items()
+    [(module, found)] = Reader(torch.device("cpu")).read("a", head).matrices.items()
     assert module == "layers.0.self_attn.q_proj"
     assert all(torch.equal(one, other) for one, other in zip(found, pair, strict=True))
 
 
 def test_two_adapters_that_were_read_are_both_kept(write: Write) -> None:
     reader = Reader(torch.device("cpu"))
-    first = reader.read(read_head(str(write())))["layers.0.q_proj"]
+    first = reader.read("a", read_head(str(write()))).matrices["layers.0.q_proj"]
     kept = [tensor.clone() for tensor in first]
     other = dict(zip([f"{PREFIX}q_proj.lora_{kind}.weight" for kind in "AB"], matrices(7), strict=True))
-    reader.read(read_head(str(write(other))))
+    reader.read("b", read_head(str(write(other))))
     assert all(torch.equal(one, copy) for one, copy in zip(first, kept, strict=True))
 
 
@@ -249,7 +249,7 @@ def test_what_is_no_plain_lora_is_refused(write: Write, config: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"base_model.model.lm_head.weight": torch.ones(2, 2)}, "only lora_A and lora_B"),
+        ({"base_model.model.lm_head.gamma": torch.ones(2, 2)}, "does not know"),
         ({f"{PREFIX}q_proj.lora_A.weight": torch.ones(2, 2)}, "do not belong together"),
         (
             {f"{PREFIX}q.lora_A.weight": torch.ones(2, 8), f"{PREFIX}q.lora_B.weight": torch.ones(8, 3)},
@@ -285,4 +285,4 @@ def test_a_file_that_shrinks_after_its_head_was_read_is_refused(write: Write) ->
     head = read_head(str(write()))
     head.file.write_bytes(head.file.read_bytes()[:-1])
     with pytest.raises(AdapterFileError, match="not written completely"):
-        Reader(torch.device("cpu")).read(head)
+        Reader(torch.device("cpu")).read("a", head)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trl_lora_sync.engine_plugins import vllm_fused_worker as worker
+from trl_lora_sync.engine_plugins.fused_placement import Piece
 
 
 def config(**changes: Any) -> Any:
@@ -65,6 +66,28 @@ class Model(torch.nn.Module):
 def test_a_linear_layer_is_taken() -> None:
     model = Model()
     worker._check_layer(model, "q_proj", {"q_proj": model.q_proj})
+
+
+def test_a_norm_and_a_bias_are_taken_and_those_with_another_form_are_not() -> None:
+    model = Model()
+    model.norm = torch.nn.LayerNorm(4)
+    worker._check_layer(model, "norm", {})
+    worker._check_layer(model, "q_proj.bias", {"q_proj": model.q_proj})
+    model.norm.quant_method = LatentAttention(model.q_proj)
+    with pytest.raises(worker._UnsuitableError, match="'norm', which is a LayerNorm and no unquantised"):
+        worker._check_layer(model, "norm", {})
+
+
+def test_dora_is_refused_where_a_worker_has_a_part_of_each_row() -> None:
+    fused = worker._FusedModel.__new__(worker._FusedModel)
+    fused._pieces = {
+        "q_proj": [Piece("qkv_proj", (0, 4), (0, 8), 0, 0)],
+        "o_proj": [Piece("o_proj", (0, 8), (4, 8), 0, 0)],
+    }
+    shapes: dict[str, tuple[int, ...]] = {"q_proj": (8, 8), "o_proj": (8, 8)}
+    fused._check_whole_rows(["q_proj"], shapes)
+    with pytest.raises(worker._UnsuitableError, match=r"'o_proj' is trained with DoRA.*--tensor-parallel-size"):
+        fused._check_whole_rows(["q_proj", "o_proj"], shapes)
 
 
 def test_experts_are_refused_by_name() -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 from trl_lora_sync.client import openai_messages
 from trl_lora_sync.engines.vllm_images import data_url
 from trl_lora_sync.generation import group_rows
-from trl_lora_sync.preflight import is_same_model
+from trl_lora_sync.startup_checks import is_same_model
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), max_size=30)
 

@@ -1,8 +1,8 @@
 """Unit tier: a run that is interrupted or ends lets go at once, and what it could not unload is not forgotten."""
 
+import asyncio
 import ctypes
 import os
-import queue
 import signal
 import threading
 import time
@@ -16,11 +16,12 @@ import pytest
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 
-from trl_lora_sync.engines.base import PromptGroup
+from trl_lora_sync.engines.base import TIMEOUTS, PromptGroup
 from trl_lora_sync.engines.http import unthrottled
 from trl_lora_sync.errors import GenerationError
+from trl_lora_sync.runtime import in_parallel
+from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.threads import in_parallel
 from unit.fleets import FleetRun, settings_for
 from unit.servers import nobody_listening
 
@@ -60,7 +61,7 @@ def generate_for_long(training: FleetRun) -> None:
     for fake in training.fakes:
         fake.token_delay_s = GENERATION_S / TOKENS
     groups = [PromptGroup(prompt=[*PROMPT, row], count=1) for row in range(ROWS)]
-    training.sync.fleet.generate(training.sync.active.name, groups, sampling(max_tokens=TOKENS), soon(GENERATION_S))
+    training.sync.generate(training.sync.active.name, groups, sampling(max_tokens=TOKENS), soon(GENERATION_S))
 
 
 def wait_until_generating(training: FleetRun) -> None:
@@ -165,22 +166,33 @@ def test_a_request_that_fails_ends_the_others_at_once(run: StartRun) -> None:
 def test_a_request_that_fails_ends_the_pauses_of_limited_ones_at_once() -> None:
     """A pause of `Retry-After` was slept to its end."""
     limited = httpx.Response(429, headers={"Retry-After": "300"}, request=httpx.Request("POST", "http://server"))
-    pausing: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    ended: list[type[BaseException]] = []
 
-    def send() -> httpx.Response:
-        pausing.put(threading.current_thread())
-        return limited
+    async def pauses() -> None:
+        is_pausing = asyncio.Event()
 
-    def fail() -> None:
-        paused.append(pausing.get(timeout=AT_ONCE_S))
-        raise GenerationError("refused")
+        async def send() -> httpx.Response:
+            is_pausing.set()
+            return limited
 
-    paused: list[threading.Thread] = []
+        async def wait() -> None:
+            try:
+                await unthrottled(send, soon(600))
+            except BaseException as error:
+                ended.append(type(error))
+                raise
+
+        async def fail() -> None:
+            await is_pausing.wait()
+            raise GenerationError("refused")
+
+        await in_parallel(lambda act: act(), [wait, fail])
+
+    started = time.monotonic()
     with pytest.raises(GenerationError, match="refused"):
-        in_parallel(lambda act: act(), [lambda: unthrottled(send, soon(600)), fail], at_most=2)
-
-    paused[0].join(AT_ONCE_S)
-    assert not paused[0].is_alive()
+        run_on_loop(pauses())
+    assert time.monotonic() - started < AT_ONCE_S
+    assert ended == [asyncio.CancelledError]
 
 
 def test_an_interrupt_of_a_load_withdraws_the_version_on_every_server(run: StartRun) -> None:
@@ -202,7 +214,7 @@ def test_an_interrupt_of_a_load_withdraws_the_version_on_every_server(run: Start
     sender.join()
     assert training.sync.active is not None
     assert training.sync.active.name == first
-    training.sync.fleet.wait_for_unloads(soon())
+    training.wait_for_unloads()
     for fake in training.fakes:
         fake.wait_until(lambda fake=fake: fake.host_adapters == [first])
 
@@ -213,7 +225,7 @@ def test_an_interrupt_of_a_load_withdraws_the_version_on_every_server(run: Start
 def test_servers_that_do_not_answer_hold_up_the_end_once_and_together(
     run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trl_lora_sync.sync.CLOSE_TIMEOUT_S", 1.0)
+    monkeypatch.setitem(vars(TIMEOUTS), "close_s", 1.0)
     training = run(3)
     for _ in range(3):
         training.publish()
@@ -246,13 +258,25 @@ def test_a_name_whose_unload_was_not_confirmed_is_unloaded_by_the_next_run(
     training.sync.close()
     assert fake.host_adapters == [name]
     assert left_in(tmp_path / "sync") == [name]
-    assert f"{fake.base_url} did not confirm that it forgot {name}" in caplog.text
+    assert f"{fake.base_url} did not confirm the unload of {name}" in caplog.text
     assert f"trl-lora-sync sweep {fake.base_url} --dir {tmp_path / 'sync'}" in caplog.text
 
     after = run([fake])
     assert fake.host_adapters == []
     after.sync.close()
     assert not (tmp_path / "sync").exists()
+
+
+def test_what_could_not_be_unloaded_is_unloaded_with_the_next_version(run: StartRun) -> None:
+    training = run()
+    [fake] = training.fakes
+    for _ in range(2):
+        training.publish()
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    for kept in (["v1", "v2", "v3"], ["v3", "v4"]):
+        training.publish()
+        training.wait_for_unloads()
+        assert training.adapters() == [kept]
 
 
 def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_killed(
@@ -265,7 +289,7 @@ def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_kille
     fake.canned["/unload_lora_adapter"] = [BUSY] * 2  # the next unload tries it again
     for _ in range(2):
         training.publish()
-        training.sync.fleet.wait_for_unloads(soon())
+        training.wait_for_unloads()
     assert first in fake.host_adapters
     assert list((tmp_path / "sync" / training.sync.transport.run_id / first).iterdir()) == []
 

@@ -16,15 +16,17 @@ from fakes.sglang import FakeSGLang
 from peft import LoraConfig
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer, LoRASyncConfig, LoRASyncTrainer, RLOOConfig
-from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup
+from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup
 from trl_lora_sync.errors import (
     GenerationError,
     ServerSetupError,
     UnsupportedSettingError,
     UnsupportedTRLError,
 )
-from trl_lora_sync.fleet_server import FleetServer
+from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.overlap import BatchFigures, Overlap, start_sentence
+from trl_lora_sync.runtime import run as run_on_loop
+from trl_lora_sync.server_handle import ServerHandle
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.trl_checks import check_overlap
@@ -39,7 +41,7 @@ Start = Callable[..., tuple[FleetRun, Overlap]]
 
 @pytest.fixture(autouse=True)
 def _brief_hiccups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trl_lora_sync.engines.server.RETRY_S", 0.2)
+    monkeypatch.setitem(vars(TIMEOUTS), "retry_s", 0.2)
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             fakes = [stack.enter_context(FakeSGLang(shapes=SMALL)) for _ in range(servers)]
             settings = {"overlap": True, **settings}
             run = FleetRun(AdapterSync(settings_for(fakes, tmp_path / "sync", **settings)), fakes)
-            overlap = Overlap(run.sync.fleet, lambda: Deadline.after(60, "the test"))
+            overlap = Overlap(run.sync, lambda: Deadline.after(60, "the test"))
             stack.callback(run.sync.close)
             stack.callback(overlap.cancel)
             run.start()
@@ -93,14 +95,14 @@ def test_a_leased_version_stays_on_every_server_and_is_retired_after_it(start: S
     overlap.settle()
     for _ in range(4):
         run.publish()
-    run.sync.fleet.wait_for_unloads(soon())
+    run.wait_for_unloads()
     assert run.adapters() == [["v1", "v4", "v5"]] * 2
 
     batch(overlap, OTHERS, None)
     run.publish()
-    run.sync.fleet.wait_for_unloads(soon())
+    run.wait_for_unloads()
 
-    assert run.sync.fleet.leased == []
+    assert run.sync.ledger.leased == []
     assert run.adapters() == [["v5", "v6"]] * 2
 
 
@@ -162,7 +164,7 @@ def test_cancelling_ends_the_requests_at_once_and_leaves_nothing(start: Start, t
     run, overlap = start()
     for fake in run.fakes:
         fake.token_delay_s = 100.0
-    overlap._ask(GROUPS, sampling())
+    overlap.request(GROUPS, sampling())
     wait_until_sampling(run)
 
     started = time.monotonic()
@@ -172,7 +174,7 @@ def test_cancelling_ends_the_requests_at_once_and_leaves_nothing(start: Start, t
     assert time.monotonic() - started < AT_ONCE_S
     for fake in run.fakes:
         fake.wait_until(lambda fake=fake: not fake._running)
-    assert run.sync.fleet.leased == []
+    assert run.sync.ledger.leased == []
     assert run.adapters() == [[], []]
     assert not (tmp_path / "sync").exists()
 
@@ -183,17 +185,17 @@ def test_an_error_is_raised_when_the_batch_is_taken_and_the_lease_is_over(
     run, overlap = start(1)
     generate = run.sync.fleet.generate
 
-    def refuse(*args: Any) -> Any:
+    async def refuse(*args: Any) -> Any:
         raise GenerationError("not this one")
 
     monkeypatch.setattr(run.sync.fleet, "generate", refuse)
-    overlap._ask(GROUPS, sampling())
+    overlap.request(GROUPS, sampling())
     overlap.settle()
     monkeypatch.setattr(run.sync.fleet, "generate", generate)
     run.publish()
     with pytest.raises(GenerationError, match="not this one"):
         batch(overlap, GROUPS, None)
-    assert run.sync.fleet.leased == []
+    assert run.sync.ledger.leased == []
     assert run.is_policy_of(batch(overlap, GROUPS, None))
 
 
@@ -207,7 +209,7 @@ def test_other_prompts_are_sampled_now_from_the_newest_version(start: Start, cap
     assert overlap.figures is not None
     assert overlap.figures.version_lag == 0
     assert "Other prompts or sampling settings are due" in caplog.text
-    assert run.sync.fleet.leased == []
+    assert run.sync.ledger.leased == []
 
 
 def test_an_interrupt_of_the_wait_leaves_the_batch_to_be_cancelled(
@@ -215,15 +217,16 @@ def test_an_interrupt_of_the_wait_leaves_the_batch_to_be_cancelled(
 ) -> None:
     run, overlap = start(1)
     run.fakes[0].token_delay_s = 100.0
-    overlap._ask(GROUPS, sampling())
+    overlap.request(GROUPS, sampling())
     wait_until_sampling(run)
-    monkeypatch.setattr("trl_lora_sync.overlap.wait_for_any", lambda tasks: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        batch(overlap, GROUPS, None)
+    with monkeypatch.context() as patch:
+        patch.setattr("trl_lora_sync.runtime.Task.wait", lambda task: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            batch(overlap, GROUPS, None)
     started = time.monotonic()
     overlap.cancel()
     assert time.monotonic() - started < AT_ONCE_S
-    assert run.sync.fleet.leased == []
+    assert run.sync.ledger.leased == []
 
 
 def test_what_was_hidden_is_the_share_that_was_not_waited_for() -> None:
@@ -340,12 +343,16 @@ def test_a_server_that_cannot_load_while_it_samples_is_refused(
     fields = {"engine": "vllm", "version": "0.31.0", "base_model": "Q", "base_root": "Q", "max_model_len": None}
     capabilities = Capabilities(**{**fields, "logprobs_mode": "unknown", **served})
     engine = SimpleNamespace(capabilities=capabilities, retries=0)
-    monkeypatch.setattr("trl_lora_sync.fleet_server.connect_engine", lambda *args, **kwargs: engine)
+
+    async def connected(*args: Any, **kwargs: Any) -> Any:
+        return engine
+
+    monkeypatch.setattr("trl_lora_sync.server_handle.connect_engine", connected)
 
     def connect(overlap: bool) -> None:
         settings: SyncSettings = settings_for([], tmp_path, overlap=overlap)
         address = ServerAddress(base_url="http://127.0.0.1:8000", is_local=True)
-        FleetServer(address, settings).connect(soon())
+        run_on_loop(ServerHandle(address, settings, VersionLedger(keep=2)).connect(soon()))
 
     connect(False)
     if words is None:

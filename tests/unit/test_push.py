@@ -10,13 +10,15 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
+from support.bodies import bytes_of_body
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline
 from trl_lora_sync.engines.vllm_push import PushedAdapters, SafetensorsBody
-from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.errors import ServerError, ServerSetupError, ServerUnreachableError
 from trl_lora_sync.origin import install_command, install_elsewhere
+from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from unit.fleets import settings_for
@@ -46,11 +48,11 @@ def test_the_body_is_a_safetensors_file_with_the_configuration(dtype: torch.dtyp
     sent = adapter(dtype)
     if not is_flat:
         object.__setattr__(sent, "tensors", {name: tensor.clone() for name, tensor in sent.tensors.items()})
-    body = SafetensorsBody(sent, soon())
+    body = SafetensorsBody(sent)
 
-    content = b"".join(body)
+    content = bytes_of_body(body)
 
-    assert content == b"".join(body), "a second attempt sends the same"
+    assert content == bytes_of_body(body), "a second attempt sends the same"
     assert len(content) == len(body)
     assert body.digest == f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
     loaded = safetensors.torch.load(content)
@@ -66,14 +68,9 @@ def test_tensors_that_are_parts_of_a_larger_storage_are_sent_as_they_are() -> No
     sent = adapter(torch.float32)
     object.__setattr__(sent, "tensors", dict(list(sent.tensors.items())[2:4]))
 
-    loaded = safetensors.torch.load(b"".join(SafetensorsBody(sent, soon())))
+    loaded = safetensors.torch.load(bytes_of_body(SafetensorsBody(sent)))
 
     assert all(torch.equal(loaded[name], tensor) for name, tensor in sent.tensors.items())
-
-
-def test_sending_stops_at_the_deadline() -> None:
-    with pytest.raises(DeadlineExceededError):
-        list(SafetensorsBody(adapter(), Deadline(ends_at=0.0, budget_s=1.0, task="the sync")))
 
 
 # Pushing and deleting
@@ -91,11 +88,11 @@ class Server:
         self.answers = list(answers)
         self.offer = offer or (200, {"protocol": 1, "max_bytes": 10_000, "adapters": {}})
 
-    def __call__(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
+    async def __call__(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
         request = f"{method} {path.removeprefix('/v1/lora_sync/adapters').removeprefix('/')}".strip()
         self.requests.append(request)
         if method == "PUT":
-            b"".join(content["content"])
+            [chunk async for chunk in content["content"]]
         default = self.offer if method == "GET" else (200, {"path": "/server/a"})
         status, body = self.answers.pop(0) if self.answers and method != "GET" else default
         if status == 0:
@@ -119,8 +116,8 @@ def command(*options: str) -> str:
     return f"`serve {' '.join(options)}`"
 
 
-def connected(server: Server) -> PushedAdapters:
-    pushed = PushedAdapters(URL, server, command)
+def connected(server: Server) -> Blocking:
+    pushed = Blocking(PushedAdapters(URL, server, command, TIMEOUTS))
     assert pushed.connect(soon())
     server.requests.clear()
     return pushed
@@ -138,7 +135,7 @@ def connected(server: Server) -> PushedAdapters:
 )
 def test_a_server_that_makes_no_offer_that_we_know_takes_no_pushes(offer: tuple[int, Any]) -> None:
     server = Server(offer=offer)
-    pushed = PushedAdapters(URL, server, command)
+    pushed = Blocking(PushedAdapters(URL, server, command, TIMEOUTS))
 
     assert not pushed.connect(soon())
     with pytest.raises(ServerSetupError, match=r"takes no adapters over HTTP.*restart the server with `serve --push`"):

@@ -22,6 +22,7 @@ from trl_lora_sync.engines.http import APIKey, HTTPClient
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupError, UnsupportedSettingError
+from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.sync import AdapterSync
 from unit.servers import Request, Server, serving
 
@@ -71,9 +72,9 @@ def test_the_key_is_in_no_repr_and_no_pickle_of_configuration_settings_sync_and_
         settings,
         AdapterSync(settings),
         APIKey("VLLM_API_KEY"),
-        HTTPClient("http://127.0.0.1:1", api_key=APIKey("VLLM_API_KEY"), is_local=True),
-        VLLMEngine("http://127.0.0.1:1", is_local=True),
-        SGLangEngine("http://127.0.0.1:1", is_local=True),
+        Blocking(HTTPClient("http://127.0.0.1:1", api_key=APIKey("VLLM_API_KEY"), is_local=True)),
+        Blocking(VLLMEngine("http://127.0.0.1:1", is_local=True)),
+        Blocking(SGLangEngine("http://127.0.0.1:1", is_local=True)),
     ]
     for thing in made:
         assert SECRET not in everything_shown(thing), type(thing)
@@ -106,7 +107,7 @@ def test_the_key_is_in_no_error_and_no_log_whatever_the_server_answers(
     caplog.set_level(logging.DEBUG)
 
     with serving(answer) as server, pytest.raises(LoRASyncError) as caught:
-        connect_engine(server.url, engine=engine, is_local=True, deadline=soon(1.0))
+        Blocking(run(connect_engine(server.url, engine=engine, is_local=True, deadline=soon(1.0))))
 
     chain: BaseException | None = caught.value
     while chain is not None:
@@ -137,7 +138,7 @@ def test_a_redirect_does_not_carry_the_key_to_another_host(keys: None) -> None:
         serving(lambda request: request.send(307, "", location=other.url + request.path)) as server,
         pytest.raises(LoRASyncError),
     ):
-        connect_engine(server.url, engine="vllm", is_local=True, deadline=soon())
+        Blocking(run(connect_engine(server.url, engine="vllm", is_local=True, deadline=soon())))
     assert server.requests
     assert other.requests == []
 
@@ -171,7 +172,7 @@ def tls_server(authority: trustme.CA) -> Iterator[Server]:
 
 
 def ask(url: str, seconds: float = 20.0) -> int:
-    client = HTTPClient(url, api_key=APIKey("VLLM_API_KEY"), is_local=True)
+    client = Blocking(HTTPClient(url, api_key=APIKey("VLLM_API_KEY"), is_local=True))
     try:
         return client.request("GET", "/version", soon(seconds)).status_code
     finally:
@@ -188,7 +189,7 @@ def test_an_unknown_authority_is_reported_at_once_and_not_waited_for(tls_server:
     """It was taken for a server that is not up yet, and tried again until vllm_server_timeout was over."""
     deadline = soon(120.0)
     with pytest.raises(ServerSetupError, match="is not trusted"):
-        connect_engine(tls_server.url, engine="vllm", is_local=True, deadline=deadline)
+        Blocking(run(connect_engine(tls_server.url, engine="vllm", is_local=True, deadline=deadline)))
     assert deadline.left_s() > 60
 
 
@@ -296,4 +297,4 @@ def test_a_key_that_is_refused_is_named_by_its_variable(keys: None) -> None:
         serving(lambda request: request.send(200 if request.path == "/health" else 401)) as server,
         pytest.raises(ServerAuthError, match="VLLM_API_KEY is set but was refused"),
     ):
-        connect_engine(server.url, engine="vllm", is_local=True, deadline=soon())
+        Blocking(run(connect_engine(server.url, engine="vllm", is_local=True, deadline=soon())))

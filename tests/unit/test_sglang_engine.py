@@ -19,8 +19,9 @@ from contract.reference import adapter_for
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import VERSIONS, FakeSGLang
 from fakes.sglang_scheduler import ServerArgs, StrictUnpickler
+from support.bodies import bytes_of_body
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize, complete_siblings
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engines import connect
 from trl_lora_sync.engines.base import PromptGroup
@@ -29,6 +30,7 @@ from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import TensorPayload
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, GenerationError, ServerAuthError
+from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.transports import HTTPTransport
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
 from unit.servers import serving
@@ -50,7 +52,7 @@ def serve() -> Iterator[Callable[..., tuple[FakeSGLang, SGLangEngine]]]:
 
         def begin(version: str = "0.5.23", *, is_local: bool = True, **args: Any) -> tuple[FakeSGLang, SGLangEngine]:
             fake = stack.enter_context(FakeSGLang(**{"version": version, "shapes": SMALL, **args}))
-            engine = SGLangEngine(fake.base_url, is_local=is_local)
+            engine = Blocking(SGLangEngine(fake.base_url, is_local=is_local))
             stack.callback(engine.close)
             engine.connect(soon())
             fake.requests.clear()
@@ -73,9 +75,9 @@ def test_a_payload_unpickles_under_the_strictest_allow_list(version: str, dtype:
     adapter = replace(adapter, tensors={name: value.to(dtype) for name, value in adapter.tensors.items()}, dtype=dtype)
     per_rank = version >= "0.5.17"
     body = TensorPayload().body("a-v1", adapter, per_rank=per_rank, tp_size=tp_size)
-    encoded = b"".join(body)
+    encoded = bytes_of_body(body)
     assert len(body) == len(encoded)
-    assert b"".join(body) == encoded  # a retry sends it again
+    assert bytes_of_body(body) == encoded  # a retry sends it again
     fields = json.loads(encoded)
     assert fields["config_dict"] == adapter.config()
     if per_rank:
@@ -113,7 +115,7 @@ def test_tensors_are_sent_once_with_the_key_the_version_wants(
     monkeypatch.setenv("SGLANG_API_KEY", "api")
     monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "admin")
     fake, engine = serve(version, api_key="api", admin_api_key="admin")
-    stored = HTTPTransport(tmp_path).write(1, adapter_for(SMALL, 1, rank=R))
+    stored = Blocking(HTTPTransport(tmp_path)).write(1, adapter_for(SMALL, 1, rank=R))
     engine.load(stored, soon())
     assert engine.unload(stored.name, soon())
     sent = [(request.path, request.token) for request in fake.requests if request.method == "POST"]
@@ -170,7 +172,7 @@ def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
     assert {module.name.rpartition(".")[2] for module in completed[len(modules) :]} == added
     assert len(completed) == SMALL.layers * len({*adapted, *added})
     fake, engine = serve(version)
-    stored = HTTPTransport(tmp_path).write(1, canonicalize(completed, dtype=torch.float32))
+    stored = Blocking(HTTPTransport(tmp_path)).write(1, canonicalize(completed, dtype=torch.float32))
     engine.load(stored, soon())
     ((found,),) = engine.generate(stored.name, [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
     assert found.logprobs is not None
@@ -350,7 +352,7 @@ def test_the_same_words_about_tensors_are_a_refusal(serve: Serve, tmp_path: Path
     fake, engine = serve()
     fake.canned["/load_lora_adapter_from_tensors"] = [refusal("No such file")]
     with pytest.raises(AdapterRejectedError) as caught:
-        engine.load(HTTPTransport(tmp_path).write(1, adapter_for(SMALL, 1, rank=R)), soon())
+        engine.load(Blocking(HTTPTransport(tmp_path)).write(1, adapter_for(SMALL, 1, rank=R)), soon())
     assert not isinstance(caught.value, AdapterNotVisibleError)
 
 
@@ -426,14 +428,14 @@ def test_the_engine_is_told_behind_a_gateway_that_asks_for_a_key(
     for name, key in keys.items():
         monkeypatch.setenv(name, key)
     with Gateway(token, routes) as gateway:
-        http = HTTPClient(gateway.base_url, api_key=APIKey("VLLM_API_KEY"), is_local=True)
+        http = Blocking(HTTPClient(gateway.base_url, api_key=APIKey("VLLM_API_KEY"), is_local=True))
         try:
             if is_sglang is None:
                 with pytest.raises(ServerAuthError, match=r"SGLANG_API_KEY.*VLLM_API_KEY") as caught:
-                    connect._is_sglang(http, soon())
+                    run(connect._is_sglang(http.wrapped, soon()))
                 assert "wrong" not in str(caught.value)
             else:
-                assert connect._is_sglang(http, soon()) is is_sglang
+                assert run(connect._is_sglang(http.wrapped, soon())) is is_sglang
         finally:
             http.close()
 
@@ -445,23 +447,8 @@ def test_no_key_goes_to_a_server_that_tells_its_engine_without_one(
     for name in ("SGLANG_API_KEY", "VLLM_API_KEY"):
         monkeypatch.setenv(name, "of another server")
     with serving(lambda request: request.send(200 if request.path in {*routes, "/health"} else 404)) as server:
-        http = HTTPClient(server.url, api_key=NO_KEY, is_local=True)
-        connect.wait_until_up(server.url, is_local=True, deadline=soon(), halt=threading.Event())
-        assert connect._is_sglang(http, soon()) is (routes is SGLANG)
+        http = Blocking(HTTPClient(server.url, api_key=NO_KEY, is_local=True))
+        run(connect.wait_until_up(server.url, is_local=True, deadline=soon()))
+        assert run(connect._is_sglang(http.wrapped, soon())) is (routes is SGLANG)
         http.close()
         assert [request.headers.get("Authorization") for request in server.requests] == [None, None]
-
-
-def test_what_could_not_be_unloaded_is_unloaded_later(serve: Serve, tmp_path: Path) -> None:
-    fake, engine = serve()
-    kept = [HTTPTransport(tmp_path).write(1, _adapter(seed)) for seed in (1, 2)]
-    for stored in kept:
-        engine.load(stored, soon())
-    fake.canned["/unload_lora_adapter"] = [(500, "Internal Server Error")]
-    assert engine.unload(kept[0].name, soon()) is False
-    assert engine.unload(kept[1].name, soon())
-    assert fake.host_adapters == []
-
-
-def _adapter(seed: int) -> CanonicalAdapter:
-    return adapter_for(SMALL, seed, rank=R)

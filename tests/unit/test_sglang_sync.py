@@ -16,10 +16,10 @@ from contract.reference import FakeReference, adapter_for
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 
-import trl_lora_sync.fleet_server
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.engines.base import Capabilities, PromptGroup
+from trl_lora_sync.engines.base import TIMEOUTS, PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASyncError, ServerSetupError
+from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
@@ -45,9 +45,9 @@ class Run:
 
     def publish(self) -> str:
         self.step += 1
-        return self.sync.publish(self._read).adapter_name
+        return self.sync.publish(self._read(self.sync.requires_packed_modules)).adapter_name
 
-    def _read(self, served: Capabilities) -> CanonicalAdapter:
+    def _read(self, packed: bool) -> CanonicalAdapter:
         adapter = adapter_for(SMALL, self.step, rank=8)
         if self.dtype is not None:
             tensors = {name: tensor.to(self.dtype) for name, tensor in adapter.tensors.items()}
@@ -57,13 +57,13 @@ class Run:
 
     def is_served(self, adapter_name: str, adapter: CanonicalAdapter) -> bool:
         group = PromptGroup(prompt=PROMPT, count=1)
-        ((found,),) = self.sync.fleet.generate(adapter_name, [group], sampling(), soon())
+        ((found,),) = self.sync.generate(adapter_name, [group], sampling(), soon())
         assert found.logprobs is not None
         expected = self.fake.expected_logprobs(adapter, PROMPT, found.token_ids)
         return [value[0] for value in found.logprobs] == pytest.approx(expected, abs=1e-4)
 
     def wait_for_unloads(self) -> None:
-        self.sync.fleet.wait_for_unloads(soon(30))
+        run_on_loop(self.sync.fleet.wait_for_unloads(soon(30)))
 
     def wait_until_unloading(self, adapter_name: str) -> None:
         """Until the server has taken the unload up, which something there may then hold up."""
@@ -151,7 +151,7 @@ def test_tensors_of_the_active_version_alone_are_kept_and_only_where_they_are_se
     training = run(transport=transport)
     for _ in range(3):
         training.publish()
-    assert all(stored.content is None for stored in training.sync._registered)
+    assert all(stored.content is None for stored in training.sync.ledger.kept)
     assert training.sync.active is not None
     assert training.sync.active.content is (training.read[-1] if transport == "tensors" else None)
 
@@ -304,9 +304,9 @@ def test_a_pause_waits_for_the_unload_that_runs(run: StartRun, monkeypatch: pyte
     engine, seen = training.sync.fleet.servers[0].engine, []
     pause = engine.pause
 
-    def watched(*args: Any) -> None:
+    async def watched(*args: Any) -> None:
         seen.extend(training.fake.host_adapters)
-        pause(*args)
+        await pause(*args)
 
     monkeypatch.setattr(engine, "pause", watched)
     end_of_unload = threading.Timer(0.3, leak, (training.fake, first, -1))
@@ -364,7 +364,7 @@ def test_a_server_that_restarted_asleep_gets_the_adapter_anew(run: StartRun) -> 
 def test_a_server_with_other_clients_keeps_its_kv_cache(
     run: StartRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trl_lora_sync.engines.sglang_server._IDLE_GRACE_S", 0.2)
+    monkeypatch.setitem(vars(TIMEOUTS), "idle_s", 0.2)
     training = run(**ASLEEP)
     name = training.publish()
     training.fake._running.append(object())  # type: ignore[arg-type]
@@ -401,8 +401,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManage
     @contextmanager
     def block() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(trl_lora_sync.fleet_server, "_UNLOAD_TIMEOUT_S", 1.0)
-            patch.setattr("trl_lora_sync.engines.sglang._RECOVERY_PROBE_S", 0.1)
+            patch.setitem(vars(TIMEOUTS), "unload_s", 1.0)
+            patch.setitem(vars(TIMEOUTS), "unstuck_s", 0.1)
             yield
 
     return block
@@ -468,7 +468,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_stuck_unload(run: StartRun, monkey
     training = run()
     name = training.publish()
     leak(training.fake, name, -1)
-    monkeypatch.setattr("trl_lora_sync.sync.CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setitem(vars(TIMEOUTS), "close_s", 0.3)
     started = time.monotonic()
     training.sync.close()
     assert time.monotonic() - started < 10
@@ -484,7 +484,7 @@ def test_a_server_is_not_put_to_sleep_under_an_unload(
     leak(training.fake, first, 1)
     name = training.publish()
     with monkeypatch.context() as patch:
-        patch.setattr(trl_lora_sync.fleet_server, "CLOSE_TIMEOUT_S", 0.1)
+        patch.setitem(vars(TIMEOUTS), "close_s", 0.1)
         training.sync.sleep()
     assert "keeps its KV cache" in caplog.text
     assert "/release_memory_occupation" not in training.paths()

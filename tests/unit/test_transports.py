@@ -12,6 +12,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canoni
 from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.errors import AdapterExportError, DeadlineExceededError
+from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.transports import DiskTransport
 
 
@@ -40,20 +41,20 @@ class Hang:
 
 
 @pytest.fixture
-def transport(tmp_path: Path) -> Iterator[DiskTransport]:
-    made = DiskTransport(tmp_path / "sync")
+def transport(tmp_path: Path) -> Iterator[Blocking]:
+    made = Blocking(DiskTransport(tmp_path / "sync"))
     yield made
     made.close()
 
 
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch, transport: DiskTransport) -> Iterator[Hang]:
+def hang(monkeypatch: pytest.MonkeyPatch, transport: Blocking) -> Iterator[Hang]:
     hang = Hang(monkeypatch)
     yield hang
     hang.let_go.set()
 
 
-def test_a_file_system_that_hangs_ends_the_sync_at_its_deadline(transport: DiskTransport, hang: Hang) -> None:
+def test_a_file_system_that_hangs_ends_the_sync_at_its_deadline(transport: Blocking, hang: Hang) -> None:
     """A write to a network file system whose server was gone held up the sync for as long as it was gone."""
     started = time.monotonic()
 
@@ -64,7 +65,7 @@ def test_a_file_system_that_hangs_ends_the_sync_at_its_deadline(transport: DiskT
     assert hang.reached.is_set()
 
 
-def test_what_is_written_too_late_is_deleted_again(transport: DiskTransport, hang: Hang) -> None:
+def test_what_is_written_too_late_is_deleted_again(transport: Blocking, hang: Hang) -> None:
     with pytest.raises(DeadlineExceededError):
         transport.write(1, adapter(), soon(0.2))
     with pytest.raises(DeadlineExceededError):  # waits behind the first and is never begun
@@ -78,7 +79,7 @@ def test_what_is_written_too_late_is_deleted_again(transport: DiskTransport, han
 
 
 def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(
-    transport: DiskTransport, hang: Hang, monkeypatch: pytest.MonkeyPatch
+    transport: Blocking, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trl_lora_sync.transports._CLEAN_UP_S", 0.1)
     with pytest.raises(DeadlineExceededError):
@@ -96,4 +97,4 @@ def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(
 def test_errors_of_a_write_are_those_of_the_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(AdapterExportError, match="cannot be created"):
-        DiskTransport(tmp_path / "file" / "sync").open(soon())
+        run(DiskTransport(tmp_path / "file" / "sync").open(soon()))

@@ -131,12 +131,12 @@ class VerifiedRun(FleetRun):
             group=group,
             modules=[f"model.layers.*.{block}"],
             read=lambda served: adapter,
-            logprobs=self.logprobs(adapter),
+            scores=Scores(base=self.logprobs(None), adapted=self.logprobs(adapter)),
         )
 
     def publish(self) -> SyncReport:
         self.step += 1
-        return self.sync.publish(self._read, None, self.score)
+        return self.sync.publish(self._read(self.sync.requires_packed_modules), self.score)
 
     def score(self) -> Scores:
         self.asked += 1
@@ -148,11 +148,11 @@ class VerifiedRun(FleetRun):
 
     def publish_zero(self) -> SyncReport:
         """An adapter as before the first step."""
-        self.asked += self.sync.wants_proof
         some = another_adapter()
         zero = replace(some, tensors={name: value * 0 for name, value in some.tensors.items()})
+        self.asked += self.sync.needs_verification
         base = self.logprobs(None)
-        return self.sync.publish(lambda served: zero, None, lambda: Scores(base=base, adapted=base))
+        return self.sync.publish(zero, lambda: Scores(base=base, adapted=base))
 
 
 StartRun = Callable[..., VerifiedRun]
@@ -282,7 +282,7 @@ def test_an_adapter_of_other_modules_than_the_trial_adapter_has_to_be_proved_aga
     zero = replace(fewer, tensors={name: value * 0 for name, value in fewer.tensors.items()})
     base = training.logprobs(None)
 
-    report = training.sync.publish(lambda served: zero, None, lambda: Scores(base=base, adapted=base))
+    report = training.sync.publish(zero, lambda: Scores(base=base, adapted=base))
 
     assert report.verify_gap is not None
     assert report.is_verified is False
@@ -344,7 +344,11 @@ def test_an_adapter_that_the_server_ignores_is_found_out(run: StartRun) -> None:
     """As vLLM ignores tensors whose names it does not know."""
     training = run(verify="first", trial_size=0)
     lied = training.sync.fleet.servers[0].base_logprobs
-    training.sync.fleet.servers[0].engine.score = lambda *_: lied  # type: ignore[method-assign]
+
+    async def lie(*args: Any) -> list[float]:
+        return lied
+
+    training.sync.fleet.servers[0].engine.score = lie  # type: ignore[method-assign]
     with pytest.raises(VerificationError, match=r"by 0\.0000 on the server"):
         training.publish()
     assert training.sync.active is None
@@ -387,10 +391,10 @@ def test_a_server_that_is_restarted_while_it_is_verified_is_given_the_version_ag
     server = training.sync.fleet.servers[1]
     score = server.engine.score
 
-    def restart_first(*args: Any) -> list[float]:
+    async def restart_first(*args: Any) -> list[float]:
         server.engine.score = score  # type: ignore[method-assign]
         training.fakes[1].restart()
-        return score(*args)
+        return await score(*args)
 
     server.engine.score = restart_first  # type: ignore[method-assign]
     assert training.publish().is_verified
@@ -400,7 +404,7 @@ def test_a_server_that_is_restarted_while_it_is_verified_is_given_the_version_ag
 
 def test_without_a_score_nothing_is_verified_and_the_next_sync_wants_one(run: StartRun) -> None:
     training = run(verify="first", trial_size=0)
-    training.sync.publish(training._read, None, lambda: None)
-    assert training.sync.wants_proof
+    training.sync.publish(training._read(True), lambda: None)
+    assert training.sync.needs_verification
     assert training.publish().is_verified
-    assert not training.sync.wants_proof
+    assert not training.sync.needs_verification

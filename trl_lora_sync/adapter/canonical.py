@@ -6,7 +6,7 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from types import BuiltinFunctionType
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.adapter.support import PACKED_LAYERS
+from trl_lora_sync.engine_plugins.fused_file import TOKENS_KEY
 from trl_lora_sync.errors import AdapterNotFiniteError
 
-_KEY_PREFIX = "base_model.model."
+KEY_PREFIX = "base_model.model."
 # Layers that read the hidden state, and layers whose output is added to it.
 _READ_HIDDEN = frozenset(chain(*PACKED_LAYERS.values()))
 _WRITE_HIDDEN = frozenset({"o_proj", "down_proj"})
@@ -61,6 +62,45 @@ class LoRAModule:
         )
 
 
+@dataclass(frozen=True)
+class Block:
+    """Tensors of one shape that are filled in one copy; a mixture of experts has tens of thousands.
+
+    Attributes:
+        keys: of each tensor.
+        shape: of each tensor.
+        values: `(tensors, rows, columns)`, which may be smaller than `shape`; the rest is zero.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, int]
+    values: Tensor
+
+    def write_to(self, whole: Tensor) -> None:
+        """Fill zeros of shape `(tensors, *shape)`."""
+        whole[:, : self.values.shape[1], : self.values.shape[2]].copy_(self.values)
+
+
+@dataclass(frozen=True)
+class ExtraTensors:
+    """What is trained beside the matrices of linear layers, as `adapter.extras` and `adapter.experts` read it.
+
+    Attributes:
+        tensors: by their keys, in float32.
+        tokens: as for `CanonicalAdapter`.
+        blocks: the adapters of experts.
+        rank: the largest rank in the blocks.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    rank: int = 0
+
+
+NO_EXTRAS = ExtraTensors()
+
+
 @dataclass(frozen=True, kw_only=True)
 class CanonicalAdapter:
     """A LoRA adapter that needs no further information to be served exactly.
@@ -72,6 +112,7 @@ class CanonicalAdapter:
         target_modules: last components of the adapted module paths, sorted.
         fan_in_fan_out: carried over for PEFT; the engines ignore it.
         base_model: what the trainer calls the base model.
+        tokens: for each embedding of which rows are replaced, how many it has and which ones; for fused serving only.
     """
 
     tensors: dict[str, Tensor]
@@ -80,6 +121,7 @@ class CanonicalAdapter:
     target_modules: tuple[str, ...]
     base_model: str | None = None
     fan_in_fan_out: bool = False
+    tokens: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def on_host(self) -> "CanonicalAdapter":
         """The same with tensors on the CPU that nothing overwrites; only a `FlatAdapter` has others."""
@@ -94,6 +136,7 @@ class CanonicalAdapter:
             target_modules=self.target_modules,
             base_model=self.base_model,
             fan_in_fan_out=self.fan_in_fan_out,
+            tokens=self.tokens,
         )
 
     @cached_property
@@ -111,7 +154,8 @@ class CanonicalAdapter:
 
     def config(self) -> dict[str, object]:
         """The content of `adapter_config.json`."""
-        return {
+        tokens = {TOKENS_KEY: {path: list(one) for path, one in self.tokens.items()}} if self.tokens else {}
+        return tokens | {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base_model,
@@ -159,12 +203,14 @@ def canonicalize(
     dtype: torch.dtype,
     base_model: str | None = None,
     fan_in_fan_out: bool = False,
+    extras: ExtraTensors = NO_EXTRAS,
 ) -> CanonicalAdapter:
     """Fold the scaling, pad to one rank and cast, in that order.
 
     Args:
         modules: the adapted layers; not modified.
         dtype: dtype the server computes LoRA in. `torch.float32` loses nothing.
+        extras: what is trained beside them; for fused serving only.
 
     Returns:
         Tensors on the CPU that alias no training storage.
@@ -173,9 +219,9 @@ def canonicalize(
         AdapterNotFiniteError: a matrix holds NaN or infinity, or does once it is scaled and cast.
     """
     modules = list(modules)
-    rank = common_rank(modules)
+    rank = max(common_rank(modules), extras.rank)
     with one_cpu_thread():
-        tensors = _served_tensors(modules, rank, dtype)
+        tensors = _served_tensors(modules, rank, dtype, extras)
     return CanonicalAdapter(
         tensors=tensors,
         rank=rank,
@@ -183,6 +229,7 @@ def canonicalize(
         target_modules=target_modules_of(modules),
         base_model=base_model,
         fan_in_fan_out=fan_in_fan_out,
+        tokens=extras.tokens,
     )
 
 
@@ -198,14 +245,14 @@ def target_modules_of(modules: Iterable[LoRAModule]) -> tuple[str, ...]:
 
 def tensor_keys(module: LoRAModule) -> tuple[str, str]:
     """PEFT's state-dict keys of `lora_A` and `lora_B`."""
-    return f"{_KEY_PREFIX}{module.name}.lora_A.weight", f"{_KEY_PREFIX}{module.name}.lora_B.weight"
+    return f"{KEY_PREFIX}{module.name}.lora_A.weight", f"{KEY_PREFIX}{module.name}.lora_B.weight"
 
 
 def modules_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """`lora_A` and `lora_B` by module path, from tensors with `tensor_keys`."""
     suffix_A, suffix_B = ".lora_A.weight", ".lora_B.weight"
     return {
-        key.removeprefix(_KEY_PREFIX).removesuffix(suffix_A): (
+        key.removeprefix(KEY_PREFIX).removesuffix(suffix_A): (
             lora_A, tensors[f"{key.removesuffix(suffix_A)}{suffix_B}"]
         )
         for key, lora_A in tensors.items()
@@ -256,7 +303,7 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
     Only the side that meets the hidden state is widened, because the other one may have the same size in a wider
     base, and because a server that splits layers over GPUs cuts that side to its share without checking the size.
     """
-    keys = list(adapter.tensors)
+    keys = [key for key in adapter.tensors if key.endswith((".lora_A.weight", ".lora_B.weight"))]
     pairs = list(zip(keys[::2], keys[1::2], strict=True))
     key_A, key_B = next((pair for pair in pairs if _kind(pair[0]) in _READ_HIDDEN | _WRITE_HIDDEN), pairs[0])
     wider, taller = int(_kind(key_A) not in _WRITE_HIDDEN), int(_kind(key_A) not in _READ_HIDDEN)
@@ -265,7 +312,7 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
         key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + wider, device="cpu"),
         key_B: lora_B.new_zeros(lora_B.shape[0] + taller, adapter.rank, device="cpu"),
     }
-    return adapter.with_tensors(tensors)
+    return replace(adapter.with_tensors(tensors), tokens={})
 
 
 def _kind(key: str) -> str:
@@ -273,18 +320,25 @@ def _kind(key: str) -> str:
     return key.rpartition(".lora_")[0].rpartition(".")[2]
 
 
-def _served_tensors(modules: list[LoRAModule], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _served_tensors(
+    modules: list[LoRAModule], rank: int, dtype: torch.dtype, extras: ExtraTensors
+) -> dict[str, Tensor]:
     matrices = {
         key: matrix.to(dtype)
         for module in modules
         for key, matrix in zip(tensor_keys(module), _scaled_and_padded(module, rank), strict=True)
     }
+    matrices |= {key: tensor.to(dtype) for key, tensor in extras.tensors.items()}
+    for block in extras.blocks:
+        whole = torch.zeros(len(block.keys), *block.shape, dtype=dtype, device=block.values.device)
+        block.write_to(whole)
+        matrices |= zip(block.keys, whole, strict=True)
     # One buffer for all of them, so that a GPU is waited for once and the copy to the host is one.
     device = modules[0].lora_A.device
     flat = torch.cat([matrix.to(device).reshape(-1) for matrix in matrices.values()])
     # Checked as the server will see it: what float32 holds may be infinite in float16.
     if not is_finite(flat):
-        raise _not_finite(modules, list(matrices.values()), dtype)
+        raise _not_finite(modules, matrices, dtype)
     return split_flat(flat.cpu(), {key: matrix.shape for key, matrix in matrices.items()})
 
 
@@ -311,9 +365,15 @@ def _scaled_and_padded(module: LoRAModule, rank: int) -> tuple[Tensor, Tensor]:
     return pad_rank(module.lora_A.detach(), fold_scaling(module.lora_B, module.scaling), rank)
 
 
-def _not_finite(modules: list[LoRAModule], matrices: list[Tensor], dtype: torch.dtype) -> AdapterNotFiniteError:
-    """The error for the first module of which a matrix is not finite; there are two for each module."""
-    broken = modules[next(place for place, matrix in enumerate(matrices) if not matrix.isfinite().all()) // 2]
+def _not_finite(modules: list[LoRAModule], matrices: dict[str, Tensor], dtype: torch.dtype) -> AdapterNotFiniteError:
+    """The error for the first tensor that is not finite; the first ones are two for each module."""
+    index, key = next((index, key) for index, (key, one) in enumerate(matrices.items()) if not one.isfinite().all())
+    if index >= 2 * len(modules):
+        return AdapterNotFiniteError(
+            f"The trained tensor {key!r} holds NaN or infinity in {dtype}. The last published version stays active. "
+            "Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+        )
+    broken = modules[index // 2]
     if broken.lora_A.isfinite().all() and broken.lora_B.isfinite().all():
         return AdapterNotFiniteError(
             f"The LoRA matrices of {broken.name!r}, scaled by {broken.scaling:g}, do not fit into {dtype}. The last "

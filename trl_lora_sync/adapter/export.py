@@ -4,7 +4,7 @@ Knows PEFT's layers, but no launcher: tensors of the model that are sharded must
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +12,39 @@ import torch
 from torch import Tensor, nn
 
 from trl_lora_sync.adapter.canonical import (
+    NO_EXTRAS,
     CanonicalAdapter,
+    ExtraTensors,
     LoRAModule,
     canonicalize,
     complete_siblings,
     one_cpu_thread,
 )
+from trl_lora_sync.adapter.experts import (
+    FAMILIES,
+    ExpertLayer,
+    Family,
+    expert_blocks,
+    is_read_directly,
+    mark_read_directly,
+)
+from trl_lora_sync.adapter.extras import Extra, find_extras, read_extras
 from trl_lora_sync.adapter.flat import FlatBuffer
-from trl_lora_sync.adapter.groups import group_of
+from trl_lora_sync.adapter.groups import group_of, without_numbers
 from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
 from trl_lora_sync.adapter.modalities import check_adapted_modules
 from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, ServedNames, trained_path
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
     WEIGHTS_WAY_OUT,
+    Serving,
     changes_base,
     check_active_adapters,
     check_other_adapters,
     check_peft_config,
     is_embedding_module,
+    refuse,
+    refuse_experts,
     refuse_module,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
@@ -115,7 +129,7 @@ def read_adapter(
     """
     adapter_name = _checked_name(model, adapter_name)
     modules = collect_modules(model, adapter_name, gathered)
-    return _export(model, adapter_name, modules, canonicalize, dtype, fused_siblings)
+    return _export(model, adapter_name, modules, canonicalize, dtype, fused_siblings, NO_EXTRAS)
 
 
 def _export(
@@ -125,6 +139,7 @@ def _export(
     export: Callable[..., CanonicalAdapter],
     dtype: torch.dtype,
     fused_siblings: bool,
+    extras: ExtraTensors,
 ) -> CanonicalAdapter:
     config = model.peft_config[adapter_name]
     return export(
@@ -132,6 +147,7 @@ def _export(
         dtype=dtype,
         base_model=config.base_model_name_or_path,
         fan_in_fan_out=bool(config.fan_in_fan_out),
+        extras=extras,
     )
 
 
@@ -141,9 +157,17 @@ class AdapterReader:
     An adapter on a GPU stays there, in a `FlatBuffer`: that is memory for one adapter in the dtype that is written, and
     up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`. The difference to an initial
     adapter takes twice the adapter in float32 besides, while it is read.
+
+    Args:
+        serving: `"fused"` to read what only fused serving can serve as well, see `adapter.extras`.
+        proves_groups: whether modules that see images may have an adapter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
+        self._serving = serving
+        self._proves_groups = proves_groups
+        self._extras: list[Extra] = []
+        self._experts: list[ExpertLayer] = []
         self._buffer = FlatBuffer()
         self._tree: list[nn.Module] = []
         self._layers: list[_Layer] = []
@@ -155,28 +179,53 @@ class AdapterReader:
         That names every module of the model, which takes longer than to copy the adapter, and is done again only if a
         module has come, gone or been replaced.
         """
-        adapter_name, tree = _checked_name(model, None), module_tree(model)
+        adapter_name = _checked_name(model, None, self._serving, proves_groups=self._proves_groups)
+        tree = module_tree(model)
         if tree != self._tree or adapter_name != self._adapter_name:
-            self._layers = _find_layers(model, adapter_name)
+            self._layers = _find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
+            self._experts = _find_experts(model, adapter_name)
+            self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             self._tree, self._adapter_name = tree, adapter_name
         return self.last_linears
 
     @property
     def last_linears(self) -> list[nn.Linear]:
         """What the last call of `linears` returned."""
-        return [matrix for layer in self._layers for matrix in layer.matrices]
+        pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
+        return [matrix for pair in pairs for matrix in pair]
 
-    def groups(self) -> dict[str, dict[str, tuple[nn.Linear, nn.Linear]]]:
-        """What the last call of `linears` returned, by group and by the path of the layer in the served model."""
-        found: dict[str, dict[str, tuple[nn.Linear, nn.Linear]]] = {}
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether some of what is trained can be read only if the model is whole."""
+        return bool(self._extras or self._experts) or any(is_read_directly(one) for one in self.last_linears)
+
+    @property
+    def extras(self) -> list[Extra]:
+        """What is trained beside the last `linears`; empty unless serving is fused."""
+        return self._extras
+
+    def groups(self) -> dict[str, dict[str, tuple[nn.Linear, ...]]]:
+        """What the last call of `linears` returned, by group and by the path of the layer in the served model.
+
+        A module of which only `extras` are trained has no matrices.
+        """
+        found: dict[str, dict[str, tuple[nn.Linear, ...]]] = {}
         for layer in self._layers:
             found.setdefault(group_of(layer.path), {})[layer.path] = layer.matrices
+        for expert in self._experts:
+            found.setdefault("experts", {})[f"{expert.path}.{expert.parameter}"] = expert.matrices
+        for one in self._extras:
+            if one.trial_size is not None:
+                found.setdefault(group_of(one.path), {}).setdefault(one.path, ())
         return found
 
     def check(self) -> None:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
         for layer in self._layers:
             layer.check()
+        for expert in self._experts:
+            if oddity := expert.oddity():
+                raise _strange(f"{expert.path}.{expert.parameter}", expert.layer, oddity)
 
     def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
         """As `collect_modules`, of the layers that the last call of `linears` was about."""
@@ -195,12 +244,12 @@ class AdapterReader:
         return self._read(model, self._buffer, dtype, fused_siblings, gathered)
 
     def read_trial(
-        self, model: "PeftModel", weights: Mapping[nn.Module, Tensor], *, dtype: torch.dtype, fused_siblings: bool
+        self, model: "PeftModel", weights: Mapping[Any, Tensor], *, dtype: torch.dtype, fused_siblings: bool
     ) -> CanonicalAdapter:
         """As `read`, of other matrices in the place of the adapter's; stays valid.
 
         Args:
-            weights: for each of the `linears`.
+            weights: for each of the `linears`, and each parameter of the `extras`.
         """
         return self._read(model, FlatBuffer(), dtype, fused_siblings, weights)
 
@@ -214,7 +263,27 @@ class AdapterReader:
     ) -> CanonicalAdapter:
         modules = self.modules(gathered)
         export = buffer.export if self._is_on_gpu(modules) else canonicalize
-        return _export(model, self._adapter_name, modules, export, dtype, fused_siblings)
+        extras = read_extras(self._extras, gathered or {}, dtype)
+        if self._experts:
+            extras = self._with_experts(modules, extras, gathered or {}, fused_siblings)
+        return _export(model, self._adapter_name, modules, export, dtype, fused_siblings, extras)
+
+    def _with_experts(
+        self,
+        modules: list[LoRAModule],
+        extras: ExtraTensors,
+        gathered: Mapping[nn.Module, Tensor],
+        fused_siblings: bool,
+    ) -> ExtraTensors:
+        if fused_siblings:
+            raise UnsupportedAdapterError(
+                "The adapter is on experts, and SGLang serves the run, where adapters on experts are not supported. "
+                "Train the other layers only, with target_modules as a list of their names, or sample on vLLM."
+            )
+        rank = max(layer.rank for layer in self._experts)
+        whole = max(rank, *(module.rank for module in modules)) if modules else rank
+        blocks = expert_blocks(self._experts, lambda matrix: gathered.get(matrix, matrix.weight), whole)
+        return replace(extras, blocks=blocks, rank=rank)
 
     def release(self) -> None:
         """Release the memory; the next read allocates it again."""
@@ -256,7 +325,9 @@ def collect_modules(
     return _read(_find_layers(model, adapter_name), gathered)
 
 
-def remember_initial_adapter(model: "PeftModel", *, is_new: bool) -> dict[nn.Module, Tensor]:
+def remember_initial_adapter(
+    model: "PeftModel", *, is_new: bool, serving: Serving = "runtime", proves_groups: bool = False
+) -> dict[nn.Module, Tensor]:
     """Copy the active adapter while it is untrained, if its initialisation took it out of the base weights.
 
     Without such a copy, a model with that initialisation is refused by all the rest here.
@@ -270,8 +341,8 @@ def remember_initial_adapter(model: "PeftModel", *, is_new: bool) -> dict[nn.Mod
     Raises:
         UnsupportedAdapterError: the initial adapter cannot be known, or the base lacks more than that.
     """
-    adapter_name = _checked_name(model, None)
-    layers = _plain_layers(model, adapter_name)
+    adapter_name = _checked_name(model, None, serving, proves_groups=proves_groups)
+    layers = _plain_layers(model, adapter_name, serving, proves_groups=proves_groups)
     if changes_base(model.peft_config[adapter_name].init_lora_weights):
         layers_of = [(layer.current({}), layer.layer, layer.matrices[0]) for layer in layers]
         remember_initial(model, layers_of, is_new=is_new)
@@ -297,16 +368,13 @@ class _Layer:
     layer: Any
     adapter_name: str
     matrices: tuple[Any, Any]
+    serving: Serving = "runtime"
 
     def check(self) -> None:
         """Refuse a layer that computes something other than plain LoRA, at this moment."""
-        oddity = _oddity(self.layer, *self.matrices, self.adapter_name)
+        oddity = _oddity(self.layer, *self.matrices, self.adapter_name, self.serving)
         if oddity:
-            raise UnsupportedAdapterError(
-                f"The LoRA layer {self.path!r} ({type(self.layer).__name__}) {oddity}, so its product lora_B @ lora_A "
-                "is not what the trainer computes and no server could serve it exactly. Use plain LoRA on linear "
-                f"layers, {WEIGHTS_WAY_OUT}."
-            )
+            raise _strange(self.path, self.layer, oddity)
 
     @property
     def initial(self) -> LoRAModule | None:
@@ -325,43 +393,139 @@ class _Layer:
         return module if initial is None else module.less(initial)
 
 
+def _strange(path: str, layer: Any, oddity: str) -> UnsupportedAdapterError:
+    return UnsupportedAdapterError(
+        f"The LoRA layer {path!r} ({type(layer).__name__}) {oddity}, so its product lora_B @ lora_A "
+        "is not what the trainer computes and no server could serve it exactly. Use plain LoRA on linear "
+        f"layers, {WEIGHTS_WAY_OUT}."
+    )
+
+
 def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None) -> list[LoRAModule]:
     with one_cpu_thread():
         return [layer.read(gathered or {}) for layer in layers]
 
 
-def _find_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
-    """The layers that carry the adapter, in model order, all of them plain LoRA, and served as such."""
-    layers = _plain_layers(model, adapter_name)
+def _find_layers(
+    model: nn.Module, adapter_name: str, serving: Serving = "runtime", *, proves_groups: bool = False
+) -> list[_Layer]:
+    """The linear layers that carry the adapter, in model order, all of them plain LoRA, and served as such."""
+    layers = _plain_layers(model, adapter_name, serving, proves_groups=proves_groups)
     config = getattr(model, "peft_config", {}).get(adapter_name)
     if changes_base(getattr(config, "init_lora_weights", None)) and any(layer.initial is None for layer in layers):
         raise unknown_initial(config)
     return layers
 
 
-def _plain_layers(model: nn.Module, adapter_name: str) -> list[_Layer]:
-    """The layers that carry the adapter, in model order, all of them plain LoRA on some base weight."""
+def _adapted(model: nn.Module, adapter_name: str) -> dict[str, Any]:
+    """PEFT's layers that carry the adapter, in model order, by their paths."""
     from peft.tuners.lora import LoraLayer
 
-    found = [
-        (trained_path(path), layer)
+    return {
+        trained_path(path): layer
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and _carries(layer, adapter_name)
+    }
+
+
+def _is_of_experts(layer: Any) -> bool:
+    return type(layer).__name__ == "ParamWrapper" and layer.num_experts > 1
+
+
+def _family(model: Any) -> Family:
+    """The names of the experts on a server; raises UnsupportedAdapterError for a family whose names are not known."""
+    family = FAMILIES.get(getattr(model.config, "model_type", ""))
+    if family is None:
+        raise refuse_experts(model.active_peft_config)
+    return family
+
+
+def _find_experts(model: Any, adapter_name: str) -> list[ExpertLayer]:
+    """The parameters of experts that carry the adapter."""
+    found = {path: layer for path, layer in _adapted(model, adapter_name).items() if _is_of_experts(layer)}
+    if not found:
+        return []
+    family, names = _family(model), ServedNames.of(model)
+    layers = []
+    for path, layer in found.items():
+        # The wrappers of two parameters are one inside the other.
+        served = names.served(path.removesuffix(".base_layer")).replace(".mlp.experts", f".{family.moe}.experts")
+        matrices = _matrices(layer, adapter_name)
+        mark_read_directly(matrices)
+        layers.append(
+            ExpertLayer(
+                path=served,
+                parameter=layer.parameter_name,
+                layer=layer,
+                adapter_name=adapter_name,
+                family=family,
+                matrices=matrices,
+            )
+        )
+    return layers
+
+
+def _routers(model: Any, adapted: Mapping[str, Any]) -> dict[str, str]:
+    """The served paths of adapted routers that Transformers keeps in a parameter, by their paths in the trainer.
+
+    Raises:
+        UnsupportedAdapterError: the server ignores them.
+    """
+    found = [
+        path for path, layer in adapted.items() if type(layer).__name__ == "ParamWrapper" and layer.num_experts == 1
     ]
     if not found:
+        return {}
+    family = _family(model)
+    if not family.has_router:
+        config = model.active_peft_config
+        others = sorted(name for name in config.target_parameters if "gate.weight" not in name)
+        raise refuse(
+            f"A LoRA adapter on the router ({', '.join(without_numbers(found))})",
+            'vLLM ignores it for this family of models, without an error. On this model, target_modules="all-linear" '
+            "includes it, and exclude_modules does not keep it out",
+            f"Set target_modules={sorted(config.target_modules)!r} and target_parameters={others!r}",
+        )
+    for path in found:
+        mark_read_directly(_matrices(adapted[path], model.active_adapter))
+    return {path: path.replace(".mlp.gate", f".{family.moe}.gate") for path in found}
+
+
+def _find_extras(model: nn.Module, adapter_name: str) -> list[Extra]:
+    return find_extras(model, adapter_name, _adapted(model, adapter_name))
+
+
+def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, proves_groups: bool) -> list[_Layer]:
+    """The linear layers that carry the adapter, in model order, all of them plain LoRA on some base weight."""
+    adapted = _adapted(model, adapter_name)
+    found = [
+        (path, layer)
+        for path, layer in adapted.items()
+        if adapter_name not in layer.lora_embedding_A and not (proves_groups and _is_of_experts(layer))
+    ]
+    if not adapted or (not found and serving == "fused"):
         raise UnsupportedAdapterError(
             f"The adapter {adapter_name!r} has no LoRA layer in this model, so there is nothing to serve. "
-            "Check target_modules of the LoraConfig."
+            "Check target_modules of the LoraConfig. One linear layer is needed at least."
         )
-    for path, layer in found:
-        if adapter_name in layer.lora_embedding_A or is_embedding_module(path):
+    for path, layer in adapted.items():
+        if serving != "fused" and (adapter_name in layer.lora_embedding_A or is_embedding_module(path)):
             raise refuse_module(path)
     peft_model: Any = model
     if hasattr(peft_model, "get_base_model"):
-        check_adapted_modules(peft_model.get_base_model(), dict(found), peft_model.peft_config[adapter_name])
+        config = peft_model.peft_config[adapter_name]
+        check_adapted_modules(peft_model.get_base_model(), adapted, config, proves_groups=proves_groups)
     names = ServedNames.of(model)
+    if proves_groups:
+        names = names.with_routers(_routers(model, adapted))
     layers = [
-        _Layer(path=names.served(path), layer=layer, adapter_name=adapter_name, matrices=_matrices(layer, adapter_name))
+        _Layer(
+            path=names.served(path),
+            layer=layer,
+            adapter_name=adapter_name,
+            matrices=_matrices(layer, adapter_name),
+            serving=serving,
+        )
         for path, layer in found
     ]
     for one in layers:
@@ -388,7 +552,9 @@ def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def _checked_name(model: "PeftModel", adapter_name: str | None) -> str:
+def _checked_name(
+    model: "PeftModel", adapter_name: str | None, serving: Serving = "runtime", *, proves_groups: bool = False
+) -> str:
     """The adapter to read, by default the active one, whose configuration can be served."""
     if not hasattr(model, "peft_config"):
         check_peft_config(None)
@@ -396,7 +562,8 @@ def _checked_name(model: "PeftModel", adapter_name: str | None) -> str:
     if adapter_name not in model.peft_config:
         known = ", ".join(repr(name) for name in model.peft_config)
         raise UnsupportedAdapterError(f"The model has no adapter {adapter_name!r}. Choose one of {known}.")
-    check_peft_config(model.peft_config[adapter_name], is_of_model=True)
+    config = model.peft_config[adapter_name]
+    check_peft_config(config, is_of_model=True, serving=serving, proves_groups=proves_groups)
     check_other_adapters(model.peft_config, adapter_name)
     return adapter_name
 
@@ -415,16 +582,18 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module if wrapped is None else _unwrapped(wrapped)
 
 
-def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str) -> str | None:
+def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str, serving: Serving) -> str | None:
     """What makes the layer more than plain LoRA, in words, or None."""
-    if type(layer).__name__ in _OTHER_LAYERS:
+    is_router = type(layer).__name__ == "ParamWrapper" and is_read_directly(lora_A)
+    if type(layer).__name__ in _OTHER_LAYERS and not is_router:
         return "does not adapt one linear layer"
     for matrix in (lora_A, lora_B):
         if not isinstance(matrix, nn.Linear):
             return f"adapts with {type(matrix).__name__} instead of Linear matrices"
-        if matrix.bias is not None:
+        if matrix.bias is not None and (serving != "fused" or matrix is lora_A):
             return "has a bias on a LoRA matrix"
-    if adapter_name in layer.lora_variant:
+    variant = type(layer.lora_variant.get(adapter_name)).__name__
+    if adapter_name in layer.lora_variant and (serving != "fused" or variant != "DoraLinearVariant"):
         return f"uses the variant {type(layer.lora_variant[adapter_name]).__name__}"
     if layer.merged:
         return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"

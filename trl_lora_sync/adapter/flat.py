@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import (
+    NO_EXTRAS,
     CanonicalAdapter,
+    ExtraTensors,
     LoRAModule,
     canonicalize,
     common_rank,
@@ -53,6 +55,7 @@ def flat_adapter(described: CanonicalAdapter, flat: Tensor, shapes: dict[str, to
         target_modules=described.target_modules,
         base_model=described.base_model,
         fan_in_fan_out=described.fan_in_fan_out,
+        tokens=described.tokens,
         header=header_of(tensors, METADATA),
         flat=flat,
     )
@@ -65,6 +68,7 @@ class _Plan:
     Attributes:
         key: what the plan was made for.
         places: `(lora_A, lora_B)` of each module as views of `flat`, without the padding.
+        blocks: each block of tensors as a view of `flat`.
     """
 
     key: tuple[object, ...]
@@ -72,6 +76,7 @@ class _Plan:
     flat: Tensor
     tensors: dict[str, Tensor]
     places: list[tuple[Tensor, Tensor]]
+    blocks: list[Tensor]
 
 
 class FlatBuffer:
@@ -87,27 +92,35 @@ class FlatBuffer:
         dtype: torch.dtype,
         base_model: str | None = None,
         fan_in_fan_out: bool = False,
+        extras: ExtraTensors = NO_EXTRAS,
     ) -> CanonicalAdapter:
         """What `canonicalize` returns, on the modules' device and valid until the next export; the same errors.
 
         A dtype that safetensors files of adapters do not have is left to `canonicalize`.
         """
         if dtype not in DTYPES.values():
-            return canonicalize(modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out)
-        plan = self._plan_for(modules, dtype)
+            return canonicalize(
+                modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out, extras=extras
+            )
+        plan = self._plan_for(modules, dtype, extras)
         with torch.no_grad():
             _fill(plan.places, modules)
+            for key, tensor in extras.tensors.items():
+                plan.tensors[key].copy_(tensor)
+            for whole, block in zip(plan.blocks, extras.blocks, strict=True):
+                block.write_to(whole)
             # The copy to the host needs no further waiting, as this waits for all of the above.
             finite = is_finite(plan.flat)
         if not finite:
-            canonicalize(modules, dtype=dtype)  # raises, and names the module
+            canonicalize(modules, dtype=dtype, extras=extras)  # raises, and names the module
         return FlatAdapter(
             tensors=plan.tensors,
-            rank=common_rank(modules),
+            rank=max(common_rank(modules), extras.rank),
             dtype=dtype,
             target_modules=target_modules_of(modules),
             base_model=base_model,
             fan_in_fan_out=fan_in_fan_out,
+            tokens=extras.tokens,
             header=plan.header,
             flat=plan.flat,
         )
@@ -116,31 +129,45 @@ class FlatBuffer:
         """Release the memory; the next export allocates it again."""
         self._plan = None
 
-    def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype) -> _Plan:
+    def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype, extras: ExtraTensors) -> _Plan:
         shapes = tuple((module.name, module.lora_A.shape, module.lora_B.shape) for module in modules)
-        key = (dtype, modules[0].lora_A.device, shapes)
+        others = tuple((name, tensor.shape) for name, tensor in extras.tensors.items())
+        blocks = tuple((block.keys[0], block.shape, block.values.shape) for block in extras.blocks)
+        key = (dtype, modules[0].lora_A.device, shapes, others, blocks)
         if self._plan is None or self._plan.key != key:
             self.release()  # before the new one, so that there are never two
-            self._plan = _make_plan(key, modules, dtype)
+            self._plan = _make_plan(key, modules, dtype, extras)
         return self._plan
 
 
-def _make_plan(key: tuple[object, ...], modules: Sequence[LoRAModule], dtype: torch.dtype) -> _Plan:
-    rank = common_rank(modules)
-    shapes: dict[str, torch.Size] = {}
+def _make_plan(
+    key: tuple[object, ...], modules: Sequence[LoRAModule], dtype: torch.dtype, extras: ExtraTensors
+) -> _Plan:
+    rank = max(common_rank(modules), extras.rank)
+    shapes: dict[str, torch.Size] = {name: tensor.shape for name, tensor in extras.tensors.items()}
     for module in modules:
         key_A, key_B = tensor_keys(module)
         shapes[key_A] = torch.Size((rank, module.lora_A.shape[1]))
         shapes[key_B] = torch.Size((module.lora_B.shape[0], rank))
     shapes = {name: shapes[name] for name in sorted(shapes, key=str.encode)}
+    end, starts = sum(shape.numel() for shape in shapes.values()), []
+    for block in extras.blocks:  # behind all others, and one tensor after the other
+        starts.append(end)
+        shapes |= dict.fromkeys(block.keys, torch.Size(block.shape))
+        end += len(block.keys) * block.shape[0] * block.shape[1]
     # Zero once and for all: an export writes between the padding only.
-    flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=modules[0].lora_A.device)
+    flat = torch.zeros(end, dtype=dtype, device=modules[0].lora_A.device)
     tensors = split_flat(flat, shapes)
     places = []
     for module in modules:
         key_A, key_B = tensor_keys(module)
         places.append((tensors[key_A][: module.rank], tensors[key_B][:, : module.rank]))
-    return _Plan(key=key, header=header_of(tensors, METADATA), flat=flat, tensors=tensors, places=places)
+    blocks = [
+        flat[start:].as_strided((len(block.keys), *block.shape), (block.shape[0] * block.shape[1], block.shape[1], 1))
+        for start, block in zip(starts, extras.blocks, strict=True)
+    ]
+    header = header_of(tensors, METADATA)
+    return _Plan(key=key, header=header, flat=flat, tensors=tensors, places=places, blocks=blocks)
 
 
 def _fill(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]) -> None:

@@ -13,7 +13,12 @@ from typing import Any
 WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PEFT_PREFIX = "base_model.model."
 # What servers call the language model, by `model_type` of the whole model.
-_LANGUAGE_MODEL = dict.fromkeys(("gemma3", "qwen2_5_vl", "qwen3_vl"), "model.language_model")
+_LANGUAGE_MODEL = dict.fromkeys(("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "model.language_model")
+KNOWN_VISION = frozenset({"gemma3", "qwen2_5_vl", "qwen3_vl"})
+"""The types of models whose modules that see images are known by their names on a server."""
+# Transformers 5 leaves a level out of the tower's names that vLLM (0.26 and 0.31) has. Under the shorter name it
+# ignores the matrices.
+_TOWER, _SERVED_TOWER = "model.vision_tower", "model.vision_tower.vision_model"
 
 
 def unwrapped_path(path: str) -> str:
@@ -45,12 +50,22 @@ class ServedNames:
             return cls()
         language_model = base.get_decoder()
         found = next(path for path, module in base.named_modules() if module is language_model)
-        return cls(prefixes={trained_path(found): served})
+        prefixes = {trained_path(found): served}
+        paths = [trained_path(path) for path, _ in base.named_modules()]
+        if _TOWER in paths and _SERVED_TOWER not in paths:
+            prefixes[_TOWER] = _SERVED_TOWER
+        return cls(prefixes=prefixes)
+
+    def with_routers(self, paths: Mapping[str, str]) -> "ServedNames":
+        """The same with other names for the modules at some paths, of the served model already."""
+        return ServedNames(
+            prefixes={**{f"{self.served(path)}": other for path, other in paths.items()}, **self.prefixes}
+        )
 
     def served(self, path: str) -> str:
         """The path on the server of the module with this path in the trainer."""
         path = trained_path(path)
         for ours, theirs in self.prefixes.items():
-            if path.startswith(f"{ours}."):
+            if path == ours or path.startswith(f"{ours}."):
                 return f"{theirs}{path.removeprefix(ours)}"
         return path

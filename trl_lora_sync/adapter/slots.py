@@ -142,10 +142,14 @@ class SlotRing:
     `lora_sync_keep + 2` slots of the adapter's size, which is also what as many plain files take at that moment.
 
     Not thread-safe.
+
+    Args:
+        shares: whether workers of engines may map the slots; see `engine_plugins.shared_files`.
     """
 
-    def __init__(self, lock: LockPages = lock_pages) -> None:
+    def __init__(self, lock: LockPages = lock_pages, *, shares: bool = True) -> None:
         self._lock = lock
+        self._shares = shares
         self._free: list[Slot] = []
         self._lent: dict[str, Slot] = {}
         self._new: list[Slot] = []  # the next one, if it was made ahead of its use
@@ -258,7 +262,7 @@ class SlotRing:
             return None
 
     def _share(self, pool: Path) -> SharedFiles | None:
-        if self._shared is None:
+        if self._shared is None and self._shares:
             try:
                 self._shared = SharedFiles(pool)
             except OSError as error:

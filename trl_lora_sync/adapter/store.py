@@ -206,6 +206,7 @@ class AdapterStore:
         servers: URLs of the servers that may get to know the names of this run.
         slots: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because a
             process outside this kernel may read it.
+        has_checksums: whether each version has a checksum beside it, by which a worker can compare it.
     """
 
     def __init__(
@@ -216,12 +217,14 @@ class AdapterStore:
         run_id: str | None = None,
         servers: Sequence[str] = (),
         slots: SlotRing | None = None,
+        has_checksums: bool = True,
     ) -> None:
         self.run_id = run_id or new_run_id()
         self.root = root.expanduser().absolute()
         self.server_root = (server_root or str(self.root)).rstrip("/")
         self._servers = list(servers)
         self._slots = slots
+        self._has_checksums = has_checksums
         self._lock: int | None = None
         self._has_record = False
         self._pid = os.getpid()
@@ -298,7 +301,7 @@ class AdapterStore:
             self._slots.lend(name, slot)
             slot.fill(adapter.header, adapter.flat)
             slot.move(file)
-        if adapter.dtype not in DTYPES.values():
+        if not self._has_checksums or adapter.dtype not in DTYPES.values():
             return
         # Of what is on the trainer's device, not of what has come to be in the file.
         header, flat = _laid_out(adapter)

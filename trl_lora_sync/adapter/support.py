@@ -1,8 +1,10 @@
 """Which PEFT features can be served exactly, as an allow-list, and why the others cannot.
 
-A setting is accepted only if a plain LoRA adapter (`lora_A`, `lora_B`, one scaling) reproduces what the trainer
-computes. Everything else is refused before a model is loaded, because the engines accept much of it with HTTP 200 and
-then sample from another policy. Fields that a future PEFT adds are refused as soon as they leave their default.
+With adapters that the server applies at run time, a setting is accepted only if a plain LoRA adapter (`lora_A`,
+`lora_B`, one scaling) reproduces what the trainer computes. With fused serving, which writes the served weights, it is
+also accepted if these can be computed from the base and a few small tensors. Everything else is refused before a model
+is loaded, because the engines accept much of it with HTTP 200 and then sample from another policy. Fields that a future
+PEFT adds are refused as soon as they leave their default.
 
 This module reads configurations only; `adapter.export` looks at the live model.
 """
@@ -10,10 +12,12 @@ This module reads configurations only; `adapter.export` looks at the live model.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from trl_lora_sync.errors import UnsupportedAdapterError
 
+Serving = Literal["runtime", "fused"]
+"""How a server brings an adapter to its model: the field `lora_sync_serving`."""
 _WHY_NO_EMBEDDINGS = (
     "the embedding and the output head are served by few architectures, and tied weights differ between the "
     "trainer and the server"
@@ -88,10 +92,27 @@ _REFUSED_WHEN_SET = {
     "loftq_config": _WHY_NO_LOFTQ,
     "ensure_weight_tying": "tied adapters on the embedding and the output head cannot be served",
 }
+# Of these, what fused serving computes on the server, and how.
+_FUSED = {
+    "use_dora": "scales each row of the merged weight to the trained magnitude. Not on embeddings",
+    "lora_bias": "adds it to the bias of the layer, which must have one",
+    "modules_to_save": "replaces their weights and biases; they are sent whole at each sync",
+    "trainable_token_indices": "replaces the rows of these tokens, also in an output head that is tied to the "
+    "embedding",
+}
+_EXPERTS = (
+    "only the experts of Qwen3-MoE, Mixtral and Qwen3-VL-MoE, and the router of Mixtral, on a vLLM server; not with "
+    "an initialisation that changes the base"
+)
+FUSED_WAY_OUT = 'set lora_sync_serving="fused" with vllm_mode="server", with which vLLM computes it in its weights'
 
 
 def refuse(what: str, why: str, fix: str) -> UnsupportedAdapterError:
-    """The error for an adapter that cannot be served exactly."""
+    """The error for an adapter that cannot be served exactly.
+
+    Args:
+        fix: what else to do than to send all weights; no full stop.
+    """
     return UnsupportedAdapterError(
         f'{what} cannot be used with vllm_sync_strategy="lora_adapter": {why}. {fix}, {WEIGHTS_WAY_OUT}.'
     )
@@ -127,23 +148,24 @@ def _check_init(value: Any) -> None:
         )
 
 
-def _check_targets(value: Any) -> None:
+def _check_targets(value: Any, serving: Serving) -> None:
     names = [value] if isinstance(value, str) else list(value or ())
     for name in names:
-        if name.rpartition(".")[2] in _EMBEDDING_MODULES:
+        if serving != "fused" and name.rpartition(".")[2] in _EMBEDDING_MODULES:
             raise refuse_module(name)
 
 
 _CHECKED: dict[str, Callable[[Any], None]] = {
     "bias": _check_bias,
     "init_lora_weights": _check_init,
-    "target_modules": _check_targets,
 }
 
 
 def refuse_module(name: str) -> UnsupportedAdapterError:
     """The error for an adapter on the embedding or the output head."""
-    return refuse(f"A LoRA adapter on {name!r}", _WHY_NO_EMBEDDINGS, "Leave it out of target_modules")
+    return refuse(
+        f"A LoRA adapter on {name!r}", _WHY_NO_EMBEDDINGS, f"Leave it out of target_modules, or {FUSED_WAY_OUT}"
+    )
 
 
 def is_embedding_module(name: str) -> bool:
@@ -151,12 +173,16 @@ def is_embedding_module(name: str) -> bool:
     return name.rpartition(".")[2] in _EMBEDDING_MODULES
 
 
-def check_peft_config(config: Any, *, is_of_model: bool = False) -> None:
+def check_peft_config(
+    config: Any, *, is_of_model: bool = False, serving: Serving = "runtime", proves_groups: bool = False
+) -> None:
     """Refuse a PEFT configuration that no server could serve exactly.
 
     Args:
         config: the `peft_config` given to the trainer, or the active one of a `PeftModel`; `None` if there is none.
         is_of_model: whether it is one of a `PeftModel`, into which PEFT writes what it has found in the model.
+        serving: how the servers bring adapters to their model.
+        proves_groups: whether a trial adapter proves each group of modules, so that experts may have an adapter.
 
     Raises:
         UnsupportedAdapterError: naming the PEFT type or the field, why it cannot be served, and what to do.
@@ -190,13 +216,18 @@ def check_peft_config(config: Any, *, is_of_model: bool = False) -> None:
             "PEFT then adapts layers with classes of your own, which no server runs",
             "Remove the call of _register_custom_module",
         )
-    if is_of_model and config.target_parameters:
-        raise _refuse_experts(config)
+    if is_of_model and config.target_parameters and not proves_groups:
+        raise refuse_experts(config)
+    _check_targets(config.target_modules, serving)
     for field in dataclasses.fields(config):
-        _check_field(field, getattr(config, field.name))
+        if not (proves_groups and field.name == "target_parameters"):
+            _check_field(field, getattr(config, field.name), serving)
+    if config.target_parameters and changes_base(config.init_lora_weights):
+        raise refuse_experts(config)
+    _check_together(config)
 
 
-def _refuse_experts(config: Any) -> UnsupportedAdapterError:
+def refuse_experts(config: Any) -> UnsupportedAdapterError:
     """For experts that Transformers keeps in one parameter. PEFT adapts these as `target_parameters`, also if they
     were named as modules, or by "all-linear".
     Source: peft/utils/transformers_weight_conversion.py `_convert_peft_config_moe`, 0.21.2.
@@ -210,7 +241,18 @@ def _refuse_experts(config: Any) -> UnsupportedAdapterError:
     )
 
 
-def check_saved_config(saved: Mapping[str, Any]) -> None:
+def _check_together(config: Any) -> None:
+    """Refuse DoRA on an embedding, whose magnitudes are of its columns (peft/tuners/lora/dora.py, 0.18 to 0.21)."""
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
+    if config.use_dora and any(is_embedding_module(name) and "lm_head" not in name for name in targets):
+        raise refuse(
+            "LoraConfig(use_dora=True) with an embedding as a target",
+            "PEFT scales the columns of its weight, and a server the rows",
+            "Leave one of them out",
+        )
+
+
+def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime") -> None:
     """Refuse a saved `adapter_config.json` that no server could serve exactly; needs no PEFT.
 
     Fields that this version does not know are left to `check_peft_config`, which knows their defaults.
@@ -220,12 +262,25 @@ def check_saved_config(saved: Mapping[str, Any]) -> None:
     """
     if saved.get("peft_type") != "LORA":
         raise refuse(f"PEFT type {saved.get('peft_type')}", "vLLM and SGLang load plain LoRA adapters only", "Use LORA")
+    _check_targets(saved.get("target_modules"), serving)
     for name, check in _CHECKED.items():
         if name in saved:
             check(saved[name])
-    for name, why in _REFUSED_WHEN_SET.items():
-        if saved.get(name):
-            raise refuse(f"LoraConfig({name}={saved[name]!r})", why, "Leave it unset")
+    for name in _REFUSED_WHEN_SET:
+        _check_unset(name, saved.get(name), serving)
+
+
+def _check_unset(name: str, value: Any, serving: Serving) -> None:
+    if value and not (serving == "fused" and name in _FUSED):
+        way_out = f", or {FUSED_WAY_OUT}" if name in _FUSED else ""
+        raise refuse(f"LoraConfig({name}={value!r})", _REFUSED_WHEN_SET[name], f"Leave it unset{way_out}")
+
+
+def is_plain(saved: Mapping[str, Any]) -> bool:
+    """Whether a saved `adapter_config.json` trains nothing that fused serving alone can serve."""
+    targets = saved.get("target_modules") or ()
+    names = [targets] if isinstance(targets, str) else targets
+    return not any(saved.get(name) for name in _FUSED) and not any(map(is_embedding_module, names))
 
 
 def saved_rank(saved: Mapping[str, Any]) -> int:
@@ -237,14 +292,13 @@ def saved_rank(saved: Mapping[str, Any]) -> int:
     return 2 * largest if changes_base(saved.get("init_lora_weights")) else largest
 
 
-def _check_field(field: "dataclasses.Field[Any]", value: Any) -> None:
-    if field.name in _ANY_VALUE:
+def _check_field(field: "dataclasses.Field[Any]", value: Any, serving: Serving) -> None:
+    if field.name in _ANY_VALUE or field.name == "target_modules":
         return
     if field.name in _CHECKED:
         _CHECKED[field.name](value)
     elif field.name in _REFUSED_WHEN_SET:
-        if value:
-            raise refuse(f"LoraConfig({field.name}={value!r})", _REFUSED_WHEN_SET[field.name], "Leave it unset")
+        _check_unset(field.name, value, serving)
     elif value != _default_of(field):
         raise refuse(
             f"LoraConfig({field.name}={value!r})",
@@ -292,7 +346,7 @@ def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
             )
 
 
-def check_model(model: Any, peft_config: Any) -> None:
+def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
     """Refuse what the trainer was given, a model or its name and a PEFT configuration, before anything is loaded.
 
     Raises:
@@ -304,14 +358,14 @@ def check_model(model: Any, peft_config: Any) -> None:
     if hasattr(model, "peft_config"):
         # Where the adapter sits is checked when it is read, before the first step.
         active = check_active_adapters(model.active_adapters)
-        check_peft_config(model.peft_config[active], is_of_model=True)
+        check_peft_config(model.peft_config[active], is_of_model=True, serving=serving, proves_groups=proves_groups)
         check_other_adapters(model.peft_config, active)
     else:
-        check_peft_config(peft_config)
-        check_planned_modules(model, peft_config)
+        check_peft_config(peft_config, serving=serving, proves_groups=proves_groups)
+        check_planned_modules(model, peft_config, proves_groups=proves_groups)
 
 
-def supported_features() -> dict[str, str]:
+def supported_features(serving: Serving = "runtime") -> dict[str, str]:
     """Every `LoraConfig` field this version knows, with how it is treated; the support table is made from it."""
     table = dict.fromkeys(sorted(_ANY_VALUE), "any value")
     table["lora_dropout"] = _DROPOUT_ADVICE
@@ -322,4 +376,9 @@ def supported_features() -> dict[str, str]:
         "difference to the initial adapter at twice the rank"
     )
     table |= {name: f"refused: {why}" for name, why in _REFUSED_WHEN_SET.items()}
+    if serving == "runtime":
+        table["target_parameters"] = _EXPERTS
+    else:
+        table |= _FUSED
+        table["target_modules"] = "any; the embedding and the output head only if they are not tied"
     return table

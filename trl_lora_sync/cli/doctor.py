@@ -9,17 +9,21 @@ import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
+from trl_lora_sync import runtime
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, model_folder
 from trl_lora_sync.cli.examination import Examination
 from trl_lora_sync.cli.peft_config import read_peft_config
 from trl_lora_sync.cli.urls import check_listening, checked_urls, start_command
 from trl_lora_sync.places import is_local_url
+
+if TYPE_CHECKING:
+    from trl_lora_sync.adapter.support import Serving
 
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 
@@ -125,44 +129,56 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
     Args:
         scores: log-probabilities of the probe prompt from the servers before, to which this one's are added.
     """
-    from trl_lora_sync.adapter.support import changes_base, check_saved_config
     from trl_lora_sync.engines.connect import connect_engine
     from trl_lora_sync.errors import LoRASyncError
 
     diagnosis = Diagnosis(url)
-    if case.unusable is not None:
-        diagnosis.add("adapter features", PROBLEM, case.unusable)
-    elif case.config is not None:
-        with diagnosis.reporting("adapter features"):
-            check_saved_config(case.config)
-            words = "plain LoRA, which both engines serve exactly"
-            if changes_base(case.config.get("init_lora_weights")):
-                words = "served exactly as the difference to the initial adapter, which has twice the rank"
-            diagnosis.add("adapter features", OK, words)
     try:
         where = "" if is_local_url(url) else " on its host"
         start = start_command(url, *_serve_arguments(case))
         check_listening(url, case.timeout_s, f"Start one{where} with `{start}`, or correct the URL.")
     except LoRASyncError as error:
+        _judge_features(diagnosis, case, "runtime")
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis
     try:
-        engine = connect_engine(
-            url,
-            engine="auto",
-            is_local=is_local_url(url),
-            deadline=case.deadline(f"Waiting for {url}"),
-            serving="auto",
+        engine = runtime.run(
+            connect_engine(
+                url,
+                engine="auto",
+                is_local=is_local_url(url),
+                deadline=case.deadline(f"Waiting for {url}"),
+                serving="auto",
+            )
         )
     except LoRASyncError as error:
+        _judge_features(diagnosis, case, "runtime")
         _identify(diagnosis, case)
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis
     try:
+        _judge_features(diagnosis, case, "fused" if engine.capabilities.is_fused else "runtime")
         Examination(engine, case, diagnosis, scores).run()
     finally:
-        engine.close()
+        runtime.run(engine.close())
     return diagnosis
+
+
+def _judge_features(diagnosis: Diagnosis, case: Case, serving: "Serving") -> None:
+    """Whether the adapter of the case can be served, by a server of this kind."""
+    from trl_lora_sync.adapter.support import changes_base, check_saved_config, is_plain
+
+    if case.unusable is not None:
+        diagnosis.add("adapter features", PROBLEM, case.unusable)
+    elif case.config is not None:
+        with diagnosis.reporting("adapter features"):
+            check_saved_config(case.config, serving)
+            words = "plain LoRA, which both engines serve exactly"
+            if changes_base(case.config.get("init_lora_weights")):
+                words = "served exactly as the difference to the initial adapter, which has twice the rank"
+            elif not is_plain(case.config):
+                words = "more than plain LoRA, which this server computes in its weights"
+            diagnosis.add("adapter features", OK, words)
 
 
 def _serve_arguments(case: Case) -> tuple[str, ...]:
@@ -184,9 +200,11 @@ def _identify(diagnosis: Diagnosis, case: Case) -> None:
     ):
         client = HTTPClient(diagnosis.url, api_key=key, is_local=is_local_url(diagnosis.url))
         with contextlib.suppress(LoRASyncError, ValueError, AttributeError):
-            version = client.request("GET", route, case.deadline("Asking for the version")).json().get("version")
+            version = (
+                runtime.run(client.request("GET", route, case.deadline("Asking for the version"))).json().get("version")
+            )
             if version:
                 diagnosis.engine, diagnosis.version = engine, str(version)
-        client.close()
+        runtime.run(client.close())
         if diagnosis.engine:
             return

@@ -14,6 +14,7 @@ from trl_lora_sync.cli.peft_config import served_modules
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.mixed_batches import SharedCPUServerError, score_base
 from trl_lora_sync.places import default_sync_dir, is_local_url
+from trl_lora_sync.runtime import run
 from trl_lora_sync.verify import PROBE_PROMPT, BaseGap, Scores, compare, mean_distance
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Examination:
                     self._check_rank(self._case.config)
         finally:
             if self._transport is not None:
-                self._transport.close()
+                run(self._transport.close())
 
     def _check_version(self) -> None:
         from trl_lora_sync.engines.known import KNOWN_VERSIONS
@@ -117,7 +118,7 @@ class Examination:
 
     def _check_leftovers(self) -> None:
         with self._diagnosis.reporting("loaded adapters"):
-            names = sorted(self._engine.loaded(self._case.deadline("Listing adapters")))
+            names = sorted(run(self._engine.loaded(self._case.deadline("Listing adapters"))))
             if names:
                 words = (
                     f"{', '.join(names)}: of a live run, or left behind by a dead one. "
@@ -134,10 +135,12 @@ class Examination:
 
     def _check_base(self) -> None:
         try:
-            score = score_base(
-                self._engine,
-                self._case.deadline("Scoring a prompt with the base model"),
-                is_plausible=lambda found: not self._scores or mean_distance(found, self._scores[0]) <= _OTHER_BASE,
+            score = run(
+                score_base(
+                    self._engine,
+                    self._case.deadline("Scoring a prompt with the base model"),
+                    is_plausible=lambda found: not self._scores or mean_distance(found, self._scores[0]) <= _OTHER_BASE,
+                )
             )
         except SharedCPUServerError as error:
             self._diagnosis.add("base model", NOTE, str(error))
@@ -183,16 +186,16 @@ class Examination:
         transport = self._open_transport()
         if transport is None:
             return None
-        transport.open()
-        stored = transport.write("rank", _empty_adapter(_BEYOND_ANY_RANK))
+        run(transport.open())
+        stored = run(transport.write("rank", _empty_adapter(_BEYOND_ANY_RANK)))
         try:
-            self._engine.load(stored, self._case.deadline("Asking for the rank"))
+            run(self._engine.load(stored, self._case.deadline("Asking for the rank")))
         except LoRASyncError as error:
             told = re.search(r"max_lora_rank[ =:]+(\d+)", str(error))
             return int(told[1]) if told else None
         finally:
-            self._engine.unload(stored.name, self._case.deadline("Unloading"))
-            transport.delete(stored)
+            run(self._engine.unload(stored.name, self._case.deadline("Unloading")))
+            run(transport.delete(stored))
         return None
 
     def _check_adapter(self, saved: "SavedAdapter") -> None:
@@ -205,11 +208,11 @@ class Examination:
         with self._loaded(transport, self._canonical(saved)) as stored:
             self._diagnosis.add("adapter", OK, f"loaded as {stored.name}, rank {stored.rank}")
             try:
-                base = score_base(self._engine, self._case.deadline("Scoring"))
+                base = run(score_base(self._engine, self._case.deadline("Scoring")))
             except SharedCPUServerError as error:
                 self._diagnosis.add("effect", NOTE, str(error))
                 return
-            adapted = self._engine.score(stored.name, list(PROBE_PROMPT), self._case.deadline("Scoring"))
+            adapted = run(self._engine.score(stored.name, list(PROBE_PROMPT), self._case.deadline("Scoring")))
             self._judge_change(saved, mean_distance(base, adapted))
             self._compare_with_peft(Scores(base=base, adapted=adapted))
 
@@ -285,16 +288,16 @@ class Examination:
     @contextlib.contextmanager
     def _loaded(self, transport: "Transport", adapter: "CanonicalAdapter") -> Iterator["StoredAdapter"]:
         """An adapter that is on the server while the block lasts; what stays there all the same is reported."""
-        transport.open()
-        stored = transport.write("doctor", adapter)
+        run(transport.open())
+        stored = run(transport.write("doctor", adapter))
         try:
-            self._engine.load(stored, self._case.deadline("Loading the adapter"))
-            self._engine.warm_up(stored, self._case.deadline("Using the adapter"))
+            run(self._engine.load(stored, self._case.deadline("Loading the adapter")))
+            run(self._engine.warm_up(stored, self._case.deadline("Using the adapter")))
             yield stored
         finally:
-            self._engine.unload(stored.name, self._case.deadline("Unloading the adapter"))
+            run(self._engine.unload(stored.name, self._case.deadline("Unloading the adapter")))
             with self._diagnosis.reporting("clean-up"):
-                left = stored.name in self._engine.loaded(self._case.deadline("Listing adapters"))
+                left = stored.name in run(self._engine.loaded(self._case.deadline("Listing adapters")))
                 if left:
                     words = f"{stored.name} could not be unloaded; look at the server's log, or restart it"
                     self._diagnosis.add("clean-up", PROBLEM, words)

@@ -28,6 +28,7 @@ class Wanted:
         sleeps: whether `vllm_server_sleep="kv_cache"` will be used.
         takes_pushes: whether adapters will be pushed to it over HTTP.
         is_fused: whether adapters are added to its weights, `lora_sync_serving="fused"` of the trainer.
+        adapts_vision: whether adapters change modules that see images.
         loads_quickly: whether adapters are read with several threads; None where that is possible.
         host, port: where to listen.
         extra: the engine arguments that were typed.
@@ -40,6 +41,7 @@ class Wanted:
     sleeps: bool = False
     takes_pushes: bool = False
     is_fused: bool = False
+    adapts_vision: bool = False
     loads_quickly: bool | None = None
     host: str = "127.0.0.1"
     port: int = 8000

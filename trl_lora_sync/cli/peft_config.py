@@ -1,13 +1,19 @@
 """What a saved PEFT configuration requires of a server."""
 
 import json
+import re
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trl_lora_sync.adapter.groups import group_of, sees_images
 from trl_lora_sync.adapter.support import FUSED_LAYERS
 from trl_lora_sync.cli.console import UsageError
 
+# Names that only modules which see images have, in Qwen2.5-VL, Qwen3-VL and Gemma3.
+_VISION_NAMES = frozenset({"qkv", "linear_fc1", "linear_fc2", "fc1", "fc2"})
+_MAX_HEAD_BYTES = 64 << 20
 # The linear layers of Llama, Qwen, Mistral, Gemma and the like.
 USUAL_MODULES: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -39,3 +45,27 @@ def served_modules(targets: str | Sequence[str] | None) -> tuple[str, ...]:
         if names & set(group):
             names |= set(group)
     return tuple(sorted(names, key=lambda name: (*USUAL_MODULES, name).index(name)))
+
+
+def adapts_vision(path: Path, saved: dict[str, Any]) -> bool:
+    """Whether a saved adapter changes modules that see images: by its tensors, or else by the names of its targets."""
+    file = (path if path.is_dir() else path.parent) / "adapter_model.safetensors"
+    if file.is_file():
+        return any(sees_images(group_of(key)) for key in _keys_in(file))
+    targets = saved.get("target_modules") or ()
+    names = [targets] if isinstance(targets, str) else targets
+    excluded = saved.get("exclude_modules") or ()
+    excluded = excluded if isinstance(excluded, str) else "|".join(excluded)
+    return not re.search("visual|vision", excluded) and any(
+        sees_images(group_of(name)) or name.rpartition(".")[2] in _VISION_NAMES for name in names
+    )
+
+
+def _keys_in(file: Path) -> list[str]:
+    """The names of the tensors in a safetensors file; none if it is damaged."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            return list(json.loads(opened.read(min(length, _MAX_HEAD_BYTES))))
+    except (OSError, ValueError, struct.error):
+        return []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from trl_lora_sync import runtime
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.urls import check_listening, checked_urls
 from trl_lora_sync.places import default_sync_dir, is_gone, is_local_url
@@ -120,12 +121,12 @@ def sweep_server(url: str, args: Options) -> list[str]:
     is_local = is_local_url(url)
     root = (args.dir or default_sync_dir(is_local, ".")).absolute()
     seen_as = (args.server_dir or str(root)).rstrip("/")
-    engine = connect_engine(
-        url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"), serving="auto"
+    engine = runtime.run(
+        connect_engine(url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"), serving="auto")
     )
     try:
         # Listed first: a live run has its folder, locked, from before its first load until after its last unload.
-        loaded = engine.loaded(deadline("Listing adapters"))
+        loaded = runtime.run(engine.loaded(deadline("Listing adapters")))
         states = run_states(root) if root.is_dir() else {}
         lines = []
         for name, path in sorted(loaded.items()):
@@ -137,7 +138,7 @@ def sweep_server(url: str, args: Options) -> list[str]:
             else:
                 lines.append(_unload(engine, name, deadline, dry_run=args.dry_run))
         if root.is_dir():
-            left = loaded if args.dry_run else engine.loaded(deadline("Listing adapters"))
+            left = loaded if args.dry_run else runtime.run(engine.loaded(deadline("Listing adapters")))
             lines += sweep_folder(
                 root,
                 args.dry_run,
@@ -146,13 +147,13 @@ def sweep_server(url: str, args: Options) -> list[str]:
             )
         return lines
     finally:
-        engine.close()
+        runtime.run(engine.close())
 
 
 def _unload(engine: "Engine", name: str, deadline: "Callable[[str], Deadline]", *, dry_run: bool) -> str:
     if dry_run:
         return f"would unload {name}"
-    done = engine.unload(name, deadline(f"Unloading {name}"))
+    done = runtime.run(engine.unload(name, deadline(f"Unloading {name}")))
     return f"unloaded {name}" if done else f"left {name}: the server did not confirm the unload"
 
 

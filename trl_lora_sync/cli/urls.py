@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.places import has_secrets, is_http_url, is_local_url
+from trl_lora_sync.runtime import run
 
 # A port that refuses connections has no server behind it; a server that restarts opens its port again within this time.
 _PATIENCE_S = 3.0
@@ -59,7 +60,7 @@ def check_listening(url: str, timeout_s: float, advice: str) -> None:
     try:
         while True:
             try:
-                client.request("GET", "/health", Deadline.after(patience_s, f"Connecting to {url}"))
+                run(client.request("GET", "/health", Deadline.after(patience_s, f"Connecting to {url}")))
                 return
             except DeadlineExceededError:
                 return  # it is there, and slow
@@ -72,7 +73,7 @@ def check_listening(url: str, timeout_s: float, advice: str) -> None:
                     ) from error
             time.sleep(0.2)
     finally:
-        client.close()
+        run(client.close())
 
 
 def start_command(url: str, *serve_arguments: str) -> str:

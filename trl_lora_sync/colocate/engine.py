@@ -357,7 +357,7 @@ def slot_of(manager: Any, adapter_id: int) -> int | None:
 
 
 def empty_prefix_cache(llm: Any) -> None:
-    """Forget keys and values that were computed with other weights.
+    """Drop the keys and values that were computed with other weights.
 
     Raises:
         GenerationError: requests are running, which would go on with them.

@@ -15,6 +15,7 @@ from trl_lora_sync.adapter_generation import AdapterGeneration
 from trl_lora_sync.colocate import engine, placing, shared_base
 from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.colocate.in_weights import FoldedIntoSharedWeights, MergedIntoOwnWeights
+from trl_lora_sync.colocate.shared_base import SharedBase
 from trl_lora_sync.colocate.slots import AdapterSlots
 from trl_lora_sync.distributed import run_on_all, run_on_main
 from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
@@ -39,6 +40,7 @@ class ColocateGeneration(AdapterGeneration):
         self._active: Policy | None = None
         self._layout: Any = None  # names and shapes of the tensors that the engine was proved with
         self._is_proven = False
+        self._shared: SharedBase | None = None
         self._received: torch.Tensor | None = None  # memory for the adapter that process 0 sends
         super().__init__(*args, **kwargs)
 
@@ -87,7 +89,7 @@ class ColocateGeneration(AdapterGeneration):
             raise _no_fused("the base model is quantised, and an adapter cannot be added to quantised weights")
 
     def _reason_against_sharing(self) -> str | None:
-        """**Collective.** Why vLLM has to have a base of its own, as far as it is known before it starts.
+        """**Collective.** Why vLLM needs a second copy of the base, as far as it shows before vLLM starts.
 
         Raises:
             UnsupportedSettingError: a shared base was requested.
@@ -107,34 +109,32 @@ class ColocateGeneration(AdapterGeneration):
         return reason
 
     def _share_base(self, reason: str | None) -> str:
-        """**Collective.** Let trainer and vLLM share the base, unless there is a reason; which it was, in words."""
-        self._shares_base = False
+        """**Collective.** Let trainer and vLLM share the base unless there is a reason, and describe the outcome."""
         if reason is None:
             weights = placing.base_weights(self.model)
             views = run_on_all(
                 self.accelerator, lambda: shared_base.find_views(self.llm, weights, engine.model_dtype(self.llm))
             )
             reason = self._agree_on_sharing(views if isinstance(views, str) else None)
-            if reason is None:
-                assert not isinstance(views, str)
-                size = shared_base.share(weights, views)
-                self._shares_base = True
-        self.model.to(self.accelerator.device)  # what is not shared
-        if not self._shares_base:
-            return f"a base of its own ({reason})"
-        return f"the trainer's base ({size / 2**30:.2f} GiB, compared bit by bit)"
+            if not isinstance(views, str) and reason is None:
+                self._shared = SharedBase(weights, views)
+                self._shared.connect(self.model, self.accelerator.device)
+                return f"the trainer's base ({self._shared.nbytes / 2**30:.2f} GiB, compared bit by bit)"
+        self.model.to(self.accelerator.device)  # it may have waited on the host
+        return f"a second copy of the base ({reason})"
 
     def _make_holder(self) -> AdapterSlots | MergedIntoOwnWeights | FoldedIntoSharedWeights:
         if self._settings.serving == "runtime":
             return AdapterSlots(self.llm)
-        kind = FoldedIntoSharedWeights if self._shares_base else MergedIntoOwnWeights
-        return kind(self.llm, placing.base_weights(self.model))
+        if self._shared is not None:
+            return FoldedIntoSharedWeights(self.llm, self._shared.views)
+        return MergedIntoOwnWeights(self.llm, placing.base_weights(self.model))
 
     def _summary(self, base_name: str | None, base_note: str) -> str:
         runner_dtype = str(engine.model_dtype(self.llm)).removeprefix("torch.")
         how = "are written into its slots"
         if self._settings.serving == "fused":
-            how = "are folded into the weights while it samples" if self._shares_base else "are merged into its weights"
+            how = "are folded into the weights while it samples" if self._shared else "are merged into its weights"
         return (
             f"LoRA adapter sync: vLLM {engine.installed_version()} in the trainer's process, serving {base_name} in "
             f"{runner_dtype} with {base_note}; adapters {how}; checked: adapter features, base model, rank"
@@ -150,7 +150,7 @@ class ColocateGeneration(AdapterGeneration):
         base = run_on_all(self.accelerator, base.remembered)
         run_on_all(self.accelerator, lambda: self._check_base(base))
         trial, policy = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trials))
-        trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.logprobs)
+        trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.scores.adapted)
         found = run_on_all(self.accelerator, lambda: self._compared(policy, trained))
         self._is_proven = self._prove_all(found)
         if not self._is_proven:
@@ -207,6 +207,8 @@ class ColocateGeneration(AdapterGeneration):
             LoRASyncError: on every process alike.
         """
         timer = PhaseTimer()
+        if self._shared is not None:
+            self._shared.reconnect()
         read = self._gather_adapter(timer)
         with timer.phase("gather"):
             adapter = self._on_every_process(read)

@@ -1,16 +1,16 @@
-"""Serves adapters in the weights that vLLM computes with, so that tokens cost what the base model's cost.
+"""Serves adapters in the weights that vLLM computes with, and decodes at the speed of the base model.
 
 Every version starts from the trainer's frozen weights, so nothing drifts. vLLM's prefix cache does not know which
 adapter is in the weights, so it is emptied when another one is put there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, modules_of
 from trl_lora_sync.colocate import engine, placing
@@ -28,11 +28,11 @@ class AdaptersInWeights(ABC):
     """Keeps the adapters of an engine, under the numbers 1 to `engine.SLOTS`, of which one is in the weights at most.
 
     Args:
-        llm: vLLM's `LLM`, without adapters of its own.
+        llm: vLLM's `LLM`, started without LoRA.
         base: the trainer's frozen matrices, by the names of their modules.
     """
 
-    def __init__(self, llm: Any, base: dict[str, nn.Parameter]) -> None:
+    def __init__(self, llm: Any, base: Mapping[str, Tensor]) -> None:
         self._llm = llm
         self._base = base
         self._parameters = placing.served_parameters(llm)
@@ -81,7 +81,7 @@ class AdaptersInWeights(ABC):
         return modules_of(self._held[policy.adapter_id].tensors)
 
     def release(self) -> None:
-        """Forget the adapters."""
+        """Drop the adapters."""
         self._held.clear()
         self._names.clear()
 
@@ -95,9 +95,9 @@ class AdaptersInWeights(ABC):
 
 
 class MergedIntoOwnWeights(AdaptersInWeights):
-    """vLLM has weights of its own, which hold the newest adapter until another one takes its place."""
+    """vLLM has a second copy of the base, which holds the newest adapter until another one replaces it."""
 
-    def __init__(self, llm: Any, base: dict[str, nn.Parameter]) -> None:
+    def __init__(self, llm: Any, base: Mapping[str, Tensor]) -> None:
         super().__init__(llm, base)
         self._pieces: dict[str, list[Piece]] = {}
         self._is_transposed = False
@@ -147,7 +147,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
 class FoldedIntoSharedWeights(AdaptersInWeights):
     """Trainer and vLLM share the weights, so an adapter is in them only while vLLM samples."""
 
-    def __init__(self, llm: Any, base: dict[str, nn.Parameter]) -> None:
+    def __init__(self, llm: Any, base: Mapping[str, Tensor]) -> None:
         super().__init__(llm, base)
         self._folded = FoldedBase([])
         self._modules: Sequence[str] = ()

@@ -1,6 +1,6 @@
 """Which memory of the served model belongs to which weight of the trainer's base model.
 
-vLLM's own loading rules say it, see `engine_plugins.fused_placement`. Nothing is copied.
+vLLM's own loading rules decide it, see `engine_plugins.fused_placement`. Nothing is copied.
 """
 
 from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ def whole_views(llm: Any, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]
     """
     strange = [name for name, weight in weights.items() if weight.ndim != 2]
     if strange:
-        raise PlacementError(f"{strange[0]!r} is no matrix")
+        raise PlacementError(f"{strange[0]!r} has more than two dimensions")
     found = find(llm, {name: (weight.shape[0], weight.shape[1]) for name, weight in weights.items()})
     parameters, views = served_parameters(llm), {}
     for name, weight in weights.items():

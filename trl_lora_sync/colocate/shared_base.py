@@ -19,7 +19,7 @@ _HALF = (torch.bfloat16, torch.float16, "bfloat16", "float16", "auto")
 
 
 def shards_base(args: Any) -> bool:
-    """Whether a launcher will shard the trainer's base model, as far as it is known before a model is loaded."""
+    """Whether a launcher will shard the trainer's base model, as far as it shows before a model is loaded."""
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         return True
     config = getattr(args, "hf_deepspeed_config", None)
@@ -52,7 +52,7 @@ def refuse_sharded(args: Any) -> None:
 
 
 def may_share(args: Any, model: Any) -> bool:
-    """Whether the trainer's model should wait on the host for vLLM's weights, as far as it is known before loading.
+    """Whether the trainer's model should wait on the host for vLLM's weights, as far as it shows before loading.
 
     Args:
         args: the trainer's configuration.
@@ -72,11 +72,11 @@ def may_share(args: Any, model: Any) -> bool:
 def reason_against(
     model: nn.Module, choice: str, dtype: torch.dtype | None, accelerator: Any, tensor_parallel_size: int
 ) -> str | None:
-    """Why the base cannot be shared, as far as it is known before vLLM has started; None if it may be.
+    """Why the base cannot be shared, as far as it shows before vLLM has started; None if it can.
 
     Args:
         choice: `vllm_colocate_base`.
-        dtype: what vLLM is told to compute in; None lets it choose.
+        dtype: what vLLM has to compute in; None lets it choose.
     """
     if choice == "own":
         return 'vllm_colocate_base="own"'
@@ -122,16 +122,42 @@ def find_views(llm: Any, weights: dict[str, nn.Parameter], served_dtype: torch.d
     return f"{different!r} holds other values in vLLM than in the trainer" if different else views
 
 
-def share(weights: dict[str, nn.Parameter], views: dict[str, torch.Tensor]) -> int:
-    """Replace the memory of the trainer's weights by the views, and return the bytes that are shared."""
-    for name, view in views.items():
-        weights[name].data = view
-    return sum(view.nbytes for view in views.values())
+class SharedBase:
+    """The weights that trainer and vLLM share.
+
+    Args:
+        weights: the trainer's, by name.
+        views: of vLLM's memory, with the same bits.
+    """
+
+    def __init__(self, weights: dict[str, nn.Parameter], views: dict[str, torch.Tensor]) -> None:
+        self._weights = weights
+        self.views = views
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that is shared."""
+        return sum(view.nbytes for view in self.views.values())
+
+    def connect(self, model: nn.Module, device: torch.device) -> None:
+        """Replace the memory of the trainer's weights by the views, and move the rest of its model to the device."""
+        for weight in self._weights.values():
+            weight.data = weight.data.new_empty(0)  # so that moving makes no copy
+        model.to(device)
+        for name, view in self.views.items():
+            self._weights[name].data = view
+
+    def reconnect(self) -> None:
+        """Connect again what was copied meanwhile, as `model.to` does from the device `cpu` to `cpu:0` (torch 2.13)."""
+        apart = [name for name, view in self.views.items() if self._weights[name].data_ptr() != view.data_ptr()]
+        if apart and placing.first_difference(self.views, self._weights) is None:
+            for name in apart:
+                self._weights[name].data = self.views[name]
 
 
 def refusal(reason: str) -> UnsupportedSettingError:
     """The error for a base that was to be shared and cannot be."""
     return UnsupportedSettingError(
         f'vllm_colocate_base="shared" cannot be used here: {reason}. Set vllm_colocate_base="auto", with which vLLM '
-        "has a base of its own then."
+        "has a second copy of the base then."
     )

@@ -1,6 +1,14 @@
 """What an adapter's folder holds, by its configuration and the head of its safetensors file; reads no tensors.
 
-Takes plain LoRA only. Everything else is refused here, before any weight is touched.
+Takes plain LoRA, and what the trainer writes beside it (`adapter.extras`):
+
+    X.lora_A.weight, X.lora_B.weight          scaling * lora_B @ lora_A is added to X.weight
+    X.lora_magnitude_vector.weight            (2, out_features), added up: the norms of the rows of that sum, for DoRA
+    X.lora_B.bias                             is added to X.bias
+    X.weight, X.bias                          replaces X.weight or X.bias
+    X.token_adapter.trainable_tokens_delta    replaces the rows of X.weight that the configuration lists
+
+Everything else is refused here, before any weight is touched.
 """
 
 import json
@@ -9,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
@@ -21,6 +29,9 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
 )
 
 _PREFIX = "base_model.model."
+TOKENS_KEY = "lora_sync_tokens"
+"""In the configuration: the number of rows of each embedding of which some are replaced, and which ones."""
+Kind = Literal["value", "added", "rows"]
 # Fields of the configuration that change what is computed; with these values they change nothing.
 # Source: peft/tuners/lora/config.py (0.21).
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -58,15 +69,41 @@ class AdapterFile:
 
     Attributes:
         head: which region of the file holds all tensors.
-        modules: lora_A `(r, in_features)` and lora_B `(out_features, r)` by the module's name in the checkpoint; the
-            same object for every file with the same header.
+        content: what the tensors are; the same object for every file with the same header.
         scaling: what `lora_B @ lora_A` is multiplied with.
+        tokens: for each tensor of which some rows are replaced, how many it has and which ones.
     """
 
     file: Path
     head: Head
-    modules: dict[str, tuple[TensorSpan, TensorSpan]]
+    content: "Content"
     scaling: float
+    tokens: dict[str, tuple[int, list[int]]]
+
+    @property
+    def modules(self) -> dict[str, tuple[TensorSpan, TensorSpan]]:
+        return self.content.modules
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape in the checkpoint of everything that changes, by `tensor_name`'s argument."""
+        shapes: dict[str, tuple[int, ...]] = {name: (b.shape[0], a.shape[1]) for name, (a, b) in self.modules.items()}
+        for name, (kind, span) in self.content.tensors.items():
+            shapes[name] = (self.tokens[name][0], span.shape[1]) if kind == "rows" else span.shape
+        return shapes
+
+
+class Content(NamedTuple):
+    """The tensors of a file.
+
+    Attributes:
+        modules: lora_A `(r, in_features)` and lora_B `(out_features, r)` by the module's name in the checkpoint.
+        magnitudes: of DoRA, `(2, out_features)`, for some of the modules.
+        tensors: what happens to other tensors, by their names in the checkpoint.
+    """
+
+    modules: dict[str, tuple[TensorSpan, TensorSpan]]
+    magnitudes: dict[str, TensorSpan]
+    tensors: dict[str, tuple[Kind, TensorSpan]]
 
 
 def read_head(folder: str) -> AdapterFile:
@@ -82,7 +119,8 @@ def read_head(folder: str) -> AdapterFile:
         with file.open("rb", buffering=0) as opened:
             head = head_of(opened.fileno())
         scaling = _scaling_of(config)
-        modules = _modules_in(head)
+        content = _content_of(head)
+        tokens = _tokens_in(config, content)
     except FileNotFoundError as error:
         message = f"No adapter found for {folder} ({error.strerror}: {error.filename})"
         raise AdapterFileError(message, is_missing=True) from error
@@ -92,7 +130,7 @@ def read_head(folder: str) -> AdapterFile:
         raise AdapterFileError(
             f"{folder} holds no adapter that can be read ({type(error).__name__}: {error})"
         ) from error
-    return AdapterFile(file=file, head=head, modules=modules, scaling=scaling)
+    return AdapterFile(file=file, head=head, content=content, scaling=scaling, tokens=tokens)
 
 
 def _scaling_of(config: dict[str, Any]) -> float:
@@ -106,32 +144,76 @@ def _scaling_of(config: dict[str, Any]) -> float:
     return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
 
 
-# All versions of a run have one header. The worker knows modules that it has placed by the identity of this result.
+# All versions of a run have one header. The worker knows what it has placed by the identity of this result.
 @lru_cache(maxsize=2)
-def _modules_in(head: Head) -> dict[str, tuple[TensorSpan, TensorSpan]]:
-    found: dict[str, dict[str, TensorSpan]] = defaultdict(dict)
+def _content_of(head: Head) -> Content:
+    pairs: dict[str, dict[str, TensorSpan]] = defaultdict(dict)
+    content = Content({}, {}, {})
     for name, entry in head.content()[1].items():
-        module, _, kind = name.removesuffix(".weight").rpartition(".lora_")
-        if kind not in ("A", "B") or not name.endswith(".weight") or not name.startswith(_PREFIX):
-            raise AdapterFileError(
-                f"The adapter holds {name!r}. Fused serving accepts only lora_A and lora_B of linear layers; train "
-                "linear layers only."
-            )
-        found[module.removeprefix(_PREFIX)][kind] = _span(name, entry, head.size)
-    if not found:
+        path = name.removeprefix(_PREFIX)
+        module, _, what = path.rpartition(".")
+        span = _span(name, entry, head.size, is_matrix=what == "weight" and ".lora_" in path)
+        if path == name:
+            raise _unknown(name)
+        if what == "weight" and module.endswith((".lora_A", ".lora_B")):
+            pairs[module[: -len(".lora_A")]][module[-1]] = span
+        elif path.endswith(".lora_magnitude_vector.weight"):
+            content.magnitudes[module.removesuffix(".lora_magnitude_vector")] = span
+        elif path.endswith(".lora_B.bias"):
+            content.tensors[f"{module.removesuffix('.lora_B')}.bias"] = ("added", span)
+        elif what == "trainable_tokens_delta" and len(span.shape) == 2:
+            content.tensors[f"{module.removesuffix('.token_adapter')}.weight"] = ("rows", span)
+        elif what in ("weight", "bias") and "lora_" not in path:
+            content.tensors[path] = ("value", span)
+        else:
+            raise _unknown(name)
+    if not pairs and not content.tensors:
         raise AdapterFileError("The adapter holds no tensors.")
-    modules = {}
-    for module, pair in found.items():
+    for module, pair in pairs.items():
         if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1] or pair["A"].dtype != pair["B"].dtype:
             raise AdapterFileError(f"lora_A and lora_B of {module!r} do not belong together: {pair}.")
-        modules[module] = (pair["A"], pair["B"])
-    return modules
+        content.modules[module] = (pair["A"], pair["B"])
+    for module, span in content.magnitudes.items():
+        if module not in content.modules or span.shape != (2, content.modules[module][1].shape[0]):
+            raise AdapterFileError(f"The magnitudes of {module!r} do not belong to its lora_B: {span}.")
+    return content
 
 
-def _span(name: str, entry: Any, size: int) -> TensorSpan:
+def _unknown(name: str) -> AdapterFileError:
+    return AdapterFileError(
+        f"The adapter holds {name!r}, which fused serving does not know. Export the adapter with this package, in the "
+        "version that the server has."
+    )
+
+
+def _tokens_in(config: dict[str, Any], content: Content) -> dict[str, tuple[int, list[int]]]:
+    """Raises one of `MALFORMED` or AdapterFileError for rows that are not listed rightly."""
+    listed = config.get(TOKENS_KEY) or {}
+    tokens = {
+        f"{module}.weight": (int(rows), [int(one) for one in indices]) for module, (rows, indices) in listed.items()
+    }
+    counts = {name: span.shape[0] for name, (kind, span) in content.tensors.items() if kind == "rows"}
+    are_right = {name: len(indices) for name, (_, indices) in tokens.items()} == counts and all(
+        len(set(indices)) == len(indices) and all(0 <= one < rows for one in indices)
+        for rows, indices in tokens.values()
+    )
+    if not are_right:
+        raise AdapterFileError(
+            f"The adapter replaces {counts} rows of embeddings, and its configuration lists others in {TOKENS_KEY!r}."
+        )
+    return tokens
+
+
+def tensor_name(name: str) -> str:
+    """The checkpoint's name of what changes: a tensor's own, and of a module its weight."""
+    return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+
+
+def _span(name: str, entry: Any, size: int, *, is_matrix: bool) -> TensorSpan:
     try:
         span = TensorSpan.of(entry)
-        if len(span.shape) != 2 or min(span.shape) < 1 or not span.fits(size):
+        dimensions = (2,) if is_matrix else (1, 2)
+        if len(span.shape) not in dimensions or min(span.shape) < 1 or not span.fits(size):
             raise ValueError
     except (KeyError, ValueError, TypeError) as error:
         raise AdapterFileError(

@@ -5,13 +5,15 @@ stacked parameters (q, k and v in one) and shards (tensor parallel) are right fo
 Knows torch and no engine.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from trl_lora_sync.engine_plugins.fused_file import tensor_name
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -56,7 +58,7 @@ class Piece:
 def find_pieces(
     load_weights: LoadWeights,
     parameters: dict[str, Tensor],
-    shapes: dict[str, tuple[int, int]],
+    shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     *,
     skip_padding: bool = False,
@@ -66,11 +68,12 @@ def find_pieces(
     Args:
         load_weights: the model's.
         parameters: the model's parameters that may be written to, on any device.
-        shapes: `(out_features, in_features)` of each weight, by the name of its module in the checkpoint.
-        skip_padding: whether a model may fill rows beyond those of a weight, as vLLM does below an embedding.
+        shapes: of each weight or bias, by the name of its module in the checkpoint, or by its own (`tensor_name`). One
+            of shape `(n,)` is taken for a matrix of shape `(1, n)`.
+        skip_padding: whether a model may fill rows beyond the end of a weight, as vLLM does below an embedding.
 
     Returns:
-        The pieces of each module; none for a module that is not on this process.
+        The pieces of each of them; none for what is not on this process.
 
     Raises:
         PlacementError: the model does not know a name, the shape does not fit it, or it does more than copying.
@@ -82,7 +85,7 @@ def find_pieces(
             recorder.begin(torch.empty(shape, dtype=dtype, device="meta"))
             with recorder:
                 try:
-                    load_weights([(f"{module}.weight", recorder.source)])
+                    load_weights([(tensor_name(module), recorder.source)])
                 except Exception as error:  # whatever a model's own code raises for what it cannot load
                     if isinstance(error, PlacementError):
                         raise PlacementError(f"{module!r}: {error}") from error
@@ -118,7 +121,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
                 raise PlacementError(
                     f"the model changes its weight with {func}, which is not a plain copy. It is not a linear layer: "
-                    "MoE experts, embeddings and output layers cannot be fused. Leave it out of target_modules"
+                    "MoE experts cannot be fused. Leave it out of target_modules"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -126,8 +129,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, parameter = self._parameters[_storage(target)]
         if _storage(source) != _storage(self.source):
             raise PlacementError("the model computes something from its weight before it keeps it")
+        whole = self.source
+        if target.ndim == parameter.ndim == source.ndim == 1:
+            target, parameter, source, whole = (one.unsqueeze(0) for one in (target, parameter, source, whole))
         top, left = _corner(target, parameter)
-        row, column = _corner(source, self.source)
+        row, column = _corner(source, whole)
         rows, columns = source.shape
         self.pieces.append(Piece(key, (row, row + rows), (column, column + columns), top, left))
 

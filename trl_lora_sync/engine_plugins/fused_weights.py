@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, fuse_with_magnitude
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError
 from trl_lora_sync.engine_plugins.fused_placement import Piece
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError, bytes_of, joined
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
 
+_KINDS = ("lora_A", "lora_B")
 _KERNEL_DTYPES = ({torch.bfloat16}, {torch.float16})
 # Bounds a product in float32, where the kernel cannot be used.
 _PRODUCT_BYTES = 64 << 20
@@ -68,11 +70,15 @@ class FusedAdapter:
     Attributes:
         matrices: lora_A and lora_B of each module that changes anything; all-zero ones are left out, so that their
             weights are copies of W0, -0.0 included.
+        magnitudes: of DoRA, `(out_features,)` in float32, for some of these.
+        changes: of other tensors, by their names in the checkpoint.
     """
 
     name: str
     scaling: float
     matrices: dict[str, tuple[Tensor, Tensor]] = field(repr=False)
+    magnitudes: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    changes: dict[str, Change] = field(default_factory=dict, repr=False)
 
 
 class Reader:
@@ -83,11 +89,11 @@ class Reader:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._files = ParallelReader()
 
-    def read(self, adapter: AdapterFile) -> dict[str, tuple[Tensor, Tensor]]:
-        """The matrices of each module, as views of one buffer on the device.
+    def read(self, name: str, adapter: AdapterFile) -> FusedAdapter:
+        """The adapter, as views of one buffer on the device, without its all-zero modules.
 
         Raises:
-            AdapterFileError: the file is gone or shorter than its header promises.
+            AdapterFileError: the file is gone or shorter than its header promises, or holds NaN or infinity.
         """
         try:
             with adapter.file.open("rb", buffering=0) as file:
@@ -96,7 +102,22 @@ class Reader:
             raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", is_missing=True) from error
         except ShortFileError as error:
             raise AdapterFileError(f"{adapter.file}: {error}") from error
-        return {name: (a.view_in(data), b.view_in(data)) for name, (a, b) in adapter.modules.items()}
+        content = adapter.content
+        changes = {
+            key: Change(
+                kind,
+                as_matrix(span.view_in(data)),
+                torch.tensor(adapter.tokens[key][1]) if kind == "rows" else None,
+            )
+            for key, (kind, span) in content.tensors.items()
+        }
+        return finite(
+            name,
+            adapter.scaling,
+            {key: (a.view_in(data), b.view_in(data)) for key, (a, b) in content.modules.items()},
+            {key: span.view_in(data).float().sum(0) for key, span in content.magnitudes.items()},
+            changes,
+        )
 
     def _read(self, file: int, start: int, size: int) -> Tensor:
         if self.device.type != "cuda":
@@ -120,20 +141,36 @@ class Reader:
                     copy_to[part].copy_(memory[part], non_blocking=True)
 
 
-def finite(name: str, scaling: float, matrices: dict[str, tuple[Tensor, Tensor]]) -> FusedAdapter:
+def finite(
+    name: str,
+    scaling: float,
+    matrices: dict[str, tuple[Tensor, Tensor]],
+    magnitudes: dict[str, Tensor] | None = None,
+    changes: dict[str, Change] | None = None,
+) -> FusedAdapter:
     """The adapter without its all-zero modules.
 
     Raises:
         AdapterFileError: it holds NaN or infinity.
     """
-    largest = _largest([tensor for pair in matrices.values() for tensor in pair])
-    if not all(value < float("inf") for value in largest):
-        names = [f"{module}.{kind}" for module in matrices for kind in ("lora_A", "lora_B")]
-        bad = [one for one, value in zip(names, largest, strict=True) if not value < float("inf")]
-        raise AdapterFileError(f"The adapter holds NaN or infinity, in {', '.join(bad[:3])}.")
+    magnitudes, changes = magnitudes or {}, changes or {}
+    named = {
+        f"{module}.{kind}": one for module, pair in matrices.items() for kind, one in zip(_KINDS, pair, strict=True)
+    }
+    largest = _largest(list(named.values())) if named else []
+    others = {f"{module}.magnitude": one for module, one in magnitudes.items()}
+    others |= {key: change.tensor for key, change in changes.items()}
+    broken = [key for key, value in zip(named, largest, strict=True) if not value < float("inf")]
+    broken += [key for key, one in others.items() if not bool(one.isfinite().all())]
+    if broken:
+        raise AdapterFileError(f"The adapter holds NaN or infinity, in {', '.join(broken[:3])}.")
     sizes = zip(largest[::2], largest[1::2], strict=True)
-    moved = {name: pair for (name, pair), (a, b) in zip(matrices.items(), sizes, strict=True) if a and b}
-    return FusedAdapter(name, scaling, moved if scaling else {})
+    moved = {
+        name: pair
+        for (name, pair), (a, b) in zip(matrices.items(), sizes, strict=True)
+        if (a and b and scaling) or name in magnitudes
+    }
+    return FusedAdapter(name, scaling, moved, magnitudes, changes)
 
 
 def _largest(tensors: list[Tensor]) -> list[float]:
@@ -158,6 +195,7 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
         pieces: of every module that was ever adapted.
     """
     matrices = adapter.matrices if adapter is not None else {}
+    changes = adapter.changes if adapter is not None else {}
     by_target: dict[str, list[tuple[str, Piece]]] = {key: [] for key in targets}
     for module, found in pieces.items():
         for piece in found:
@@ -166,22 +204,32 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
         with target.changing() as weight, torch.no_grad():
             # Bases first: a layer may have been adapted as a whole by one adapter and in parts by another.
             for module, piece in by_target[key]:
-                if module not in matrices:
+                if module not in matrices and module not in changes:
                     part_of(weight, piece).copy_(part_of(target.base, piece), non_blocking=True)
             for module, piece in by_target[key]:
-                if module in matrices:
+                parts = part_of(weight, piece), part_of(target.base, piece)
+                if module in changes:
+                    changes[module].write(*parts, piece)
+                elif module in matrices:
                     assert adapter is not None
-                    fuse_piece(
-                        part_of(weight, piece), part_of(target.base, piece), *matrices[module], piece, adapter.scaling
-                    )
+                    magnitude = adapter.magnitudes.get(module)
+                    fuse_piece(*parts, *matrices[module], piece, adapter.scaling, magnitude)
 
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:
-    """The rectangle of a parameter that a piece is."""
-    return whole[piece.top : piece.bottom, piece.left : piece.right]
+    """The rectangle of a parameter that a piece is; a vector has one row."""
+    return as_matrix(whole)[piece.top : piece.bottom, piece.left : piece.right]
 
 
-def fuse_piece(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, piece: Piece, scaling: float) -> None:
+def fuse_piece(
+    weight: Tensor,
+    base: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    piece: Piece,
+    scaling: float,
+    magnitude: Tensor | None = None,
+) -> None:
     """Write `base + scaling * lora_B @ lora_A` to a rectangle of a weight.
 
     Args:
@@ -189,11 +237,15 @@ def fuse_piece(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, pie
         base: what it held at first, in any dtype and on any device.
         lora_A, lora_B: of the whole module.
         piece: which rectangle of the module it is.
+        magnitude: with DoRA, the norms that the module's rows get; else None.
     """
     rows, columns = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)]
     if base.device != weight.device:
         weight.copy_(base, non_blocking=True)
         base = weight
+    if magnitude is not None:
+        fuse_with_magnitude(weight, base, columns, rows, scaling, magnitude[slice(*piece.rows)])
+        return
     operands = (weight, base, columns, rows)
     if (
         weight.is_cuda

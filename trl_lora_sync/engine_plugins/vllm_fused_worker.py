@@ -13,7 +13,7 @@ Environment of the server:
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,6 @@ from trl_lora_sync.engine_plugins.fused_weights import (
     Reader,
     Target,
     copies_of,
-    finite,
     fuse,
 )
 
@@ -107,12 +106,13 @@ class _FusedModel:
         self._place = place
         self._kept_in = ""
         self._linears = _linears_of(self._model)
+        self._embeddings = _embeddings_of(self._model)
         self._packed = {owner for owner, layer in self._linears.items() if layer.weight.numel() == 0}
         self._reader = Reader(next(self._model.parameters()).device)
         self._targets: dict[str, Target] = {}
         self._pieces: dict[str, list[Piece]] = {}
-        self._shapes: dict[str, tuple[int, int]] = {}
-        # The modules that were placed last, as the head of their file lists them.
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        # What was placed last, as the head of its file lists it.
         self._fitting: object = None
         # Placed, and not yet seen to be complete over all workers.
         self._unproved: set[str] = set()
@@ -133,22 +133,24 @@ class _FusedModel:
         started = time.perf_counter()
         self._prepared = None
         adapter = read_head(path)
-        if adapter.modules is not self._fitting:
-            self._place_modules({module: (b.shape[0], a.shape[1]) for module, (a, b) in adapter.modules.items()})
-            self._check_overlaps(adapter.modules)
-            self._fitting = adapter.modules
+        changed = adapter.shapes()
+        if adapter.content is not self._fitting:
+            self._place_new(changed)
+            self._check_overlaps(changed)
+            self._check_whole_rows(adapter.content.magnitudes, changed)
+            self._fitting = adapter.content
         placed = time.perf_counter()
-        self._prepared = finite(name, adapter.scaling, self._reader.read(adapter))
+        self._prepared = self._reader.read(name, adapter)
         return {
             "place_s": placed - started,
             "read_s": time.perf_counter() - placed,
             "bytes": adapter.head.size,
             "placed": {
                 module: {
-                    "shape": list(self._shapes[module]),
+                    "shape": [1, *self._shapes[module]][-2:],
                     "pieces": [[*piece.rows, *piece.columns] for piece in self._pieces[module]],
                 }
-                for module in sorted(self._unproved & adapter.modules.keys())
+                for module in sorted(self._unproved & changed.keys())
             },
         }
 
@@ -191,8 +193,8 @@ class _FusedModel:
 
     # Where modules go
 
-    def _place_modules(self, shapes: dict[str, tuple[int, int]]) -> None:
-        """Find out for modules that are seen for the first time, and copy their base weights.
+    def _place_new(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Find out for what changes for the first time, and copy the base weights.
 
         Raises:
             PlacementError: the model does not take such a weight.
@@ -207,11 +209,12 @@ class _FusedModel:
             return
         with self._whole_weights():
             parameters = _parameters_of(self._model)
-            found = find_pieces(self._model.load_weights, parameters, new, self._config.model_config.dtype)
+            dtype = self._config.model_config.dtype
+            found = find_pieces(self._model.load_weights, parameters, new, dtype, skip_padding=True)
             owners = list(dict.fromkeys(piece.owner for pieces in found.values() for piece in pieces))
             for owner in owners:
-                _check_layer(self._model, owner, self._linears)
-            self._add_targets([owner for owner in owners if owner not in self._targets])
+                _check_layer(self._model, owner, {**self._linears, **self._embeddings})
+            self._add_targets({owner: parameters[owner] for owner in owners if owner not in self._targets})
         self._pieces |= found
         self._shapes |= new
         self._unproved |= new.keys()
@@ -225,9 +228,19 @@ class _FusedModel:
                     raise PlacementError(f"{module!r} is adapted twice, once as a part of another module.")
                 others.append(piece)
 
-    def _add_targets(self, owners: list[str]) -> None:
-        packed = {owner: self._linears[owner] for owner in owners if owner in self._packed}
-        plain = {owner: self._linears[owner].weight.data for owner in owners if owner not in packed}
+    def _check_whole_rows(self, magnitudes: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raises _UnsuitableError for DoRA on a layer of which this worker has a part of each row."""
+        for module in magnitudes:
+            if any(piece.columns != (0, shapes[module][1]) for piece in self._pieces[module]):
+                raise _UnsuitableError(
+                    f"{module!r} is trained with DoRA, which needs the norm of whole rows of its weight, and each "
+                    "tensor-parallel worker has a part of each row. Start the server without --tensor-parallel-size, "
+                    "or leave the layer out of target_modules."
+                )
+
+    def _add_targets(self, parameters: dict[str, Tensor]) -> None:
+        packed = {owner: self._linears[owner] for owner in parameters if owner in self._packed}
+        plain = {owner: weight for owner, weight in parameters.items() if owner not in packed}
         elsewhere = [owner for owner, weight in plain.items() if weight.device != self._reader.device]
         if elsewhere:
             raise _UnsuitableError(
@@ -237,7 +250,9 @@ class _FusedModel:
         copies, kept_in = copies_of(plain.values(), self._place)
         self._kept_in = kept_in or self._kept_in
         for (owner, weight), base in zip(plain.items(), copies, strict=True):
-            self._targets[owner] = InPlace(weight=weight, base=base)
+            layers = [layer for layer in self._embeddings.values() if layer.weight.data_ptr() == weight.data_ptr()]
+            is_packed = weight.device.type == "cpu" and bool(layers)
+            self._targets[owner] = _Repacked(weight, base, layers) if is_packed else InPlace(weight=weight, base=base)
         if packed:
             for owner, base in self._checkpoint_weights(packed).items():
                 self._targets[owner] = _Packed(layer=self._linears[owner], base=base)
@@ -299,6 +314,26 @@ class _Packed:
         self.layer.quant_method.process_weights_after_loading(self.layer)
 
 
+@dataclass
+class _Repacked(InPlace):
+    """The weight of an embedding on a CPU, of which output heads keep a packed form as well.
+
+    Source: `UnquantizedEmbeddingMethod.process_weights_after_loading` in
+    vllm/model_executor/layers/vocab_parallel_embedding.py (0.31).
+
+    Attributes:
+        layers: the layers that have this weight; two if they are tied.
+    """
+
+    layers: list[Any]
+
+    @contextmanager
+    def changing(self) -> Iterator[Tensor]:
+        yield self.weight
+        for layer in self.layers:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 # What the served model must be
 
 
@@ -332,20 +367,37 @@ def _linears_of(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def _embeddings_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The embeddings and output heads with plain weights, by their names."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+    return {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
+    }
+
+
 def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """All parameters: weights of linear layers by the layer's name, others by their own."""
     return {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
 
 
-def _check_layer(model: torch.nn.Module, owner: str, linears: dict[str, Any]) -> None:
-    if owner not in linears:
-        found = type(_module_at(model, owner)).__name__
+def _check_layer(model: torch.nn.Module, owner: str, layers: dict[str, Any]) -> None:
+    """Check that a parameter is the only form in which the server keeps what it holds.
+
+    Args:
+        owner: a layer, for its weight, or the parameter's own name.
+        layers: linear layers and embeddings whose weights are plain.
+    """
+    layer = layers.get(owner.removesuffix(".bias")) or _module_at(model, owner)
+    is_plain = owner.removesuffix(".bias") in layers or _is_vector(model, owner)
+    if not is_plain:
         raise _UnsuitableError(
-            f"The adapter changes {owner!r}, which is a {found} and no unquantised linear layer. MoE experts, "
-            "embeddings and output layers cannot be fused. Leave them out of target_modules, or use "
+            f"The adapter changes {owner!r}, which is a {type(layer).__name__} and no unquantised linear layer or "
+            "embedding. MoE experts cannot be fused. Leave it out of target_modules, or use "
             'lora_sync_serving="runtime".'
         )
-    layer = linears[owner]
     for name, module in model.named_modules():
         has_own_form = module is not layer and callable(getattr(module, "process_weights_after_loading", None))
         if has_own_form and any(child is layer for child in module.modules()):
@@ -354,6 +406,17 @@ def _check_layer(model: torch.nn.Module, owner: str, linears: dict[str, Any]) ->
                 "another form, which would not change. Leave it out of target_modules, or use "
                 'lora_sync_serving="runtime".'
             )
+
+
+def _is_vector(model: torch.nn.Module, owner: str) -> bool:
+    """Whether it is a vector that a module reads at each step, such as the weight of a norm."""
+    parameters = _parameters_of(model)
+    module = _module_at(model, owner)
+    makes_another_form = any(
+        callable(getattr(one, "process_weights_after_loading", None))
+        for one in (module, getattr(module, "quant_method", None))
+    )
+    return owner in parameters and parameters[owner].ndim == 1 and not makes_another_form
 
 
 def _module_at(model: torch.nn.Module, name: str) -> torch.nn.Module:

@@ -1,14 +1,18 @@
-"""Has a stock vLLM server load adapters faster: into its slots directly, or else by reading with several threads.
+"""Has a stock vLLM server load adapters faster: by reading with several threads, or into its slots directly.
 
     P=trl_lora_sync.engine_plugins
     vllm serve MODEL --enable-lora --worker-extension-cls $P.vllm_quick_load_worker.QuickLoadWorker \
         --middleware $P.vllm_quick_load.QuickLoadMiddleware ...
 
-Changes nothing of what is loaded, and of what clients see only that answers to loads have a header where every version
-is compared with what its trainer sent. Where a version of vLLM is not as expected, the server logs that and loads
-adapters in vLLM's way.
+Changes nothing of what is loaded. Of what clients see, it changes only that answers to loads have a header: whether
+workers compare each version with what its trainer sent. Where a version of vLLM is not as expected, the server logs
+that and loads adapters in vLLM's way.
+
+Slots are written on CPUs. On GPUs that is experimental and wants `TRL_LORA_SYNC_WRITE_SLOTS=1` in the server's
+environment.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.engine_plugins import logger
@@ -19,11 +23,25 @@ if TYPE_CHECKING:  # at run time, the trainer's side imports this without Starle
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_quick_load.QuickLoadMiddleware"
 WORKER = "trl_lora_sync.engine_plugins.vllm_quick_load_worker.QuickLoadWorker"
 CHECKS_HEADER = "lora-sync-checks"
-"""In answers to loads, where workers refuse a version that is not what its trainer sent: the form of note they read."""
+"""In answers to loads: the form of note by which workers refuse a version that is not what its trainer sent."""
 NOTE_FORM = "1"
 """Of `version_note`; to be changed with it."""
+NO_CHECKS = "none"
+"""In place of `NOTE_FORM`, if workers compare nothing."""
+WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
+"""In the server's environment: `1` to write slots on GPUs as well, `0` to write them nowhere."""
 
 _LOAD_ROUTE = "/v1/load_lora_adapter"
+
+
+def writes_slots(environ: Mapping[str, str], *, on_cpu: bool) -> bool:
+    """Whether a server in this environment writes slots, if its version of vLLM allows that.
+
+    Args:
+        on_cpu: whether its device is a CPU. Only there is this path tested.
+    """
+    choice = environ.get(WRITE_SLOTS, "")
+    return choice == "1" or (on_cpu and choice != "0")
 
 
 class QuickLoadMiddleware:
@@ -35,37 +53,35 @@ class QuickLoadMiddleware:
 
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
-        self._checks = False
+        self._checks: str | None = None
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
             self._checks = await _prepare(scope)
         if self._checks and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
-            await self.app(scope, receive, _with_header(send))
+            await self.app(scope, receive, _with_header(send, self._checks))
         else:
             await self.app(scope, receive, send)
 
 
-def _with_header(send: "Send") -> "Send":
+def _with_header(send: "Send", checks: str) -> "Send":
     async def send_with_header(message: "Message") -> None:
         if message["type"] == "http.response.start":
-            message = {
-                **message,
-                "headers": [*message.get("headers", ()), (CHECKS_HEADER.encode(), NOTE_FORM.encode())],
-            }
+            message = {**message, "headers": [*message.get("headers", ()), (CHECKS_HEADER.encode(), checks.encode())]}
         await send(message)
 
     return send_with_header
 
 
-async def _prepare(scope: "Scope") -> bool:
-    """Returns whether all workers write slots."""
+async def _prepare(scope: "Scope") -> str | None:
+    """The value of `CHECKS_HEADER`; None where adapters are loaded in vLLM's way."""
     try:
         # Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
         engine: Any = scope["app"].state.engine_client
         answers = await engine.collective_rpc("lora_sync_load_quickly")
         failed = [answer["error"] for answer in answers if answer["error"]]
         unable = [answer["slots"] for answer in answers if answer["slots"]]
+        off = [answer["off"] for answer in answers if answer["off"]]
     except Exception as error:  # whatever it is, the server can do without
         failed = [f"{type(error).__name__}: {error}"]
     if failed:
@@ -75,11 +91,13 @@ async def _prepare(scope: "Scope") -> bool:
             failed[0],
             WORKER,
         )
-        return False
+        return None
     if unable:
         logger.warning("Adapters are not written into the slots of this version of vLLM directly (%s).", unable[0])
+    elif off:
+        logger.info("Adapters are not written into their slots directly (%s).", off[0])
     logger.info(
         "From the second one of a kind on, %sadapters are read with several threads.",
-        "" if unable else "versions of a trainer are written into their slots directly, and other ",
+        "" if unable or off else "versions of a trainer are written into their slots directly, and other ",
     )
-    return not unable
+    return NO_CHECKS if unable or off else NOTE_FORM

@@ -1,7 +1,7 @@
 """Loads adapters in each worker of a vLLM server; given to vLLM as its `--worker-extension-cls`, see `vllm_quick_load`.
 
-Versions that a trainer of this package wrote go straight into the slots, see `slot_writer`. What is below is for all
-other adapters, and for what the slots do not take.
+Where `vllm_quick_load.writes_slots`, versions that a trainer of this package wrote go straight into the slots, see
+`slot_writer`. What is below is for all other adapters, and for what the slots do not take.
 
 vLLM copies an adapter tensor by tensor, with one thread, out of the page cache into pinned memory. Here the first
 adapter of a kind (the same names, dtypes and shapes) is left to vLLM with all its checks. The bytes of later adapters
@@ -9,6 +9,7 @@ of that kind are read by several threads into a few pinned buffers, and vLLM get
 """
 
 import contextlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
 )
 from trl_lora_sync.engine_plugins.slot_writer import SlotWriter, group_of
 from trl_lora_sync.engine_plugins.version_note import NOTE_FILE
+from trl_lora_sync.engine_plugins.vllm_quick_load import WRITE_SLOTS, writes_slots
 
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 # Options of vLLM's own way that are understood here, if they are set. Source: `_load_adapter` of
@@ -49,7 +51,12 @@ class QuickLoadWorker:
     _lora_sync_slots: SlotWriter
 
     def lora_sync_load_quickly(self) -> dict[str, str]:
-        """Load adapters quickly from now on. Raises nothing; see `FusedWorker`."""
+        """Load adapters quickly from now on. Raises nothing; see `FusedWorker`.
+
+        Returns:
+            `error`: why that is not possible, `slots`: why none can be written, and `off`: why none is to be written;
+            empty if there is no reason.
+        """
         try:
             manager = self.model_runner.lora_manager
             # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26, 0.31).
@@ -57,13 +64,18 @@ class QuickLoadWorker:
             files = KnownFiles(at_once)
             manager._lora_model_cls = quick_model(manager._lora_model_cls, files)
         except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
-            return {"error": f"{type(error).__name__}: {error}", "slots": ""}
+            return {"error": f"{type(error).__name__}: {error}", "slots": "", "off": ""}
         try:
+            device = torch.device(manager.device).type
+            if not writes_slots(os.environ, on_cpu=device == "cpu"):
+                is_refused = os.environ.get(WRITE_SLOTS) == "0"
+                why = f"{WRITE_SLOTS}=0" if is_refused else f"experimental on {device}; {WRITE_SLOTS}=1 turns it on"
+                return {"error": "", "slots": "", "off": why}
             self._lora_sync_slots = SlotWriter(manager, files.replaced, group_of(self.vllm_config.parallel_config))
             files.writes_slots = True
         except Exception as error:
-            return {"error": "", "slots": f"{type(error).__name__}: {error}"}
-        return {"error": "", "slots": ""}
+            return {"error": "", "slots": f"{type(error).__name__}: {error}", "off": ""}
+        return {"error": "", "slots": "", "off": ""}
 
     def lora_sync_slot_counts(self) -> dict[str, int]:
         """How many versions came which way, for tests and measurements."""

@@ -51,6 +51,52 @@ class Deadline:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long each step may take that has no setting, in seconds.
+
+    Attributes:
+        connect_s: for a connection to be made.
+        retry_s: for short network failures. The fleet waits for longer outages, as it checks whether the server was
+            restarted.
+        watch_every_s: between two checks, while an answer is waited for, that the server is still alive.
+        health_s: for one such check.
+        lifeless_after_s: without a sign of life for so long, a server will not answer its open requests either.
+        visibility_s: for a new directory to appear on a file system that is shared over a network (up to 30 s on FUSE
+            mounts).
+        probe_s: for probing an excluded server. A dead process refuses the connection immediately.
+        abort_s: for aborting a request that was given up.
+        wait_for_abort_s: how long the caller of such a request waits for that; an interrupt is to be over within two
+            seconds.
+        unload_s: for an unload beside the training; beyond this time it is stuck.
+        unload_retry_s: for repeating an unload. A name that stays behind costs little, so a dead server may not hold
+            up the end of a run by more.
+        unstuck_s: for checking that an unload which was stuck has ended.
+        undo_s: for undoing a failed release of the KV cache.
+        idle_s: for a server to become idle after its last answer is out.
+        close_s: for everything together at the end of a run, and for unloads that something else waits for.
+    """
+
+    connect_s: float = 10.0
+    retry_s: float = 3.0
+    watch_every_s: float = 5.0
+    health_s: float = 5.0
+    lifeless_after_s: float = 30.0
+    visibility_s: float = 35.0
+    probe_s: float = 2.0
+    abort_s: float = 10.0
+    wait_for_abort_s: float = 1.2
+    unload_s: float = 30.0
+    unload_retry_s: float = 2.0
+    unstuck_s: float = 1.0
+    undo_s: float = 10.0
+    idle_s: float = 5.0
+    close_s: float = 5.0
+
+
+TIMEOUTS = Timeouts()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What one server is, read once at connect.
 
@@ -195,7 +241,7 @@ class Engine(Protocol):
     def retries(self) -> int:
         """How many requests were sent again so far, because of a broken connection or files not yet visible."""
 
-    def connect(self, deadline: Deadline) -> Capabilities:
+    async def connect(self, deadline: Deadline) -> Capabilities:
         """Wait until the server is up, and check what can be checked without an adapter.
 
         Raises:
@@ -204,13 +250,22 @@ class Engine(Protocol):
             ServerSetupError: it was started in a way that adapter sync cannot work with.
         """
 
-    def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+    async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
         """Whether `token_id` is in the vocabulary of the served base model."""
 
-    def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
+    async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         """Log-probability of each prompt token after the first, at temperature 1; errors as for `generate`."""
 
-    def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+    async def score_image(
+        self, model: str, prompt_ids: list[int], image: Any, image_token_id: int, scored: int, deadline: Deadline
+    ) -> list[float]:
+        """As `score`, of the last `scored` tokens of a prompt with an image.
+
+        Raises:
+            ServerSetupError: the engine takes no images.
+        """
+
+    async def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         """Make `adapter.name` selectable. Loading the same name and path again succeeds.
 
         Returns:
@@ -221,26 +276,26 @@ class Engine(Protocol):
             ServerSetupError: a server flag has to change first.
         """
 
-    def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    async def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         """Have the server put a loaded adapter to its first use, if that is where it can still go wrong.
 
         Raises:
             AdapterRejectedError: the server failed at it.
         """
 
-    def unload(self, adapter_name: str, deadline: Deadline) -> bool:
+    async def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         """Unload a name. A missing one counts as unloaded; returns False instead of raising on any failure."""
 
-    def loaded(self, deadline: Deadline) -> dict[str, str]:
+    async def loaded(self, deadline: Deadline) -> dict[str, str]:
         """The adapters the server would serve: name to path."""
 
-    def adapters_ran_at(self, deadline: Deadline) -> float | None:
+    async def adapters_ran_at(self, deadline: Deadline) -> float | None:
         """When a request of any client for any adapter last ran: infinity for now, None if unknown.
 
         On the server's clock, so it can only be compared with another answer of this method.
         """
 
-    def generate(
+    async def generate(
         self,
         model: str,
         groups: Sequence[PromptGroup],
@@ -250,7 +305,7 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """Sample `group.count` completions for each group from `model`, an adapter name or the base.
 
-        Any error, of one request or in the calling thread such as KeyboardInterrupt, ends all requests at once.
+        The first error of a request, and cancellation, end all requests at once.
 
         Args:
             at_once: how many requests the groups are put into at most; more groups share one.
@@ -262,20 +317,20 @@ class Engine(Protocol):
             DeadlineExceededError: at the deadline, running requests are broken off.
         """
 
-    def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
+    async def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
         """Sample `count` completions for an OpenAI chat request, as rollout functions send it; errors as `generate`."""
 
-    def pause(self, mode: str, deadline: Deadline) -> None:
+    async def pause(self, mode: str, deadline: Deadline) -> None:
         """Stop generation for all clients: `"drain"` lets running requests finish first, `"abort"` ends them.
 
         Raises:
             ServerSetupError: the server does not offer it.
         """
 
-    def resume(self, deadline: Deadline) -> None:
+    async def resume(self, deadline: Deadline) -> None:
         """Undo `pause`; harmless without one."""
 
-    def release_kv_cache(self, deadline: Deadline) -> None:
+    async def release_kv_cache(self, deadline: Deadline) -> None:
         """Give back the memory of the KV cache; nothing can be sampled until `restore_kv_cache`.
 
         The base weights are never lost. Releasing twice does nothing more, and no client's request is interrupted.
@@ -285,11 +340,11 @@ class Engine(Protocol):
             ServerError: requests did not end, or the release failed; nothing was released.
         """
 
-    def restore_kv_cache(self, deadline: Deadline) -> bool:
+    async def restore_kv_cache(self, deadline: Deadline) -> bool:
         """Take the memory back; harmless without a release.
 
         Returns whether loaded adapters are still intact; if not, they must be loaded again.
         """
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Release connections; never fails."""

@@ -1,18 +1,17 @@
 """Find out which engine answers at a URL, and connect to it."""
 
 import logging
-import threading
 
 from httpx import Auth
 
 from trl_lora_sync.engine_plugins.vllm_fused import ROUTE as FUSED_ROUTE
 from trl_lora_sync.engines import sglang_server, vllm
-from trl_lora_sync.engines.base import Deadline, Engine
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, Timeouts
 from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying, unthrottled
 from trl_lora_sync.engines.sglang import SGLangEngine
 from trl_lora_sync.engines.vllm import VLLMEngine
 from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
-from trl_lora_sync.errors import ServerAuthError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupError, ServerUnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +20,14 @@ _STILL_STARTING = frozenset({502, 503, 504})
 _SGLANG_ROUTE, _VLLM_ROUTE = "/model_info", "/version"
 
 
-def connect_engine(
-    base_url: str, *, engine: str, is_local: bool, deadline: Deadline, serving: str = "runtime"
+async def connect_engine(
+    base_url: str,
+    *,
+    engine: str,
+    is_local: bool,
+    deadline: Deadline,
+    serving: str = "runtime",
+    timeouts: Timeouts = TIMEOUTS,
 ) -> Engine:
     """Wait until the server at `base_url` is up and connect to it.
 
@@ -35,12 +40,12 @@ def connect_engine(
         ServerAuthError: it wants another API key.
         ServerSetupError: what answers is not a server that adapter sync can work with.
     """
-    http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
+    http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts)
     try:
-        _wait_until_up(http, deadline, threading.Event())
-        is_sglang = engine == "sglang" or (engine == "auto" and _is_sglang(http, deadline))
+        await _wait_until_up(http, deadline)
+        is_sglang = engine == "sglang" or (engine == "auto" and await _is_sglang(http, deadline))
     finally:
-        http.close()
+        await http.close()
     if is_sglang and serving == "fused":
         raise ServerSetupError(
             f"{base_url} runs SGLang, which cannot add an adapter to its weights while it runs. Set "
@@ -48,64 +53,78 @@ def connect_engine(
         )
     connected: Engine
     if is_sglang:
-        connected = SGLangEngine(base_url, is_local=is_local)
+        connected = SGLangEngine(base_url, is_local=is_local, timeouts=timeouts)
     else:
-        is_fused = serving == "fused" or (serving == "auto" and _is_fused(base_url, is_local, deadline))
-        connected = (VLLMFusedEngine if is_fused else VLLMEngine)(base_url, is_local=is_local)
+        is_fused = serving == "fused" or (serving == "auto" and await _is_fused(base_url, is_local, deadline))
+        connected = (VLLMFusedEngine if is_fused else VLLMEngine)(base_url, is_local=is_local, timeouts=timeouts)
     try:
-        connected.connect(deadline)
+        await connected.connect(deadline)
     except BaseException:
-        connected.close()
+        await connected.close()
         raise
     return connected
 
 
-def _is_fused(base_url: str, is_local: bool, deadline: Deadline) -> bool:
+async def _is_fused(base_url: str, is_local: bool, deadline: Deadline) -> bool:
     http = HTTPClient(base_url, api_key=APIKey(vllm.API_KEY_VARIABLE), is_local=is_local)
     try:
-        return unthrottled(lambda: http.request("GET", FUSED_ROUTE, deadline), deadline).status_code == 200
+        response = await unthrottled(lambda: http.request("GET", FUSED_ROUTE, deadline), deadline)
+        return response.status_code == 200
     finally:
-        http.close()
+        await http.close()
 
 
-def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, halt: threading.Event) -> None:
+async def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline) -> None:
     """Wait until a server answers at `base_url`.
 
-    Args:
-        halt: once set, no further attempt is made.
-
     Raises:
-        ServerUnreachableError: no answer came before the deadline, or before `halt`.
+        ServerUnreachableError: no answer came before the deadline.
     """
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
     try:
-        _wait_until_up(http, deadline, halt)
+        await _wait_until_up(http, deadline)
     finally:
-        http.close()
+        await http.close()
 
 
-def _wait_until_up(http: HTTPClient, deadline: Deadline, halt: threading.Event) -> None:
+async def reason_to_be_down(base_url: str, *, is_local: bool, timeouts: Timeouts) -> ServerUnreachableError | None:
+    """Why a server does not answer now, or None if it does, or is only slow to."""
+    http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts)
+    try:
+        await _probe(http, Deadline.after(timeouts.probe_s, f"Probing {base_url}"))
+    except ServerUnreachableError as error:
+        return error
+    except LoRASyncError:  # it is busy, so it is there
+        return None
+    finally:
+        await http.close()
+    return None
+
+
+async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
     warned = False
 
     def may_repeat(error: BaseException) -> bool:
         nonlocal warned
-        if halt.is_set():
-            return False
         if is_unreachable(error) and not warned:
             logger.warning("%s Waiting up to %.0f s for it.", error, deadline.budget_s)
             warned = True
         return is_unreachable(error)
 
-    for attempt in retrying(deadline, may_repeat):
+    async for attempt in retrying(deadline, may_repeat):
         with attempt:
-            response = http.request("GET", "/health", deadline)
-            if response.status_code in _STILL_STARTING:
-                raise ServerUnreachableError(
-                    f"The server at {http.base_url} is starting or out of order (HTTP {response.status_code})."
-                )
+            await _probe(http, deadline)
 
 
-def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
+async def _probe(http: HTTPClient, deadline: Deadline) -> None:
+    response = await http.request("GET", "/health", deadline)
+    if response.status_code in _STILL_STARTING:
+        raise ServerUnreachableError(
+            f"The server at {http.base_url} is starting or out of order (HTTP {response.status_code})."
+        )
+
+
+async def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
     """Send a request without a key, then with each engine's, because SGLang and any gateway answer 401 on any route.
 
     Never send a key to a server that identifies itself without one.
@@ -115,14 +134,15 @@ def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
     """
     keys = [APIKey(sglang_server.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
 
-    def status_of(route: str, key: Auth) -> int:
-        return unthrottled(lambda: http.request("GET", route, deadline, api_key=key), deadline).status_code
+    async def status_of(route: str, key: Auth) -> int:
+        response = await unthrottled(lambda: http.request("GET", route, deadline, api_key=key), deadline)
+        return response.status_code
 
     for key in (NO_KEY, *keys):
-        status = status_of(_SGLANG_ROUTE, key)
+        status = await status_of(_SGLANG_ROUTE, key)
         if status != 401:
             return status == 200
-    if status_of(_VLLM_ROUTE, keys[1]) == 200:
+    if await status_of(_VLLM_ROUTE, keys[1]) == 200:
         return False
     raise ServerAuthError(
         f"{http.base_url} answers nothing without another key, so the engine is unknown. In the trainer's "

@@ -3,42 +3,36 @@
 Knows nothing of any engine's routes.
 """
 
+import asyncio
 import contextlib
 import email.utils
 import json
 import os
-import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from typing import Any, Protocol
 from urllib.parse import urljoin, urlsplit
 
 import httpx
 import tenacity
 
-from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
 from trl_lora_sync.engines.known import serve_command
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreachableError
-from trl_lora_sync.threads import POLL_S, check_cancelled, pause
+from trl_lora_sync.runtime import spawn
 
-_CONNECT_TIMEOUT_S = 10.0
-# Interval at which a wait for an answer checks that the server is still alive.
-_WATCH_EVERY_S = 5.0
-# For how long a request that was given up is aborted on its server, and how long its caller waits for that. An
-# interrupt is to be over within two seconds, and a busy server may answer later.
-_ABORT_S, _WAIT_FOR_ABORT_S = 10.0, 1.2
+_ABORT_AGAIN_S = 0.2
 _MAX_WORDS = 2000
 # Between requests that a gateway limits: without a `Retry-After`, twice as long each time.
 _FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
 _JSON = {"Content-Type": "application/json"}
 
 
-class SizedIterable(Protocol):
+class SizedBody(Protocol):
     """Chunks of a request's body, which can be iterated over once per attempt."""
 
-    def __iter__(self) -> Iterator[bytes]: ...
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
 
     def __len__(self) -> int: ...
 
@@ -68,7 +62,7 @@ NO_KEY = httpx.Auth()
 
 
 class HTTPClient:
-    """Requests to one server. Thread-safe.
+    """Requests to one server, all of them on the one event loop.
 
     Args:
         base_url: such as `http://127.0.0.1:8000`, without a trailing slash.
@@ -76,60 +70,48 @@ class HTTPClient:
         is_local: whether the server is on this host; a proxy from the environment is then bypassed.
     """
 
-    def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool) -> None:
+    def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         self.base_url = base_url
         self.api_key = api_key
+        self._timeouts = timeouts
         self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
         self._certificates = _certificates()
-        self._idle: list[_Connection] = []
-        self._lock = threading.Lock()
+        self._connections = _Connections(self._new_client)
 
-    def start_afresh(self) -> None:
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.base_url, auth=self.api_key, mounts=self._mounts, verify=self._certificates
+        )
+
+    async def start_afresh(self) -> None:
         """Use new connections from now on; running requests keep theirs.
 
         For after an answer that cannot be the one to its request: a peer that sent one answer too many would answer
         every later request on that connection with that of the one before.
         """
-        with self._lock:
-            old, self._idle = self._idle, []
-        for connection in old:
-            connection.close()
+        old, self._connections = self._connections, _Connections(self._new_client)
+        await old.retire()
 
-    @contextlib.contextmanager
-    def _connection(self) -> "Iterator[_Connection]":
-        """A connection that no other request uses meanwhile."""
-        with self._lock:
-            idle = self._idle
-            connection = idle.pop() if idle else None
-        connection = connection or _Connection(
-            httpx.Client(base_url=self.base_url, auth=self.api_key, mounts=self._mounts, verify=self._certificates)
-        )
-        try:
-            yield connection
-        finally:
-            with self._lock:
-                if is_kept := idle is self._idle and not connection.is_broken:
-                    idle.append(connection)
-            if not is_kept:
-                connection.close()
+    async def close(self) -> None:
+        """Close all connections, and that of a running request once it has ended."""
+        await self.start_afresh()
 
-    def request(
+    async def request(
         self,
         method: str,
         path: str,
         deadline: Deadline,
         *,
         body: Any = None,
-        content: SizedIterable | None = None,
+        content: SizedBody | None = None,
         headers: Mapping[str, str] | None = None,
         api_key: httpx.Auth | None = None,
-        watch: Callable[[], None] | None = None,
-        abort: Callable[[Deadline], None] | None = None,
+        watch: Callable[[], Awaitable[None]] | None = None,
+        abort: Callable[[Deadline], Awaitable[None]] | None = None,
     ) -> httpx.Response:
         """Send one request, once, and return whatever the server answers.
 
-        The wait for the answer may end in any error: an interrupt, the cancellation of the task that this thread runs,
-        or one of those below. The connection is broken off then.
+        If it is cancelled, or ends in an error, its connection is broken off.
 
         Args:
             body: sent as JSON.
@@ -144,51 +126,62 @@ class HTTPClient:
             ServerSetupError: the server's certificate is not trusted.
             DeadlineExceededError: no complete answer before the deadline.
         """
-        exchange = _Exchange(
-            lambda running: self._send(
-                running, method, path, deadline, body, content, headers or {}, api_key or self.api_key
-            ),
-            abort,
-        )
         deadline.remaining_s()
-        check_cancelled()
+        sending = spawn(self._send(method, path, deadline, body, content, headers or {}, api_key or self.api_key))
         try:
-            return exchange.result(deadline, watch)
-        except _StillWaitingError:
-            raise deadline.error(f"waiting for {method} {self.base_url}{path}") from None
+            # httpx times each read and each write, so a peer that answers in drops is cut off here.
+            while not (await asyncio.wait({sending}, timeout=min(deadline.left_s(), self._timeouts.watch_every_s)))[0]:
+                if deadline.is_over():
+                    raise deadline.error(f"waiting for {method} {self.base_url}{path}")
+                if watch is not None:
+                    await watch()
+        except BaseException:
+            await self._give_up(sending, abort)
+            raise
+        return sending.result()
 
-    def _send(
+    async def _give_up(
+        self, sending: "asyncio.Task[httpx.Response]", abort: Callable[[Deadline], Awaitable[None]] | None
+    ) -> None:
+        sending.add_done_callback(_ignore)
+        if abort is None:
+            sending.cancel()
+        else:  # beside the caller, as an interrupt is to be over within two seconds, and a busy server answers later
+            aborting = spawn(self._abort(sending, abort))
+            await asyncio.wait({aborting}, timeout=self._timeouts.wait_for_abort_s)
+
+    async def _abort(
+        self, sending: "asyncio.Task[httpx.Response]", abort: Callable[[Deadline], Awaitable[None]]
+    ) -> None:
+        deadline = Deadline.after(self._timeouts.abort_s, "Aborting a request")
+        with contextlib.suppress(LoRASyncError):
+            # More than once, as the server may not have read the request yet.
+            while not deadline.is_over() and not sending.done():
+                await abort(deadline)
+                await asyncio.wait({sending}, timeout=min(deadline.left_s(), _ABORT_AGAIN_S))
+        sending.cancel()
+
+    async def _send(
         self,
-        exchange: "_Exchange",
         method: str,
         path: str,
         deadline: Deadline,
         body: Any,
-        content: SizedIterable | None,
+        content: SizedBody | None,
         headers: Mapping[str, str],
         api_key: httpx.Auth,
     ) -> httpx.Response:
         left = deadline.remaining_s()
         try:
-            with (
-                self._connection() as connection,
-                exchange.on(connection),
-                connection.client.stream(
+            async with self._connections.lent() as client:
+                return await client.request(
                     method,
                     path,
                     json=body,
-                    content=_until(deadline, content) if content is not None else None,
+                    content=content,
                     headers=headers if content is None else {**(headers or _JSON), "Content-Length": str(len(content))},
                     auth=api_key,
-                    timeout=httpx.Timeout(left, connect=min(left, _CONNECT_TIMEOUT_S)),
-                    extensions={"trace": connection.trace},
-                ) as response,
-            ):
-                return httpx.Response(
-                    response.status_code,
-                    headers=response.headers,
-                    content=b"".join(_until(deadline, response.iter_raw())),
-                    request=response.request,
+                    timeout=httpx.Timeout(left, connect=min(left, self._timeouts.connect_s)),
                 )
         except httpx.RequestError as error:
             error.request = httpx.Request(method, f"{self.base_url}{path}")  # without the key in its head
@@ -209,9 +202,6 @@ class HTTPClient:
             "The server may have been stopped or have crashed; look at its log."
         )
 
-    def close(self) -> None:
-        self.start_afresh()
-
 
 def _certificates() -> ssl.SSLContext:
     """Reading the authorities takes longer than opening a connection, so it is done once per server."""
@@ -224,140 +214,40 @@ def _certificates() -> ssl.SSLContext:
         ) from error
 
 
-class _Connection:
-    """A client for one request at a time, so that the socket which a request uses is known.
+class _Connections:
+    """Connections that are closed together, each once no request uses it.
 
-    httpcore (1.0) reports the socket of a new connection only, and a request on a kept one could not be broken off.
+    Each has a client to itself: at each request a pool of httpcore (1.0) looks through all of its connections twice.
     """
 
-    def __init__(self, client: httpx.Client) -> None:
-        self.client = client
-        self.is_broken = False
-        self._socket: socket.socket | None = None
+    def __init__(self, new_client: Callable[[], httpx.AsyncClient]) -> None:
+        self._new_client = new_client
+        self._idle: list[httpx.AsyncClient] = []
+        self._is_retired = False
 
-    def trace(self, event: str, info: Any) -> None:
-        """Called by httpcore; the connection that is opened will be used."""
-        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            self._socket = info["return_value"].get_extra_info("socket")
-            if self.is_broken:
-                self.break_off()
-
-    def break_off(self) -> None:
-        """Let the server see that the client has gone; the thread that reads from it is woken by an error."""
-        self.is_broken = True
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.client.close()
-
-
-class _StillWaitingError(Exception):
-    """The deadline is over, and the exchange is not."""
-
-
-class _Exchange:
-    """One request in a separate thread, so that its caller can stop waiting at any time.
-
-    httpx times each read and each write, and name resolution not at all, so a peer that answers in drops, or stops in
-    the middle, would hold up its caller for longer than the deadline.
-    """
-
-    def __init__(self, send: Callable[["_Exchange"], httpx.Response], abort: Callable[[Deadline], None] | None) -> None:
-        self._send = send
-        self._abort = abort
-        self._done = threading.Event()
-        self._response: httpx.Response | None = None
-        self._error: BaseException | None = None
-        self._connection: _Connection | None = None
-        self._is_given_up = False
-        self._lock = threading.Lock()
-
-    def result(self, deadline: Deadline, watch: Callable[[], None] | None) -> httpx.Response:
+    @contextlib.asynccontextmanager
+    async def lent(self) -> AsyncIterator[httpx.AsyncClient]:
+        client = self._idle.pop() if self._idle else self._new_client()
+        is_kept = False
         try:
-            threading.Thread(target=self._run, name="lora-sync-request", daemon=True).start()
-        except RuntimeError:  # the interpreter is ending and starts no more threads
-            self._run()
-        try:
-            self._wait(deadline, watch)
-        except BaseException:
-            self._give_up()
-            raise
-        if self._error is not None:
-            raise self._error
-        assert self._response is not None
-        return self._response
-
-    def _wait(self, deadline: Deadline, watch: Callable[[], None] | None) -> None:
-        watch_at = time.monotonic() + _WATCH_EVERY_S
-        while not deadline.is_over():
-            if self._done.wait(min(deadline.left_s(), POLL_S)):
-                return
-            check_cancelled()
-            if watch is not None and time.monotonic() >= watch_at and not deadline.is_over():
-                watch()
-                watch_at = time.monotonic() + _WATCH_EVERY_S
-        if not self._done.is_set():
-            raise _StillWaitingError
-
-    def _give_up(self) -> None:
-        if self._abort is None:
-            self._break_off()
-            return
-        ending = threading.Thread(target=self._abort_and_break_off, name="lora-sync-abort", daemon=True)
-        try:
-            ending.start()
-        except RuntimeError:  # the interpreter is ending and starts no more threads
-            self._break_off()
-        else:
-            ending.join(_WAIT_FOR_ABORT_S)
-
-    def _abort_and_break_off(self) -> None:
-        assert self._abort is not None
-        deadline = Deadline.after(_ABORT_S, "Aborting a request")
-        try:
-            with contextlib.suppress(LoRASyncError):
-                # More than once, as the server may not have read the request yet.
-                while not deadline.is_over() and not self._done.is_set():
-                    self._abort(deadline)
-                    self._done.wait(min(deadline.left_s(), POLL_S))
+            yield client
+            is_kept = not self._is_retired
         finally:
-            self._break_off()
+            if is_kept:
+                self._idle.append(client)
+            else:
+                await client.aclose()
 
-    def _break_off(self) -> None:
-        with self._lock:
-            self._is_given_up = True
-            if self._connection is not None:
-                self._connection.break_off()
-
-    def _run(self) -> None:
-        try:
-            self._response = self._send(self)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._done.set()
-
-    @contextlib.contextmanager
-    def on(self, connection: _Connection) -> Iterator[None]:
-        """It is broken off with this request, until the block ends and another request may use it."""
-        with self._lock:
-            self._connection = connection
-            if self._is_given_up:
-                connection.break_off()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._connection = None
+    async def retire(self) -> None:
+        self._is_retired = True
+        while self._idle:
+            await self._idle.pop().aclose()
 
 
-def _until(deadline: Deadline, chunks: SizedIterable | Iterator[bytes]) -> Iterator[bytes]:
-    """The chunks, for as long as there is time."""
-    for chunk in chunks:
-        deadline.remaining_s()
-        yield chunk
+def _ignore(task: "asyncio.Task[Any]") -> None:
+    """Of a request that was given up, asyncio would report an error that nothing waits for."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _tls_error(base_url: str, error: BaseException) -> ServerSetupError | None:
@@ -386,7 +276,7 @@ def retrying(
     *,
     at_most_s: float | None = None,
     on_repeat: Callable[[], None] | None = None,
-) -> tenacity.Retrying:
+) -> tenacity.AsyncRetrying:
     """Repeat while `may_repeat` allows the error and the deadline the time; then raise the last error unchanged.
 
     Args:
@@ -394,25 +284,29 @@ def retrying(
     """
     left = max(0.0, deadline.remaining_s())
 
-    def before_repeat(state: tenacity.RetryCallState) -> None:
-        pause(state.upcoming_sleep)
+    async def before_repeat(state: tenacity.RetryCallState) -> None:
+        await asyncio.sleep(state.upcoming_sleep)
         # On a busy machine a pause outlasts the deadline; another attempt could then only fail because the time is up.
         if deadline.is_over() and state.outcome is not None:
             state.outcome.result()
         if on_repeat is not None:
             on_repeat()
 
-    return tenacity.Retrying(
+    return tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(may_repeat),
         wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),
         before_sleep=before_repeat,
-        sleep=lambda _: None,
+        sleep=_no_sleep,
         reraise=True,
     )
 
 
-def unthrottled(send: Callable[[], httpx.Response], deadline: Deadline) -> httpx.Response:
+async def _no_sleep(seconds: float) -> None:
+    """The pause was made before the time was looked at."""
+
+
+async def unthrottled(send: Callable[[], Awaitable[httpx.Response]], deadline: Deadline) -> httpx.Response:
     """The answer of `send`, called again after the pause in `Retry-After` for as long as requests are limited.
 
     A request that was refused with HTTP 429 has not been carried out, so repeating it is always harmless.
@@ -421,7 +315,7 @@ def unthrottled(send: Callable[[], httpx.Response], deadline: Deadline) -> httpx
         DeadlineExceededError: the pause would outlast the deadline.
     """
     pause_s = _FIRST_PAUSE_S
-    while (response := send()).status_code == 429:
+    while (response := await send()).status_code == 429:
         wanted_s = _retry_after_s(response)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if wanted_s is None else wanted_s
         if pause_s >= deadline.left_s():
@@ -430,7 +324,7 @@ def unthrottled(send: Callable[[], httpx.Response], deadline: Deadline) -> httpx
                 "Raise the limit of the gateway in front of the server, or give vllm_server_base_url the server's own "
                 f"URL. The server answered: {server_words(response)!r}"
             )
-        pause(pause_s)
+        await asyncio.sleep(pause_s)
     return response
 
 

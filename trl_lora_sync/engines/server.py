@@ -4,20 +4,20 @@ Knows the routes that both have, and no way of sampling.
 """
 
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import httpx
+import tenacity
 
-from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline, Timeouts
 from trl_lora_sync.engines.http import (
     APIKey,
     HTTPClient,
-    SizedIterable,
+    SizedBody,
     is_unreachable,
     json_object,
     redirect_error,
@@ -39,14 +39,7 @@ from trl_lora_sync.errors import (
 
 logger = logging.getLogger(__name__)
 
-# For short network failures. The fleet waits for longer outages, as it checks whether the server was restarted.
-RETRY_S = 3.0
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
-# Without a sign of life for so long, a server will not answer its open requests either.
-_LIFELESS_AFTER_S = 30.0
-_HEALTH_TIMEOUT_S = 5.0
-# File systems shared over a network may show a new directory late (up to 30 s on FUSE mounts).
-_VISIBILITY_GRACE_S = 35.0
 
 
 class ServerEngine(ABC):
@@ -62,16 +55,16 @@ class ServerEngine(ABC):
     key_variable: ClassVar[str]
     local_visibility_grace_s: ClassVar[float]
 
-    def __init__(self, base_url: str, *, is_local: bool) -> None:
+    def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         self.base_url = base_url
         self._is_local = is_local
+        self._timeouts = timeouts
         self._api_key = APIKey(self.key_variable)
-        self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local)
-        self._health = _Health(base_url, is_local=is_local, key_variable=self.key_variable)
+        self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, timeouts=timeouts)
+        self._health = _Health(self._http, timeouts)
         self._capabilities: Capabilities | None = None
         self._base_root: str | None = None  # the base that the server was started with, once known
         self._retries = 0
-        self._counting = threading.Lock()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -84,56 +77,54 @@ class ServerEngine(ABC):
         return self._retries
 
     def _count_retry(self) -> None:
-        with self._counting:
-            self._retries += 1
+        self._retries += 1
 
-    def loaded(self, deadline: Deadline) -> dict[str, str]:
-        return {model["id"]: str(model.get("root")) for model in self._models(deadline) if model.get("parent")}
+    async def loaded(self, deadline: Deadline) -> dict[str, str]:
+        return {model["id"]: str(model.get("root")) for model in await self._models(deadline) if model.get("parent")}
 
-    def adapters_ran_at(self, deadline: Deadline) -> float | None:
+    async def adapters_ran_at(self, deadline: Deadline) -> float | None:
         """See `Engine`."""
         return None
 
-    def close(self) -> None:
-        self._http.close()
-        self._health.close()
+    async def close(self) -> None:
+        await self._http.close()
 
-    @contextmanager
-    def _distrusting_connections(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _distrusting_connections(self) -> AsyncIterator[None]:
         """After an answer that does not fit its request, the next request starts on a new connection."""
         try:
             yield
         except AdapterNotVisibleError:
             raise
         except (AdapterRejectedError, GenerationError, ServerSetupError, WrongPolicyError):
-            self._http.start_afresh()
+            await self._http.start_afresh()
             raise
 
-    def _models(self, deadline: Deadline) -> list[dict[str, Any]]:
-        content = json_object(self._get("/v1/models", deadline), ServerSetupError)
+    async def _models(self, deadline: Deadline) -> list[dict[str, Any]]:
+        content = json_object(await self._get("/v1/models", deadline), ServerSetupError)
         return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
 
-    def _until_visible(self, load: Callable[[], dict[str, str]], deadline: Deadline) -> dict[str, str]:
+    async def _until_visible(self, load: Callable[[], Awaitable[dict[str, str]]], deadline: Deadline) -> dict[str, str]:
         """Load, again after a broken connection, and for a while if the server does not see the files yet."""
-        grace_s = self.local_visibility_grace_s if self._is_local else _VISIBILITY_GRACE_S
+        grace_s = self.local_visibility_grace_s if self._is_local else self._timeouts.visibility_s
         grace = Deadline.after(grace_s, "waiting for the directory to appear")
-        hiccup = Deadline.after(RETRY_S, "waiting for the network")
+        hiccup = Deadline.after(self._timeouts.retry_s, "waiting for the network")
 
         def may_repeat(error: BaseException) -> bool:
             return (is_unreachable(error) and not hiccup.is_over()) or (
                 isinstance(error, AdapterNotVisibleError) and not grace.is_over()
             )
 
-        for attempt in retrying(deadline, may_repeat, on_repeat=self._count_retry):
+        async for attempt in retrying(deadline, may_repeat, on_repeat=self._count_retry):
             with attempt:
-                loaded = load()
+                loaded = await load()
         return loaded
 
     # Requests
 
-    def _get(self, path: str, deadline: Deadline) -> httpx.Response:
+    async def _get(self, path: str, deadline: Deadline) -> httpx.Response:
         """A GET that is repeated while the server is unreachable; only success comes back."""
-        response = self._retried("GET", path, deadline)
+        response = await self._retried("GET", path, deadline)
         if response.status_code != 200:
             raise ServerSetupError(
                 f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not {self.title}. "
@@ -141,37 +132,40 @@ class ServerEngine(ABC):
             )
         return response
 
-    def _retried(
+    async def _retried(
         self, method: str, path: str, deadline: Deadline, *, body: Any = None, headers: dict[str, str] | None = None
     ) -> httpx.Response:
         """For reading and for sampling, which do no harm again: repeated while the server is down or busy."""
-        for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S, on_repeat=self._count_retry):
+        async for attempt in self._retrying(deadline):
             with attempt:
-                response = self._request(method, path, deadline, body=body, headers=headers, watch=self._watch())
+                response = await self._request(method, path, deadline, body=body, headers=headers, watch=self._watch())
         return response
 
-    def _watch(self) -> Callable[[], None] | None:
+    def _retrying(self, deadline: Deadline) -> tenacity.AsyncRetrying:
+        return retrying(deadline, is_unreachable, at_most_s=self._timeouts.retry_s, on_repeat=self._count_retry)
+
+    def _watch(self) -> Callable[[], Awaitable[None]] | None:
         """What to call now and then while an answer is waited for; raises for a dead server."""
         return self._health.watch()
 
-    def _request(
+    async def _request(
         self,
         method: str,
         path: str,
         deadline: Deadline,
         *,
         body: Any = None,
-        content: SizedIterable | None = None,
+        content: SizedBody | None = None,
         headers: dict[str, str] | None = None,
-        watch: Callable[[], None] | None = None,
-        abort: Callable[[Deadline], None] | None = None,
+        watch: Callable[[], Awaitable[None]] | None = None,
+        abort: Callable[[Deadline], Awaitable[None]] | None = None,
     ) -> httpx.Response:
-        def send() -> httpx.Response:
-            return self._http.request(
+        async def send() -> httpx.Response:
+            return await self._http.request(
                 method, path, deadline, body=body, content=content, headers=headers, watch=watch, abort=abort
             )
 
-        return self._checked(unthrottled(send, deadline))
+        return self._checked(await unthrottled(send, deadline))
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:
@@ -223,68 +217,60 @@ class ServerEngine(ABC):
 
 
 class _Health:
-    """Whether a server still lives, checked while a request waits for its answer. Thread-safe.
+    """Whether a server still lives, checked while a request waits for its answer.
 
     vLLM (0.22 to 0.33) closes its port on SIGTERM, but keeps the connections of open requests, which it
     never answers. A process that is stopped or swapped out looks the same. So without this, a dead server would be
     noticed when the deadline of a generation is over.
     """
 
-    def __init__(self, base_url: str, *, is_local: bool, key_variable: str) -> None:
-        self._is_local = is_local
-        self._key_variable = key_variable
-        self._http: HTTPClient | None = None  # not the engine's, whose connections may all be waiting
-        self._base_url = base_url
-        self._asking = threading.Lock()
+    def __init__(self, http: HTTPClient, timeouts: Timeouts) -> None:
+        self._http = http
+        self._timeouts = timeouts
+        self._is_probing = False
         self._alive_at = 0.0
 
-    def watch(self) -> Callable[[], None]:
+    def watch(self) -> Callable[[], Awaitable[None]]:
         """A function to call now and then while waiting; raises ServerUnreachableError for a dead server."""
         waiting_since = time.monotonic()
 
-        def check() -> None:
-            self._ask()
+        async def check() -> None:
+            await self._probe()
             silent_s = time.monotonic() - max(waiting_since, self._alive_at)
-            if silent_s > _LIFELESS_AFTER_S:
+            if silent_s > self._timeouts.lifeless_after_s:
                 raise ServerUnreachableError(
-                    f"{self._base_url} has shown no sign of life for {silent_s:.0f} s (no answer from /health) while "
-                    "it was to answer a request. The server has been stopped, has crashed or hangs; look at its log. "
-                    "Restart it, and resume the run from its last checkpoint."
+                    f"{self._http.base_url} has shown no sign of life for {silent_s:.0f} s (no answer from /health) "
+                    "while it was to answer a request. The server has been stopped, has crashed or hangs; look at its "
+                    "log. Restart it, and resume the run from its last checkpoint."
                 )
 
         return check
 
-    def _ask(self) -> None:
+    async def _probe(self) -> None:
         """One waiting request probes for all."""
-        if not self._asking.acquire(blocking=False):
+        if self._is_probing:
             return
+        self._is_probing = True
+        deadline = Deadline.after(self._timeouts.health_s, "The health check")
         try:
-            if self._http is None:
-                key = APIKey(self._key_variable)
-                self._http = HTTPClient(self._base_url, api_key=key, is_local=self._is_local)
-            deadline = Deadline.after(_HEALTH_TIMEOUT_S, "The health check")
-            if self._http.request("GET", "/health", deadline).status_code < 500:
+            if (await self._http.request("GET", "/health", deadline)).status_code < 500:
                 self._alive_at = time.monotonic()
         except LoRASyncError as error:
             logger.debug("%s", error)
         finally:
-            self._asking.release()
-
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
+            self._is_probing = False
 
 
-def logprobs_mode(spread: Callable[[float], float | None]) -> str:
+def logprobs_mode(sharp: float | None, flat: float | None) -> str:
     """Distinguish processed from raw log-probabilities: only processed ones are flattened by the temperature.
 
     Neither engine reports its mode, so it is measured. Source: vLLM 0.31 and SGLang 0.5.15, where the spread of the
     top 5 is proportional to 1/T or constant.
 
     Args:
-        spread: the gap between the most and the fifth most probable token at a temperature, or None if unknown.
+        sharp, flat: the gap between the most and the fifth most probable token at the temperatures 0.5 and 2, or None
+            if unknown.
     """
-    sharp, flat = spread(0.5), spread(2.0)
     if sharp is None or flat is None or sharp < 1e-3:  # a uniform distribution looks the same either way
         return "unknown"
     return "processed_logprobs" if flat < 0.5 * sharp else "raw_logprobs"

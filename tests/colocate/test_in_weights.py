@@ -1,0 +1,284 @@
+"""Adapters in the weights that vLLM computes with, and one base for trainer and vLLM: what is sampled, what stays.
+
+The tests of one way share a trainer. Each begins with an adapter of its own.
+"""
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.colocate import OTHER_POLICY, answered, base_distance, colocate_trainer, is_exact, samples_policy
+from support.models import base_weights, randomize_adapter, same_tensors
+from support.policies import distance, token_ids
+from transformers import AutoModelForCausalLM
+
+from trl_lora_sync.colocate import engine, in_weights
+from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
+from trl_lora_sync.verify import Scores
+
+WAYS: dict[str, dict[str, str]] = {
+    "fused": {"lora_sync_serving": "fused"},
+    "fused, shared": {"lora_sync_serving": "fused", "vllm_colocate_base": "shared"},
+    "runtime, shared": {"vllm_colocate_base": "shared"},
+}
+SEEDS = itertools.count(100)
+# Longer than a block of the prefix cache.
+ASKED = [token_ids(seed, length=40) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def shared(way: str, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    trainer = colocate_trainer(base_model, tmp_path_factory.mktemp("weights"), max_steps=2, **WAYS[way])
+    trainer.base_before = base_weights(trainer.model)
+    trainer.model.eval()
+    yield trainer
+    trainer.vllm_generation.close()
+
+
+@pytest.fixture
+def trainer(shared: Any) -> Any:
+    """The shared trainer with an adapter that no earlier test had, which is the active version."""
+    change(shared)
+    shared.vllm_generation.sync_weights()
+    return shared
+
+
+def change(trainer: Any) -> None:
+    randomize_adapter(trainer.model, seed=next(SEEDS))
+
+
+def base_is_as_before(trainer: Any) -> bool:
+    return same_tensors(base_weights(trainer.model), trainer.base_before)
+
+
+def test_each_version_is_sampled_from_and_none_is_mixed_with_the_one_before(trainer: Any) -> None:
+    """The prompts are the same each time and longer than a block, so the prefix cache would show."""
+    generation, before = trainer.vllm_generation, None
+    for _ in range(4):
+        rows = answered(generation.llm, ASKED)
+        assert is_exact(trainer.model, rows)
+        assert base_distance(trainer.model, rows) > OTHER_POLICY
+        assert before is None or distance(trainer.model, before).mean() > OTHER_POLICY
+        change(trainer)
+        generation.sync_weights()
+        before = rows
+
+
+def test_prefix_cache_is_used_within_a_version(trainer: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[int] = []
+    monkeypatch.setattr(in_weights.engine, "empty_prefix_cache", lambda llm: emptied.append(1))
+    if "fused" in way:
+        for _ in range(2):
+            assert is_exact(trainer.model, answered(trainer.vllm_generation.llm, ASKED))
+        assert len(emptied) <= 1
+    else:
+        assert samples_policy(trainer)
+        assert not emptied
+
+
+def test_adapter_that_has_changed_is_loaded_before_anything_is_sampled(trainer: Any) -> None:
+    change(trainer)
+    assert samples_policy(trainer)
+
+
+def test_request_that_names_another_adapter_is_refused(trainer: Any) -> None:
+    with pytest.raises(Exception, match=r"names the adapter 'other'|LoRA is not enabled"):  # ours, or vLLM's own
+        answered(trainer.vllm_generation.llm, ASKED, lora_request=_request("other"))
+    assert samples_policy(trainer)
+
+
+def _request(name: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, 9, "/no/such/adapter")
+
+
+def test_base_is_scored_without_the_adapter_and_the_policy_stays(trainer: Any) -> None:
+    generation = trainer.vllm_generation
+    prompt = tuple(ASKED[0])
+    served = engine.prompt_logprobs(generation.llm, generation._gate, None, prompt)
+    with trainer.model.disable_adapter():
+        assert is_exact(trainer.model, [(list(prompt[:1]), list(prompt[1:]), torch.tensor(served))])
+    assert samples_policy(trainer)
+
+
+# Failed syncs
+
+
+def contradicted(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+    generation, scores = trainer.vllm_generation, trainer.vllm_generation._scores
+
+    def others(*args: Any) -> Scores:
+        found = scores(*args)
+        return replace(found, adapted=[value - 0.5 for value in found.adapted])
+
+    monkeypatch.setattr(generation, "_settings", replace(generation._settings, verify="every"))
+    monkeypatch.setattr(generation, "_scores", others)
+    return VerificationError
+
+
+def interrupted_write(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+    """Writing fails when a part of the layers is written, or a part of the copies is made."""
+    generation, calls = trainer.vllm_generation, []
+
+    def fails(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("no memory left")
+        return fuse(*args)
+
+    def copies(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    fuse = in_weights.fuse_piece
+    monkeypatch.setattr(in_weights, "fuse_piece", fails)
+    if not isinstance(generation._holder, in_weights.MergedIntoOwnWeights):
+        monkeypatch.setattr(torch, "_foreach_copy_", copies)
+    return torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("fault", [contradicted, interrupted_write])
+def test_failed_sync_leaves_the_previous_version_in_force(
+    fault: Callable[..., type[Exception]], trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = trainer.vllm_generation
+    active = generation._active_name
+    adapter = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora_" in name}
+    change(trainer)
+    with monkeypatch.context() as patch:
+        error = fault(trainer, patch)
+        with pytest.raises(error):
+            generation.sync_weights()
+    assert generation._active_name == active
+    assert base_is_as_before(trainer)
+    trainer.model.load_state_dict(adapter, strict=False)
+    assert samples_policy(trainer)
+    assert generation._active_name == active, "the previous version was loaded again"
+    change(trainer)
+    assert samples_policy(trainer)
+
+
+# Base weights
+
+
+def test_fifty_versions_leave_the_base_bit_for_bit(trainer: Any, way: str) -> None:
+    generation = trainer.vllm_generation
+    for _ in range(50):
+        change(trainer)
+        generation.sync_weights()
+        with generation._gate.open():
+            assert base_is_as_before(trainer) == (way != "fused, shared"), "folded while it samples, and only then"
+        assert base_is_as_before(trainer)
+    prompt = tuple(ASKED[1])
+    served = engine.prompt_logprobs(generation.llm, generation._gate, None, prompt)
+    with trainer.model.disable_adapter():
+        assert is_exact(trainer.model, [(list(prompt[:1]), list(prompt[1:]), torch.tensor(served))])
+
+
+def test_shared_weights_are_the_engines_own_memory(trainer: Any, way: str) -> None:
+    served = engine.served_model(trainer.vllm_generation.llm)
+    memory = {value.untyped_storage().data_ptr() for value in served.parameters()}
+    ours = [value for name, value in trainer.model.named_parameters() if value.ndim > 1 and not value.requires_grad]
+    assert len(ours) > 10
+    assert all((value.untyped_storage().data_ptr() in memory) == ("shared" in way) for value in ours)
+
+
+def broken() -> None:
+    raise RuntimeError("the engine is broken")
+
+
+def test_exception_while_sampling_leaves_the_base_as_it_was(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = trainer.vllm_generation
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.llm.llm_engine, "step", broken)
+        with pytest.raises(RuntimeError, match="the engine is broken"):
+            answered(generation.llm, ASKED)
+    assert base_is_as_before(trainer)
+    assert samples_policy(trainer)
+
+
+def test_interrupt_while_sampling_leaves_the_base_as_it_was(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = trainer.vllm_generation
+    step, calls = generation.llm.llm_engine.step, []
+
+    def interrupted() -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.llm.llm_engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answered(generation.llm, ASKED)
+    assert base_is_as_before(trainer)
+    assert samples_policy(trainer)
+
+
+def test_training_samples_the_policy_at_each_step_and_again_after_its_end(trainer: Any) -> None:
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "lora_sync/version" in row]
+    assert len(steps) >= 2
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in steps)
+    assert all(row["lora_sync/verified"] == 1 for row in steps)
+    assert base_is_as_before(trainer)
+    trainer.model.eval()
+    change(trainer)
+    assert samples_policy(trainer)
+
+
+def test_evaluation_samples_the_policy_of_the_moment(trainer: Any) -> None:
+    change(trainer)
+    found = trainer.evaluate()
+    assert found["eval_sampling/sampling_logp_difference/max"] < 1e-4
+    trainer.model.eval()
+
+
+# What cannot be shared
+
+
+def test_base_that_differs_from_the_checkpoint_is_not_shared(base_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base_model, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.up_proj").weight[3, 4] += 2**-12
+    with pytest.raises(UnsupportedSettingError, match=r"'model.layers.1.mlp.up_proj' holds other values in vLLM"):
+        colocate_trainer(model, tmp_path, vllm_colocate_base="shared")
+
+
+def test_start_line_gives_the_reason_for_a_second_copy(
+    base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = colocate_trainer(base_model, tmp_path)
+    assert "with a second copy of the base (it saves GPU memory, and this is a CPU)" in capsys.readouterr().out
+    trainer.vllm_generation.close()
+
+
+def test_base_in_another_dtype_is_not_shared_and_the_error_names_the_right_one(
+    base_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedSettingError, match=r'set model_init_kwargs=\{"dtype": "bfloat16"\}'):
+        colocate_trainer(base_model, tmp_path, vllm_colocate_base="shared", lora_sync_dtype="bfloat16")
+
+
+def test_fused_is_refused_for_weights_that_vllm_has_packed(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU build packs linear weights into a form of its own, unless these tests keep it from that."""
+    monkeypatch.setattr(in_weights.placing, "find", _fails)
+    with pytest.raises(UnsupportedSettingError, match=r'"fused" cannot be used with this model.*"runtime"'):
+        colocate_trainer(base_model, tmp_path, lora_sync_serving="fused")
+
+
+def _fails(*_: Any) -> Any:
+    raise in_weights.PlacementError("'model.layers.0.self_attn.q_proj' is nothing that the served model can load")

@@ -1,0 +1,283 @@
+"""Unit tier: what fused serving computes of an adapter that is more than LoRA on linear layers, against PEFT itself.
+
+The base is a Transformers model whose loading rule is a plain copy; `live/test_fused.py` has vLLM's.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trl_lora_sync.adapter.canonical import widened
+from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
+from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
+from trl_lora_sync.adapter.flat import FlatBuffer
+from trl_lora_sync.adapter.store import write_adapter
+from trl_lora_sync.adapter.support import check_model
+from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
+from trl_lora_sync.engine_plugins.fused_placement import find_pieces
+from trl_lora_sync.engine_plugins.fused_weights import InPlace, Reader, Target, fuse
+from trl_lora_sync.errors import AdapterNotFiniteError, UnsupportedAdapterError, UnsupportedSettingError
+from trl_lora_sync.generation import LoRASyncGeneration
+from trl_lora_sync.scoring import computing_with
+
+from .tiny import VOCABULARY, logits
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+KINDS: dict[str, dict[str, Any]] = {
+    "DoRA": {"use_dora": True},
+    "DoRA with the output head": {"use_dora": True, "target_modules": [*LINEAR, "lm_head"]},
+    "DoRA and PiSSA": {"use_dora": True, "init_lora_weights": "pissa"},
+    "lora_bias": {"lora_bias": True, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    "output head": {"modules_to_save": ["lm_head"]},
+    "embedding and norm": {"modules_to_save": ["embed_tokens", "norm"]},
+    "LoRA on the embedding": {"target_modules": [*LINEAR, "embed_tokens"], "use_rslora": True},
+    "LoRA on the output head": {"target_modules": [*LINEAR, "lm_head"]},
+    "tokens": {"trainable_token_indices": [9, 1, 30]},
+    "tokens of a tied model": {"trainable_token_indices": [9, 1, 30], "tied": True},
+    "all of it": {
+        "use_dora": True,
+        "modules_to_save": ["norm", "lm_head"],
+        "trainable_token_indices": {"embed_tokens": [5, 7]},
+    },
+}
+
+
+def base_model(*, tied: bool = False) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            initializer_range=0.3,
+            tie_word_embeddings=tied,
+            attention_bias=True,
+        )
+        return LlamaForCausalLM(config).eval()
+
+
+def trained_model(*, tied: bool = False, **lora: Any) -> Any:
+    """With everything that the adapter trains moved away from where it began."""
+    settings = {"r": 2, "lora_alpha": 3, "target_modules": LINEAR, "task_type": "CAUSAL_LM"} | lora
+    model = get_peft_model(base_model(tied=tied), LoraConfig(**settings)).eval()
+    if lora.get("init_lora_weights") == "pissa":
+        remember_initial_adapter(model, is_new=True, serving="fused")
+    move(model)
+    return model
+
+
+def move(model: nn.Module) -> None:
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=random) * 0.2)
+
+
+class Served:
+    """The base model as a server that adapters are fused into."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.weights = {name.removesuffix(".weight"): one.data for name, one in model.named_parameters()}
+        self.before = {name: one.clone() for name, one in self.weights.items()}
+        self.pieces: dict[str, Any] = {}
+        self.targets: dict[str, Target] = {}
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, source in weights:
+            self.model.get_parameter(name).data.copy_(source)
+
+    def fuse(self, folder: Path) -> None:
+        file = read_head(str(folder))
+        self.pieces |= find_pieces(self.load, self.weights, file.shapes(), torch.float32)
+        for owner in {piece.owner for pieces in self.pieces.values() for piece in pieces}:
+            self.targets.setdefault(owner, InPlace(self.weights[owner], self.before[owner]))
+        fuse(Reader(torch.device("cpu")).read("a", file), self.targets, self.pieces)
+
+    def is_base(self) -> bool:
+        return all(torch.equal(self.weights[name], self.before[name]) for name in self.weights)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return KINDS[request.param]
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_one(model: Any, name: str = "adapter", dtype: torch.dtype = torch.float32) -> Path:
+        reader = AdapterReader("fused")
+        reader.linears(model)
+        write_adapter(tmp_path / name, reader.read(model, dtype=dtype))
+        return tmp_path / name
+
+    return write_one
+
+
+def test_the_fused_weights_compute_what_peft_computes_and_the_base_comes_back(
+    kind: dict[str, Any], write: Write
+) -> None:
+    model, served = trained_model(**kind), Served(base_model(tied=kind.get("tied", False)))
+    served.fuse(write(model))
+    assert (logits(served.model) - logits(model)).abs().max() < 2e-5
+    assert (logits(served.model) - logits(base_model(tied=kind.get("tied", False)))).abs().max() > 0.1
+    fuse(None, served.targets, served.pieces)
+    assert served.is_base()
+
+
+def test_the_base_comes_back_after_many_versions_of_different_kinds(write: Write) -> None:
+    served = Served(base_model())
+    for index, kind in enumerate(("DoRA", "lora_bias", "output head", "LoRA on the embedding", "tokens")):
+        model = trained_model(**KINDS[kind])
+        served.fuse(write(model, f"v{index}"))
+        assert (logits(served.model) - logits(model)).abs().max() < 2e-5
+    fuse(None, served.targets, served.pieces)
+    assert served.is_base()
+
+
+def test_what_is_neutral_is_the_base_and_a_trial_is_computed_alike(kind: dict[str, Any], write: Write) -> None:
+    """The trial adapters at the start prove what a server does with each of these."""
+    model, tied = trained_model(**kind), kind.get("tied", False)
+    reader = AdapterReader("fused")
+    linears = reader.linears(model)
+    initial = remember_initial_adapter(model, is_new=True, serving="fused")
+    none: dict[Any, Any] = {**(initial or dict.fromkeys(linears[1::2])), **neutral_extras(reader.extras)}
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with computing_with(none):
+        assert (logits(model) - logits(base_model(tied=tied))).abs().max() < 1e-5
+
+    weights = initial or {one: torch.zeros_like(one.weight) for one in linears}
+    trial: dict[Any, Tensor] = {
+        **weights,
+        **neutral_extras(reader.extras),
+        **trial_extras(reader.extras, 0.5, torch.device("cpu")),
+    }
+    served = Served(base_model(tied=tied))
+    folder = write(model)
+    adapter = reader.read_trial(model, trial, dtype=torch.float32, fused_siblings=False)
+    write_adapter(folder.parent / "trial", adapter)
+    served.fuse(folder.parent / "trial")
+    with computing_with(trial):
+        expected = logits(model)
+    assert (logits(served.model) - expected).abs().max() < 2e-5
+    if any(one.trial_size for one in reader.extras):
+        assert (expected - logits(base_model(tied=tied))).abs().max() > 0.05
+    assert all(torch.equal(one, model.state_dict()[name]) for name, one in before.items())
+
+
+def test_a_magnitude_keeps_its_digits_in_bfloat16(write: Write) -> None:
+    model = trained_model(use_dora=True)
+    folder = write(model, dtype=torch.bfloat16)
+    found = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight"
+    assert found[key].dtype == torch.bfloat16
+    magnitude = model.base_model.model.model.layers[0].self_attn.q_proj.lora_magnitude_vector["default"].weight
+    assert ((found[key].float().sum(0) - magnitude) / magnitude).abs().max() < 2**-15
+
+
+def test_extras_follow_the_matrices_in_one_flat_file() -> None:
+    """On a GPU the reader writes into one buffer; the same code runs here."""
+    model = trained_model(**KINDS["all of it"])
+    reader = AdapterReader("fused")
+    reader.linears(model)
+    plain = reader.read(model, dtype=torch.bfloat16)
+    reader._is_on_gpu = lambda modules: True  # type: ignore[method-assign]
+    flat: Any = reader.read(model, dtype=torch.bfloat16)
+    assert (flat.tokens, flat.config()) == (plain.tokens, plain.config())
+    assert flat.tensors.keys() == plain.tensors.keys()
+    assert all(torch.equal(flat.tensors[key], plain.tensors[key]) for key in plain.tensors)
+    assert sum(one.numel() for one in flat.tensors.values()) == flat.flat.numel()
+    assert isinstance(reader._buffer, FlatBuffer)
+    assert set(widened(plain).tensors) == {key for key in widened(plain).tensors if ".lora_" in key}
+
+
+def test_a_module_that_is_not_finite_is_named() -> None:
+    model = trained_model(modules_to_save=["norm"])
+    reader = AdapterReader("fused")
+    reader.linears(model)
+    reader.extras[0].parameter.data[0] = float("nan")
+    with pytest.raises(AdapterNotFiniteError, match=r"norm\.weight' holds NaN"):
+        reader.read(model, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"target_modules": [*LINEAR, "lm_head"], "tied": True}, "ties both.*trainable_token_indices"),
+        ({"modules_to_save": ["lm_head"], "tied": True}, "ties both"),
+        ({"lora_bias": True, "target_modules": ["q_proj", "down_proj"]}, r"down_proj.*the layer has no bias"),
+        ({"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}, "scales the columns"),
+        ({"target_modules": ["embed_tokens"]}, "One linear layer is needed at least"),
+    ],
+)
+def test_what_the_servers_weights_cannot_be_is_refused(lora: dict[str, Any], words: str) -> None:
+    model = trained_model(**lora)
+    with pytest.raises(UnsupportedAdapterError, match=words):
+        AdapterReader("fused").linears(model)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "DoRA and PiSSA"])
+def test_at_run_time_all_of_it_is_refused_and_the_error_names_fused_serving(name: str) -> None:
+    kind = {key: value for key, value in KINDS[name].items() if key != "tied"}
+    config = LoraConfig(**{"target_modules": LINEAR, "task_type": "CAUSAL_LM"} | kind)
+    check_model(base_model(), config, "fused")
+    with pytest.raises(UnsupportedAdapterError, match='lora_sync_serving="fused"'):
+        check_model(base_model(), config)
+
+
+def test_a_sharded_model_with_more_than_matrices_is_refused() -> None:
+    generation = LoRASyncGeneration.__new__(LoRASyncGeneration)
+    generation.model, generation._reader = trained_model(use_dora=True), AdapterReader("fused")
+    generation._look_at_layout = lambda: None  # type: ignore[method-assign]
+    for is_sharded in (False, True):
+        generation._sharded = is_sharded
+        with pytest.raises(UnsupportedSettingError, match="Use DDP or ZeRO-2") if is_sharded else nullcontext():
+            generation._linears()
+
+
+def damaged(change: Callable[[dict[str, Tensor]], None], folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def shorter(tensors: dict[str, Tensor], key: str) -> None:
+    tensors[key] = tensors[key][:, :-1].contiguous()
+
+
+TOKENS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+MAGNITUDE = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.update({TOKENS: tensors[TOKENS][:1].contiguous()}), "lists others"),
+        (lambda tensors: tensors.pop(TOKENS), "lists others"),
+        (lambda tensors: shorter(tensors, MAGNITUDE), "magnitudes of .*q_proj' do not belong"),
+        (lambda tensors: tensors.update({"base_model.model.x.strange": torch.ones(2)}), "does not know"),
+        (lambda tensors: tensors[TOKENS].fill_(float("inf")), "NaN or infinity, in model.embed_tokens.weight"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(
+    change: Callable[[dict[str, Tensor]], None], words: str, write: Write
+) -> None:
+    folder = write(trained_model(**KINDS["all of it"]))
+    damaged(change, folder)
+    with pytest.raises(AdapterFileError, match=words):
+        Served(base_model()).fuse(folder)

@@ -1,0 +1,171 @@
+"""LoRA on the experts and the router of a mixture of experts: what PEFT trains there, and what a server loads.
+
+Transformers 5 keeps the experts of a layer in two parameters, `gate_up_proj` and `down_proj`, and PEFT (0.18 to 0.21)
+adapts each of them by a `ParamWrapper`. Its `lora_A` of shape `(r * experts, in_features)` is grouped by expert, its
+`lora_B` of shape `(out_features, r * experts)` by rank. Servers want another layout, and each family other names.
+
+Source: peft/tuners/lora/layer.py `ParamWrapper.get_delta_weight`. What vLLM 0.26 serves of each family was run on a
+GPU: under other names or in another layout it refuses the experts, or ignores them without an error.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from trl_lora_sync.adapter.canonical import KEY_PREFIX, Block
+
+Parameter = Literal["gate_up_proj", "down_proj"]
+
+# The modules whose weights PEFT reads without calling them, so that no hook sees it.
+_read_directly: "WeakSet[nn.Module]" = WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The names of one family of models on vLLM.
+
+    Attributes:
+        moe: what the module that holds experts and router is called there.
+        projections: the names of gate, up and down of each expert; None for all experts in one tensor, as in PEFT.
+        has_router: whether an adapter on the router is applied.
+    """
+
+    moe: str = "mlp"
+    projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    has_router: bool = False
+
+
+FAMILIES = {
+    "mixtral": Family(moe="block_sparse_moe", projections=("w1", "w3", "w2"), has_router=True),
+    "qwen3_moe": Family(),
+    "qwen3_vl_moe": Family(projections=None),
+}
+"""By `model_type`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertLayer:
+    """One parameter of the experts of one layer, with its adapter.
+
+    Attributes:
+        path: of the module of all experts, as the server calls it.
+        parameter: which one of its parameters.
+        matrices: the modules that hold `lora_A` and `lora_B`.
+    """
+
+    path: str
+    parameter: Parameter
+    layer: Any
+    adapter_name: str
+    family: Family
+    matrices: tuple[Any, Any]
+
+    @property
+    def experts(self) -> int:
+        return int(self.layer.num_experts)
+
+    @property
+    def rank(self) -> int:
+        return int(self.matrices[0].weight.shape[0]) // self.experts
+
+    def oddity(self) -> str | None:
+        """What makes it more than LoRA on each expert at this moment, in words, or None."""
+        if self.adapter_name in self.layer.lora_variant:
+            return f"uses the variant {type(self.layer.lora_variant[self.adapter_name]).__name__}"
+        if any(matrix.bias is not None for matrix in self.matrices):
+            return "has a bias on a LoRA matrix"
+        if not getattr(self.layer, "_did_swap_in_out_features", False):
+            return "is stored as (experts, in_features, out_features), or was made by a PEFT older than 0.21"
+        if self.layer.merged:
+            return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
+        if self.layer.disable_adapters:
+            return "is disabled at the moment (call model.enable_adapter_layers() first)"
+        return None
+
+    def read(self, value_of: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
+        """`lora_A` `(experts, r, in_features)` and `lora_B` `(experts, out_features, r)`, the scaling folded in."""
+        lora_A, lora_B = (value_of(matrix).detach() for matrix in self.matrices)
+        scaled = lora_B.float() * float(self.layer.scaling[self.adapter_name])
+        return (
+            lora_A.reshape(self.experts, self.rank, -1),
+            scaled.reshape(lora_B.shape[0], self.rank, self.experts).permute(2, 0, 1),
+        )
+
+
+def mark_read_directly(matrices: Iterable[nn.Module]) -> None:
+    """Note modules whose weights PEFT reads without calling them."""
+    _read_directly.update(matrices)
+
+
+def is_read_directly(module: nn.Module) -> bool:
+    """Whether PEFT reads the weight of a module without calling it."""
+    return module in _read_directly
+
+
+def shapes_of(experts: Any) -> dict[str, tuple[int, int]]:
+    """`(out_features, in_features)` of each parameter of a module of experts, below PEFT's wrappers."""
+    while hasattr(experts, "get_base_layer"):
+        experts = experts.get_base_layer()
+    return {name: tuple(getattr(experts, name).shape[1:]) for name in ("gate_up_proj", "down_proj")}
+
+
+def expert_blocks(layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tensor], rank: int) -> list[Block]:
+    """The adapters of all experts as a server loads them.
+
+    Servers need all three projections of an expert, so zeros stand for a projection that is not trained.
+
+    Args:
+        value_of: the weight of a module that holds a matrix.
+        rank: to pad to.
+    """
+    together: dict[str, dict[str, ExpertLayer]] = {}
+    for layer in layers:
+        together.setdefault(layer.path, {})[layer.parameter] = layer
+    return [block for path, found in together.items() for block in _blocks_of(path, found, value_of, rank)]
+
+
+def _blocks_of(path: str, found: dict[str, ExpertLayer], value_of: Callable[[Any], Tensor], rank: int) -> list[Block]:
+    some = next(iter(found.values()))
+    read = {name: layer.read(value_of) for name, layer in found.items()}
+    for name, (out_features, in_features) in shapes_of(some.layer).items():
+        if name not in read:
+            like = some.matrices[0].weight
+            read[name] = (
+                like.new_zeros(some.experts, 0, in_features),
+                like.new_zeros(some.experts, out_features, 0),
+            )
+    (gate_up_A, gate_up_B), (down_A, down_B) = read["gate_up_proj"], read["down_proj"]
+    if some.family.projections is None:
+        return [
+            *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank),
+            *_in_one(path, down_A, down_B, rank),
+        ]
+    gate, up, down = some.family.projections
+    half = gate_up_B.shape[1] // 2  # the gate is the first half of the rows
+    parts = {gate: (gate_up_A, gate_up_B[:, :half]), up: (gate_up_A, gate_up_B[:, half:]), down: (down_A, down_B)}
+    blocks = []
+    for name, (lora_A, lora_B) in parts.items():
+        keys = [f"{KEY_PREFIX}{path}.{expert}.{name}" for expert in range(some.experts)]
+        blocks += [
+            Block(tuple(f"{key}.lora_A.weight" for key in keys), (rank, lora_A.shape[2]), lora_A),
+            Block(tuple(f"{key}.lora_B.weight" for key in keys), (lora_B.shape[1], rank), lora_B),
+        ]
+    return blocks
+
+
+def _in_one(path: str, lora_A: Tensor, lora_B: Tensor, rank: int) -> list[Block]:
+    """All experts in one tensor, as PEFT has them."""
+    experts, _, in_features = lora_A.shape
+    out_features = lora_B.shape[1]
+    tall = lora_A.new_zeros(experts, rank, in_features)
+    tall[:, : lora_A.shape[1]] = lora_A
+    wide = lora_B.new_zeros(out_features, rank, experts)
+    wide[:, : lora_B.shape[2]] = lora_B.permute(1, 2, 0)
+    key = f"{KEY_PREFIX}{path}"
+    return [
+        Block((f"{key}.lora_A.weight",), (experts * rank, in_features), tall.reshape(1, -1, in_features)),
+        Block((f"{key}.lora_B.weight",), (out_features, rank * experts), wide.reshape(1, out_features, -1)),
+    ]

@@ -1,0 +1,69 @@
+"""What an adapter does to served weights beside adding lora_B @ lora_A to them: DoRA, whole tensors, biases, rows.
+
+As everywhere in fused serving, all is computed in float32 from the base, and rounded once. Knows torch and no engine.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins.fused_file import Kind
+from trl_lora_sync.engine_plugins.fused_placement import Piece
+
+# Bounds a product in float32.
+_PRODUCT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one tensor of the checkpoint, in the memory of the device.
+
+    Attributes:
+        kind: whether `tensor` is its new value, is added to it, or is the new value of some rows.
+        tensor: `(rows, columns)`; a vector is one row.
+        indices: of the rows, `(rows,)` and in host memory; for `"rows"` only.
+    """
+
+    kind: Kind
+    tensor: Tensor
+    indices: Tensor | None = None
+
+    def write(self, weight: Tensor, base: Tensor, piece: Piece) -> None:
+        """Write the changed tensor's rectangle over `weight`, whose base is `base`."""
+        columns = self.tensor[:, slice(*piece.columns)]
+        if self.kind == "value":
+            weight.copy_(columns[slice(*piece.rows)])
+        elif self.kind == "added":
+            weight.copy_(base.to(weight.device).float() + columns[slice(*piece.rows)].float())
+        else:
+            assert self.indices is not None
+            weight.copy_(base)
+            first, end = piece.rows
+            chosen = ((self.indices >= first) & (self.indices < end)).nonzero()[:, 0]
+            places = (self.indices[chosen] - first).to(weight.device)
+            weight[places] = columns[chosen.to(weight.device)].to(weight.dtype)
+
+
+def fuse_with_magnitude(
+    weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, magnitude: Tensor
+) -> None:
+    """Write base + scaling * lora_B @ lora_A to `weight`, which may be `base`, with each row scaled to a given norm.
+
+    Args:
+        magnitude: the norms, `(out_features,)` in float32.
+    Source: DoRA as PEFT merges it, peft/tuners/lora/variants.py `DoraLinearVariant.merge_safe`, 0.18 to 0.21.
+    """
+    lora_A = lora_A.float()
+    step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
+    for start in range(0, weight.shape[0], step):
+        part = slice(start, start + step)
+        total = torch.addmm(base[part].float(), lora_B[part].float(), lora_A, alpha=scaling)
+        norm = torch.linalg.vector_norm(total, dim=1)
+        # A row of zeros has no direction; PEFT divides by its norm, which the check for finite values finds there.
+        weight[part] = total * (magnitude[part] / norm.where(norm > 0, 1.0))[:, None]
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A vector as a matrix of one row, without a copy."""
+    return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor

@@ -1,0 +1,233 @@
+"""One event loop for everything that talks to servers, and threads for calls that block.
+
+The loop runs in one daemon thread per process. `run` is how the trainer's threads call it: an error in the waiting
+thread, such as KeyboardInterrupt, cancels what it waits for. Neither a caller nor the interpreter's exit waits longer.
+"""
+
+import asyncio
+import concurrent.futures
+import inspect
+import os
+import queue
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# A signal ends a wait at once, but an exception set by another thread (PyThreadState_SetAsyncExc) and
+# `_thread.interrupt_main` are seen between two waits only.
+_POLL_S = 0.2
+# How long cancelled tasks may take to end. Meanwhile a server gets the request to abort or to resume.
+GRACE_S = 1.5
+
+
+class BlockingThread:
+    """Carries out blocking calls one after the other in one daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, act: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        call: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._calls.put((call, act))
+        if self._thread is None or not self._thread.is_alive():  # not alive in a forked child
+            self._thread = threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is ending and starts no more threads
+                self._thread = None
+                while not self._calls.empty():
+                    _carry_out(*self._calls.get())
+        return call
+
+    async def run(self, act: Callable[[], T]) -> T:
+        """Await a call; if this is cancelled before the call has begun, it never begins."""
+        return await asyncio.wrap_future(self.submit(act))
+
+    def __del__(self) -> None:
+        self._calls.put((concurrent.futures.Future(), _stop))
+
+    @staticmethod
+    def _work(calls: "queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]]") -> None:
+        while True:
+            call, act = calls.get()
+            if act is _stop:
+                return
+            _carry_out(call, act)
+            del call, act
+
+
+def _stop() -> None:
+    """Ends the thread."""
+
+
+def _carry_out(call: "concurrent.futures.Future[T]", act: Callable[[], T]) -> None:
+    if not call.set_running_or_notify_cancel():
+        return
+    try:
+        call.set_result(act())
+    except BaseException as error:
+        call.set_exception(error)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """The loop of this process, and the thread for what would hold it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.background: set[asyncio.Task[Any]] = set()  # a loop itself does not keep its tasks alive
+        self.worker = BlockingThread("lora-sync-work")
+        # Started now, because an ending interpreter starts no more threads, and the end of a run needs both.
+        self.worker.submit(int)
+        threading.Thread(target=self.run_forever, name="lora-sync-loop", daemon=True).start()
+
+    async def getaddrinfo(self, host: Any, port: Any, **hints: Any) -> Any:
+        # The default executor refuses work while the interpreter is ending (CPython 3.9 and later).
+        return await self.worker.run(partial(socket.getaddrinfo, host, port, **hints))
+
+
+_loop: _Loop | None = None
+_of_parents: list[
+    _Loop
+] = []  # kept, because closing one in a forked child would take the parent's sockets off its poll
+_starting = threading.Lock()
+
+
+def _our_loop() -> _Loop:
+    global _loop
+    with _starting:
+        if _loop is None:
+            _loop = _Loop()
+        return _loop
+
+
+def _leave_to_parent() -> None:
+    global _loop, _starting
+    _starting = threading.Lock()
+    if _loop is not None:
+        _of_parents.append(_loop)
+        _loop = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class Task(Generic[T]):
+    """A coroutine that runs on the loop, for other threads to wait for or to cancel."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._loop = _our_loop()
+        self._outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._task: asyncio.Task[T] | None = None
+        self._loop.call_soon_threadsafe(self._begin, coroutine)
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: "asyncio.Task[T]") -> None:
+        self._task = None
+        if task.cancelled():
+            self._outcome.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(task.result())
+
+    def wait(self) -> None:
+        """Until it has ended, in whatever way."""
+        while not self._outcome.done():
+            concurrent.futures.wait([self._outcome], timeout=_POLL_S)
+
+    def result(self) -> T:
+        """Wait for it, and return what it returned or raise what it raised."""
+        self.wait()
+        return self._outcome.result()
+
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    def cancel(self) -> None:
+        """Cancel it, and give it a moment to end."""
+        self._loop.call_soon_threadsafe(self._cancel)
+        concurrent.futures.wait([self._outcome], timeout=GRACE_S)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the loop, and wait for it; an error in this thread meanwhile cancels it."""
+    task = Task(coroutine)
+    try:
+        task.wait()
+    except BaseException:
+        task.cancel()
+        raise
+    return task.result()
+
+
+async def offload(act: Callable[[], T]) -> T:
+    """Make a call that would hold up the loop, such as hashing or copying an adapter, in the one thread for these."""
+    return await _our_loop().worker.run(act)
+
+
+def spawn(coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Start a task beside the caller, on whose loop it runs to its end even if nothing refers to it."""
+    background = _our_loop().background
+    task = asyncio.ensure_future(coroutine)
+    background.add(task)
+    task.add_done_callback(background.discard)
+    return task
+
+
+async def in_parallel(act: Callable[[T], Awaitable[R]], items: Sequence[T], at_most: int | None = None) -> list[R]:
+    """Call `act` for each item, `at_most` at a time, and return the results in the order of the items.
+
+    Raises:
+        BaseException: the first error of any call, immediately; the other calls are cancelled.
+    """
+    turns = asyncio.Semaphore(at_most or max(1, len(items)))
+
+    async def in_turn(item: T) -> R:
+        async with turns:
+            return await act(item)
+
+    tasks = [asyncio.ensure_future(in_turn(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancelled(tasks)
+
+
+async def cancelled(tasks: "Collection[asyncio.Future[Any]]") -> None:
+    """Cancel tasks that still run, and give them a moment to end."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=GRACE_S)
+
+
+class Blocking:
+    """The synchronous face of an engine or a client, for scripts: asynchronous methods are waited for."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.wrapped, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return run(found(*args, **kwargs))
+
+        return call

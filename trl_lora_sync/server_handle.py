@@ -1,0 +1,508 @@
+"""One server of a run, as a state machine: its engine, its checks, and what is known of it between requests."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from enum import Enum
+
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
+from trl_lora_sync.engines.connect import connect_engine, reason_to_be_down, wait_until_up
+from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.errors import (
+    AdapterLostError,
+    AdapterRejectedError,
+    DeadlineExceededError,
+    LoRASyncError,
+    ServerSetupError,
+    ServerUnreachableError,
+    VerificationError,
+)
+from trl_lora_sync.ledger import Holding, VersionLedger
+from trl_lora_sync.runtime import spawn
+from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.startup_checks import StartupChecks
+from trl_lora_sync.transports import is_sent_content
+from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, Trial, compare
+
+logger = logging.getLogger(__name__)
+
+_PROOFS_IN_A_ROW = 8
+# The version that is sampled from, and the version that is loaded meanwhile.
+_LORAS_FOR_OVERLAP = 2
+# A version that is lost this often after its load is not lost by accident.
+_MAX_LOSSES = 3
+
+
+class ServerState(Enum):
+    """CONNECTING -> READY -> LOST -> RECOVERING -> READY, and from LOST to EXCLUDED -> READY."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    LOST = "lost"
+    """It could not be reached, or no longer has the active version."""
+    RECOVERING = "recovering"
+    EXCLUDED = "excluded"
+    """The run goes on without it; each sync probes it."""
+
+
+class ServerHandle:
+    """One server. No other class writes its fields.
+
+    Attributes:
+        state: where it is, see `ServerState`.
+        last_error: the error by which it was lost; None if it is not.
+        base_logprobs: of `PROBE_PROMPT`, as its base model computed them when it was last checked.
+        is_verified: whether this process of the server has been seen to sample from an adapter it was sent.
+        sends_content: whether adapters go to it over HTTP.
+        speed: samples per second in earlier generations.
+        is_asleep: whether its KV cache is released.
+    """
+
+    def __init__(self, address: ServerAddress, settings: SyncSettings, ledger: VersionLedger) -> None:
+        self.address = address
+        self.state = ServerState.CONNECTING
+        self.last_error: LoRASyncError | None = None
+        self.base_logprobs: list[float] = []
+        self.is_verified = False
+        self.sends_content = False
+        self.speed: float | None = None
+        self.is_asleep = False
+        self._settings = settings
+        self._timeouts = settings.timeouts
+        self._ledger = ledger
+        self._engine: Engine | None = None
+        self._versions = 0  # how many this process of the server was given
+        self._losses = 0
+        self._retries_before = 0
+        self._recovery = asyncio.Lock()  # one task at a time readmits it
+        self._unloads = asyncio.Lock()  # in the order of the requests
+
+    @property
+    def base_url(self) -> str:
+        return self.address.base_url
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise LoRASyncError(f"{self.base_url} is not connected; start() comes first.")
+        return self._engine
+
+    @property
+    def is_excluded(self) -> bool:
+        return self.state is ServerState.EXCLUDED
+
+    @property
+    def retries(self) -> int:
+        """How many requests were sent again so far."""
+        return self._retries_before + (self._engine.retries if self._engine is not None else 0)
+
+    # Connecting
+
+    async def connect(self, deadline: Deadline) -> None:
+        """Wait until it is up and connect, also to a process that has replaced the one before.
+
+        Raises:
+            LoRASyncError: see `connect_engine`; or another engine runs there than before.
+        """
+        engine = await connect_engine(
+            self.base_url,
+            engine=self._settings.engine,
+            is_local=self.address.is_local,
+            deadline=deadline,
+            serving=self._settings.serving,
+            timeouts=self._timeouts,
+        )
+        served = engine.capabilities
+        if self._engine is not None and served.engine != self.engine.capabilities.engine:
+            raise ServerSetupError(
+                f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
+                "now. Adapters are written for the engines of the start. Start the same server again."
+            )
+        if self._settings.overlap and not served.is_fused:
+            self._check_overlap(served)
+        self.sends_content = is_sent_content(self._settings, self.address, served)
+        if self._engine is not None:
+            self._retries_before += self._engine.retries
+            await self._engine.close()  # as soon as its requests have ended
+        self._engine = engine
+        self.is_asleep = False
+        self.require_verification()
+        if self.state is ServerState.CONNECTING:
+            self.state = ServerState.READY
+
+    def _check_overlap(self, served: Capabilities) -> None:
+        """Refuse a server that cannot load an adapter while it samples from another one."""
+        if not served.keeps_adapters_apart:
+            raise ServerSetupError(
+                f"{self.base_url} runs {served.engine} {served.version}, which may mix up adapters that are loaded "
+                "while requests run. lora_sync_overlap=1 needs vLLM 0.26 or later. Install one beside the server, or "
+                "set lora_sync_overlap=0."
+            )
+        if served.max_loras is not None and served.max_loras < _LORAS_FOR_OVERLAP:
+            flag, for_base = ("--max-loras", 0) if served.engine == "vllm" else ("--max-loras-per-batch", 1)
+            restart = serve_command(
+                served.engine,
+                served.base_root,
+                engine_options=[flag, str(_LORAS_FOR_OVERLAP + for_base)],
+                base_url=self.base_url,
+                is_local=self.address.is_local,
+            )
+            raise ServerSetupError(
+                f"{self.base_url} was started with {flag} {served.max_loras + for_base}, so the load of a version "
+                "waits for the whole batch that is sampled from the version before. lora_sync_overlap=1 needs room for "
+                f"{_LORAS_FOR_OVERLAP} adapters. Restart the server with {restart}, or set lora_sync_overlap=0."
+            )
+
+    async def check(self, checks: StartupChecks, deadline: Deadline) -> None:
+        """Check dtype and base model against the trainer's; see `StartupChecks.check`."""
+        self.base_logprobs = await checks.check(self, deadline)
+
+    async def disconnect(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+
+    # Lost and found
+
+    def lose(self, error: LoRASyncError, engine: Engine) -> None:
+        """Remember an error that shows the server is away, unless it comes from a process that has been replaced.
+
+        Raises:
+            ServerSetupError: the adapter was lost again and again although it was loaded each time.
+        """
+        if engine is not self._engine or self.last_error is not None:
+            return
+        self.last_error = error
+        if self.state is ServerState.READY:
+            self.state = ServerState.LOST
+        if isinstance(error, AdapterLostError):
+            self._losses += 1
+            if self._losses > _MAX_LOSSES:
+                raise ServerSetupError(
+                    f"{self.base_url} loses every version that it is given. One server was expected there; does a "
+                    f"proxy spread requests over several, or another client unload adapters? Give each server its own "
+                    f"URL, separated by commas. {error}"
+                ) from error
+
+    def note_success(self, speed: float | None = None) -> None:
+        """A request for a version was answered; at so many samples per second, if that was measured."""
+        self._losses = 0
+        self.speed = speed or self.speed
+
+    def exclude(self, error: LoRASyncError) -> None:
+        """Go on without it until a sync finds it up."""
+        self.state, self.last_error = ServerState.EXCLUDED, error
+
+    async def recover(self, checks: StartupChecks | None, deadline: Deadline, *, needs_active: bool = True) -> None:
+        """Return when the server is fine; at once if it is.
+
+        Args:
+            needs_active: whether it must take the active version again; else a refusal of that is a warning.
+
+        Raises:
+            LoRASyncError: it is not before the deadline; or another server came up in its place.
+        """
+        while (error := self.last_error) is not None:
+            engine = self.engine
+            try:
+                async with held(self._recovery, deadline, f"another attempt to reach {self.base_url} still runs"):
+                    await self._readmit(checks, deadline, needs_active)
+            except DeadlineExceededError as late:
+                if isinstance(error, ServerUnreachableError):
+                    raise error from late  # names the server
+                raise
+            except LoRASyncError as again:
+                if not is_loss(again) or deadline.is_over():
+                    raise
+                self.lose(again, engine)
+
+    async def _readmit(self, checks: StartupChecks | None, deadline: Deadline, needs_active: bool) -> None:
+        """Wait until it is up; if it lacks a version that it needs, check it again and load all of these."""
+        if self.last_error is None:
+            return  # another task readmitted it meanwhile
+        if self.state is ServerState.LOST:
+            self.state = ServerState.RECOVERING
+        try:
+            await wait_until_up(self.base_url, is_local=self.address.is_local, deadline=deadline)
+            loaded = await self.engine.loaded(deadline)
+            self._ledger.note_listed(self.base_url, loaded)
+            needed = self._needed()
+            is_complete = needed and all(stored.name in loaded for stored in needed)
+            if not is_complete or isinstance(self.last_error, AdapterLostError):
+                await self.connect(deadline)
+                if checks is not None:
+                    await self.check(checks, deadline)
+                    await checks.prove([self], deadline)
+                for stored in needed:
+                    await self._reload(stored, deadline, needs_active)
+            self.last_error = None
+            if self.state is ServerState.RECOVERING:
+                self._serve_again()
+        finally:
+            if self.state is ServerState.RECOVERING:
+                self.state = ServerState.LOST
+
+    def _serve_again(self) -> None:
+        self.state = ServerState.READY
+        for name in self._ledger.unneeded(self.base_url):  # what it missed while it was away
+            self.unload_later(name)
+
+    def _needed(self) -> list[StoredAdapter]:
+        """A fused server has one version at a time, and a version is activated only after the batch before it."""
+        is_fused = self.engine.capabilities.is_fused
+        return [stored for stored in self._ledger.needed if stored is self._ledger.active or not is_fused]
+
+    async def _reload(self, stored: StoredAdapter, deadline: Deadline, needs_active: bool) -> None:
+        try:
+            await self.load(stored, deadline)
+            await self.warm_up(stored, deadline)
+        except AdapterRejectedError as error:
+            self._ledger.note(self.base_url, stored.name, Holding.GONE)
+            if needs_active:
+                raise
+            logger.warning("%s had lost %s and could not be given it again. %s", self.base_url, stored.name, error)
+            return
+        logger.warning("%s had lost %s; it was given it again.", self.base_url, stored.name)
+        if stored.name not in [needed.name for needed in self._ledger.needed]:  # retired meanwhile, or the run is over
+            self.unload_later(stored.name)
+
+    async def reason_to_be_down(self) -> ServerUnreachableError | None:
+        """Why it does not answer now; None if it does."""
+        return await reason_to_be_down(self.base_url, is_local=self.address.is_local, timeouts=self._timeouts)
+
+    async def readmit(self, checks: StartupChecks | None, stored: StoredAdapter, deadline: Deadline) -> None:
+        """Take an excluded server back with a new version if it is up; never fails, as the others go on without it."""
+        reason = await self.reason_to_be_down()
+        if reason is not None:
+            logger.info("%s stays excluded: %s", self.base_url, reason)
+            return
+        try:
+            half = Deadline.after(deadline.remaining_s() / 2, f"Taking {self.base_url} back")
+            await self.recover(checks, half, needs_active=False)
+            await self.load_new(stored, half)
+        except LoRASyncError as error:
+            logger.warning("%s is up again but stays excluded: %s", self.base_url, error)
+        else:
+            self._serve_again()
+            logger.warning("%s is back.", self.base_url)
+
+    # Adapters
+
+    def form_of(self, stored: StoredAdapter) -> StoredAdapter:
+        """The version in the way this server gets it."""
+        if self.sends_content or stored.server_path is None:
+            return replace(stored, path=None, server_path=None)
+        return replace(stored, content=None)
+
+    async def load_new(self, stored: StoredAdapter, deadline: Deadline) -> None:
+        """Load a new version beside the active one.
+
+        Raises:
+            AdapterLostError: the active version is gone, so another process may run there, of another base model.
+            LoRASyncError: see `Engine.load` and `Engine.warm_up`.
+        """
+        active = self._ledger.active
+        has_active = active is not None and self._ledger.holding(self.base_url, active.name) is Holding.LOADED
+        loaded = await self.load(stored, deadline)
+        # Between loading and the first use, which an engine with another base model may not survive.
+        if active is not None and has_active and active.name not in loaded:
+            self._ledger.note_listed(self.base_url, loaded)
+            raise AdapterLostError(f"{self.base_url} no longer knows {active.name!r}; it was restarted.")
+        await self.warm_up(stored, deadline)
+        self.note_success()
+
+    async def load(self, stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+        """Load a version, awake and inside a pause if there is to be one; result and errors as of `Engine.load`."""
+        self._ledger.note(self.base_url, stored.name, Holding.LOADING)
+        await self.wake(deadline)
+        async with self._paused(deadline):
+            loaded = await self.engine.load(self.form_of(stored), deadline)
+        self._ledger.note(self.base_url, stored.name, Holding.LOADED)
+        return loaded
+
+    async def warm_up(self, stored: StoredAdapter, deadline: Deadline) -> None:
+        await self.engine.warm_up(self.form_of(stored), deadline)
+
+    @asynccontextmanager
+    async def _paused(self, deadline: Deadline) -> AsyncIterator[None]:
+        """Stop other clients' generation during the block if `lora_sync_pause` is set; always resumed.
+
+        Unloads end first: an unload that waits for a paused request would keep the load waiting as well.
+        """
+        if self._settings.pause == "off":
+            yield
+            return
+        await self.wait_for_unloads(deadline)
+        try:
+            await self.engine.pause(self._settings.pause, deadline)
+            yield
+        finally:
+            await self.engine.resume(Deadline.after(self._timeouts.unload_s, "Resuming generation"))
+
+    def unload_later(self, adapter_name: str, deadline: Deadline | None = None) -> "asyncio.Task[bool]":
+        """Beside the training, one at a time: an unload may wait on the server, and may never hold up a step.
+
+        Returns:
+            Whether the server confirmed it; if not, the unload is repeated with the next one, and at the end.
+        """
+        if self._engine is not None:
+            self._ledger.note(self.base_url, adapter_name, Holding.UNLOADING)
+        return spawn(self._unload_in_turn(adapter_name, deadline))
+
+    async def _unload_in_turn(self, adapter_name: str, deadline: Deadline | None) -> bool:
+        async with self._unloads:
+            return await self._unload(adapter_name, deadline)
+
+    async def _unload(self, adapter_name: str, deadline: Deadline | None) -> bool:
+        if self._engine is None:
+            return True
+        deadline = deadline or Deadline.after(self._timeouts.unload_s, f"Unloading {adapter_name}")
+        is_confirmed = False
+        for name in dict.fromkeys([*self._ledger.overdue(self.base_url), adapter_name]):
+            is_confirmed = not self.is_excluded and await self.engine.unload(name, deadline)
+            self._ledger.note(self.base_url, name, Holding.GONE if is_confirmed else Holding.UNCONFIRMED)
+        if not is_confirmed:
+            logger.info("%s did not confirm the unload of %s; training is not affected.", self.base_url, adapter_name)
+        return is_confirmed
+
+    async def wait_for_unloads(self, deadline: Deadline) -> None:
+        async with held(self._unloads, deadline, f"{self.base_url} is still unloading earlier versions"):
+            return
+
+    # Verification
+
+    def require_verification(self) -> None:
+        """Have it compared with the trainer again, from the next version on."""
+        self.is_verified = False
+        self._versions = 0
+
+    def note_activation(self) -> None:
+        """One more version was given to it."""
+        self._versions += 1
+
+    @property
+    def needs_verification(self) -> bool:
+        """Whether to compare the next version with the trainer: the first one, and others until one is a proof.
+
+        An adapter that is still too small to show will be so for a while, so the pauses between attempts grow.
+        """
+        if self._settings.verify != "first":
+            return self._settings.verify == "every"
+        is_power_of_two = not self._versions & (self._versions - 1)
+        return not self._versions or (not self.is_verified and (self._versions < _PROOFS_IN_A_ROW or is_power_of_two))
+
+    async def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> Evidence:
+        """Compare what it computes under a loaded version with what the trainer computes.
+
+        Raises:
+            VerificationError: it is not the same.
+            LoRASyncError: scoring failed, see `Engine.score`.
+        """
+        evidence = await self._compared(stored, trained, deadline)
+        self.is_verified = self.is_verified or evidence.proves
+        return evidence
+
+    async def verify_trial(self, stored: StoredAdapter, trial: Trial, deadline: Deadline, *, is_first: bool) -> None:
+        """The same with a trial adapter; the server is verified once each of the trials has been a proof.
+
+        Args:
+            is_first: whether it is the first of them.
+        """
+        evidence = await self._compared(stored, trial.scores, deadline, trial)
+        self.is_verified = (is_first or self.is_verified) and evidence.proves
+        if not evidence.proves:
+            logger.warning(
+                "A trial adapter does not prove that %s samples from what it loads on %s, because its effect is too "
+                "small beside the difference of the base models: %s. The first versions are verified instead, and "
+                "lora_sync/verified stays 0 until one of them is a proof.",
+                self.base_url,
+                trial,
+                evidence,
+            )
+
+    async def _compared(
+        self, stored: StoredAdapter, trained: Scores, deadline: Deadline, trial: Trial | None = None
+    ) -> Evidence:
+        if trial is None or trial.image is None:
+            base, adapted = self.base_logprobs, await self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
+        else:
+            one, names = trial.image, (self.engine.capabilities.base_model, stored.name)
+            base, adapted = [
+                await self.engine.score_image(name, one.prompt_ids, one.image, one.image_token_id, one.scored, deadline)
+                for name in names
+            ]
+        tolerance = self._settings.verify_tolerance
+        evidence = compare(Scores(base=base, adapted=adapted), trained, tolerance=tolerance)
+        if evidence.contradicts:
+            where = "" if trial is None else f", which is zero outside {trial}"
+            advice = f"{trial.advice} " if trial is not None and trial.advice else ""
+            raise VerificationError(
+                f"{self.base_url} accepted the adapter {stored.name!r} and computes something else with it{where}: "
+                f"{evidence}. {advice}The version before stays active. Likely causes: the server's base model is "
+                "another checkpoint or is quantised in another way; it ignores tensors, whose names the served model does not "
+                "know or whose modules its --lora-target-modules leave out; the scaling is applied twice or not at "
+                "all; something between trainer and server answers with another version. "
+                "`trl-lora-sync doctor` looks closer. If the difference is known and wanted, raise "
+                f'lora_sync_verify_tolerance (now {tolerance:g}), or set lora_sync_verify="off".'
+            )
+        return evidence
+
+    # Memory between steps
+
+    async def release_kv_cache(self, deadline: Deadline) -> None:
+        """See `Engine`; unloads end first, for none may meet the server asleep."""
+        if self.is_asleep:
+            return
+        await self.wait_for_unloads(Deadline.after(self._timeouts.close_s, "Waiting for unloads"))
+        self.is_asleep = True  # before the request, whose answer may be late; waking for nothing is harmless
+        await self.engine.release_kv_cache(deadline)
+
+    def wake_later(self) -> "asyncio.Task[None]":
+        """Beside the caller, and before any later unload."""
+        return spawn(self._wake_in_turn())
+
+    async def _wake_in_turn(self) -> None:
+        deadline = Deadline.after(self._settings.sync_timeout_s, f"Waking {self.base_url} (lora_sync_timeout)")
+        async with self._unloads:
+            try:
+                await self.wake(deadline)
+            except LoRASyncError as error:
+                logger.warning("A server could not be woken: %s", error)
+
+    async def wake(self, deadline: Deadline) -> bool:
+        """Take the KV cache back. Returns whether loaded adapters are intact; not if the server was lost."""
+        if not self.is_asleep:
+            return True
+        engine = self.engine
+        try:
+            intact = await engine.restore_kv_cache(deadline)
+        except LoRASyncError as error:
+            if is_loss(error):
+                self.lose(error, engine)
+            raise
+        self.is_asleep = False
+        return intact
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error means that a server is away, or has lost its adapters."""
+    return isinstance(error, ServerUnreachableError | AdapterLostError)
+
+
+@asynccontextmanager
+async def held(lock: asyncio.Lock, deadline: Deadline, message: str) -> AsyncIterator[None]:
+    """The lock, during the block.
+
+    Raises:
+        DeadlineExceededError: it was not free in time.
+    """
+    try:
+        await asyncio.wait_for(lock.acquire(), deadline.remaining_s())
+    except asyncio.TimeoutError as error:
+        raise deadline.error(message) from error
+    try:
+        yield
+    finally:
+        lock.release()
