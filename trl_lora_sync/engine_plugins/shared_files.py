@@ -71,7 +71,8 @@ class SharedFiles:
         except OSError:
             self._listener.close()
             raise
-        threading.Thread(target=self._accept, name="lora-sync-shared-files", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="lora-sync-shared-files", daemon=True)
+        self._accepting.start()
 
     def offer(self, file: int) -> None:
         """Let workers map a file, until `withdraw`, by its descriptor."""
@@ -96,6 +97,8 @@ class SharedFiles:
                 worker.close()
             self._workers.clear()
             self._offered.clear()
+        # The thread's call holds the socket, and with it the file system of the folder, until it returns.
+        self._accepting.join(_PATIENCE_S)
 
     def _accept(self) -> None:
         while True:
