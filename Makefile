@@ -41,8 +41,11 @@ help:
 	@echo "make launchers  DeepSpeed and bitsandbytes for the tests"
 	@echo "make clean      remove all of the above and what they wrote"
 
-demo: venv venv-vllm
-	@$(TRAINER)/bin/python examples/demo/run.py $(ARGS)
+# `make demo ARGS=--colocate` needs vLLM in the trainer's environment and no server.
+IN_PROCESS := $(findstring --colocate,$(ARGS))
+
+demo: $(if $(IN_PROCESS),venv-colocate,venv venv-vllm)
+	@$(if $(IN_PROCESS),$(COLOCATE),$(TRAINER))/bin/python examples/demo/run.py $(ARGS)
 
 unit: venv
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) tests/unit -m "not outside" $(ARGS)

@@ -78,7 +78,7 @@ def install_colocate(python: Path) -> None:
     vllm = ROOT / ".venv-vllm"
     site = next((vllm / "lib").glob("python*/site-packages"))
     next((python.parents[1] / "lib").glob("python*/site-packages")).joinpath("vllm.pth").write_text(f"{site}\n")
-    install_package(python, extras="dev")
+    install_package(python, extras="dev,demo")
     run(python, "check: vLLM and the trainer import together", ["-P", "-c", "import vllm, trl, trl_lora_sync"])
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import trl
 
-from trl_lora_sync.adapter.support import Serving
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
 from trl_lora_sync.trl_checks import refuse_others
@@ -100,7 +99,7 @@ class LoRASyncConfig:
             "`lora_sync_server_dir` is set, else a way that the server offers."
         },
     )
-    lora_sync_serving: Serving = field(
+    lora_sync_serving: Literal["runtime", "fused"] = field(
         default="runtime",
         metadata={
             "help": 'How the server applies an adapter. `"runtime"`: beside the base weights at each token. `"fused"`: '

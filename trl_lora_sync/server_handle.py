@@ -441,9 +441,9 @@ class ServerHandle:
             raise VerificationError(
                 f"{self.base_url} accepted the adapter {stored.name!r} and computes something else with it{where}: "
                 f"{evidence}. {advice}The version before stays active. Likely causes: the server's base model is "
-                "another checkpoint or is quantised in another way; it ignores tensors, whose names the served model does not "
-                "know or whose modules its --lora-target-modules leave out; the scaling is applied twice or not at "
-                "all; something between trainer and server answers with another version. "
+                "another checkpoint or is quantised in another way; it ignores tensors, whose names the served model "
+                "does not know or whose modules its --lora-target-modules leave out; the scaling is applied twice or "
+                "not at all; something between trainer and server answers with another version. "
                 "`trl-lora-sync doctor` looks closer. If the difference is known and wanted, raise "
                 f'lora_sync_verify_tolerance (now {tolerance:g}), or set lora_sync_verify="off".'
             )

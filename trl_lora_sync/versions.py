@@ -67,7 +67,12 @@ PEFT = KnownVersions(
     run=("0.18.0", "0.18.1", "0.19.1", "0.20.0", "0.21.0", "0.21.2"),
 )
 # In the trainer's process, where private names are relied on.
-VLLM_COLOCATE = KnownVersions(title="vLLM", oldest=Version("0.26"), newest=Version("0.31"), run=("0.31.0 on a CPU",))
+VLLM_COLOCATE = KnownVersions(
+    title="vLLM",
+    oldest=Version("0.26"),
+    newest=Version("0.31"),
+    run=("0.26.0 with fused serving on a GPU", "0.31.0 on a CPU"),
+)
 
 
 def warn(logger: logging.Logger, caution: str | None) -> None:

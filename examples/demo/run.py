@@ -1,8 +1,9 @@
 """What `make demo` runs: GRPO on this machine's CPU, against a real vLLM server that loads the adapter every step.
 
 Makes a tiny model, starts the server, runs examples/grpo.py, stops the server, and shows how the reward rose and what
-each sync took. Exits with an error if the run did not learn. Arguments that this file does not know go to
-examples/grpo.py: `python examples/demo/run.py --lora_dropout 0.05` shows what dropout does to the logprob gap.
+each sync took. With `--colocate` there is no server: vLLM runs in the trainer's process. Exits with an error if the run
+did not learn. Arguments that this file does not know go to examples/grpo.py: `python examples/demo/run.py
+--lora_dropout 0.05` shows what dropout does to the logprob gap.
 """
 
 import argparse
@@ -36,8 +37,14 @@ class DemoError(Exception):
     """The demo failed, for the reason given."""
 
 
-def training_command(model: Path, base_url: str, output_dir: Path, steps: int, more: Sequence[str] = ()) -> list[str]:
-    """The command of examples/grpo.py; of an argument given twice, the one in `more` counts."""
+def training_command(
+    model: Path, base_url: str | None, output_dir: Path, steps: int, more: Sequence[str] = ()
+) -> list[str]:
+    """The command of examples/grpo.py; of an argument given twice, the one in `more` counts.
+
+    Args:
+        base_url: of the server; None for vLLM in the trainer's process.
+    """
     # What the user's own accelerate configuration could change is said explicitly.
     launch = "launch --num_processes 1 --num_machines 1 --cpu --mixed_precision no --dynamo_backend no"
     # One thread, as for the server: more would wait for each other. Quiet, so that an error is the output's end.
@@ -45,7 +52,7 @@ def training_command(model: Path, base_url: str, output_dir: Path, steps: int, m
     # TRL's 0.05 would set the trainer's log-probabilities apart from the server's, which drops nothing.
     dropout = "--lora_dropout 0"
     policy = f"--use_peft --lora_r {LORA_RANK} --lora_alpha 16 --lora_target_modules all-linear {dropout}"
-    server = f"--use_vllm --vllm_mode server --vllm_server_base_url {base_url}"
+    server = f"--vllm_mode server --vllm_server_base_url {base_url}" if base_url else "--vllm_max_model_length 256"
     sync = "--vllm_sync_strategy lora_adapter --lora_sync_timeout 30"
     # A reward of a whole completion says more about each of its tokens in a short one, and a group's mean is a better
     # baseline in a large one. With half the completions of twice the length, the reward of some seeds stays low for 30
@@ -59,7 +66,7 @@ def training_command(model: Path, base_url: str, output_dir: Path, steps: int, m
         str(GRPO_SCRIPT),
         *("--model_name_or_path", str(model)),
         *("--output_dir", str(output_dir)),
-        *f"{policy} {server} {sync} {batch} {schedule} {output}".split(),
+        *f"{policy} --use_vllm {server} {sync} {batch} {schedule} {output}".split(),
         *more,
     ]
 
@@ -94,7 +101,7 @@ def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A process whose whole group has ended when the block is left, however it is left."""
     process = subprocess.Popen(
         command,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **os.environ, "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -232,9 +239,9 @@ def check_learned(history: list[Metrics]) -> None:
         )
 
 
-def run(folder: Path, steps: int, seed: int, training_args: Sequence[str] = ()) -> None:
+def run(folder: Path, steps: int, seed: int, training_args: Sequence[str] = (), *, colocate: bool = False) -> None:
     started = time.monotonic()
-    history = play(folder, steps, seed, training_args)
+    history = (play_in_process if colocate else play)(folder, steps, seed, training_args)
     report(history, folder / "demo.png", started)
 
 
@@ -272,16 +279,29 @@ def play(
     return history
 
 
+def play_in_process(folder: Path, steps: int, seed: int, training_args: Sequence[str] = ()) -> list[Metrics]:
+    """As `play`, with vLLM in the trainer's process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    transformers_logging.disable_progress_bar()
+    model, train_log = make_model(folder / "model", seed=seed), folder / "train.log"
+    print(f"[1/2] A tiny Qwen3 with random weights is in {model}.", flush=True)
+    print(f"[2/2] Training for {steps} steps, with vLLM in the trainer's process; the log is {train_log}.", flush=True)
+    return train(
+        training_command(model, None, folder / "training", steps, training_args), folder / "training", train_log, steps
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("demo-output"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the model's random weights")
+    parser.add_argument("--colocate", action="store_true", help="run vLLM in the trainer's process, without a server")
     args, training_args = parser.parse_known_args()
     # The server and the training script are stopped on the way out, which a plain SIGTERM would skip.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        run(args.output_dir, args.steps, args.seed, training_args)
+        run(args.output_dir, args.steps, args.seed, training_args, colocate=args.colocate)
     except (DemoError, ServerStartError) as error:
         sys.exit(f"\nThe demo failed. {error}\n\nAll logs are in {args.output_dir}/.")
     except KeyboardInterrupt:

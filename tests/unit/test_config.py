@@ -21,6 +21,7 @@ from transformers import HfArgumentParser
 import trl_lora_sync
 from trl_lora_sync import DistillationConfig, GRPOConfig, LoRASyncConfig, RLOOConfig
 from trl_lora_sync.config import check_reference, check_sync_fields, server_urls, sync_settings
+from trl_lora_sync.engines.base import TIMEOUTS
 from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, is_local_url
@@ -231,6 +232,7 @@ def test_overlap_is_zero_or_one(overlap: Any, make: Callable[..., GRPOConfig]) -
         ("vllm_server_engine", "'auto', 'vllm', 'sglang'"),
         ("vllm_server_sleep", "'off', 'kv_cache'"),
         ("lora_sync_transport", "'auto', 'disk', 'push', 'tensors'"),
+        ("vllm_colocate_base", "'auto', 'own', 'shared'"),
         ("lora_sync_serving", "'runtime', 'fused'"),
         ("lora_sync_pause", "'off', 'drain', 'abort'"),
         ("lora_sync_on_server_loss", "'error', 'drop'"),
@@ -422,7 +424,7 @@ def test_a_tolerance_that_is_none_is_refused(tolerance: float, make: Callable[..
 ARGUMENTS = [
     "--vllm_sync_strategy", "lora_adapter", "--vllm_server_engine", "vllm", "--lora_sync_keep", "3",
     "--vllm_server_sleep", "kv_cache", "--lora_sync_transport", "disk", "--lora_sync_pause", "drain",
-    "--lora_sync_serving", "fused", "--lora_sync_timeout", "30",
+    "--lora_sync_serving", "fused", "--lora_sync_timeout", "30", "--vllm_colocate_base", "own",
     "--lora_sync_dir", "/mnt/a", "--lora_sync_server_dir", "/mnt/b",
     "--lora_sync_on_server_loss", "drop", "--lora_sync_generation_timeout", "600", "--lora_sync_dtype", "bfloat16",
     "--lora_sync_verify", "every", "--lora_sync_verify_tolerance", "2.5",
@@ -434,7 +436,7 @@ def values(args: Any) -> dict[str, Any]:
     return {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(GRPOConfig)
-        if field.name.startswith(("lora_sync", "vllm_sync", "vllm_server_engine", "vllm_server_sleep"))
+        if field.name.startswith(("lora_sync", "vllm_sync", "vllm_server_engine", "vllm_server_sleep", "vllm_colocate"))
     }
 
 
@@ -442,6 +444,7 @@ PARSED = {
     "vllm_sync_strategy": "lora_adapter",
     "vllm_server_engine": "vllm",
     "vllm_server_sleep": "kv_cache",
+    "vllm_colocate_base": "own",
     "lora_sync_transport": "disk",
     "lora_sync_serving": "fused",
     "lora_sync_pause": "drain",
@@ -561,6 +564,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "samples_older": False,
         "proves_groups": False,  # with fused serving
         "overlap": False,
+        "timeouts": dataclasses.asdict(TIMEOUTS),
     }
 
 

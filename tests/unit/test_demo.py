@@ -36,6 +36,12 @@ def test_the_demo_trains_without_dropout_unless_told_otherwise() -> None:
     assert changed[-2:] == ["--lora_dropout", "0.05"]  # argparse takes the last
 
 
+def test_the_demo_without_a_server_runs_vllm_in_the_trainers_process() -> None:
+    command = training_command(Path("model"), None, Path("out"), 3)
+    assert "--use_vllm" in command
+    assert not any(word.startswith(("--vllm_server", "--vllm_mode")) for word in command), "colocate is TRL's default"
+
+
 def test_the_committed_runs_are_of_ten_seeds_in_a_row_and_all_learned() -> None:
     runs = json.loads(RESULT.read_text())["runs"]
 

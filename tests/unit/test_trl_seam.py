@@ -55,6 +55,7 @@ def arguments(tmp_path: Path) -> dict[str, Any]:
 # Refusals come first
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("peft_config", "words"),
     [
@@ -82,11 +83,13 @@ def test_model_is_what_fails_to_load_once_the_adapter_can_be_served(arguments: d
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
 
 
+@pytest.mark.outside
 def test_positional_arguments_are_checked_like_keyword_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedAdapterError, match="needs a LoRA adapter"):
         GRPOTrainer(arguments["model"], arguments["reward_funcs"], arguments["args"])
 
 
+@pytest.mark.outside
 def test_peft_model_is_checked_by_the_config_it_carries(arguments: dict[str, Any]) -> None:
     arguments["model"] = lora_model(use_dora=True)
     with pytest.raises(UnsupportedAdapterError, match="use_dora=True"):

@@ -12,12 +12,12 @@ This module reads configurations only; `adapter.export` looks at the live model.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from trl_lora_sync.errors import UnsupportedAdapterError
 
-Serving = Literal["runtime", "fused"]
-"""How a server brings an adapter to its model: the field `lora_sync_serving`."""
+Serving = str
+"""A value of the field `lora_sync_serving`, which lists them."""
 _WHY_NO_EMBEDDINGS = (
     "the embedding and the output head are served by few architectures, and tied weights differ between the "
     "trainer and the server"
