@@ -79,10 +79,12 @@ class LoRASyncTrainer:
 
         generation_class = _generation_class(config)
         if config.vllm_mode == "colocate":
-            self._waits_on_host = _check_base(config, given["model"])
+            self._waits_on_host = _check_base(config, given)
 
         def build(*arguments: Any, **named: Any) -> Any:
             check_arguments(generation_class, *arguments, **named)
+            if self._waits_on_host:
+                named["waits_on_host"] = True
             return generation_class(*arguments, **named, settings=settings, on_sync=self._record_sync, is_new=is_new)
 
         with ExitStack() as stack:
@@ -218,7 +220,7 @@ def _generation_class(config: Any) -> Any:
     return ColocateGeneration
 
 
-def _check_base(config: Any, model: Any) -> bool:
+def _check_base(config: Any, given: dict[str, Any]) -> bool:
     """Whether the model should stay on the host until vLLM has loaded the weights that both will share.
 
     Raises:
@@ -227,7 +229,7 @@ def _check_base(config: Any, model: Any) -> bool:
     from trl_lora_sync.colocate.shared_base import may_share, refuse_sharded
 
     refuse_sharded(config)
-    return may_share(config, model)
+    return given.get("quantization_config") is None and may_share(config, given["model"])
 
 
 def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

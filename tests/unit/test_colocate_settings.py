@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_lora_sync import GRPOConfig, GRPOTrainer, trl_checks
-from trl_lora_sync.colocate import engine
+from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl, trl_checks
+from trl_lora_sync.colocate import engine, shared_base
 from trl_lora_sync.config import sync_settings
 from trl_lora_sync.errors import UnsupportedSettingError, UnsupportedTRLError
 from trl_lora_sync.settings import ColocateSettings
@@ -203,3 +204,87 @@ def test_trl_that_samples_in_another_way_is_refused(
     monkeypatch.setattr(f"trl.generation.vllm_generation.VLLMGeneration.{method}", changed)
     with pytest.raises(UnsupportedTRLError, match=words):
         trl_checks.check_colocate()
+
+
+# A base that may be shared
+
+
+def on_gpu(args: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> GRPOConfig:
+    monkeypatch.setattr(GRPOConfig, "device", torch.device("cuda", 0))
+    return args
+
+
+BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (BFLOAT16, True),
+        ({"model_init_kwargs": {"dtype": torch.bfloat16}, "lora_sync_serving": "fused"}, True),
+        ({}, False),  # TRL's float32
+        ({**BFLOAT16, "vllm_colocate_base": "own"}, False),
+        ({"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": object()}}, False),
+    ],
+    ids=str,
+)
+def test_model_waits_on_the_host_if_its_base_may_be_shared(
+    fields: dict[str, Any], expected: bool, make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = make(**fields)
+    assert not shared_base.may_share(args, "some/model"), "there is no GPU"
+    assert shared_base.may_share(on_gpu(args, monkeypatch), "some/model") == expected
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"ACCELERATE_USE_FSDP": "true"},
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [
+        ({"lora_sync_serving": "fused"}, 'Set lora_sync_serving="runtime", or train with DDP'),
+        ({"vllm_colocate_base": "shared"}, 'Set vllm_colocate_base="auto", or train with DDP'),
+    ],
+    ids=str,
+)
+def test_what_needs_the_whole_base_is_refused_with_a_sharded_one(
+    fields: dict[str, Any],
+    fix: str,
+    environment: dict[str, str],
+    make: Callable[..., GRPOConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = make(**fields)
+    shared_base.refuse_sharded(args)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnsupportedSettingError, match=fix):
+        shared_base.refuse_sharded(args)
+
+
+def test_shared_base_is_refused_with_tensor_parallelism_and_with_servers(
+    make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnsupportedSettingError, match=r'the server is another process. Set vllm_colocate_base="auto"'):
+        make(vllm_mode="server", vllm_colocate_base="shared")
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    with pytest.raises(UnsupportedSettingError, match=r"vLLM splits each weight.*Set vllm_tensor_parallel_size=1"):
+        make(vllm_tensor_parallel_size=2, vllm_colocate_base="shared")
+
+
+def test_model_of_a_trainer_is_loaded_into_host_memory_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's own loading would take the GPU, by `device_map="auto"`."""
+    from trl.trainer import grpo_trainer
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(grpo_trainer, "create_model_from_path", lambda path, **kwargs: seen.append(kwargs))
+    load = grpo_trainer.create_model_from_path
+    with _trl.models_on_host(GRPOTrainer):
+        grpo_trainer.create_model_from_path("some/model", dtype="bfloat16")
+    assert seen == [{"device_map": None, "dtype": "bfloat16"}]
+    assert grpo_trainer.create_model_from_path is load

@@ -32,11 +32,15 @@ class ColocateGeneration(AdapterGeneration):
 
     TRL builds the engine and samples from it, as in its own colocate mode. Everything that samples through
     `llm`, such as a rollout function, samples from the active version.
+
+    Args:
+        waits_on_host: whether the model is on the host, so that there are never two copies of the base on the GPU.
     """
 
     _settings: ColocateSettings
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, waits_on_host: bool = False, **kwargs: Any) -> None:
+        self._waits_on_host = waits_on_host
         self._next_version = 1
         self._active: Policy | None = None
         self._layout: Any = None  # names and shapes of the tensors that the engine was proved with
@@ -64,9 +68,10 @@ class ColocateGeneration(AdapterGeneration):
         linears = run_on_all(self.accelerator, self._linears)
         run_on_all(self.accelerator, self._check_serving)
         reason = self._reason_against_sharing()
-        if reason is None:
-            self.model.to("cpu")  # unless it never was elsewhere
+        if reason is None and not self._waits_on_host:
+            self.model.to("cpu")
             torch.cuda.empty_cache()
+            self._waits_on_host = True
         rank = max(linear.out_features for linear in linears[::2]) * (2 if self._initial else 1)
         options = engine.lora_options(rank) if self._settings.serving == "runtime" else {}
         options |= {"dtype": self._settings.dtype} if self._settings.dtype else {}
@@ -140,7 +145,8 @@ class ColocateGeneration(AdapterGeneration):
                 self._shared = SharedBase(weights, views)
                 self._shared.connect(self.model, self.accelerator.device)
                 return f"the trainer's base ({self._shared.nbytes / 2**30:.2f} GiB, compared bit by bit)"
-        self.model.to(self.accelerator.device)  # it may have waited on the host
+        if self._waits_on_host:
+            self.model.to(self.accelerator.device)
         return f"a second copy of the base ({reason})"
 
     def _make_holder(self) -> AdapterSlots | MergedIntoOwnWeights | FoldedIntoSharedWeights:
