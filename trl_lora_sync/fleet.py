@@ -69,6 +69,7 @@ class Fleet:
             survives_misfit=all(one.survives_misfit for one in served),
             takes_tensors=all(one.takes_tensors for one in served),
             takes_pushes=all(one.takes_pushes for one in served),
+            checks_payload=all(one.checks_payload for one in served),
         )
 
     @property

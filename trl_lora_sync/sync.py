@@ -89,7 +89,11 @@ class AdapterSync:
 
     async def _prepare(self, adapter: CanonicalAdapter, base: TrainedBase, trials: Sequence[Trial]) -> None:
         fleet = self.fleet
-        self._transport = transport_for(self.settings, [server.sends_content for server in fleet.servers])
+        self._transport = transport_for(
+            self.settings,
+            [server.sends_content for server in fleet.servers],
+            has_checksums=any(server.engine.capabilities.checks_payload for server in fleet.servers),
+        )
         deadline = self._control_deadline("Preparing the adapter folder")
         await self.transport.open(deadline)
         for dead_run in await fleet.sweep(self.transport, deadline):
@@ -174,7 +178,7 @@ class AdapterSync:
             with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
                 server_load_s = await self.fleet.load(stored, deadline)
             with timer.phase("verify"):
-                if self.settings.verify != "off":
+                if self.settings.verify != "off" and not self._is_compared(stored):
                     await self.transport.check(stored, adapter, deadline)
                 if not is_final and self.fleet.needs_verification:
                     raise VerificationDueError("A server came back during the sync. It is verified before it is used.")
@@ -214,6 +218,10 @@ class AdapterSync:
         version = self._next_version
         self._next_version += 1  # a name is never used again, not even after a failure
         return await self.transport.write(version, adapter, deadline)
+
+    def _is_compared(self, stored: StoredAdapter) -> bool:
+        """Whether every server has compared what it holds of a version with what was sent; more than its files show."""
+        return stored.has_checksum and self.fleet.capabilities.checks_payload
 
     @asynccontextmanager
     async def _withdrawn_on_error(self, stored: StoredAdapter) -> AsyncIterator[None]:

@@ -83,7 +83,7 @@ class DiskTransport:
     order, and only the wait for it ends at the deadline. What it finishes too late is deleted again.
 
     Args:
-        servers, slots: see `AdapterStore`.
+        servers, slots, has_checksums: see `AdapterStore`.
     """
 
     def __init__(
@@ -93,8 +93,11 @@ class DiskTransport:
         server_root: str | None = None,
         servers: Sequence[str] = (),
         slots: SlotRing | None = None,
+        has_checksums: bool = False,
     ) -> None:
-        self._store = AdapterStore(root, server_root=server_root, servers=servers, slots=slots)
+        self._store = AdapterStore(
+            root, server_root=server_root, servers=servers, slots=slots, has_checksums=has_checksums
+        )
         self._files = BlockingThread("lora-sync-files")
 
     @property
@@ -204,11 +207,12 @@ class HTTPTransport(DiskTransport):
         """Does nothing: a push carries a digest that the server compares, and there is no file."""
 
 
-def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transport:
+def transport_for(settings: SyncSettings, sends_content: list[bool], *, has_checksums: bool = False) -> Transport:
     """The transport that suits every server.
 
     Args:
         sends_content: for each server, whether it is sent adapters over HTTP; see `is_sent_content`.
+        has_checksums: whether a server compares what it has loaded with a checksum.
     """
     servers = [server.base_url for server in settings.servers]
     if all(sends_content):
@@ -216,8 +220,10 @@ def transport_for(settings: SyncSettings, sends_content: list[bool]) -> Transpor
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
-    slots = SlotRing() if are_local else None
-    return kind(settings.root, server_root=settings.server_root, servers=servers, slots=slots)
+    slots = SlotRing(shares=has_checksums) if are_local else None
+    return kind(
+        settings.root, server_root=settings.server_root, servers=servers, slots=slots, has_checksums=has_checksums
+    )
 
 
 def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capabilities) -> bool:

@@ -1,8 +1,20 @@
-"""Live tier: a real vLLM whose workers read adapters with several threads, from the second one of a kind on."""
+"""Live tier: a real vLLM whose workers write versions into their slots, and read other adapters with several threads.
+
+Both from the second one of a kind on.
+"""
 
 import contextlib
+import json
+import os
 import shutil
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,14 +26,20 @@ from contract.served import soon
 from safetensors.torch import load_file, save_file
 from support.policies import token_ids
 from support.servers import damage
+from support.shared_memory import shared_folder
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
 
+from trl_lora_sync import GRPOTrainer
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.export import AdapterReader
+from trl_lora_sync.adapter.flat import FlatAdapter, flat_adapter
+from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import vllm_quick_load
 from trl_lora_sync.engines.vllm import VLLMEngine
-from trl_lora_sync.errors import AdapterRejectedError
+from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError
 from trl_lora_sync.runtime import Blocking
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +52,7 @@ class Quick:
 
     def __init__(self, server: VLLMServer, reference: PeftReference, folder: Path) -> None:
         self.server, self.reference = server, reference
-        self.store = AdapterStore(folder / "store")
+        self.store = AdapterStore(folder / "store", slots=SlotRing())
         self.engine = Blocking(VLLMEngine(server.base_url, is_local=True))
         self.engine.connect(soon(60))
         self._versions = 0
@@ -45,7 +63,26 @@ class Quick:
         assert stored.path
         tensors = load_file(stored.path / FILE)
         save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, stored.path / FILE)
+        (stored.path / "lora_sync.json").unlink()  # as adapters of other programs are
         return stored
+
+    def write_flat(self, seed: int, rank: int = 8) -> StoredAdapter:
+        """As a trainer does."""
+        self._versions += 1
+        return self.store.write(self._versions, flat(self.reference.adapter(seed, rank=rank)))
+
+    def publish(self, seed: int, rank: int = 8) -> StoredAdapter:
+        stored = self.write_flat(seed, rank)
+        self.engine.load(stored, soon(60))
+        return stored
+
+    def counts(self) -> dict[str, int]:
+        """How versions came, in the first worker; the same in all of them."""
+        asked = {"method": "lora_sync_slot_counts"}
+        answer = httpx.post(f"{self.server.base_url}/collective_rpc", json=asked, timeout=60, trust_env=False)
+        first, *others = answer.json()["results"]
+        assert all(one == first for one in others)
+        return Counter(first)
 
     def load(self, seed: int, dtype: torch.dtype = torch.bfloat16, rank: int = 8) -> str:
         stored = self.write(seed, dtype, rank)
@@ -53,8 +90,13 @@ class Quick:
         return stored.name
 
     def is_policy(self, name: str, seed: int) -> bool:
-        found = self.engine.score(name, PROMPT, soon(60))
+        """By one request; `score` makes one per token."""
+        return self.is_of_policy(prompt_logprobs(self.engine, name, PROMPT, soon(60)), seed)
 
+    def score(self, name: str) -> list[float]:
+        return self.engine.score(name, PROMPT, soon(60))
+
+    def is_of_policy(self, found: list[float], seed: int) -> bool:
         def gap(seed: int | None) -> float:
             adapter = None if seed is None else self.reference.adapter(seed)
             expected = self.reference.logprobs(adapter, PROMPT[:1], PROMPT[1:])
@@ -74,28 +116,37 @@ def reference(base_model: Path) -> PeftReference:
     return PeftReference(base_model)
 
 
-@pytest.fixture(scope="module")
-def quick_server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    server = VLLMServer(
+def server_of(base_model: Path, log_path: Path, *extra_args: str) -> VLLMServer:
+    return VLLMServer(
         base_model,
         extra_args=[
             *("--worker-extension-cls", vllm_quick_load.WORKER),
             *("--middleware", vllm_quick_load.MIDDLEWARE),
+            *extra_args,
         ],
         extra_env={"PYTHONPATH": str(ROOT)},
-        log_path=tmp_path_factory.mktemp("server") / "quick.log",
+        dev_mode=True,  # through which workers are asked for their counts
+        log_path=log_path,
     )
-    with server:
+
+
+@pytest.fixture(scope="module")
+def quick_server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    with server_of(base_model, tmp_path_factory.mktemp("server") / "quick.log") as server:
         yield server
 
 
 @pytest.fixture
-def quick(quick_server: VLLMServer, reference: PeftReference, tmp_path: Path) -> Iterator[Quick]:
-    quick = Quick(quick_server, reference, tmp_path)
-    try:
+def quick(quick_server: VLLMServer, reference: PeftReference) -> Iterator[Quick]:
+    with shared_folder() as folder, contextlib.closing(Quick(quick_server, reference, folder)) as quick:
         yield quick
-    finally:
-        quick.close()
+
+
+def flat(adapter: CanonicalAdapter) -> FlatAdapter:
+    tensors = {key: adapter.tensors[key].bfloat16() for key in sorted(adapter.tensors, key=str.encode)}
+    described = replace(adapter, dtype=torch.bfloat16)
+    joined = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    return flat_adapter(described, joined, {key: tensor.shape for key, tensor in tensors.items()})
 
 
 def holds_open(server: VLLMServer, folder: Path) -> bool:
@@ -153,9 +204,21 @@ def test_an_adapter_that_cannot_be_read_is_refused_and_the_others_stay(quick: Qu
     assert all(quick.is_policy(name, seed) for seed, name in enumerate(names, 1))
 
 
-def test_a_run_trains_on_what_it_serves(quick: Quick, base_model: Path, tmp_path: Path) -> None:
-    trainer = grpo_trainer(quick.server.base_url, base_model, tmp_path, max_steps=4)
-    trainer.train()
+def test_a_run_trains_on_what_it_serves(
+    quick: Quick, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exported as on a GPU, with a buffer and page-locked files, both of which work without one."""
+    monkeypatch.setattr(AdapterReader, "_is_on_gpu", lambda *_: True)
+    before = quick.counts()["written"]
+    with shared_folder() as folder:
+        settings = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}  # which is that of the slots
+        trainer = grpo_trainer(quick.server.base_url, base_model, tmp_path, max_steps=4, **settings)
+        trainer.train()
+        assert quick.counts()["written"] - before >= 2  # the others went to slots that another kind had
+        check_and_close(trainer)
+
+
+def check_and_close(trainer: GRPOTrainer) -> None:
     steps = steps_of(trainer)
     assert all(step["sampling/sampling_logp_difference/mean"] < 0.015 for step in steps)
     assert steps[-1]["lora_sync/verified"] == 1
@@ -164,5 +227,152 @@ def test_a_run_trains_on_what_it_serves(quick: Quick, base_model: Path, tmp_path
 
 
 def test_the_log_says_that_adapters_are_read_so(quick: Quick) -> None:
-    assert "Adapters are read with several threads" in quick.server.log_path.read_text()
+    assert "written into their slots directly, and other adapters are read" in quick.server.log_path.read_text()
     assert httpx.get(f"{quick.server.base_url}/health", timeout=10, trust_env=False).status_code == 200
+
+
+# Versions of a trainer
+
+
+def test_versions_are_written_into_their_slots_and_late_requests_get_their_own(quick: Quick) -> None:
+    """The server has two slots, so a version that is asked for again has lost its slot twice by then."""
+    base = quick.engine.score(quick.engine.capabilities.base_model, PROMPT, soon(60))
+    for seed in (8, 9):
+        quick.publish(seed)  # into both slots, which adapters of other tests may have had
+    before = quick.counts()
+    versions = [(seed, quick.publish(seed).name) for seed in (1, 2, 3, 4)]
+    assert all(quick.is_policy(name, seed) for seed, name in (*reversed(versions), *versions))
+    came = quick.counts()
+    came.subtract(before)
+    assert came["written"] == 4 + 2 + 2
+    assert came["loaded by vLLM"] == came["read"] == 0
+    assert quick.engine.score(quick.engine.capabilities.base_model, PROMPT, soon(60)) == base
+
+
+def test_a_written_version_is_bit_for_bit_what_vllm_loads(quick: Quick) -> None:
+    stored = [quick.write_flat(5) for _ in range(3)]
+    assert stored[1].path
+    (stored[1].path / "lora_sync.json").unlink()  # so vLLM loads that one
+    scores = []
+    for one in stored:
+        quick.engine.load(one, soon(60))
+        scores.append(prompt_logprobs(quick.engine, one.name, PROMPT, soon(60)))
+    assert scores[0] == scores[1] == scores[2]
+
+
+def test_versions_and_other_adapters_run_in_one_batch(quick: Quick) -> None:
+    quick.publish(0)
+    names = [(6, quick.load(6)), (7, quick.publish(7).name)]
+    with ThreadPoolExecutor(8) as pool:
+        scoring = [(seed, pool.submit(quick.score, name)) for seed, name in names * 8]
+        # While two are sampled from, another one takes a slot of theirs.
+        later = quick.publish(8).name
+        scoring += [(8, pool.submit(quick.score, later))]
+    assert all(quick.is_of_policy(found.result(), seed) for seed, found in scoring)
+
+
+def test_other_ranks_and_kinds_in_between_leave_nothing_behind(quick: Quick) -> None:
+    for seed, rank in enumerate([8, 4, 16, 8, 4, 4, 16, 8], 1):
+        name = quick.publish(seed, rank).name
+        score = quick.engine.score(name, PROMPT, soon(60))
+        expected = quick.reference.logprobs(quick.reference.adapter(seed, rank=rank), PROMPT[:1], PROMPT[1:])
+        gap = sum(abs(one - other) for one, other in zip(score, expected, strict=True)) / len(expected)
+        assert gap < 2 * quick.reference.tolerance
+
+
+def test_a_version_that_changed_on_its_way_is_refused_and_the_others_stay(quick: Quick) -> None:
+    versions = [(seed, quick.publish(seed).name) for seed in (1, 2)]
+    stored = quick.write_flat(3)
+    assert stored.path
+    with (stored.path / FILE).open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(AdapterNotVisibleError, match=r"damaged.*its tensors have the checksum"):
+        quick.engine.load(stored, soon(60))
+    assert quick.engine.loaded(soon()).keys() == {name for _, name in versions}
+    assert all(quick.is_policy(name, seed) for seed, name in versions)
+    assert quick.is_policy(quick.publish(4).name, 4)
+
+
+def test_the_benchmark_of_the_floor_measures_a_running_server(quick: Quick, base_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "floor.json"
+    script = [sys.executable, ROOT / "benchmarks" / "floor.py", "--url", quick.server.base_url, "--model", base_model]
+    options = ["--cases", "tiny:8", "--rounds", "1", "--tokens", "100", "--peft", "--out", out]
+    ended = subprocess.run(
+        [*map(str, script), *map(str, options)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    [case] = json.loads(out.read_text())["cases"]
+    assert case["syncs"] >= 50
+    assert case["base_is_bit_identical"]
+    assert case["served"]["same_bits_by_all_ways"]
+    assert case["served"]["gap_to_peft"] < quick.reference.tolerance < case["served"]["effect"]
+    timed = case["syncs_in_turns"]
+    assert timed["ms"].keys() == {"slots", "files", "vllm"}
+    assert +Counter(timed["came"]["slots"]) == {"mapped": 2, "written": 2}
+    assert case["decoding"]["syncs"] > 0
+
+
+def test_a_trainer_knows_that_every_version_is_compared(quick: Quick) -> None:
+    assert quick.engine.capabilities.checks_payload
+
+
+_TRAINER = """
+import sys, signal, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from live.test_quick_load import flat, PeftReference
+from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.store import AdapterStore
+store = AdapterStore(Path(sys.argv[1]), slots=SlotRing())
+stored = store.write(1, flat(PeftReference(sys.argv[2]).adapter(1)))
+print(stored.name, stored.path, flush=True)
+signal.pause()
+"""
+
+
+def test_nothing_of_a_killed_trainer_stays_in_the_server(quick: Quick, base_model: Path, tmp_path: Path) -> None:
+    with shared_folder() as folder:
+        source = _TRAINER.format(path=sys.path)
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", source, folder / "root", base_model], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert trainer.stdout
+            name, path = trainer.stdout.readline().split()
+            stored = replace(quick.publish(1), name=name, path=Path(path), server_path=path)
+            quick.engine.load(stored, soon(60))
+            assert holds_open(quick.server, folder)
+        finally:
+            trainer.send_signal(signal.SIGKILL)
+            trainer.wait(30)
+        wait_until(lambda: not holds_open(quick.server, folder))
+        assert quick.is_policy(name, 1)
+
+
+def wait_until(is_over: Callable[[], bool]) -> None:
+    deadline = soon(30)
+    while not is_over():
+        deadline.remaining_s()
+        time.sleep(0.05)
+
+
+def test_tensor_parallel_workers_write_their_parts_and_refuse_together(
+    base_model: Path, reference: PeftReference, tmp_path: Path
+) -> None:
+    args = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    with shared_folder() as folder, server_of(base_model, tmp_path / "parallel.log", *args) as server:
+        quick = Quick(server, reference, folder)
+        versions = [(seed, quick.publish(seed).name) for seed in (1, 2, 3)]
+        assert all(quick.is_policy(name, seed) for seed, name in versions)  # the first one has lost its slot
+        assert quick.counts()["loaded by vLLM"] == 0
+        stored = quick.write_flat(4)
+        assert stored.path
+        with (stored.path / FILE).open("r+b") as file:
+            file.seek(-10, os.SEEK_END)
+            file.write(b"\x01")
+        with pytest.raises(AdapterNotVisibleError, match="damaged"):
+            quick.engine.load(stored, soon(60))
+        assert quick.is_policy(versions[-1][1], 3)
+        assert quick.is_policy(quick.publish(5).name, 5)
+        quick.close()

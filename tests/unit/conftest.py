@@ -21,17 +21,22 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_outside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test without the mark `outside` fails where it opens a connection or starts a process."""
+    """A test without the mark `outside` fails where it opens a connection or starts a process.
+
+    A socket in a folder, through which files are shared, is not a connection in this sense.
+    """
     if request.node.get_closest_marker("outside"):
         return
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("this test opens a connection or starts a process: mark it with `outside`")
 
+    def only_in_folders(act: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda one, *rest: act(one, *rest) if one.family == socket.AF_UNIX else refuse()
+
+    for name in ("connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, only_in_folders(getattr(socket.socket, name)))
     for owner, name in (
-        (socket.socket, "connect"),
-        (socket.socket, "connect_ex"),
-        (socket.socket, "bind"),
         (subprocess, "Popen"),
         (os, "fork"),
         (os, "posix_spawn"),

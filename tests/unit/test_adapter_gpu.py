@@ -10,9 +10,9 @@ from support.shared_memory import shared_folder
 from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
 from trl_lora_sync.adapter.export import AdapterReader, collect_modules, read_adapter
 from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
-from trl_lora_sync.adapter.page_lock import PageLockError, copy_to_host, lock_pages
 from trl_lora_sync.adapter.slots import Slot, SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, write_adapter
+from trl_lora_sync.engine_plugins.page_lock import PageLockError, copy_to_host, lock_pages
 from trl_lora_sync.errors import AdapterNotFiniteError
 from unit.tiny import lora_model, lora_module, randomize_adapters
 

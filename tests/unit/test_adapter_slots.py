@@ -24,13 +24,14 @@ from torch import Tensor
 from trl_lora_sync.adapter import slots
 from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
 from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
-from trl_lora_sync.adapter.page_lock import PageLockError
 from trl_lora_sync.adapter.slots import SlotRing, is_in_memory
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers, write_adapter
+from trl_lora_sync.engine_plugins.page_lock import PageLockError
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 from unit.tiny import canonical, everything_under, lora_module
 
-TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+TENSORS, CONFIG, NOTE = "adapter_model.safetensors", "adapter_config.json", "lora_sync.json"
+SOCKET = "files"  # through which workers of engines map the slots
 KEEP = 2
 
 
@@ -131,7 +132,7 @@ def test_version_in_a_slot_is_byte_for_byte_the_portable_one(store: AdapterStore
     stored, expected = store.write(1, flat(1)), portable(folder, 1)
     assert stored.path is not None
     assert ring.held_bytes == tensors_of(stored).stat().st_size > 0
-    assert everything_under(stored.path) == [CONFIG, TENSORS]
+    assert everything_under(stored.path) == [CONFIG, TENSORS, NOTE]
     for name in (CONFIG, TENSORS):
         assert (stored.path / name).read_bytes() == (expected / name).read_bytes()
         assert (stored.path / name).stat().st_mode == (expected / name).stat().st_mode
@@ -356,7 +357,7 @@ def test_write_that_fails_leaves_nothing_and_the_other_versions_whole(
             store.write(2, flat(2))
     assert [path.name for path in store.directory.glob("*-v*")] == [first.name]
     assert list(store.directory.glob(".*.partial")) == []
-    assert list((store.directory / ".slots").iterdir()) == []
+    assert everything_under(store.directory / ".slots") == [SOCKET]
     assert sha256(tensors_of(first)) == content
     assert ring.held_bytes == size
     assert len(locks.held) == 1
@@ -375,7 +376,7 @@ def test_rename_that_fails_leaves_nothing(store: AdapterStore, ring: SlotRing, m
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(AdapterExportError, match="Input/output error"):
         store.write(1, flat(1))
-    assert everything_under(store.directory) == [".slots", "owner.json"]
+    assert everything_under(store.directory) == [".slots", f".slots/{SOCKET}", "owner.json"]
     assert ring.held_bytes == 0
 
 
@@ -393,7 +394,7 @@ def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: 
             with pytest.raises(AdapterExportError, match=r"no room for the 0\.4 MB of the adapter.*set lora_sync_dir"):
                 store.write(3, big_flat(400_000))
             assert sorted(path.name for path in store.directory.glob("*-v*")) == sorted([first.name, second.name])
-            assert list((store.directory / ".slots").iterdir()) == []
+            assert everything_under(store.directory / ".slots") == [SOCKET]
             assert sha256(tensors_of(first)) == content
             store.delete(first)
             third = store.write(4, big_flat(400_000))
@@ -414,7 +415,7 @@ def test_file_size_limit_is_an_error_and_kills_nobody(store: AdapterStore) -> No
             store.write(1, big_flat(1_000_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert everything_under(store.directory) == [".slots", "owner.json"]
+    assert everything_under(store.directory) == [".slots", f".slots/{SOCKET}", "owner.json"]
 
 
 # Where slots cannot be had
@@ -438,7 +439,7 @@ def test_memory_that_cannot_be_locked_is_warned_of_once_and_versions_are_plain_f
         for seed in range(1, 6):
             stored = sync(store, live, seed)
             assert tensors_of(stored).read_bytes() == (portable(folder, seed) / TENSORS).read_bytes()
-        assert list((store.directory / ".slots").iterdir()) == []
+        assert everything_under(store.directory / ".slots") == [SOCKET]
     finally:
         store.close()
     assert ring.held_bytes == 0

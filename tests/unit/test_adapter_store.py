@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.folders import becomes_read_only
 
 from trl_lora_sync.adapter import store as store_module
 from trl_lora_sync.adapter.store import AdapterStore, new_run_id, sweep_leftovers, write_adapter
+from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.safetensors_file import head_of
+from trl_lora_sync.engine_plugins.version_note import VersionNote, digest_of
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 from unit.tiny import big_adapter, canonical, everything_under, lora_module
 
@@ -35,7 +39,8 @@ def store(tmp_path: Path) -> Iterator[AdapterStore]:
 
 
 def assert_whole(directory: Path) -> None:
-    assert everything_under(directory) == FILES
+    """Of a version, which has a note as well, or of an adapter that was written by itself."""
+    assert everything_under(directory) in (FILES, [*FILES, "lora_sync.json"])
     load_file(directory / FILES[1])
     json.loads((directory / FILES[0]).read_text())
 
@@ -405,7 +410,7 @@ def test_only_the_owner_may_read_a_version(store: AdapterStore) -> None:
     finally:
         os.umask(old)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (store.directory, *store.directory.rglob("*"))}
-    assert len(modes) == 5
+    assert len(modes) == 6
     assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items()), modes
     assert stored.path in modes
 
@@ -706,3 +711,20 @@ def test_files_that_were_damaged_after_they_were_written_are_found_out(
     damage(stored.path / FILES[1])
     with pytest.raises(VerificationError, match=r"are not what the trainer wrote there.*look for another process"):
         store.check(stored, adapter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_version_has_a_note_with_which_a_worker_can_compare_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    store = AdapterStore(tmp_path / "root")
+    stored = store.write(1, canonical(dtype=dtype))
+    assert stored.has_checksum
+    assert stored.path is not None
+    note, file = VersionNote.read(stored.path), stored.path / "adapter_model.safetensors"
+    assert note is not None
+    with file.open("rb") as opened:
+        head = head_of(opened.fileno())
+    config = (stored.path / "adapter_config.json").read_bytes()
+    assert note.head == digest_of(head.header, config)
+    tensors = bytearray(file.read_bytes()[head.start :])
+    assert note.checksum == checksum(torch.frombuffer(tensors, dtype=torch.uint8))
+    store.close()

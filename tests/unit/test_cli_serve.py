@@ -173,6 +173,16 @@ def test_vllm_keeps_as_many_versions_in_memory_as_the_trainer_keeps_and_two_more
     assert values(launch("0.31.0", keep=5))["--max-cpu-loras"] == ["7"]
 
 
+def test_vllm_that_writes_versions_into_slots_has_one_for_each_that_is_kept_and_one_more() -> None:
+    def slots(engine: str, choice: str, **wanted: Any) -> list[str]:
+        env = {vllm_quick_load.WRITE_SLOTS: choice} if choice else {}
+        return values(launch("0.31.0", engine=engine, env=env, keep=5, **wanted))["--max-loras"]
+
+    assert slots("vllm", "1") == slots("vllm-cpu", "") == ["6"]
+    assert slots("vllm", "") == slots("vllm", "0") == slots("vllm-cpu", "0") == ["2"]
+    assert slots("vllm-cpu", "1", loads_quickly=False) == ["2"]
+
+
 @pytest.mark.parametrize("flag", ["--data-parallel-size", "-dp", "--data_parallel_size"])
 def test_vllm_with_replicas_gets_one_api_server(flag: str) -> None:
     assert values(launch("0.31.0", flag, "2"))["--api-server-count"][:1] == ["1"]
@@ -265,7 +275,10 @@ def test_vllm_with_fused_serving_gets_the_worker_and_the_routes_and_no_lora() ->
 
 def test_vllm_that_loads_quickly_gets_the_worker_and_what_asks_it_to() -> None:
     found = launch("0.31.0", loads_quickly=True)
-    added = {"--worker-extension-cls": [vllm_quick_load.WORKER], "--middleware": [vllm_quick_load.MIDDLEWARE]}
+    added = {
+        "--worker-extension-cls": [vllm_quick_load.WORKER],
+        "--middleware": [vllm_quick_load.MIDDLEWARE],
+    }
     assert values(found) == values(launch("0.31.0", loads_quickly=False)) | added
 
 

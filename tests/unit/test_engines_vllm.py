@@ -462,6 +462,28 @@ def test_connecting_asks_the_engine_for_no_adapter_that_is_not_there(engine_at: 
     assert [body["lora_path"] for body in loads] == [""]
 
 
+@pytest.mark.parametrize(
+    ("headers", "checks"),
+    [
+        ({}, False),
+        ({"lora_sync_checks": "none"}, False),
+        ({"lora_sync_checks": "2"}, False),
+        ({"lora_sync_checks": "1"}, True),
+    ],
+)
+def test_only_a_server_that_says_so_compares_what_it_has_loaded(
+    headers: dict[str, str], checks: bool, engine_at: Any
+) -> None:
+    def answer(request: Request) -> None:
+        if request.path == "/v1/load_lora_adapter":
+            request.send(*BAD_REQUEST, **headers)
+        else:
+            vllm_server(request, BAD_REQUEST, WITH_LORA)
+
+    engine, _ = engine_at(answer)
+    assert engine.connect(Deadline.after(30, "Connecting")).checks_payload is checks
+
+
 @pytest.mark.parametrize(("status", "metrics"), [(401, ""), (500, ""), (200, "<html>a gateway</html>"), (404, "")])
 def test_metrics_that_are_not_to_be_had_are_not_needed(status: int, metrics: str, engine_at: Any) -> None:
     def answer(request: Request) -> None:

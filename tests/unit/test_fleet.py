@@ -5,7 +5,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 
 import trl_lora_sync.server_handle
+from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, PromptGroup
 from trl_lora_sync.engines.connect import reason_to_be_down
 from trl_lora_sync.errors import (
@@ -23,6 +24,7 @@ from trl_lora_sync.errors import (
     AdapterRejectedError,
     ServerSetupError,
     ServerUnreachableError,
+    VerificationError,
 )
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.runtime import run as run_on_loop
@@ -156,6 +158,103 @@ def test_a_server_here_reads_the_folder_and_one_elsewhere_gets_tensors(run: Star
     assert [len(here.bodies(path)) for path in ("/load_lora_adapter", "/load_lora_adapter_from_tensors")] == [1, 0]
     assert [len(elsewhere.bodies(path)) for path in ("/load_lora_adapter", "/load_lora_adapter_from_tensors")] == [0, 1]
     assert training.is_policy_of(training.generate())
+
+
+# What the trainer compares itself
+
+
+@pytest.fixture
+def compares(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """By URL, whether a server says that it compares what it has loaded with what the trainer sent."""
+    claims: dict[str, bool] = {}
+    connect = trl_lora_sync.server_handle.connect_engine
+
+    async def claiming(base_url: str, **options: Any) -> Engine:
+        engine = await connect(base_url, **options)
+        monkeypatch.setattr(
+            engine, "_capabilities", replace(engine.capabilities, checks_payload=claims.get(base_url, False))
+        )
+        return engine
+
+    monkeypatch.setattr(trl_lora_sync.server_handle, "connect_engine", claiming)
+    return claims
+
+
+def damage_after_the_load(training: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that only the trainer's own comparison can notice."""
+    fleet = training.sync.fleet
+    load = fleet.load
+
+    async def loading(stored: StoredAdapter, deadline: Deadline) -> dict[int, float]:
+        seconds = await load(stored, deadline)
+        assert stored.path is not None
+        file = stored.path / "adapter_model.safetensors"
+        file.unlink()  # the fake has it mapped
+        file.write_bytes(b"damaged")
+        return seconds
+
+    monkeypatch.setattr(fleet, "load", loading)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verify", "is_refused"),
+    [
+        (True, True, "start", False),
+        (True, False, "start", True),
+        (False, True, "start", True),
+        (False, False, "start", True),
+        (True, False, "off", False),
+    ],
+)
+def test_a_trainer_leaves_the_comparison_to_servers_only_if_all_of_them_compare(
+    run: StartRun,
+    monkeypatch: pytest.MonkeyPatch,
+    compares: dict[str, bool],
+    first: bool,
+    second: bool,
+    verify: str,
+    is_refused: bool,
+) -> None:
+    training = run(start=False, verify=verify)
+    compares |= {fake.base_url: claim for fake, claim in zip(training.fakes, (first, second), strict=True)}
+    training.start()
+    damage_after_the_load(training, monkeypatch)
+    with pytest.raises(VerificationError, match="cannot be read") if is_refused else nullcontext():
+        training.publish()
+
+
+def test_a_trainer_compares_again_once_a_server_came_back_that_does_not(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch, compares: dict[str, bool]
+) -> None:
+    training = run(start=False)
+    compares |= {fake.base_url: True for fake in training.fakes}
+    training.start()
+    training.publish()
+    compares[training.fakes[1].base_url] = False
+    training.fakes[1].restart()
+    training.generate()
+    damage_after_the_load(training, monkeypatch)
+    with pytest.raises(VerificationError, match="cannot be read"):
+        training.publish()
+
+
+def test_a_trainer_compares_what_has_no_checksum(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch, compares: dict[str, bool]
+) -> None:
+    """Versions have one only if a server wanted it when the run began."""
+    training = run()
+    training.publish()
+    compares |= {fake.base_url: True for fake in training.fakes}
+    for fake in training.fakes:
+        fake.restart()
+    training.generate()
+    training.publish()
+    assert training.sync.fleet.capabilities.checks_payload
+    assert training.sync.active is not None
+    assert not training.sync.active.has_checksum
+    damage_after_the_load(training, monkeypatch)
+    with pytest.raises(VerificationError, match="cannot be read"):
+        training.publish()
 
 
 # All or nothing

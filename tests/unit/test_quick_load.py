@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import safetensors_file, vllm_quick_load_worker
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError
-from trl_lora_sync.engine_plugins.vllm_quick_load import QuickLoadMiddleware
-from trl_lora_sync.engine_plugins.vllm_quick_load_worker import QuickLoadWorker, quick_model
+from trl_lora_sync.engine_plugins.vllm_quick_load import CHECKS_HEADER, WRITE_SLOTS, QuickLoadMiddleware, writes_slots
+from trl_lora_sync.engine_plugins.vllm_quick_load_worker import KnownFiles, QuickLoadWorker, quick_model
 
 FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model.model.layers"
@@ -58,16 +58,19 @@ class Usual:
 class Worker(QuickLoadWorker):
     """A worker of vLLM, as far as it is used."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         self.ways: list[str] = []
         self.folder = folder
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
         self.model_runner = SimpleNamespace(
             lora_manager=SimpleNamespace(
                 _lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}),
                 lora_config=SimpleNamespace(max_cpu_loras=4),
+                device=torch.device(device),
             )
         )
-        assert self.lora_sync_load_quickly() == {"error": ""}
+        self.answer = self.lora_sync_load_quickly()
+        assert self.answer["error"] == ""
 
     def load(self, tensors: dict[str, Tensor] | None = None, **changes: Any) -> tuple[list[str], dict[str, Tensor]]:
         """Which way an adapter came, and its tensors."""
@@ -202,7 +205,7 @@ def test_a_worker_without_lora_says_so() -> None:
 
 
 def test_a_quick_model_is_one_of_vllms() -> None:
-    assert issubclass(quick_model(Usual, 1), Usual)
+    assert issubclass(quick_model(Usual, KnownFiles(1)), Usual)
 
 
 # Reading
@@ -249,11 +252,51 @@ def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.Monk
 # The server's side
 
 
+FINE = {"error": "", "slots": "", "off": ""}
+
+
+@pytest.mark.parametrize(
+    ("device", "choice", "is_tried"),
+    [
+        ("cpu", None, True),
+        ("cpu", "1", True),
+        ("cpu", "0", False),
+        ("cuda", None, False),
+        ("cuda", "", False),
+        ("cuda", "0", False),
+        ("cuda", "1", True),
+    ],
+)
+def test_slots_are_written_on_cpus_and_where_the_variable_says_so(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, device: str, choice: str | None, is_tried: bool
+) -> None:
+    """Of what they need there is nothing here, which shows that it was looked for."""
+    if choice is None:
+        monkeypatch.delenv(WRITE_SLOTS, raising=False)
+    else:
+        monkeypatch.setenv(WRITE_SLOTS, choice)
+    answer = Worker(worker.folder, device).answer
+    assert answer["slots"].startswith("AttributeError: ") is is_tried
+    assert (WRITE_SLOTS in answer["off"]) is not is_tried
+    assert writes_slots({} if choice is None else {WRITE_SLOTS: choice}, on_cpu=device == "cpu") is is_tried
+
+
+def test_a_worker_that_writes_no_slots_loads_a_trainers_versions_as_any_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WRITE_SLOTS, raising=False)
+    worker = Worker(tmp_path, "cuda")
+    (tmp_path / "lora_sync.json").write_text("{}")
+    assert [worker.load(adapter(seed))[0] for seed in range(3)] == [USUALLY, QUICKLY, QUICKLY]
+
+
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([{"error": ""}, {"error": ""}], "read with several threads"),
-        ([{"error": ""}, {"error": "AttributeError: x"}], "loaded the usual way.*AttributeError: x"),
+        ([FINE, FINE], "written into their slots directly, and other adapters are read with several threads"),
+        ([FINE, FINE | {"slots": "AttributeError: x"}], "not written into the slots.*AttributeError: x"),
+        ([FINE, FINE | {"off": "because"}], r"not written into their slots directly \(because\)"),
+        ([FINE, FINE | {"error": "AttributeError: x"}], "loaded the usual way.*AttributeError: x"),
         (RuntimeError("no such method"), "loaded the usual way.*no such method"),
     ],
 )
@@ -282,8 +325,42 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
         asyncio.run(run())
     assert asked == ["lora_sync_load_quickly"]
     assert passed == ["lifespan", "http", "websocket"]
-    assert len(caplog.messages) == 1
     assert re.search(words, caplog.messages[0])
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [({}, "1"), ({"slots": "AttributeError: x"}, "none"), ({"off": "because"}, "none"), ({"error": "x"}, None)],
+)
+def test_answers_to_loads_say_whether_versions_are_compared(reason: dict[str, str], expected: str | None) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def collective_rpc(method: str) -> list[dict[str, str]]:
+        return [FINE | reason]
+
+    async def run() -> list[str | None]:
+        async def ignore(message: Any) -> None:
+            pass
+
+        middleware = QuickLoadMiddleware(app)
+        server = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(collective_rpc=collective_rpc)))
+        await middleware({"type": "lifespan", "app": server}, None, ignore)  # type: ignore[arg-type]
+        found = []
+        for path in ("/v1/load_lora_adapter", "/v1/models"):
+            sent: list[Any] = []
+
+            async def note(message: Any, sent: list[Any] = sent) -> None:
+                sent.append(message)
+
+            await middleware({"type": "http", "path": path}, None, note)  # type: ignore[arg-type]
+            headers = dict(sent[0]["headers"])
+            assert headers[b"a"] == b"b"
+            found.append(headers.get(CHECKS_HEADER.encode(), b"").decode() or None)
+        return found
+
+    assert asyncio.run(run()) == [expected, None]
 
 
 @pytest.mark.outside

@@ -7,7 +7,8 @@ adapter as views of the mapped file for as long as they keep the adapter. So a s
 
 - its version has been retired, and no path leads to it any more, not even a hard link, so that no process can open it,
 - the kernel grants a write lease on it, which it does only if no other process has it open or mapped, under any user
-  and in any container of this host.
+  and in any container of this host. Workers that were handed the slot's own open file (`engine_plugins.shared_files`)
+  are not counted by their mapping, and open it by its path for as long as they read.
 
 A slot that fails the second test is given up: its memory goes when the last reader does, and a new one takes its place.
 """
@@ -25,7 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trl_lora_sync.adapter.page_lock import PageLockError, copy_to_host, lock_pages
+from trl_lora_sync.engine_plugins.page_lock import PageLockError, copy_to_host, lock_pages
+from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +44,25 @@ class Slot:
         path: where to make it.
         size: in bytes; all of it is reserved at once, as writing to a mapped file on a full disk kills the process.
         device: where it will be written from.
+        shared: through which workers of engines map it; None if they cannot.
 
     Raises:
         OSError: there is no room.
         PageLockError: the memory cannot be page-locked.
     """
 
-    def __init__(self, path: Path, size: int, device: torch.device, lock: LockPages = lock_pages) -> None:
+    def __init__(
+        self,
+        path: Path,
+        size: int,
+        device: torch.device,
+        lock: LockPages = lock_pages,
+        shared: SharedFiles | None = None,
+    ) -> None:
         self.path = path
         self.size = size
         self.device = device
+        self.is_shared = shared is not None
         with contextlib.ExitStack() as undo:
             self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _MODE)
             undo.callback(os.close, self._file)
@@ -61,6 +72,9 @@ class Slot:
             undo.callback(self._unmap)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             undo.callback(lock(self._bytes, device))
+            if shared is not None:
+                shared.offer(self._file)
+                undo.callback(shared.withdraw, self._file)
             self._undo = undo.pop_all()
 
     def fill(self, header: bytes, flat: Tensor) -> None:
@@ -128,16 +142,21 @@ class SlotRing:
     `lora_sync_keep + 2` slots of the adapter's size, which is also what as many plain files take at that moment.
 
     Not thread-safe.
+
+    Args:
+        shares: whether workers of engines may map the slots; see `engine_plugins.shared_files`.
     """
 
-    def __init__(self, lock: LockPages = lock_pages) -> None:
+    def __init__(self, lock: LockPages = lock_pages, *, shares: bool = True) -> None:
         self._lock = lock
+        self._shares = shares
         self._free: list[Slot] = []
         self._lent: dict[str, Slot] = {}
         self._new: list[Slot] = []  # the next one, if it was made ahead of its use
         self._wanted: tuple[int, torch.device] | None = None  # by the last `take`
         self._numbers = itertools.count()
         self._is_given_up = False
+        self._shared: SharedFiles | None = None
 
     def take(self, pool: Path, size: int, device: torch.device) -> Slot | None:
         """A slot without readers, or None where slots cannot be had, which is warned of once.
@@ -211,6 +230,9 @@ class SlotRing:
         self._lent.clear()
         for slots in (self._free, self._new, lent):
             self._discard(slots)
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     @property
     def held_bytes(self) -> int:
@@ -231,13 +253,23 @@ class SlotRing:
             )
             return None
         try:
-            return Slot(pool / str(next(self._numbers)), size, device, self._lock)
+            return Slot(pool / str(next(self._numbers)), size, device, self._lock, self._share(pool))
         except PageLockError as error:
             self._give_up(
                 f"{size / 1e6:.1f} MB of shared memory cannot be page-locked. Raise the limit of locked memory "
                 f"(ulimit -l; docker run --ulimit memlock=-1) ({error})"
             )
             return None
+
+    def _share(self, pool: Path) -> SharedFiles | None:
+        if self._shared is None and self._shares:
+            try:
+                self._shared = SharedFiles(pool)
+            except OSError as error:
+                logger.warning(
+                    "Servers on this host read adapter versions instead of mapping them: %s: %s", pool, error
+                )
+        return self._shared
 
     def _give_up(self, why: str) -> None:
         self._is_given_up = True

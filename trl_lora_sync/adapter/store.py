@@ -1,10 +1,10 @@
 """Versions of an adapter on disk: written once, never overwritten, deleted when nothing may read them any more.
 
-Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json}`. A live run holds a lock on
-`<root>/<run_id>/owner.json`, which the kernel releases however the process ends; this separates leftovers from the
-files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two versions. An
-empty version folder stands for a name that a server may still have: the next run unloads it there. Knows nothing of
-models, and of servers only their URLs.
+Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json, lora_sync.json}`. A live run
+holds a lock on `<root>/<run_id>/owner.json`, which the kernel releases however the process ends; this separates
+leftovers from the files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two
+versions. An empty version folder stands for a name that a server may still have: the next run unloads it there. Knows
+nothing of models, and of servers only their URLs.
 """
 
 import contextlib
@@ -29,7 +29,18 @@ from torch import Tensor
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatAdapter
 from trl_lora_sync.adapter.slots import SlotRing
-from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, METADATA, TENSORS_FILE
+from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.safetensors_file import (
+    CONFIG_FILE,
+    DTYPES,
+    HEADER_PREFIX_BYTES,
+    METADATA,
+    TENSORS_FILE,
+    header_of,
+    joined_or_copied,
+)
+from trl_lora_sync.engine_plugins.shared_files import SOCKET
+from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, VersionNote, digest_of
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +66,7 @@ class StoredAdapter:
         path: the directory as this process sees it, if it is on disk.
         server_path: the same directory as the servers see it.
         content: the tensors, if they are to be sent instead.
+        has_checksum: whether a worker can compare its tensors with those on the trainer's device.
     """
 
     name: str
@@ -65,6 +77,7 @@ class StoredAdapter:
     path: Path | None = None
     server_path: str | None = None
     content: CanonicalAdapter | None = None
+    has_checksum: bool = False
 
 
 def new_run_id() -> str:
@@ -124,7 +137,8 @@ def _write_files(
     tensors, config = partial / TENSORS_FILE, partial / CONFIG_FILE
     write_tensors(tensors, adapter)
     config.write_text(_config_text(adapter))
-    for file in (tensors, config):
+    note = partial / NOTE_FILE
+    for file in (tensors, config, note) if note.exists() else (tensors, config):
         # safetensors makes its file 0600 whatever the umask, so the other one shows the process's default.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
         _fsync(file)
@@ -135,6 +149,14 @@ def _write_files(
 
 def _config_text(adapter: CanonicalAdapter) -> str:
     return json.dumps(adapter.config(), indent=2, sort_keys=True)
+
+
+def _laid_out(adapter: CanonicalAdapter) -> tuple[bytes, Tensor]:
+    """The header of the adapter's file, and the tensors as they follow it."""
+    if isinstance(adapter, FlatAdapter):
+        return adapter.header, adapter.flat
+    tensors = {key: adapter.tensors[key] for key in sorted(adapter.tensors, key=str.encode)}
+    return header_of(tensors, METADATA), joined_or_copied(list(tensors.values()))
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
@@ -184,6 +206,7 @@ class AdapterStore:
         servers: URLs of the servers that may get to know the names of this run.
         slots: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because a
             process outside this kernel may read it.
+        has_checksums: whether each version has a checksum beside it, by which a worker can compare it.
     """
 
     def __init__(
@@ -194,12 +217,14 @@ class AdapterStore:
         run_id: str | None = None,
         servers: Sequence[str] = (),
         slots: SlotRing | None = None,
+        has_checksums: bool = True,
     ) -> None:
         self.run_id = run_id or new_run_id()
         self.root = root.expanduser().absolute()
         self.server_root = (server_root or str(self.root)).rstrip("/")
         self._servers = list(servers)
         self._slots = slots
+        self._has_checksums = has_checksums
         self._lock: int | None = None
         self._has_record = False
         self._pid = os.getpid()
@@ -256,21 +281,33 @@ class AdapterStore:
             if self._slots is not None:
                 self._slots.drop(stored.name)
             raise
-        return replace(stored, server_path=f"{self.server_root}/{self.run_id}/{stored.name}")
+        return replace(
+            stored,
+            server_path=f"{self.server_root}/{self.run_id}/{stored.name}",
+            has_checksum=(stored.path / NOTE_FILE).exists(),
+        )
 
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
         """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
-        if self._slots is None or not isinstance(adapter, FlatAdapter):
-            write_tensors(file, adapter)
-            return
-        size = len(adapter.header) + adapter.payload_bytes
-        slot = self._slots.take(self.directory / _SLOTS, size, adapter.flat.device)
+        slot = None
+        if self._slots is not None and isinstance(adapter, FlatAdapter):
+            size = len(adapter.header) + adapter.payload_bytes
+            slot = self._slots.take(self.directory / _SLOTS, size, adapter.flat.device)
         if slot is None:
             write_tensors(file, adapter)
+        else:
+            assert self._slots is not None
+            assert isinstance(adapter, FlatAdapter)
+            self._slots.lend(name, slot)
+            slot.fill(adapter.header, adapter.flat)
+            slot.move(file)
+        if not self._has_checksums or adapter.dtype not in DTYPES.values():
             return
-        self._slots.lend(name, slot)
-        slot.fill(adapter.header, adapter.flat)
-        slot.move(file)
+        # Of what is on the trainer's device, not of what has come to be in the file.
+        header, flat = _laid_out(adapter)
+        shared = f"../{_SLOTS}/{SOCKET}" if slot is not None and slot.is_shared else ""
+        head = digest_of(header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
+        VersionNote(head=head, checksum=checksum(flat), files=shared).write(file.parent)
 
     def check(self, stored: StoredAdapter, adapter: CanonicalAdapter) -> None:
         """Compare the files of a version with `adapter`, from which they were written.

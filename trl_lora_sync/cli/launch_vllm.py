@@ -14,6 +14,7 @@ from trl_lora_sync.engine_plugins.vllm_fused import WORKER as FUSED_WORKER
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_quick_load import MIDDLEWARE as QUICK_MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_quick_load import WORKER as QUICK_WORKER
+from trl_lora_sync.engine_plugins.vllm_quick_load import writes_slots
 from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
 from trl_lora_sync.origin import install_command
 
@@ -33,7 +34,9 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     _check_vllm(given, request, environ)
     _check_plugins(installed, request)
     notes: list[str] = []
-    slots = 2
+    on_cpu = installed.is_cpu_build(environ)
+    # A written version exists in its slot only, so every kept version needs a slot, and so does the next version.
+    slots = request.keep + 1 if request.loads_quickly and writes_slots(environ, on_cpu=on_cpu) else 2
     if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
         slots = 1
         notes.append(
@@ -76,7 +79,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         flags["--enable-sleep-mode"] = None
         env["VLLM_SERVER_DEV_MODE"] = "1"
         notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
-    if installed.is_cpu_build(environ):
+    if on_cpu:
         flags |= cpu_flags(given, environ)
         env |= cpu_env(given, environ)
         notes += cpu_notes(installed.version, flags)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 TENSORS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 METADATA = {"format": "pt"}
+HEADER_PREFIX_BYTES = 8
+"""What precedes the JSON object: its length."""
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes of adapters, by their names in the file."""
 MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
@@ -105,10 +107,11 @@ def head_of(file: int, max_header_bytes: int = _MAX_HEADER_BYTES) -> Head:
         OSError, struct.error, ValueError: it has none.
     """
     size = os.fstat(file).st_size
-    (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
-    if length > min(max_header_bytes, size - 8):
+    (length,) = struct.unpack("<Q", os.pread(file, HEADER_PREFIX_BYTES, 0))
+    start = HEADER_PREFIX_BYTES + length
+    if length > max_header_bytes or start > size:
         raise ValueError(f"a header of {length} bytes")
-    return Head(8 + length, size - 8 - length, os.pread(file, length, 8))
+    return Head(start, size - start, os.pread(file, length, HEADER_PREFIX_BYTES))
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:

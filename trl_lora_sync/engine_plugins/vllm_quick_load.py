@@ -1,22 +1,47 @@
-"""Has a stock vLLM server read the adapters that it loads with several threads.
+"""Has a stock vLLM server load adapters faster: by reading with several threads, or into its slots directly.
 
     P=trl_lora_sync.engine_plugins
     vllm serve MODEL --enable-lora --worker-extension-cls $P.vllm_quick_load_worker.QuickLoadWorker \
         --middleware $P.vllm_quick_load.QuickLoadMiddleware ...
 
-Changes nothing of what clients see, and nothing of what is loaded. Where a version of vLLM is not as expected, the
-server logs that and loads adapters in vLLM's way.
+Changes nothing of what is loaded. Of what clients see, it changes only that answers to loads have a header: whether
+workers compare each version with what its trainer sent. Where a version of vLLM is not as expected, the server logs
+that and loads adapters in vLLM's way.
+
+Slots are written on CPUs. On GPUs that is experimental and wants `TRL_LORA_SYNC_WRITE_SLOTS=1` in the server's
+environment.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.engine_plugins import logger
 
 if TYPE_CHECKING:  # at run time, the trainer's side imports this without Starlette
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_quick_load.QuickLoadMiddleware"
 WORKER = "trl_lora_sync.engine_plugins.vllm_quick_load_worker.QuickLoadWorker"
+CHECKS_HEADER = "lora-sync-checks"
+"""In answers to loads: the form of note by which workers refuse a version that is not what its trainer sent."""
+NOTE_FORM = "1"
+"""Of `version_note`; to be changed with it."""
+NO_CHECKS = "none"
+"""In place of `NOTE_FORM`, if workers compare nothing."""
+WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
+"""In the server's environment: `1` to write slots on GPUs as well, `0` to write them nowhere."""
+
+_LOAD_ROUTE = "/v1/load_lora_adapter"
+
+
+def writes_slots(environ: Mapping[str, str], *, on_cpu: bool) -> bool:
+    """Whether a server in this environment writes slots, if its version of vLLM allows that.
+
+    Args:
+        on_cpu: whether its device is a CPU. Only there is this path tested.
+    """
+    choice = environ.get(WRITE_SLOTS, "")
+    return choice == "1" or (on_cpu and choice != "0")
 
 
 class QuickLoadMiddleware:
@@ -28,19 +53,35 @@ class QuickLoadMiddleware:
 
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
+        self._checks: str | None = None
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
-            await _prepare(scope)
-        await self.app(scope, receive, send)
+            self._checks = await _prepare(scope)
+        if self._checks and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
+            await self.app(scope, receive, _with_header(send, self._checks))
+        else:
+            await self.app(scope, receive, send)
 
 
-async def _prepare(scope: "Scope") -> None:
+def _with_header(send: "Send", checks: str) -> "Send":
+    async def send_with_header(message: "Message") -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (CHECKS_HEADER.encode(), checks.encode())]}
+        await send(message)
+
+    return send_with_header
+
+
+async def _prepare(scope: "Scope") -> str | None:
+    """The value of `CHECKS_HEADER`; None where adapters are loaded in vLLM's way."""
     try:
         # Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
         engine: Any = scope["app"].state.engine_client
         answers = await engine.collective_rpc("lora_sync_load_quickly")
         failed = [answer["error"] for answer in answers if answer["error"]]
+        unable = [answer["slots"] for answer in answers if answer["slots"]]
+        off = [answer["off"] for answer in answers if answer["off"]]
     except Exception as error:  # whatever it is, the server can do without
         failed = [f"{type(error).__name__}: {error}"]
     if failed:
@@ -50,5 +91,13 @@ async def _prepare(scope: "Scope") -> None:
             failed[0],
             WORKER,
         )
-    else:
-        logger.info("Adapters are read with several threads, from the second one of a kind on.")
+        return None
+    if unable:
+        logger.warning("Adapters are not written into the slots of this version of vLLM directly (%s).", unable[0])
+    elif off:
+        logger.info("Adapters are not written into their slots directly (%s).", off[0])
+    logger.info(
+        "From the second one of a kind on, %sadapters are read with several threads.",
+        "" if unable or off else "versions of a trainer are written into their slots directly, and other ",
+    )
+    return NO_CHECKS if unable or off else NOTE_FORM

@@ -1,4 +1,7 @@
-"""Reads adapters in each worker of a vLLM server; given to vLLM as its `--worker-extension-cls`, see `vllm_quick_load`.
+"""Loads adapters in each worker of a vLLM server; given to vLLM as its `--worker-extension-cls`, see `vllm_quick_load`.
+
+Where `vllm_quick_load.writes_slots`, versions that a trainer of this package wrote go straight into the slots, see
+`slot_writer`. What is below is for all other adapters, and for what the slots do not take.
 
 vLLM copies an adapter tensor by tensor, with one thread, out of the page cache into pinned memory. Here the first
 adapter of a kind (the same names, dtypes and shapes) is left to vLLM with all its checks. The bytes of later adapters
@@ -6,7 +9,10 @@ of that kind are read by several threads into a few pinned buffers, and vLLM get
 """
 
 import contextlib
+import os
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +29,9 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
     bytes_of,
     head_of,
 )
+from trl_lora_sync.engine_plugins.slot_writer import SlotWriter, group_of
+from trl_lora_sync.engine_plugins.version_note import NOTE_FILE
+from trl_lora_sync.engine_plugins.vllm_quick_load import WRITE_SLOTS, writes_slots
 
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 # Options of vLLM's own way that are understood here, if they are set. Source: `_load_adapter` of
@@ -35,29 +44,46 @@ _BUFFER_BYTES = 64 << 20
 
 
 class QuickLoadWorker:
-    """Mixed into vLLM's worker, whose `model_runner` it uses."""
+    """Mixed into vLLM's worker, whose `model_runner` and `vllm_config` it uses."""
 
     model_runner: Any
+    vllm_config: Any
+    _lora_sync_slots: SlotWriter
 
     def lora_sync_load_quickly(self) -> dict[str, str]:
-        """Load adapters quickly from now on. Raises nothing; see `FusedWorker`."""
+        """Load adapters quickly from now on. Raises nothing; see `FusedWorker`.
+
+        Returns:
+            `error`: why that is not possible, `slots`: why none can be written, and `off`: why none is to be written;
+            empty if there is no reason.
+        """
         try:
             manager = self.model_runner.lora_manager
             # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26, 0.31).
             at_once = manager.lora_config.max_cpu_loras + 1
-            manager._lora_model_cls = quick_model(manager._lora_model_cls, at_once)
+            files = KnownFiles(at_once)
+            manager._lora_model_cls = quick_model(manager._lora_model_cls, files)
         except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {"error": ""}
+            return {"error": f"{type(error).__name__}: {error}", "slots": "", "off": ""}
+        try:
+            device = torch.device(manager.device).type
+            if not writes_slots(os.environ, on_cpu=device == "cpu"):
+                is_refused = os.environ.get(WRITE_SLOTS) == "0"
+                why = f"{WRITE_SLOTS}=0" if is_refused else f"experimental on {device}; {WRITE_SLOTS}=1 turns it on"
+                return {"error": "", "slots": "", "off": why}
+            self._lora_sync_slots = SlotWriter(manager, files.replaced, group_of(self.vllm_config.parallel_config))
+            files.writes_slots = True
+        except Exception as error:
+            return {"error": "", "slots": f"{type(error).__name__}: {error}", "off": ""}
+        return {"error": "", "slots": "", "off": ""}
+
+    def lora_sync_slot_counts(self) -> dict[str, int]:
+        """How many versions came which way, for tests and measurements."""
+        return dict(self._lora_sync_slots.counts)
 
 
-def quick_model(base: Any, at_once: int) -> Any:
-    """A kind of vLLM's `LoRAModel` that is loaded faster and is the same in everything else.
-
-    Args:
-        at_once: how many adapters are in host memory at a time.
-    """
-    files = KnownFiles(at_once)
+def quick_model(base: Any, files: "KnownFiles") -> Any:
+    """A kind of vLLM's `LoRAModel` that is loaded faster and is the same in everything else."""
 
     class QuickLoRAModel(base):  # type: ignore[misc, unused-ignore]
         @classmethod
@@ -97,12 +123,27 @@ class KnownFiles:
 
     Args:
         at_once: how many of them are in memory at a time.
+
+    Attributes:
+        writes_slots: whether versions of a trainer are not in host memory as a rule.
     """
+
+    writes_slots = False
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
         self._kinds: OrderedDict[tuple[Head, torch.dtype | None], list[_Buffer]] = OrderedDict()
         self._files = ParallelReader()
+        self._instead: Callable[[], dict[str, Tensor]] | None = None
+
+    @contextmanager
+    def replaced(self, tensors: Callable[[], dict[str, Tensor]]) -> Iterator[Callable[[], bool]]:
+        """Give vLLM other tensors than a file's, once in the block; yields a function that returns whether it was."""
+        self._instead = tensors
+        try:
+            yield lambda: self._instead is None
+        finally:
+            self._instead = None
 
     def learn(self, folder: Path) -> None:
         """Remember the kind of the file in `folder`, which vLLM accepted; harmless if the file cannot be read here."""
@@ -115,7 +156,8 @@ class KnownFiles:
             if spans:
                 dtype = DTYPES[next(iter(spans.values())).dtype]
                 self._kinds[head, dtype] = _in_buffers(spans)
-                self._reserve(self._kinds[head, dtype])
+                if not (self.writes_slots and (folder / NOTE_FILE).exists()):
+                    self._reserve(self._kinds[head, dtype])
                 while len(self._kinds) > _KINDS:
                     self._kinds.popitem(last=False)
 
@@ -134,6 +176,9 @@ class KnownFiles:
         Args:
             dtype: that the tensors must have.
         """
+        if self._instead is not None:
+            instead, self._instead = self._instead, None
+            return instead()
         # What is wrong with a file, vLLM has words for.
         with contextlib.suppress(*_UNREADABLE), (folder / TENSORS_FILE).open("rb", buffering=0) as file:
             head = head_of(file.fileno())

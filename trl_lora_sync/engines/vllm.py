@@ -18,6 +18,8 @@ import httpx
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.version_note import DAMAGED
+from trl_lora_sync.engine_plugins.vllm_quick_load import CHECKS_HEADER, NOTE_FORM
 from trl_lora_sync.engines import vllm_images, vllm_metrics
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
@@ -58,7 +60,10 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 # Messages of vLLM 0.31 about a missing or short adapter_model.safetensors and of an empty adapter_config.json.
-_SEEN_IN_PART = ("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1")
+_SEEN_IN_PART = (
+    *("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1"),
+    DAMAGED,
+)
 _SCORED_AT_ONCE = 8
 _PROBE = "trl-lora-sync-probe"
 # Up to 0.28, answers of the token route name no model and repeat no prompt.
@@ -79,6 +84,7 @@ class VLLMEngine(ServerEngine):
     def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         super().__init__(base_url, is_local=is_local, timeouts=timeouts)
         self._pushed = PushedAdapters(base_url, self._request, self._serve_command, timeouts)
+        self._checks_payload = False
 
     # Connecting
 
@@ -100,6 +106,7 @@ class VLLMEngine(ServerEngine):
             keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
             is_cpu_build=await self._is_cpu_build(version, deadline),
             takes_pushes=await self._pushed.connect(deadline),
+            checks_payload=self._checks_payload,
         )
         return self._capabilities
 
@@ -120,6 +127,7 @@ class VLLMEngine(ServerEngine):
         404 without the route.
         """
         response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": ""}, deadline)
+        self._checks_payload = response.headers.get(CHECKS_HEADER) == NOTE_FORM
         words = server_words(response)
         if (response.status_code, "fused serving" in words) == (409, True):
             raise ServerSetupError(

@@ -1,0 +1,420 @@
+"""Versions are written into the slots of an engine with vLLM's rules; the live tier has vLLM itself."""
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.shared_memory import shared_folder
+from torch import Tensor
+
+from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
+from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.engine_plugins.slot_writer import Group, SlotWriter
+from unit.tiny import lora_module
+
+BF16 = torch.bfloat16
+R, MOST, IN, OUT, SLOTS, KEPT = 2, 4, 8, 16, 2, 3
+
+
+class Cache(OrderedDict[int, Any]):
+    """As vLLM's `AdapterLRUCache`."""
+
+    def __init__(self, on_remove: Callable[[int], object]) -> None:
+        super().__init__()
+        self._on_remove = on_remove
+
+    def remove_oldest(self) -> None:
+        self.pop(next(iter(self)))
+
+    def pop(self, number: int, default: Any = None) -> Any:
+        found = super().pop(number, default)
+        self._on_remove(number)
+        return found
+
+    def touch(self, number: int) -> None:
+        if number in self:
+            self.move_to_end(number)
+
+
+class Layer:
+    """Two modules in one, for each slot a flag, and a view of the slots as embeddings have one."""
+
+    def __init__(self, members: tuple[str, ...]) -> None:
+        self.members = members
+        self.lora_a_stacked = tuple(torch.zeros(SLOTS, 1, MOST, IN, dtype=BF16) for _ in members)
+        self.lora_b_stacked = tuple(torch.zeros(SLOTS, 1, OUT, MOST, dtype=BF16) for _ in members)
+        self.lora_a_stacked_2d = self.lora_a_stacked[0].view(SLOTS * MOST, IN)
+        self.is_on = [False] * SLOTS
+
+    def reset_lora(self, slot: int) -> None:
+        self.is_on[slot] = False
+        for one in (*self.lora_a_stacked, *self.lora_b_stacked):
+            one[slot] = 0
+
+    def set_lora(self, slot: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self.reset_lora(slot)
+        self.is_on[slot] = True
+        for a, b, (lora_a, lora_b) in zip(self.lora_a_stacked, self.lora_b_stacked, pairs, strict=True):
+            a[slot, 0, : lora_a.shape[0]].copy_(lora_a)
+            b[slot, 0, :, : lora_b.shape[1]].copy_(lora_b)
+
+
+class Tables:
+    """As `LRUCacheLoRAModelManager` of vllm/lora/model_manager.py (0.26, 0.31)."""
+
+    capacity = KEPT
+
+    def __init__(self, members: list[tuple[str, ...]]) -> None:
+        self.modules = {",".join(one): Layer(one) for one in members}
+        self.lora_index_to_id: list[int | None] = [None] * SLOTS
+        self._registered_adapters = Cache(self.deactivate_adapter)
+        self._active_adapters = Cache(self._free)
+        self._last_mapping: object = None
+        self.scaling = 1.0
+
+    def __len__(self) -> int:
+        return len(self._registered_adapters)
+
+    def _free(self, number: int) -> None:
+        if number in self.lora_index_to_id:
+            self.lora_index_to_id[self.lora_index_to_id.index(number)] = None
+
+    def deactivate_adapter(self, number: int) -> None:
+        if number in self._active_adapters:
+            self._active_adapters.pop(number)
+
+    def remove_adapter(self, number: int) -> None:
+        self.deactivate_adapter(number)
+        if number in self._registered_adapters:
+            self._registered_adapters.pop(number)
+
+    def remove_oldest_adapter(self) -> None:
+        self._registered_adapters.remove_oldest()
+
+    def add_adapter(self, model: Any) -> None:
+        self._registered_adapters[model.id] = model
+
+    def activate_adapter(self, number: int) -> bool:
+        if number in self._active_adapters:
+            self._active_adapters.touch(number)
+            return False
+        if None not in self.lora_index_to_id:
+            self._active_adapters.remove_oldest()
+        slot = self.lora_index_to_id.index(None)
+        self._active_adapters[number] = None
+        self.lora_index_to_id[slot] = number
+        tensors = self._registered_adapters[number].tensors
+        for layer in self.modules.values():
+            prefix = "base_model.model."
+            keys = [[f"{prefix}{one}.lora_{kind}.weight" for kind in "AB"] for one in layer.members]
+            if keys[0][0] in tensors:
+                layer.set_lora(slot, [(tensors[a], tensors[b] * self.scaling) for a, b in keys])
+            else:
+                layer.reset_lora(slot)
+        return True
+
+    def held_by(self, number: int) -> dict[str, Tensor]:
+        """What the layers would compute with, by the names in the file; without the padding, which must be zero."""
+        slot = self.lora_index_to_id.index(number)
+        found = {}
+        for layer in self.modules.values():
+            for a, b, member in zip(layer.lora_a_stacked, layer.lora_b_stacked, layer.members, strict=True):
+                rank = int((a[slot, 0] != 0).any(1).sum())
+                assert not a[slot, 0, rank:].any()
+                assert not b[slot, 0, :, rank:].any()
+                if rank:
+                    assert layer.is_on[slot]
+                    found[f"base_model.model.{member}.lora_A.weight"] = a[slot, 0, :rank]
+                    found[f"base_model.model.{member}.lora_B.weight"] = b[slot, 0, :, :rank]
+        return found
+
+
+class Manager:
+    """As `LRUCacheWorkerLoRAManager` of vllm/lora/worker_manager.py (0.26, 0.31)."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._adapter_manager = tables
+        self.instead: Callable[[], dict[str, Tensor]] | None = None
+        self.loads = 0
+
+    def _load_adapter(self, request: Any) -> Any:
+        self.loads += 1
+        if self.instead is not None:
+            tensors, self.instead = self.instead(), None
+        else:
+            tensors = load_file(Path(request.lora_path) / "adapter_model.safetensors")
+        return SimpleNamespace(id=request.lora_int_id, tensors=tensors)
+
+    def _apply_adapters(self, requests: Any) -> None:
+        for one in requests:
+            self.add_adapter(one)
+
+    def add_adapter(self, request: Any) -> bool:
+        tables = self._adapter_manager
+        if request.lora_int_id not in tables._registered_adapters or request.load_inplace:
+            model = self._load_adapter(request)
+            tables.remove_adapter(model.id)
+            if len(tables) + 1 > tables.capacity:
+                tables.remove_oldest_adapter()
+            tables.add_adapter(model)
+        else:
+            tables._registered_adapters.touch(request.lora_int_id)
+        tables.activate_adapter(request.lora_int_id)
+        return True
+
+
+class Served:
+    """A worker and a trainer's store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tables = Tables([("q", "k"), ("o",), ("unused",)])
+        self.manager = Manager(self.tables)
+        self.writer = SlotWriter(self.manager, self._loading, Group())
+        self.store = AdapterStore(folder / "root", slots=SlotRing())
+        self.numbers: dict[str, int] = {}
+        self.adapters: dict[str, dict[str, Tensor]] = {}
+
+    @contextmanager
+    def _loading(self, tensors: Callable[[], dict[str, Tensor]]) -> Iterator[Callable[[], bool]]:
+        self.manager.instead = tensors
+        yield lambda: self.manager.instead is None
+        self.manager.instead = None
+
+    def write(self, seed: int, rank: int = R, dtype: torch.dtype = BF16, *modules: str) -> StoredAdapter:
+        adapter = flat(seed, rank, dtype, *modules)
+        stored = self.store.write(seed, adapter)
+        self.numbers[stored.name] = len(self.numbers) + 1
+        self.adapters[stored.name] = {key: tensor.clone() for key, tensor in adapter.tensors.items()}
+        return stored
+
+    def add(self, stored: StoredAdapter) -> None:
+        """What vLLM does for a load."""
+        self.manager.add_adapter(self._request(stored))
+
+    def _request(self, stored: StoredAdapter) -> Any:
+        return SimpleNamespace(
+            lora_int_id=self.numbers[stored.name],
+            lora_name=stored.name,
+            lora_path=str(stored.path),
+            load_inplace=False,
+        )
+
+    def serves(self, stored: StoredAdapter) -> bool:
+        """Whether a batch with this adapter is computed with its matrices."""
+        self.manager._apply_adapters([self._request(stored)])
+        held, expected = self.tables.held_by(self.numbers[stored.name]), self.adapters[stored.name]
+        return held.keys() == expected.keys() and all(torch.equal(held[key], expected[key]) for key in held)
+
+    def is_listed(self, stored: StoredAdapter) -> bool:
+        return self.numbers[stored.name] in self.tables._registered_adapters
+
+
+def flat(seed: int, rank: int = R, dtype: torch.dtype = BF16, *modules: str) -> FlatAdapter:
+    torch.manual_seed(seed)
+    made = []
+    for name in modules or ("q", "k", "o"):
+        module = lora_module(name=name)
+        made.append(replace(module, lora_A=torch.randn(rank, IN), lora_B=torch.randn(OUT, rank)))
+    found = FlatBuffer().export(made, dtype=dtype)
+    assert isinstance(found, FlatAdapter)
+    return found
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with shared_folder() as folder:
+        served = Served(folder)
+        yield served
+        served.store.close()
+
+
+def test_the_first_of_a_kind_is_loaded_by_the_engine_and_later_ones_are_written(served: Served) -> None:
+    first = served.write(1)
+    assert served.serves(first)
+    loads = served.manager.loads
+    assert loads > 1
+    for seed in range(2, 8):
+        assert served.serves(served.write(seed))
+    assert served.manager.loads == loads
+    assert served.writer.counts["written"] == 7
+
+
+def test_a_version_that_lost_its_slot_is_loaded_from_its_own_file(served: Served) -> None:
+    versions = [served.write(seed) for seed in range(1, 5)]
+    for one in versions:
+        served.add(one)
+    assert [served.is_listed(one) for one in versions] == [False, False, True, True]
+    for one in (*versions, *reversed(versions)):
+        assert served.serves(one)
+
+
+def test_another_kind_in_a_slot_leaves_nothing_behind(served: Served) -> None:
+    for seed, rank in enumerate([2, 4, 2, 3, 4, 2, 2, 4, 4], 1):
+        assert served.serves(served.write(seed, rank))
+    assert served.serves(served.write(10, 2, BF16, "o"))
+    assert served.serves(served.write(11, 2))
+
+
+def test_adapters_without_a_note_and_versions_take_turns(served: Served) -> None:
+    """Someone else's adapters are the engine's own business, and it may evict versions for them."""
+    for seed in range(1, 12):
+        stored = served.write(seed)
+        if seed % 3 == 0:
+            assert stored.path
+            (stored.path / "lora_sync.json").unlink()
+        assert served.serves(stored)
+
+
+def damage_tensors(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-3, 2)
+        byte = opened.read(1)
+        opened.seek(-3, 2)
+        opened.write(bytes([byte[0] ^ 4]))
+
+
+def swap_names(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    content = file.read_bytes()
+    for name, other in ((b"model.q.", b"model.z."), (b"model.k.", b"model.q."), (b"model.z.", b"model.k.")):
+        content = content.replace(name, other)
+    with file.open("r+b") as opened:
+        opened.write(content)
+
+
+def double_alpha(folder: Path) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(file.read_text().replace('"lora_alpha": 2', '"lora_alpha": 4'))
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    shutil.copy(file, folder / "copy")
+    file.unlink()
+    file.write_bytes((folder / "copy").read_bytes()[:-8])
+
+
+def no_head(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.unlink()
+    file.write_bytes(b"12345")
+
+
+@pytest.mark.parametrize("damage", [damage_tensors, swap_names, double_alpha, cut_short, no_head])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_damaged_version_is_refused_and_the_others_stay(
+    served: Served, damage: Callable[[Path], None], before: int
+) -> None:
+    good = [served.write(seed) for seed in range(1, before + 1)]
+    assert all(served.serves(one) for one in good)
+    bad = served.write(9)
+    assert bad.path
+    damage(bad.path)
+    with pytest.raises(ValueError, match="is damaged: "):
+        served.add(bad)
+    assert not served.is_listed(bad)
+    assert [served.is_listed(one) for one in good] == [False, True, True][:before]
+    assert served.serves(served.write(10))
+
+
+@pytest.mark.parametrize("before", [1, 4])
+def test_a_slot_that_does_not_hold_what_was_written_is_not_served(
+    served: Served, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(1, before + 1):
+        assert served.serves(served.write(seed))
+    bad, copy = served.write(9), torch._foreach_copy_
+
+    def damaging(targets: list[Tensor], sources: list[Tensor]) -> None:
+        copy(targets, sources)
+        if targets[0].untyped_storage().data_ptr() != served.writer._stage.untyped_storage().data_ptr():
+            targets[-1][..., -1:] += 1
+
+    monkeypatch.setattr(torch, "_foreach_copy_", damaging)
+    with pytest.raises(ValueError, match=r"What the server holds of .* is damaged: "):
+        served.add(bad)
+    assert not served.is_listed(bad)
+    monkeypatch.undo()
+    assert served.serves(bad)
+
+
+def test_what_is_not_only_copied_is_left_to_the_engine(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    served.tables.scaling = 2.0
+    stored = served.write(1)
+    served.add(stored)
+    assert served.writer.counts == {"mapped": 2, "loaded by vLLM": 1}
+    assert "loaded in vLLM's own way: " in caplog.text
+    [b] = [one for key, one in served.tables.held_by(1).items() if key.endswith("o.lora_B.weight")]
+    assert torch.equal(b, 2 * served.adapters[stored.name]["base_model.model.o.lora_B.weight"])
+
+
+def test_tensors_that_the_engine_ignores_keep_it_in_charge(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    served.add(served.write(1, R, BF16, "q", "k", "vision"))
+    assert "2 of 6 tensors are not in the slots, base_model.model.vision.lora_A.weight" in caplog.text
+    assert served.writer.counts["written"] == 0
+
+
+def test_another_dtype_than_that_of_the_slots_is_left_to_the_engine(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.add(served.write(1, R, torch.float32))
+    assert "more than one dtype, torch.bfloat16, torch.float32" in caplog.text
+
+
+def test_an_engine_that_dropped_everything_gets_it_again(served: Served) -> None:
+    versions = [served.write(seed) for seed in range(1, 4)]
+    assert all(served.serves(one) for one in versions)
+    tables = served.tables
+    tables._registered_adapters.clear()
+    tables._active_adapters.clear()
+    tables.lora_index_to_id = [None] * SLOTS
+    for layer in tables.modules.values():
+        for one in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+            one.fill_(7)  # as after a sleep that does not keep the weights
+    assert all(served.serves(one) for one in versions)
+
+
+def test_nothing_is_taken_for_a_written_version_by_mistake(served: Served) -> None:
+    """vLLM would take an adapter without tensors for the base model."""
+    for seed in range(1, 4):
+        assert served.serves(served.write(seed))
+    with pytest.raises(RuntimeError, match="are in its slot only"):
+        served.tables._registered_adapters[3].get_lora("q")
+
+
+def test_a_trainer_writes_to_its_files_again_while_a_worker_has_them_mapped(served: Served) -> None:
+    seen = set()
+    kept: list[StoredAdapter] = []
+    for seed in range(1, 12):
+        stored = served.write(seed)
+        assert stored.path
+        seen.add((stored.path / "adapter_model.safetensors").stat().st_ino)
+        assert served.serves(stored)
+        kept.append(stored)
+        if len(kept) > 2:
+            served.store.delete(kept.pop(0))
+    assert len(seen) == 3
+    assert served.writer.counts["read"] == 0
+
+
+def test_a_file_that_is_being_read_is_not_written_to(served: Served) -> None:
+    """A worker has it open by its path for as long as it reads."""
+    first = served.write(1)
+    assert served.serves(first)
+    assert first.path
+    with (first.path / "adapter_model.safetensors").open("rb") as reading:
+        before = reading.read()
+        served.store.delete(first)
+        served.write(2)
+        reading.seek(0)
+        assert reading.read() == before

@@ -1,0 +1,273 @@
+"""How workers of an engine map the files that a trainer on their host writes again and again, and page-lock them once.
+
+A trainer may write a file again only if no other process can still read it, and the kernel counts the open files
+and their mappings (see `adapter.slots`). A worker that mapped the file by its path would be counted for as long
+as it has the mapping. So the trainer passes its own open file through a socket: that is one open file, however many
+processes map it. While a worker reads, it also has the file open by its path, and so it is counted then.
+
+The socket is in the trainer's folder. Both ends accept only the same user. A worker drops what it has of a trainer once
+the trainer withdraws a file or its process is gone, which closes the connection.
+"""
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.page_lock import PageLockError, lock_pages
+
+SOCKET = "files"
+"""The socket's name in the folder that the trainer makes."""
+
+_OFFER, _WITHDRAW, _ALL = b"+", b"-", b"."
+_MESSAGE_BYTES = 64
+# Locking the pages of a large file takes a part of a second.
+_PATIENCE_S = 2.0
+_CREDENTIALS = struct.Struct("3i")
+
+
+class FileKey(NamedTuple):
+    """What a file is, whatever its path."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: int) -> "FileKey":
+        """By an open descriptor."""
+        found = os.fstat(file)
+        return cls(found.st_dev, found.st_ino)
+
+
+class SharedFiles:
+    """The trainer's end: hands its open files to every worker that connects.
+
+    Args:
+        folder: private to the user; the socket is made in it.
+
+    Raises:
+        OSError: the socket cannot be made there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.Lock()
+        self._offered: dict[FileKey, int] = {}
+        self._workers: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with _short_path(folder / SOCKET) as path:
+                self._listener.bind(path)
+            self._listener.listen()
+        except OSError:
+            self._listener.close()
+            raise
+        self._accepting = threading.Thread(target=self._accept, name="lora-sync-shared-files", daemon=True)
+        self._accepting.start()
+
+    def offer(self, file: int) -> None:
+        """Let workers map a file, until `withdraw`, by its descriptor."""
+        with self._lock:
+            self._offered[FileKey.of(file)] = file
+            self._tell(lambda worker: socket.send_fds(worker, [_OFFER], [file]))
+
+    def withdraw(self, file: int) -> None:
+        """Have workers drop a file; to be called before it is closed. Never fails."""
+        with self._lock:
+            key = FileKey.of(file)
+            if self._offered.pop(key, None) is not None:
+                self._tell(lambda worker: worker.send(_WITHDRAW + b"%d %d" % key))
+
+    def close(self) -> None:
+        """Withdraw everything."""
+        with self._lock:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which `close` alone does not
+            self._listener.close()
+            for worker in self._workers:
+                worker.close()
+            self._workers.clear()
+            self._offered.clear()
+        # The thread's call holds the socket, and with it the file system of the folder, until it returns.
+        self._accepting.join(_PATIENCE_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                worker, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                try:
+                    if not _is_same_user(worker):
+                        raise PermissionError
+                    worker.setblocking(False)  # a worker that hangs must not hold up the trainer
+                    for file in self._offered.values():
+                        socket.send_fds(worker, [_OFFER], [file])
+                    worker.send(_ALL)
+                except OSError:
+                    worker.close()
+                else:
+                    self._workers.append(worker)
+
+    def _tell(self, send: Callable[[socket.socket], object]) -> None:
+        for worker in list(self._workers):
+            try:
+                send(worker)
+            except OSError:  # it is gone, or does not listen
+                worker.close()
+                self._workers.remove(worker)
+
+
+class MappedFiles:
+    """A worker's end: the files of all trainers that it has heard of.
+
+    Args:
+        device: that copies from the files.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._trainers: dict[FileKey, _Trainer] = {}
+
+    @contextmanager
+    def mapped(self, file: int, socket_path: Path) -> Iterator[Tensor | None]:
+        """The bytes of an open file, if its trainer shares it; they stay there until the block ends.
+
+        Args:
+            socket_path: of the trainer that wrote the file.
+        """
+        trainer = self._trainer_at(socket_path)
+        if trainer is None:
+            yield None
+            return
+        with trainer.mapped(FileKey.of(file)) as found:
+            yield found
+
+    def _trainer_at(self, path: Path) -> "_Trainer | None":
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        self._trainers = {key: one for key, one in self._trainers.items() if not one.is_gone}
+        key = FileKey(found.st_dev, found.st_ino)
+        if key not in self._trainers:
+            try:
+                self._trainers[key] = _Trainer(path, self._device)
+            except OSError as error:
+                logger.warning("The files of a trainer are read instead of mapped: %s: %s", path, error)
+                return None
+        return self._trainers[key]
+
+
+class _Trainer:
+    """One connection, and what came through it."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._device = device
+        self._changed = threading.Condition()
+        self._maps: dict[FileKey, _Mapping] = {}
+        self._has_all = False
+        self.is_gone = False
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with _short_path(path) as short:
+                self._connection.connect(short)
+            if not _is_same_user(self._connection):
+                raise PermissionError("it belongs to another user")
+        except OSError:
+            self._connection.close()
+            raise
+        threading.Thread(target=self._listen, name="lora-sync-mapped-files", daemon=True).start()
+
+    @contextmanager
+    def mapped(self, key: FileKey) -> Iterator[Tensor | None]:
+        with self._changed:
+            # The first file is needed while it is still on its way.
+            self._changed.wait_for(lambda: self.is_gone or key in self._maps or self._has_all, _PATIENCE_S)
+            found = self._maps.get(key)
+            yield None if found is None else found.data
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message, files, _, _ = socket.recv_fds(self._connection, _MESSAGE_BYTES, 1)
+                if not message:
+                    return
+                try:
+                    self._hear(message, files)
+                finally:
+                    for file in files:
+                        os.close(file)
+        except OSError:
+            pass
+        finally:
+            with self._changed:
+                self.is_gone = True
+                for one in self._maps.values():
+                    one.close()
+                self._maps.clear()
+                self._changed.notify_all()
+            self._connection.close()
+
+    def _hear(self, message: bytes, files: list[int]) -> None:
+        if message == _OFFER and files:
+            try:
+                new = _Mapping(files[0], self._device)
+            except (OSError, ValueError, PageLockError) as error:
+                logger.warning("A file of a trainer is read instead of mapped: %s", error)
+                return
+            with self._changed:
+                self._maps[FileKey.of(files[0])] = new
+                self._changed.notify_all()
+        elif message.startswith(_WITHDRAW):
+            device, inode = message[1:].split()
+            with self._changed:
+                gone = self._maps.pop(FileKey(int(device), int(inode)), None)
+                if gone is not None:
+                    gone.close()
+        elif message == _ALL:
+            with self._changed:
+                self._has_all = True
+                self._changed.notify_all()
+
+
+class _Mapping:
+    """One file in memory, page-locked."""
+
+    def __init__(self, file: int, device: torch.device) -> None:
+        self._map = mmap.mmap(file, os.fstat(file).st_size)
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._unlock = lock_pages(self.data, device)
+
+    def close(self) -> None:
+        self._unlock()
+        del self.data
+        # A view that is still there keeps the mapping, and the mapping goes with it.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def _is_same_user(peer: socket.socket) -> bool:
+    """Whether the process at the other end belongs to the user of this one. Source: unix(7), `SO_PEERCRED`."""
+    given = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(given)[1] == os.geteuid())
+
+
+@contextmanager
+def _short_path(path: Path) -> Iterator[str]:
+    """Another path to the same socket; the kernel takes no more than 107 characters."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

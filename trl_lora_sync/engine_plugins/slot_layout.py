@@ -1,0 +1,171 @@
+"""Where the elements of an adapter's file lie in a slot of an engine, found by watching the engine load numbers.
+
+An engine takes a file apart in its own ways: it packs some modules together, slices for tensor parallelism, transposes,
+reorders experts. None of that is known here. The engine loads adapters whose elements are digits of their places in
+the file, so each element of the slot then names the element of the file that went there. The result is a list of
+boxes: copies between two regular parts of memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Every dtype of adapters holds the integers up to here exactly. Zero stands for an element that was not written.
+_BASE = 255
+_MOST_BOXES = 4096
+
+
+class LayoutError(Exception):
+    """The engine does more with an adapter than to copy it, or copies it in too many pieces."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A copy of some elements of the file to a part of a slot.
+
+    Attributes:
+        part: which tensor of the slot.
+        shape: of both sides.
+        target, target_steps: offset and strides in that tensor, in elements.
+        source, source_steps: the same in the file.
+    """
+
+    part: int
+    shape: tuple[int, ...]
+    target: int
+    target_steps: tuple[int, ...]
+    source: int
+    source_steps: tuple[int, ...]
+
+    def in_slot(self, parts: Sequence[Tensor]) -> Tensor:
+        """The elements in a slot, as a view."""
+        part = parts[self.part]
+        return part.as_strided(self.shape, self.target_steps, part.storage_offset() + self.target)
+
+    def in_file(self, flat: Tensor) -> Tensor:
+        """The elements in the tensors of a file that follow each other in `flat`, as a view."""
+        return flat.as_strided(self.shape, self.source_steps, flat.storage_offset() + self.source)
+
+
+def digits_needed(count: int) -> int:
+    """How many adapters of `count` elements must be loaded to know the place of each."""
+    digits = 1
+    while _BASE**digits < count:
+        digits += 1
+    return digits
+
+
+def digit_values(count: int, digit: int, dtype: torch.dtype) -> Tensor:
+    """An adapter of `count` elements, each a digit of its place."""
+    values: Tensor = torch.arange(count) // _BASE**digit % _BASE + 1
+    return values.to(dtype)
+
+
+def read_digits(part: Tensor) -> Tensor:
+    """The digits in a tensor of a slot, in a quarter or half of its memory and on the host.
+
+    Raises:
+        LayoutError: it holds something else.
+    """
+    digits = part.to(torch.uint8)
+    if not torch.equal(digits.to(part.dtype), part):
+        raise LayoutError("the engine changes the values that it loads")
+    return digits.cpu()
+
+
+def find_boxes(part: int, digits: Sequence[Tensor], strides: Sequence[int], count: int) -> list[Box]:
+    """What has been copied to a tensor of a slot.
+
+    Args:
+        digits: what it held, for each digit; on any device.
+        strides: of the tensor.
+        count: of the elements in the file.
+
+    Raises:
+        LayoutError: the digits are not places in the file, or too irregular.
+    """
+    written = digits[0] > 0
+    if any(not torch.equal(one > 0, written) for one in digits[1:]):
+        raise LayoutError("the engine does not load every adapter of this kind to the same places")
+    places = torch.full(written.shape, -1, dtype=torch.int64, device=written.device)
+    sums = sum((one.long() - 1) * _BASE**number for number, one in enumerate(digits))
+    places[written] = sums[written]
+    if int(places.max()) >= count:
+        raise LayoutError("the engine changes the values that it loads")
+    return [_box(part, tuple(strides), found) for found in _regular(places, (0,) * places.dim())]
+
+
+def _box(part: int, strides: tuple[int, ...], found: "Found") -> Box:
+    """Without dimensions of one element, whose strides mean nothing and would keep torch from copying in one launch."""
+    corner, shape, source, steps = found
+    longer = [dim for dim, size in enumerate(shape) if size > 1]
+    return Box(
+        part=part,
+        shape=tuple(shape[dim] for dim in longer),
+        target=sum(first * stride for first, stride in zip(corner, strides, strict=True)),
+        target_steps=tuple(strides[dim] for dim in longer),
+        source=source,
+        source_steps=tuple(steps[dim] for dim in longer),
+    )
+
+
+Found = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+
+
+def _regular(places: Tensor, corner: tuple[int, ...]) -> Iterator[Found]:
+    """Boxes in which the place in the file is an affine function of the indices: corner, shape, first place, steps."""
+    for dim in range(places.dim()):  # without the border that was not written
+        is_written = (places >= 0).movedim(dim, 0).flatten(1).any(1).nonzero()
+        if not len(is_written):
+            return
+        first, last = int(is_written[0]), int(is_written[-1])
+        places = places.narrow(dim, first, last - first + 1)
+        corner = (*corner[:dim], corner[dim] + first, *corner[dim + 1 :])
+    steps = _steps(places)
+    if steps is not None:
+        yield corner, tuple(places.shape), int(places.flatten()[0]), steps
+        return
+    cuts = [(dim, found) for dim in range(places.dim()) if (found := _cuts(places, dim))]
+    if not cuts:
+        raise LayoutError("the engine scatters what it loads")
+    dim, chosen = min(cuts, key=lambda one: len(one[1]))
+    if len(chosen) > _MOST_BOXES:
+        raise LayoutError(f"the engine takes what it loads apart into more than {_MOST_BOXES} pieces")
+    for start, end in zip([0, *chosen], [*chosen, places.shape[dim]], strict=True):
+        moved = (*corner[:dim], corner[dim] + start, *corner[dim + 1 :])
+        yield from _regular(places.narrow(dim, start, end - start), moved)
+
+
+def _steps(places: Tensor) -> tuple[int, ...] | None:
+    """By how much the place grows along each dimension, if that is the same everywhere."""
+    first = places[(0,) * places.dim()]
+    expected, steps = first, []
+    for dim, size in enumerate(places.shape):
+        step = int(places.movedim(dim, 0).flatten(1)[1, 0] - first) if size > 1 else 0
+        shape = [size if one == dim else 1 for one in range(places.dim())]
+        expected = expected + (torch.arange(size, device=places.device) * step).view(shape)
+        steps.append(step)
+    # An element that went to several places is in as many boxes, since a box is also copied back.
+    has_once = all(step > 0 for step, size in zip(steps, places.shape, strict=True) if size > 1)
+    is_regular = int(first) >= 0 and has_once and torch.equal(expected, places)
+    return tuple(steps) if is_regular else None
+
+
+def _cuts(places: Tensor, dim: int) -> list[int]:
+    """Where along `dim` another regularity begins."""
+    rows = places.movedim(dim, 0).flatten(1)
+    difference = rows[1:] - rows[:-1]
+    # A row that is written in part is apart, and so is a row whose neighbour is written in other places.
+    is_alike = (difference == difference[:, :1]).all(1) & ((rows[1:] >= 0) == (rows[:-1] >= 0)).all(1)
+    is_alike &= (difference[:, 0] > 0) | (rows[1:] < 0).all(1)
+    cuts: list[int] = []
+    step: int | None = None
+    for row, (alike, grows) in enumerate(zip(is_alike.tolist(), difference[:, 0].tolist(), strict=True)):
+        if not alike or (step is not None and grows != step):
+            cuts.append(row + 1)
+            step = None
+        else:
+            step = grows
+    return cuts

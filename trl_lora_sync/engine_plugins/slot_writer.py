@@ -1,0 +1,575 @@
+"""Writes the versions of a trainer's adapter into the slots of vLLM's layers, in each worker of a server.
+
+vLLM (0.26, 0.31) reads an adapter tensor by tensor, and calls two methods of each layer for it; at 8B that takes tens
+of milliseconds of Python and launches. Here the first adapter of a kind (the same names, shapes and configuration) is
+left to vLLM, with all its checks, and where its elements end up is found out (`slot_layout`). Later ones are
+copied as a whole to the device, and from there into a slot by one batched copy.
+
+Every version comes with the checksum that the trainer computed on its own device. It is compared with what was read,
+before anything is changed, and then with what lies in the slot. With tensor parallelism a slot holds a part of the
+adapter; all workers of a group refuse a version if one does. Where anything is not as expected, vLLM loads the version
+in its own way, and the reason is logged.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.safetensors_file import (
+    CONFIG_FILE,
+    DTYPES,
+    MALFORMED,
+    TENSORS_FILE,
+    Head,
+    ParallelReader,
+    TensorSpan,
+    bytes_of,
+    head_of,
+)
+from trl_lora_sync.engine_plugins.shared_files import MappedFiles
+from trl_lora_sync.engine_plugins.slot_layout import (
+    Box,
+    LayoutError,
+    digit_values,
+    digits_needed,
+    find_boxes,
+    read_digits,
+)
+from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
+
+_KINDS = 8
+_RESERVED = -1  # no adapter has this number
+_SEED = 0
+Tensors = dict[str, Tensor]
+T = TypeVar("T")
+
+
+class DamagedError(ValueError):
+    """The bytes of a version are not what the trainer sent."""
+
+
+class _DoubtError(Exception):
+    """Why a version is left to vLLM."""
+
+
+class _Kind(NamedTuple):
+    """What all versions of a run have in common.
+
+    Attributes:
+        config: the file `adapter_config.json`.
+        format: other fields of the request on which the result depends.
+    """
+
+    head: Head
+    config: bytes
+    format: str
+
+
+class _Batch(NamedTuple):
+    """Copies between a slot and the staging memory that are made together."""
+
+    targets: list[Tensor]
+    sources: list[Tensor]
+
+
+@dataclass
+class _Plan:
+    """How versions of one kind are written.
+
+    Attributes:
+        groups: boxes whose elements in the file are all different; together they fill a slot.
+        views: the batches of each group, by slot, for the staging memory that they were made for.
+    """
+
+    groups: list[list[Box]]
+    views: dict[int, list[list[_Batch]]] = field(default_factory=dict)
+
+
+class SlotWriter:
+    """Takes the place of `add_adapter` in one worker.
+
+    Args:
+        manager: vLLM's `LRUCacheWorkerLoRAManager`.
+        loading: makes vLLM read given tensors instead of the file, for as long as the block lasts.
+        group: the workers among which each adapter is divided, all of the engine; see `group_of`.
+
+    Raises:
+        AttributeError, TypeError: this version of vLLM keeps its adapters in another way.
+    """
+
+    def __init__(self, manager: Any, loading: Callable[[Callable[[], Tensors]], Any], group: "Group") -> None:
+        self._manager = manager
+        self._tables: Any = manager._adapter_manager
+        self._loading = loading
+        self._usual_add = manager.add_adapter
+        self._usual_activate = self._tables.activate_adapter
+        # Checked here so that an unknown version is found out before anything is changed.
+        self._index: list[int | None] = self._tables.lora_index_to_id
+        for table in (self._tables._active_adapters, self._tables._registered_adapters):
+            table.remove_oldest, table.pop, table.touch  # noqa: B018
+        self._tables.remove_adapter, self._tables.remove_oldest_adapter, manager._load_adapter  # noqa: B018
+        self._parts = slot_parts(self._tables.modules.values(), len(self._index))
+        self._device = self._parts[0].device
+        self._files = MappedFiles(self._device)
+        self._reader = ParallelReader()
+        self._plans: OrderedDict[_Kind, _Plan | None] = OrderedDict()
+        self._stage = torch.empty(0, dtype=torch.uint8)
+        self._staged: _Kind | None = None
+        self._host = torch.empty(0, dtype=torch.uint8)
+        # Slots that hold an adapter of a kind and nothing else, so that another one of that kind may go over it.
+        self._primed: dict[int, _Kind] = {}
+        self._written: set[int] = set()
+        self.counts: Counter[str] = Counter()
+        self._group = group
+        self._is_in_step = False
+        self._usual_apply = manager._apply_adapters
+        manager._apply_adapters = self._apply
+        manager.add_adapter = self.add_adapter
+        self._tables.activate_adapter = self._activate
+
+    def add_adapter(self, request: Any) -> bool:
+        """See vLLM's own; called for each adapter of a batch at each step as well."""
+        self._notice_removals()
+        number = request.lora_int_id
+        is_there = number in self._tables._registered_adapters
+        note = None if is_there and not request.load_inplace else VersionNote.read(Path(request.lora_path))
+        if note is None:
+            return bool(self._usual_add(request))
+        try:
+            self._load(request, note)
+        except Exception:
+            self._remove(number)
+            # All workers have failed. vLLM (0.26, 0.31) collects their answers up to the first error, and would take
+            # what is left for answers to its next call, so only the last one raises it. A step fails on all of them.
+            if self._is_in_step or self._group.is_last:
+                raise
+            return False
+        return True
+
+    def _apply(self, requests: Any) -> None:
+        self._is_in_step = True
+        try:
+            self._usual_apply(requests)
+        finally:
+            self._is_in_step = False
+
+    # Loading
+
+    def _load(self, request: Any, note: VersionNote) -> None:
+        folder = Path(request.lora_path)
+        # Open until the end, which keeps the trainer from writing to it.
+        with (folder / TENSORS_FILE).open("rb", buffering=0) as file:
+            kind = self._together(lambda: self._fetch(file.fileno(), request, note))
+            if kind not in self._plans:
+                self._together(lambda: self._usual_add(request))
+                self._learn(kind, request)
+                self._together(lambda: self._fetch(file.fileno(), request, note))
+            self._plans.move_to_end(kind)
+            plan = self._plans[kind]
+            if plan is None:
+                self._together(lambda: self._usual_add(request))
+                self.counts["loaded by vLLM"] += 1
+            else:
+                self._together(lambda: self._put(kind, plan, request, note))
+
+    def _together(self, act: Callable[[], T]) -> T:
+        """What `act` returns, if no worker of the group fails; each does the same for the same versions in turn.
+
+        Raises:
+            Exception: what `act` raised here, or that another worker failed.
+        """
+        error: Exception | None = None
+        try:
+            result = act()
+        except Exception as caught:  # the others hear of it first
+            error = caught
+        if self._agree(error is None):
+            return result
+        raise error or RuntimeError("Another worker of the group failed; see its log.")
+
+    def _put(self, kind: _Kind, plan: _Plan, request: Any, note: VersionNote) -> None:
+        """Make the version that was read the content of a slot, and compare it.
+
+        vLLM does it itself in a slot that another kind has had.
+        """
+        number = request.lora_int_id
+        self._remove(number)
+        # What vLLM does. Its oldest registered adapter need not be in a slot, so that alone may free none.
+        if len(self._tables) + 1 > self._tables.capacity:
+            self._tables.remove_oldest_adapter()
+        if None not in self._index:
+            self._tables._active_adapters.remove_oldest()
+        self._notice_removals()
+        free = [slot for slot, content in enumerate(self._index) if content is None]
+        slot = next((slot for slot in free if self._primed.get(slot) == kind), None)
+        if slot is None:
+            self._usual_add(request)
+            slot = self._index.index(number)
+            self._primed[slot] = kind
+            self._compare(plan, slot, request, note)
+            self.counts["loaded by vLLM"] += 1
+            return
+        for targets, sources in chain(*self._views(plan, slot)):
+            torch._foreach_copy_(targets, sources)
+        self._tables._registered_adapters[number] = _Written(number)
+        self._tables._active_adapters[number] = None
+        self._index[slot] = number
+        # The layout of the slots has changed while the batch may be the same as before.
+        self._tables._last_mapping = None
+        self._written.add(number)
+        self._compare(plan, slot, request, note)
+        self.counts["written"] += 1
+
+    def _compare(self, plan: _Plan, slot: int, request: Any, note: VersionNote) -> None:
+        """Compare what lies in a slot with what the trainer sent.
+
+        What the slot does not hold, as other workers do, stays what was read.
+        """
+        for group in self._views(plan, slot):
+            for targets, sources in group:
+                torch._foreach_copy_(sources, targets)
+            found = checksum(self._stage)
+            if found != note.checksum:
+                self._primed.pop(slot, None)
+                raise DamagedError(
+                    f"What the server holds of {request.lora_name!r} {DAMAGED}the checksum is {found}, and the "
+                    f"trainer sent {note.checksum}. The version was removed."
+                )
+
+    def _views(self, plan: _Plan, slot: int) -> list[list[_Batch]]:
+        if slot not in plan.views:
+            parts = [part[slot] for part in self._parts]
+            flat = self._stage.view(self._parts[0].dtype)
+            plan.views[slot] = [
+                _in_batches([(box.in_slot(parts), box.in_file(flat)) for box in group]) for group in plan.groups
+            ]
+        return plan.views[slot]
+
+    def _fetch(self, file: int, request: Any, note: VersionNote) -> _Kind:
+        """Copy the tensors of a file to the device, and compare them with what the trainer sent."""
+        folder = Path(request.lora_path)
+        try:
+            head = head_of(file)
+        except MALFORMED as error:
+            raise DamagedError(f"The file of {request.lora_name!r} {DAMAGED}{error}. Nothing was loaded.") from error
+        kind = _Kind(head, (folder / CONFIG_FILE).read_bytes(), str(getattr(request, "is_3d_lora_weight", None)))
+        if digest_of(head.header, kind.config) != note.head:
+            raise DamagedError(
+                f"{request.lora_name!r} {DAMAGED}the header of its file or its {CONFIG_FILE} are not as the trainer "
+                "wrote them. Nothing was loaded."
+            )
+        self._prepare_stage(kind)
+        with self._mapped(file, folder / note.files if note.files else None) as mapped:
+            if mapped is not None:
+                self._stage.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
+                self.counts["mapped"] += 1
+            else:
+                self._read(file, head)
+                self.counts["read"] += 1
+            found = checksum(self._stage)  # waits until the mapping is not used any more
+        if found != note.checksum:
+            raise DamagedError(
+                f"The file of {request.lora_name!r} {DAMAGED}its tensors have the checksum {found}, and the trainer "
+                f"sent {note.checksum}. Nothing was loaded."
+            )
+        return kind
+
+    @contextmanager
+    def _mapped(self, file: int, socket_path: Path | None) -> Iterator[Tensor | None]:
+        if socket_path is None:
+            yield None
+        else:
+            with self._files.mapped(file, socket_path) as found:
+                yield found
+
+    def _read(self, file: int, head: Head) -> None:
+        if self._host.numel() != head.size:
+            self._host = torch.empty(0, dtype=torch.uint8)
+            self._host = torch.empty(head.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        for part in self._reader.read(file, bytes_of(self._host), head.start):
+            self._stage[part].copy_(self._host[part], non_blocking=True)
+
+    def _prepare_stage(self, kind: _Kind) -> None:
+        """Have memory on the device for one kind at a time."""
+        if kind != self._staged:
+            for plan in self._plans.values():
+                if plan is not None:
+                    plan.views.clear()
+            if self._stage.numel() != kind.head.size:
+                self._stage = torch.empty(0, dtype=torch.uint8)
+                self._stage = torch.empty(kind.head.size, dtype=torch.uint8, device=self._device)
+            self._staged = kind
+
+    # What vLLM does meanwhile
+
+    def _activate(self, number: int, *rest: Any, **options: Any) -> Any:
+        """vLLM's own, which resets a slot before it puts anything there."""
+        was_active = number in self._tables._active_adapters
+        result = self._usual_activate(number, *rest, **options)
+        if not was_active and number in self._tables.lora_index_to_id:
+            self._primed.pop(self._tables.lora_index_to_id.index(number), None)
+        return result
+
+    def _notice_removals(self) -> None:
+        """Remove from vLLM's tables what was written to a slot and has lost it: its tensors are not in host memory.
+
+        A request for it then loads it again, from its own file.
+        """
+        if self._index is not self._tables.lora_index_to_id:  # vLLM has dropped everything
+            self._index = self._tables.lora_index_to_id
+            self._primed.clear()
+        for number in [one for one in self._written if one not in self._tables._active_adapters]:
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        self._tables.remove_adapter(number)
+        self._written.discard(number)
+
+    def _agree(self, is_fine: bool) -> bool:
+        """Whether all workers of the group are fine; each of them is called for the same versions in the same order."""
+        failed = torch.tensor([int(not is_fine)])
+        self._group.add_up(failed)
+        return not bool(failed)
+
+    # Learning a kind
+
+    def _learn(self, kind: _Kind, request: Any) -> None:
+        """Find out where the elements of an adapter go that vLLM has accepted; it is not loaded any more afterwards."""
+        started = time.perf_counter()
+        found: _Plan | None = None
+        spans: dict[str, TensorSpan] = {}
+        reason = ""
+        try:
+            spans = _spans_in(kind.head)
+            found = self._find_plan(kind, request, spans)
+        except Exception as error:  # whatever other layers and other versions of vLLM raise
+            reason = _reason(error)
+        try:
+            # Both steps are taken together with the other workers of the group, whatever happened here.
+            self._check_complete(found, spans)
+            if not self._agree(found is not None):
+                raise _DoubtError("another worker of the group cannot write them")
+        except _DoubtError as doubt:
+            found, reason = None, reason or str(doubt)
+        finally:
+            self._remove(request.lora_int_id)
+        if found is None:
+            logger.warning("Adapters like %s are loaded in vLLM's own way: %s.", request.lora_name, reason)
+        else:
+            logger.info(
+                "Adapters like %s are written into their slots from now on, in %d copies at once. Finding out took "
+                "%.1f s.", request.lora_name, sum(map(len, found.groups)), time.perf_counter() - started,
+            )  # fmt: skip
+        self._plans[kind] = found
+        while len(self._plans) > _KINDS:
+            self._plans.popitem(last=False)
+
+    def _find_plan(self, kind: _Kind, request: Any, spans: dict[str, TensorSpan]) -> _Plan:
+        dtype = self._parts[0].dtype
+        dtypes = {DTYPES.get(span.dtype) for span in spans.values()} | {part.dtype for part in self._parts}
+        if dtypes != {dtype}:
+            raise _DoubtError(f"file and slots have more than one dtype, {', '.join(sorted(map(str, dtypes)))}")
+        count = kind.head.size // dtype.itemsize
+        digits: list[list[Tensor]] = [[] for _ in self._parts]
+        for digit in range(digits_needed(count)):
+            slot = self._load_values(request, spans, digit_values(count, digit, dtype))
+            for found, part in zip(digits, self._parts, strict=True):
+                found.append(read_digits(part[slot]))
+        boxes = [
+            box
+            for number, (part, found) in enumerate(zip(self._parts, digits, strict=True))
+            for box in find_boxes(number, [one.to(self._device) for one in found], part[0].stride(), count)
+        ]
+        del digits
+        plan = _Plan(_in_groups(boxes, count, self._device))
+        self._try_out(plan, request, spans, count)
+        self._prime_free_slots(kind, request, spans, count)
+        return plan
+
+    def _check_complete(self, plan: _Plan | None, spans: dict[str, TensorSpan]) -> None:
+        """Make sure that each element of the file is in a slot of some worker of the group.
+
+        Raises:
+            _DoubtError: vLLM ignores some of them, or has them where they were not looked for.
+        """
+        size = self._parts[0].element_size()
+        placed = torch.zeros(len(spans), dtype=torch.int64)
+        if plan is not None:
+            held = torch.zeros(self._stage.numel() // size, dtype=torch.bool, device=self._device)
+            for group in plan.groups:
+                for box in group:
+                    box.in_file(held).fill_(True)
+            placed = torch.stack([held[one.start // size : one.end // size].sum() for one in spans.values()]).cpu()
+        self._group.add_up(placed)
+        needed = [(one.end - one.start) // size for one in spans.values()]
+        missing = [name for name, has, needs in zip(spans, placed.tolist(), needed, strict=True) if has < needs]
+        if missing:
+            raise _DoubtError(f"{len(missing)} of {len(spans)} tensors are not in the slots, {missing[0]} for one")
+
+    def _try_out(self, plan: _Plan, request: Any, spans: dict[str, TensorSpan], count: int) -> None:
+        """Compare what is written here with what vLLM loads, for values of every kind."""
+        values = _random_values(count, self._parts[0].dtype)
+        slot = self._load_values(request, spans, values.clone())
+        loaded = [part[slot].cpu() for part in self._parts]
+        self._stage.copy_(values.view(torch.uint8))
+        torch._foreach_zero_([part[slot] for part in self._parts])
+        for targets, sources in chain(*self._views(plan, slot)):
+            torch._foreach_copy_(targets, sources)
+        for ours, theirs in zip(self._parts, loaded, strict=True):
+            if not torch.equal(ours[slot].cpu().view(torch.uint8), theirs.view(torch.uint8)):
+                raise _DoubtError("a slot then holds other values than vLLM puts there")
+
+    def _prime_free_slots(self, kind: _Kind, request: Any, spans: dict[str, TensorSpan], count: int) -> None:
+        """Have vLLM load the kind into every free slot, since layers note more of a slot than its tensors."""
+        self._remove(request.lora_int_id)
+        free = [slot for slot, content in enumerate(self._index) if content is None]
+        values = torch.zeros(count, dtype=self._parts[0].dtype)
+        try:
+            for slot in free:
+                for other in free:
+                    self._index[other] = None if other == slot else _RESERVED
+                used = self._load_values(request, spans, values.clone())
+                self._primed[used] = kind
+                self._remove(request.lora_int_id)
+        finally:
+            for slot in free:
+                self._index[slot] = None
+
+    def _load_values(self, request: Any, spans: dict[str, TensorSpan], values: Tensor) -> int:
+        """Have vLLM load an adapter of these values under the number of `request`; returns its slot."""
+        data = values.view(torch.uint8)
+        with self._loading(lambda: {name: span.view_in(data) for name, span in spans.items()}) as was_used:
+            model = self._manager._load_adapter(request)
+            is_used = was_used()
+        if not is_used:
+            raise _DoubtError("this version of vLLM reads adapters in another way")
+        self._remove(request.lora_int_id)
+        self._tables.add_adapter(model)
+        self._tables.activate_adapter(request.lora_int_id)
+        return self._index.index(request.lora_int_id)
+
+
+class _Written:
+    """What vLLM notes as the model of an adapter that is in a slot and nowhere else."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+    def __getattr__(self, name: str) -> Any:
+        # vLLM would take an adapter without tensors for the base model.
+        raise RuntimeError(
+            f"The tensors of adapter {self.id} are in its slot only, and vLLM wants to read {name!r} from host memory."
+        )
+
+
+def slot_parts(layers: Any, slots: int) -> list[Tensor]:
+    """The tensors that layers keep for their slots, first dimension: slots.
+
+    Layers have views of them as well, which begin with other dimensions or do not have all of the memory.
+    """
+    found: dict[int, Tensor] = {}
+    for layer in layers:
+        for name, value in vars(layer).items():
+            if "lora_" in name and "_stacked" in name:
+                for one in (value,) if isinstance(value, Tensor) else value:
+                    is_whole = one.untyped_storage().nbytes() == one.numel() * one.element_size()
+                    if one.dim() > 1 and one.shape[0] == slots and is_whole and one.is_contiguous():
+                        found.setdefault(one.data_ptr(), one)
+    return list(found.values())
+
+
+def _spans_in(head: Head) -> dict[str, TensorSpan]:
+    try:
+        return {name: TensorSpan.of(entry) for name, entry in head.content()[1].items()}
+    except MALFORMED as error:
+        raise _DoubtError(f"the head of the file cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _in_batches(pairs: list[tuple[Tensor, Tensor]]) -> list[_Batch]:
+    """One batch that torch copies in one launch, and one of matrices that are not dense.
+
+    Source: `can_use_fast_route` in aten/src/ATen/native/ForeachUtils.h (2.11): one pair of other strides makes it copy
+    all of a list one by one.
+    """
+    batches = []
+    for is_alike in (True, False):
+        chosen = [(a, b) for a, b in pairs if (a.stride() == b.stride() and a.is_contiguous()) is is_alike]
+        if chosen:
+            batches.append(_Batch([a for a, _ in chosen], [b for _, b in chosen]))
+    return batches
+
+
+def _in_groups(boxes: list[Box], count: int, device: torch.device) -> list[list[Box]]:
+    """Boxes that have elements of the file in common are put into different groups."""
+    groups: list[list[Box]] = []
+    left = boxes
+    while left:
+        group: list[Box] = []
+        again: list[Box] = []
+        taken = torch.zeros(count, dtype=torch.bool, device=device)
+        for box in left:
+            view = box.in_file(taken)
+            if bool(view.any()):
+                again.append(box)
+            else:
+                view.fill_(True)
+                group.append(box)
+        groups.append(group)
+        left = again
+    return groups
+
+
+def _reason(error: Exception) -> str:
+    is_ours = isinstance(error, _DoubtError | LayoutError)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"
+
+
+def _random_values(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(_SEED)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The workers among which each adapter is divided.
+
+    Attributes:
+        group: for collectives on the host; None for a single worker.
+        is_last: whether this worker is the last one.
+    """
+
+    group: Any = None
+    is_last: bool = True
+
+    def add_up(self, numbers: Tensor) -> None:
+        """**Collective.** Replace numbers on the host by their sum over all workers."""
+        if self.group is not None:
+            torch.distributed.all_reduce(numbers, group=self.group)
+
+
+def group_of(parallel_config: Any) -> Group:
+    """The group of this worker.
+
+    Raises:
+        RuntimeError: adapters are divided in other ways than by tensor parallelism.
+    """
+    if parallel_config.world_size == 1:
+        return Group()
+    from vllm.distributed import get_tp_group
+
+    found: Any = get_tp_group()
+    if found.world_size != parallel_config.world_size:
+        raise RuntimeError(
+            f"{parallel_config.world_size} workers are not divided by tensor parallelism alone, which is all that is "
+            "known here"
+        )
+    return Group(found.cpu_group, found.rank_in_group == found.world_size - 1)

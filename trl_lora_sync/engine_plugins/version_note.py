@@ -1,0 +1,46 @@
+"""What a trainer notes beside the files of a version, for workers that write it into their slots."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+NOTE_FILE = "lora_sync.json"
+DAMAGED = "is damaged: "
+"""In the message with which a worker refuses a version that is not what the trainer sent."""
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionNote:
+    """The note of one version.
+
+    Attributes:
+        head: digest of the header and the configuration, see `digest_of`.
+        checksum: of the tensors, see `engine_plugins.checksum`.
+        files: the socket of `engine_plugins.shared_files`, as a path from the version's folder; empty if the file
+            of the tensors is not shared.
+    """
+
+    head: str
+    checksum: str
+    files: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Put it beside the files in `folder`."""
+        (folder / NOTE_FILE).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> "VersionNote | None":
+        """The note in `folder`; None if there is none that can be read."""
+        try:
+            found = json.loads((folder / NOTE_FILE).read_bytes())
+            return cls(**{one.name: str(found[one.name]) for one in fields(cls)})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def digest_of(header: bytes, config: bytes) -> str:
+    """Of the header of a safetensors file, without its length, and of `adapter_config.json`."""
+    return hashlib.blake2b(header + config, digest_size=_DIGEST_BYTES).hexdigest()
