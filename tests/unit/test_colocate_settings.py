@@ -226,7 +226,7 @@ BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
         ({**BFLOAT16, "vllm_colocate_base": "own"}, False),
         ({"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": object()}}, False),
     ],
-    ids=str,
+    ids=["bfloat16", "fused", "the default dtype", "own", "quantised"],
 )
 def test_model_waits_on_the_host_if_its_base_may_be_shared(
     fields: dict[str, Any], expected: bool, make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
