@@ -21,6 +21,7 @@ from vllm_server import VLLMServer
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.runtime import run
 
 Make = Callable[..., GRPOTrainer]
 
@@ -49,7 +50,7 @@ def test_the_server_samples_from_every_version_that_goes_through_slots(
         randomize_adapter(trainer.model, seed=seed)
         generation.sync_weights()
         assert set(ring_of(trainer)._lent) >= {generation._active_name}
-        generation._sync.transport.open()  # after what has been left to its thread
+        run(generation._sync.transport.open())  # after what has been left to its thread
         assert ring_of(trainer)._new or ring_of(trainer)._free, "the next sync has to wait for a slot"
         rows = sample(generation, [token_ids(seed), token_ids(seed + 100)])
         assert is_policy_of(trainer.model, rows), (seed, distance(trainer.model, rows))

@@ -126,7 +126,9 @@ def test_the_base_beside_an_adapter_is_scored_at_a_quiet_moment(
             disturbed = engine.score(engine.capabilities.base_model, list(PROBE_PROMPT), soon())
             assert mean_distance(disturbed, trained) > 0.3, "vLLM is right here, so all of this can go"
         threading.Timer(3.0, stop.set).start()
-        scores = score_base(engine, soon(120), is_plausible=lambda found: mean_distance(found, trained) < 0.1)
+        scores = run(
+            score_base(engine.wrapped, soon(120), is_plausible=lambda found: mean_distance(found, trained) < 0.1)
+        )
     assert mean_distance(scores, trained) < 0.05
     assert "one run at a time" in caplog.text
 
@@ -144,12 +146,12 @@ def test_a_run_beside_one_that_never_pauses_is_told_why(
 ) -> None:
     words = r"samples from an adapter.*one run at a time.*`trl-lora-sync serve vllm \S+ --port \d+`\.$"
     with sampling(clean_server), pytest.raises(SharedCPUServerError, match=words):
-        score_base(engine, soon(8), is_plausible=lambda found: mean_distance(found, trained) < 0.1)
+        run(score_base(engine.wrapped, soon(8), is_plausible=lambda found: mean_distance(found, trained) < 0.1))
 
 
 def test_another_base_model_on_a_cpu_is_refused_without_waiting(engine: Engine, other_run: None) -> None:
     """An adapter that is loaded and not in use is no reason to wait."""
-    score_base(engine, soon(60), is_plausible=lambda found: False)
+    run(score_base(engine.wrapped, soon(60), is_plausible=lambda found: False))
 
 
 def test_the_doctor_says_what_it_is_instead_of_another_base_model(

@@ -244,13 +244,17 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         generation.sync_weights()
 
     def failing_gather() -> None:
-        original = trl_lora_sync.distributed.shards_of
+        """The last process cannot read its part of the adapter, which is a shard or all of it."""
+        owner, name = (
+            (trl_lora_sync.distributed, "shards_of") if is_sharded(generation.model) else (generation, "_linears")
+        )
+        original = getattr(owner, name)
         if process == trainer.accelerator.num_processes - 1:
-            trl_lora_sync.distributed.shards_of = broken
+            setattr(owner, name, broken)
         try:
             generation.sync_weights()
         finally:
-            trl_lora_sync.distributed.shards_of = original
+            setattr(owner, name, original)
 
     def sampled() -> float:
         return float(distance(copy, sample(generation, [token_ids(process)])).mean())
