@@ -79,7 +79,7 @@ class ColocateGeneration(AdapterGeneration):
             super()._init_vllm()
         base_note = self._share_base(reason)
         self._dtype = engine.lora_dtype(self.llm) if options.get("enable_lora") else engine.model_dtype(self.llm)
-        self._holder = run_on_all(self.accelerator, lambda: self._make_holder())
+        self._holder = run_on_all(self.accelerator, self._make_holder)
         base = self._trained_base()
         make_trials = self._trials(base, is_whole=True)
         if self._settings.verify != "off":
@@ -110,7 +110,7 @@ class ColocateGeneration(AdapterGeneration):
             return
         if self._is_sharded():
             raise _no_fused("the launcher shards the trainer's base model, from which the served weights are computed")
-        if any(not weight.is_floating_point() for weight in self.model.parameters()):
+        if shared_base.is_quantised(self.model):
             raise _no_fused("the base model is quantised, and an adapter cannot be added to quantised weights")
 
     def _reason_against_sharing(self) -> str | None:

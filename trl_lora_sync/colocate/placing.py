@@ -31,7 +31,11 @@ def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def served_parameters(llm: Any) -> dict[str, Tensor]:
     """The parameters of the served model, without the layers that vLLM puts around those with adapters."""
     with _unwrapped(engine.served_model(llm)) as model:
-        return {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
+        return _parameters_of(model)
+
+
+def _parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
 
 
 def find(llm: Any, shapes: dict[str, tuple[int, int]]) -> dict[str, list[Piece]]:
@@ -44,8 +48,9 @@ def find(llm: Any, shapes: dict[str, tuple[int, int]]) -> dict[str, list[Piece]]
         PlacementError: vLLM does not keep them as matrices of this kind.
     """
     with _unwrapped(engine.served_model(llm)) as model:
-        parameters = {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
-        return find_pieces(model.load_weights, parameters, shapes, engine.model_dtype(llm), skip_padding=True)
+        return find_pieces(
+            model.load_weights, _parameters_of(model), shapes, engine.model_dtype(llm), skip_padding=True
+        )
 
 
 def whole_views(llm: Any, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:

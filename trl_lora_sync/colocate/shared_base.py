@@ -64,7 +64,7 @@ def may_share(args: Any, model: Any) -> bool:
         return False
     options = args.model_init_kwargs or {}
     if isinstance(model, nn.Module):
-        return model.dtype in _HALF and not _is_quantised(model)
+        return model.dtype in _HALF and not is_quantised(model)
     # TRL's default dtype is float32, which vLLM serves in 16 bits.
     return options.get("dtype") in _HALF and options.get("quantization_config") is None
 
@@ -85,7 +85,7 @@ def reason_against(
     launcher = accelerator.state.distributed_type
     if launcher not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         return f"{launcher.value} was not tried with a shared base"
-    if _is_quantised(model):
+    if is_quantised(model):
         return "the trainer's base is quantised"
     if choice == "auto" and accelerator.device.type != "cuda":
         return "it saves GPU memory, and this is a CPU"
@@ -100,7 +100,8 @@ def _other_dtype(trained: torch.dtype, served: torch.dtype) -> str:
     return f'the trainer\'s base is {ours} and vLLM\'s is {theirs}; set model_init_kwargs={{"dtype": "{theirs}"}}'
 
 
-def _is_quantised(model: nn.Module) -> bool:
+def is_quantised(model: nn.Module) -> bool:
+    """Whether some of the model's weights are integers that stand for others."""
     return any(not weight.is_floating_point() for weight in model.parameters())
 
 
