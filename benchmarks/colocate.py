@@ -34,6 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo"), str(ROOT / "benchmarks")]
 
+from colocate_engines import change_engines  # noqa: E402
+
 ADAPTER = {"vllm_sync_strategy": "lora_adapter"}
 ARMS: dict[str, dict[str, str]] = {
     "weights": {"vllm_sync_strategy": "weights"},
@@ -142,7 +144,11 @@ def measure(args: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(max(1.0, args.limit - 5))  # where a process is that does not end
     on_gpu = args.shape != "tiny"
     if on_gpu:
-        let_sample_at_once(max(args.at_once))
+        # TRL sets `max_num_seqs` to the completions of one generation batch of a process.
+        count = max(args.at_once)
+        sizes = [size for size in (1, 2, 4, 8, 16, 24, 32, 64, 128, 256) if size <= count]
+        changed = {"max_num_seqs": count, "compilation_config": {"cudagraph_capture_sizes": sizes}}
+        change_engines(**changed, **({"kv_cache_memory_bytes": int(args.kv_gib * 2**30)} if args.kv_gib else {}))
     started = time.perf_counter()
     parts = start_parts()
     trainer = make_trainer(args, on_gpu=on_gpu)
@@ -217,22 +223,6 @@ def perturb(model: Any, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=1e-3)
-
-
-def let_sample_at_once(count: int) -> None:
-    """Have every arm's engine sample this many sequences at once, with CUDA graphs for a few sizes up to that.
-
-    TRL sets `max_num_seqs` to the completions of one generation batch of a process.
-    """
-    import trl.generation.vllm_generation as generation
-
-    from trl_lora_sync.colocate import engine
-
-    sizes = [size for size in (1, 2, 4, 8, 16, 24, 32, 64, 128, 256) if size <= count]
-    changed = {"max_num_seqs": count, "compilation_config": {"cudagraph_capture_sizes": sizes}}
-    llm, build = generation.LLM, engine.build
-    generation.LLM = lambda **given: llm(**{**given, **changed})
-    engine.build = lambda options, gate, **given: build({**options, **changed}, gate, **given)
 
 
 def start_parts() -> dict[str, list[float]]:
@@ -369,6 +359,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--at-once", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--utilisation", type=float, default=0.3, help="vllm_gpu_memory_utilization")
+    parser.add_argument("--kv-gib", type=float, help="size of the KV cache, instead of what is left of --utilisation")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each arm")
     parser.add_argument("--model-length", type=int, default=1024, help="vllm_max_model_length")
     parser.add_argument("--sleep", action="store_true", help="vllm_enable_sleep_mode")

@@ -139,7 +139,8 @@ def serving(model: Path, args: argparse.Namespace, log: Path) -> Iterator[str]:
         args.server_python, "-m", "vllm.entrypoints.cli.main", "serve", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2",
         "--max-cpu-loras", "4", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
-        "--max-model-len", "512", "--gpu-memory-utilization", str(args.gpu_memory_utilization), "--enforce-eager",
+        "--max-model-len", "512", "--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1G",
+        "--enforce-eager",
     ]  # fmt: skip
     if "vl" in model.name:
         command += ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']
@@ -370,7 +371,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--server-python", default=sys.executable, help="interpreter of vLLM's environment")
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.15)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
