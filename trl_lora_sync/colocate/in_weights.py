@@ -15,11 +15,11 @@ from torch import Tensor
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, modules_of
 from trl_lora_sync.colocate import engine, placing
 from trl_lora_sync.colocate.engine import Policy
-from trl_lora_sync.colocate.folding import FoldedBase
 from trl_lora_sync.colocate.slots import FlatTensors
+from trl_lora_sync.engine_plugins.folded_base import BaseChangedError, FoldedBase
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
 from trl_lora_sync.engine_plugins.fused_weights import fuse_piece, part_of
-from trl_lora_sync.errors import AdapterRejectedError, UnsupportedSettingError
+from trl_lora_sync.errors import AdapterRejectedError, UnsupportedSettingError, WrongPolicyError
 
 Matrices = dict[str, tuple[Tensor, Tensor]]
 
@@ -162,10 +162,17 @@ class FoldedIntoSharedWeights(AdaptersInWeights):
 
     @contextmanager
     def _with_folded(self, matrices: Matrices) -> Iterator[None]:
-        if self._folded.is_folded:  # taking it out has failed before
-            self._folded.unfold()
-        self._folded.fold([matrices[name] for name in self._modules])
         try:
-            yield
-        finally:
-            self._folded.unfold()
+            if self._folded.is_folded:  # taking it out has failed before
+                self._folded.unfold()
+            self._folded.fold([matrices[name] for name in self._modules])
+            try:
+                yield
+            finally:
+                self._folded.unfold()
+        except BaseChangedError as error:
+            raise WrongPolicyError(
+                f"The frozen weights that trainer and vLLM share are not what they were: {error}. Something wrote to "
+                "them. Start the run again from its last checkpoint, with "
+                'vllm_colocate_base="own" if it happens again.'
+            ) from error

@@ -1,4 +1,4 @@
-"""An adapter in weights that the trainer computes with as well: folded in for a while, and taken out bit for bit.
+"""An adapter in weights of which there is no second copy: folded in for a while, and taken out bit for bit.
 
 W = round(W0 + B A) is computed in float32 and rounded once. The way back, round(W - B A), gives W0 for most elements.
 Those for which it does not are known before W is written, and their values are kept: 0.4 to 4 % of an 8B model in
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
-from trl_lora_sync.errors import WrongPolicyError
 
 # Of the weights' own memory, what is kept on their device while they are folded; the rest is kept on the host.
 _SHARE_ON_DEVICE = 1 / 32
@@ -27,6 +26,10 @@ _ELEMENTS = 1 << 26
 _ELEMENTS_OF_FLOATS = 1 << 24
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class BaseChangedError(Exception):
+    """Weights are not what they were before an adapter was folded into them."""
 
 
 @dataclass
@@ -127,7 +130,7 @@ class FoldedBase:
         """Take the adapter out again.
 
         Raises:
-            WrongPolicyError: the weights are not what they were.
+            BaseChangedError: the weights are not what they were.
         """
         with _signals_deferred(), _plain_arithmetic(self._weights):
             while self._folded:
@@ -140,16 +143,12 @@ class FoldedBase:
         """Compare the weights with what they were at first.
 
         Raises:
-            WrongPolicyError: they are not what they were, so nothing may be trained with them.
+            BaseChangedError: they are not what they were.
         """
         found = self._bit_sums()
         if not torch.equal(found, self._sums):
             different = int((found != self._sums).sum())
-            raise WrongPolicyError(
-                f"{different} of the {len(self._weights)} frozen weights that trainer and vLLM share have changed. "
-                "Something wrote to them. Start the run again from its last checkpoint, with "
-                'vllm_colocate_base="own" if it happens again.'
-            )
+            raise BaseChangedError(f"{different} of {len(self._weights)} weights have changed")
 
     def _bit_sums(self) -> Tensor:
         """For each weight, the sum of its bits as integers, modulo 2 to the 64; shape `(weights,)`."""
