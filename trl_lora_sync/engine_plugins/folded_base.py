@@ -11,21 +11,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 
+if TYPE_CHECKING:
+    from trl_lora_sync.engine_plugins.folding_kernels import Table
+
 # Of the weights' own memory, what is kept on their device while they are folded; the rest is kept on the host.
 _SHARE_ON_DEVICE = 1 / 32
-# Bounds what is computed at a time; a linear layer of an 8B model has up to 50 million elements.
-_ELEMENTS = 1 << 26
-# In float32, where no kernel does it in one pass.
+# Bounds what is computed in float32 at a time; a linear layer of an 8B model has up to 50 million elements.
 _ELEMENTS_OF_FLOATS = 1 << 24
+# What is kept of an element that subtraction does not bring back: its place and its 16 bits.
+_KEPT_BYTES = 6
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_CLOSE = {"rtol": 0.02, "atol": 0.05}  # of sums of normal numbers that were rounded to bfloat16
 
 
 class BaseChangedError(Exception):
@@ -65,6 +69,35 @@ class FoldedRows:
         self.weight.view(-1).index_copy_(0, places, values)
 
 
+@dataclass
+class FoldedGroup:
+    """Whole weights with an adapter in them, which kernels put there.
+
+    Attributes:
+        table: of the weights and the adapter.
+        starts, places, values: see `folding_kernels.fold`; the last two are on the device or on the host.
+    """
+
+    table: "Table"
+    starts: Tensor
+    places: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept."""
+        return self.values.nbytes + self.places.nbytes
+
+    def take_out(self) -> None:
+        """As for `FoldedRows`."""
+        from trl_lora_sync.engine_plugins.folding_kernels import restore, take_out
+
+        device = self.starts.device
+        places, values = self.places.to(device), self.values.to(device)  # first, as there may be no memory for them
+        take_out(self.table)
+        restore(self.table, self.starts, places, values)
+
+
 class FoldedBase:
     """Weights that have an adapter in them for a while.
 
@@ -76,10 +109,11 @@ class FoldedBase:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
+        self._has_kernels = _has_kernels(self._weights)
         self._sums = self._bit_sums()
         self._kept_bytes = 0
         self._device_bytes = int(_SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
-        self._folded: list[FoldedRows] = []
+        self._folded: list[FoldedRows | FoldedGroup] = []
 
     @property
     def is_folded(self) -> bool:
@@ -98,17 +132,54 @@ class FoldedBase:
             matrices: lora_A and lora_B of each weight in turn, with the scaling in lora_B.
         """
         assert not self._folded
+        pairs = list(zip(self._weights, matrices, strict=True))
         try:
             with _signals_deferred(), _plain_arithmetic(self._weights):
-                for weight, (lora_A, lora_B) in zip(self._weights, matrices, strict=True):
-                    limit = _ELEMENTS if _has_kernel(weight, lora_A, lora_B) else _ELEMENTS_OF_FLOATS
-                    step = max(1, limit // weight.shape[1])
+                if self._has_kernels and _is_uniform(pairs):
+                    pairs = self._fold_groups(pairs)
+                for weight, (lora_A, lora_B) in pairs:
+                    step = max(1, _ELEMENTS_OF_FLOATS // weight.shape[1])
                     for start in range(0, weight.shape[0], step):
                         rows = slice(start, start + step)
                         self._fold_rows(weight[rows], lora_A, lora_B[rows])
         except BaseException:
             self.unfold()
             raise
+
+    def _fold_groups(self, pairs: Sequence["_Pair"]) -> list["_Pair"]:
+        """Fold with kernels, and return those of which so much has to be kept that a copy of the weight is smaller."""
+        from trl_lora_sync.engine_plugins import folding_kernels
+
+        counts = folding_kernels.count_lost(folding_kernels.make_table(*_columns_of(pairs)))
+        group: list[tuple[_Pair, int]] = []
+        rest: list[_Pair] = []
+        for pair, count in zip(pairs, counts, strict=True):
+            if _KEPT_BYTES * count > pair[0].nbytes:
+                rest.append(pair)
+                continue
+            # Bounds what is on the device before it goes to the host.
+            if group and _KEPT_BYTES * (count + sum(one for _, one in group)) > self._device_bytes:
+                self._fold_group(group)
+                group = []
+            group.append((pair, count))
+        if group:
+            self._fold_group(group)
+        torch.cuda.synchronize(pairs[0][0].device)  # vLLM may compute in another stream
+        return rest
+
+    def _fold_group(self, group: Sequence[tuple["_Pair", int]]) -> None:
+        from trl_lora_sync.engine_plugins import folding_kernels
+
+        counts = [count for _, count in group]
+        table = folding_kernels.make_table(*_columns_of([pair for pair, _ in group]))
+        places = torch.empty(sum(counts), dtype=torch.int32, device=table.entries.device)
+        values = torch.empty(sum(counts), dtype=torch.int16, device=table.entries.device)
+        starts = folding_kernels.fold(table, counts, places, values)
+        kept = FoldedGroup(table, starts, places, values)
+        self._folded.append(kept)
+        self._kept_bytes += kept.nbytes
+        if self._kept_bytes > self._device_bytes:
+            kept.places, kept.values = kept.places.cpu(), kept.values.cpu()
 
     def _fold_rows(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> None:
         places = _not_restored(weight, lora_A, lora_B).view(-1).nonzero().view(-1)
@@ -151,9 +222,26 @@ class FoldedBase:
             raise BaseChangedError(f"{different} of {len(self._weights)} weights have changed")
 
     def _bit_sums(self) -> Tensor:
-        """For each weight, the sum of its bits as integers, modulo 2 to the 64; shape `(weights,)`."""
+        """For each weight, a sum over its bits as integers, modulo 2 to the 64; shape `(weights,)`."""
+        if self._has_kernels:
+            from trl_lora_sync.engine_plugins import folding_kernels
+
+            return folding_kernels.bit_sums(folding_kernels.make_table(self._weights))
         sums = [_words(weight).sum() for weight in self._weights]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+_Pair = tuple[Tensor, tuple[Tensor, Tensor]]
+
+
+def _columns_of(pairs: Sequence[_Pair]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    return [weight for weight, _ in pairs], [matrices for _, matrices in pairs]
+
+
+def _is_uniform(pairs: Sequence[_Pair]) -> bool:
+    """Whether all matrices have the dtype of the weights and one rank."""
+    dtype, rank = pairs[0][0].dtype, pairs[0][1][0].shape[0]
+    return all(a.dtype == b.dtype == dtype and a.shape[0] == rank for _, (a, b) in pairs)
 
 
 @contextmanager
@@ -200,11 +288,7 @@ def _product(lora_A: Tensor, lora_B: Tensor) -> Tensor:
 
 
 def _not_restored(weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
-    """Which elements do not come back by subtraction, as integers or booleans; changes nothing."""
-    if _has_kernel(weight, lora_A, lora_B):
-        from trl_lora_sync.engine_plugins.fused_kernel import mark_lost
-
-        return mark_lost(weight, lora_A, lora_B)
+    """Which elements do not come back by subtraction; changes nothing."""
     product = _product(lora_A, lora_B)
     there = (weight.float() + product).to(weight.dtype)
     back = (there.float() - product).to(weight.dtype)
@@ -214,41 +298,46 @@ def _not_restored(weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
 
 def _add(weight: Tensor, lora_A: Tensor, lora_B: Tensor, sign: float) -> None:
     """Add `sign` times the product to the weight, rounded once, in one write per element."""
-    if _has_kernel(weight, lora_A, lora_B):
-        from trl_lora_sync.engine_plugins.fused_kernel import fuse_tiles
-
-        fuse_tiles(weight, weight, lora_A, lora_B, sign)
-        return
     product = _product(lora_A, lora_B)
     weight.copy_(weight.float() + product if sign > 0 else weight.float() - product)
 
 
-def _has_kernel(weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> bool:
-    return (
-        weight.is_cuda
-        and weight.dtype in _KERNEL_DTYPES
-        and weight.dtype == lora_A.dtype == lora_B.dtype
-        and _kernel_works(weight.device, weight.dtype)
+def _has_kernels(weights: Sequence[Tensor]) -> bool:
+    if not weights:
+        return False
+    device, dtype = weights[0].device, weights[0].dtype
+    fits = all(
+        one.is_cuda and one.dtype == dtype in _KERNEL_DTYPES and one.device == device and one.is_contiguous()
+        for one in weights
     )
+    return fits and _kernels_work(device, dtype)
 
 
 @cache
-def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton is there, and what one kernel marks is what the other does not bring back."""
+def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton is there, and its kernels bring random weights back bit for bit, after writing the sum there."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     try:
-        from trl_lora_sync.engine_plugins.fused_kernel import fuse_tiles, mark_lost
+        from trl_lora_sync.engine_plugins import folding_kernels
 
-        weight, lora_A, lora_B = random(192, 160), random(48, 160), random(192, 48)
-        lost, folded = mark_lost(weight, lora_A, lora_B), weight.clone()
-        fuse_tiles(folded, folded, lora_A, lora_B, 1.0)
-        fuse_tiles(folded, folded, lora_A, lora_B, -1.0)
-        if not torch.equal(lost.bool(), folded.view(torch.int16) != weight.view(torch.int16)):
-            raise ArithmeticError("the same product came out differently")
+        weights = [random(192, 160), random(70, 48)]
+        matrices = [(random(48, 160), random(192, 48)), (random(48, 48), random(70, 48))]
+        before = [weight.clone() for weight in weights]
+        table = folding_kernels.make_table(weights, matrices)
+        sums, counts = folding_kernels.bit_sums(table), folding_kernels.count_lost(table)
+        places = torch.empty(sum(counts), dtype=torch.int32, device=device)
+        values = torch.empty(sum(counts), dtype=torch.int16, device=device)
+        starts = folding_kernels.fold(table, counts, places, values)
+        for weight, old, (lora_A, lora_B) in zip(weights, before, matrices, strict=True):
+            torch.testing.assert_close(weight.double(), old.double() + lora_B.double() @ lora_A.double(), **_CLOSE)
+        folding_kernels.take_out(table)
+        folding_kernels.restore(table, starts, places, values)
+        if not all(map(torch.equal, weights, before)) or not torch.equal(folding_kernels.bit_sums(table), sums):
+            raise ArithmeticError("the weights did not come back")
     except Exception as error:  # such as a missing compiler
         logger.warning("Adapters are folded without Triton, which takes longer: %s: %s", type(error).__name__, error)
         return False

@@ -4,7 +4,6 @@ cuBLAS copies W0 to where the sum goes, and reads it once more from there; what 
 is rounded once in one of ten elements (bfloat16, rank 32, torch 2.11 on an H200).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +15,7 @@ _LEAST_RANK, _MOST_RANK = 16, 64  # of one product of tiles
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _fuse(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton types
     weight, base, lora_A, lora_B, scaling, rows, columns, rank, weight_stride, base_stride, a_stride, b_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, MARK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -30,14 +29,8 @@ def _fuse(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton
     inside = in_rows & in_columns
     row = row.to(tl.int64)[:, None]  # embeddings have more elements than 32 bits count
     kept = tl.load(base + row * base_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if MARK:
-        fused = (kept + scaling * product).to(base.dtype.element_ty).to(tl.float32)
-        back = (fused + -scaling * product).to(base.dtype.element_ty)
-        is_lost = back.to(tl.int16, bitcast=True) != kept.to(base.dtype.element_ty).to(tl.int16, bitcast=True)
-        tl.store(weight + row * weight_stride + column[None, :], is_lost.to(tl.int8), mask=inside)
-    else:
-        fused = (kept + scaling * product).to(weight.dtype.element_ty)
-        tl.store(weight + row * weight_stride + column[None, :], fused, mask=inside)
+    fused = (kept + scaling * product).to(weight.dtype.element_ty)
+    tl.store(weight + row * weight_stride + column[None, :], fused, mask=inside)
 
 
 def fuse_tiles(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> None:
@@ -48,30 +41,12 @@ def fuse_tiles(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, sca
         lora_A, lora_B: `(r, in_features)` and `(out_features, r)`. All four have one 16-bit dtype, are on one GPU, and
             have the elements of a row side by side.
     """
-    _launch(weight, base, lora_A, lora_B, scaling, mark=False)
-
-
-def mark_lost(base: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
-    """Which elements of `base` are others after `fuse_tiles` with scaling 1 and then -1; changes nothing.
-
-    Args:
-        base, lora_A, lora_B: as for `fuse_tiles`.
-
-    Returns:
-        int8 of the shape of `base`: 1 where an element is another then, else 0.
-    """
-    marks = torch.empty(base.shape, dtype=torch.int8, device=base.device)
-    _launch(marks, base, lora_A, lora_B, 1.0, mark=True)
-    return marks
-
-
-def _launch(target: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, *, mark: bool) -> None:
-    rows, columns = target.shape
+    rows, columns = weight.shape
     rank = lora_A.shape[0]
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))
     _fuse[grid](
-        target, base, lora_A, lora_B, scaling, rows, columns, rank,
-        target.stride(0), base.stride(0), lora_A.stride(0), lora_B.stride(0),
+        weight, base, lora_A, lora_B, scaling, rows, columns, rank,
+        weight.stride(0), base.stride(0), lora_A.stride(0), lora_B.stride(0),
         ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(rank))),
-        MARK=mark, num_warps=_WARPS,
+        num_warps=_WARPS,
     )  # fmt: skip
