@@ -3,8 +3,9 @@
 Knows PEFT's layers, but no launcher: tensors of the model that are sharded must be given whole.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ from trl_lora_sync.adapter.support import (
     refuse_module,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
-from trl_lora_sync.module_tree import module_tree
+from trl_lora_sync.module_tree import ModuleTree
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -135,7 +136,7 @@ def read_adapter(
 def _export(
     model: "PeftModel",
     adapter_name: str,
-    modules: list[LoRAModule],
+    modules: Sequence[LoRAModule],
     export: Callable[..., CanonicalAdapter],
     dtype: torch.dtype,
     fused_siblings: bool,
@@ -143,7 +144,7 @@ def _export(
 ) -> CanonicalAdapter:
     config = model.peft_config[adapter_name]
     return export(
-        complete_siblings(modules, _linear_shapes(model)) if fused_siblings else modules,
+        complete_siblings(list(modules), _linear_shapes(model)) if fused_siblings else modules,
         dtype=dtype,
         base_model=config.base_model_name_or_path,
         fan_in_fan_out=bool(config.fan_in_fan_out),
@@ -169,9 +170,12 @@ class AdapterReader:
         self._extras: list[Extra] = []
         self._experts: list[ExpertLayer] = []
         self._buffer = FlatBuffer()
-        self._tree: list[nn.Module] = []
+        self._tree = ModuleTree()
         self._layers: list[_Layer] = []
+        self._linears: list[nn.Linear] = []
         self._adapter_name = ""
+        # The same tuple as long as it holds the matrices that are trained; None if it has to be made for each sync.
+        self._modules: tuple[LoRAModule, ...] | None = None
 
     def linears(self, model: "PeftModel") -> list[nn.Linear]:
         """As `lora_linears`.
@@ -180,19 +184,20 @@ class AdapterReader:
         module has come, gone or been replaced.
         """
         adapter_name = _checked_name(model, None, self._serving, proves_groups=self._proves_groups)
-        tree = module_tree(model)
-        if tree != self._tree or adapter_name != self._adapter_name:
+        if self._tree.has_changed(model) or adapter_name != self._adapter_name:
+            self._adapter_name, self._modules = "", None  # nothing is known if the next lines fail
             self._layers = _find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
             self._experts = _find_experts(model, adapter_name)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
-            self._tree, self._adapter_name = tree, adapter_name
-        return self.last_linears
+            pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
+            self._linears = [matrix for pair in pairs for matrix in pair]
+            self._adapter_name = adapter_name
+        return self._linears
 
     @property
     def last_linears(self) -> list[nn.Linear]:
         """What the last call of `linears` returned."""
-        pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
-        return [matrix for pair in pairs for matrix in pair]
+        return self._linears
 
     @property
     def reads_parameters(self) -> bool:
@@ -227,10 +232,14 @@ class AdapterReader:
             if oddity := expert.oddity():
                 raise _strange(f"{expert.path}.{expert.parameter}", expert.layer, oddity)
 
-    def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
+    def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> Sequence[LoRAModule]:
         """As `collect_modules`, of the layers that the last call of `linears` was about."""
         self.check()
-        return _read(self._layers, gathered)
+        if gathered or any(layer.initial is not None for layer in self._layers):
+            return _read(self._layers, gathered)
+        if self._modules is None or not all(map(_Layer.is_same, self._layers, self._modules)):
+            self._modules = tuple(_read(self._layers, None))
+        return self._modules
 
     def read(
         self,
@@ -263,14 +272,14 @@ class AdapterReader:
     ) -> CanonicalAdapter:
         modules = self.modules(gathered)
         export = buffer.export if self._is_on_gpu(modules) else canonicalize
-        extras = read_extras(self._extras, gathered or {}, dtype)
+        extras = read_extras(self._extras, gathered or {}, dtype) if self._extras else NO_EXTRAS
         if self._experts:
             extras = self._with_experts(modules, extras, gathered or {}, fused_siblings)
         return _export(model, self._adapter_name, modules, export, dtype, fused_siblings, extras)
 
     def _with_experts(
         self,
-        modules: list[LoRAModule],
+        modules: Sequence[LoRAModule],
         extras: ExtraTensors,
         gathered: Mapping[nn.Module, Tensor],
         fused_siblings: bool,
@@ -290,7 +299,7 @@ class AdapterReader:
         self._buffer.release()
 
     @staticmethod
-    def _is_on_gpu(modules: list[LoRAModule]) -> bool:
+    def _is_on_gpu(modules: Sequence[LoRAModule]) -> bool:
         return modules[0].lora_A.is_cuda
 
 
@@ -372,9 +381,35 @@ class _Layer:
 
     def check(self) -> None:
         """Refuse a layer that computes something other than plain LoRA, at this moment."""
+        if self._is_plain():
+            return
         oddity = _oddity(self.layer, *self.matrices, self.adapter_name, self.serving)
         if oddity:
             raise _strange(self.path, self.layer, oddity)
+
+    def _is_plain(self) -> bool:
+        """Whether nothing of what can change while the modules stay the same is odd, found without slow look-ups."""
+        layer = self.layer
+        return self._was_plain and not (
+            layer.merged_adapters
+            or layer.disable_adapters
+            or self.adapter_name in layer.lora_variant
+            or any(matrix._parameters.get("bias") is not None for matrix in self.matrices)
+        )
+
+    def is_same(self, module: LoRAModule) -> bool:
+        """Whether `module` holds what is trained now."""
+        lora_A, lora_B = self.matrices
+        return (
+            lora_A._parameters.get("weight") is module.lora_A
+            and lora_B._parameters.get("weight") is module.lora_B
+            and self.layer.scaling[self.adapter_name] == module.scaling
+        )
+
+    @cached_property
+    def _was_plain(self) -> bool:
+        """Whether nothing at all was odd when this was first asked."""
+        return _oddity(self.layer, *self.matrices, self.adapter_name, self.serving) is None
 
     @property
     def initial(self) -> LoRAModule | None:

@@ -5,7 +5,7 @@ files: where the buffer goes is the business of `adapter.slots`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,14 +67,13 @@ class _Plan:
 
     Attributes:
         key: what the plan was made for.
-        places: `(lora_A, lora_B)` of each module as views of `flat`, without the padding.
-        blocks: each block of tensors as a view of `flat`.
+        adapter: whose tensors are the memory that is filled.
+        places: `(lora_A, lora_B)` of each module as views of that, without the padding.
+        blocks: each block of tensors as a view of it.
     """
 
     key: tuple[object, ...]
-    header: bytes
-    flat: Tensor
-    tensors: dict[str, Tensor]
+    adapter: FlatAdapter
     places: list[tuple[Tensor, Tensor]]
     blocks: list[Tensor]
 
@@ -84,6 +83,7 @@ class FlatBuffer:
 
     def __init__(self) -> None:
         self._plan: _Plan | None = None
+        self._copies: tuple[Sequence[LoRAModule], list[_Copies]] | None = None
 
     def export(
         self,
@@ -96,38 +96,39 @@ class FlatBuffer:
     ) -> CanonicalAdapter:
         """What `canonicalize` returns, on the modules' device and valid until the next export; the same errors.
 
-        A dtype that safetensors files of adapters do not have is left to `canonicalize`.
+        A dtype that safetensors files of adapters do not have is left to `canonicalize`. Takes half of the time if
+        `modules` is the very tuple that was given before.
         """
         if dtype not in DTYPES.values():
             return canonicalize(
                 modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out, extras=extras
             )
-        plan = self._plan_for(modules, dtype, extras)
+        is_known = self._copies is not None and self._copies[0] is modules and isinstance(modules, tuple)
+        plan = self._plan
+        if plan is None or not is_known or extras is not NO_EXTRAS or plan.adapter.dtype != dtype:
+            plan = self._plan_for(modules, dtype, extras)
+            self._copies = modules, _copies(plan.places, modules)
+        assert self._copies is not None
         with torch.no_grad():
-            _fill(plan.places, modules)
+            for copies in self._copies[1]:
+                copies.make()
             for key, tensor in extras.tensors.items():
-                plan.tensors[key].copy_(tensor)
+                plan.adapter.tensors[key].copy_(tensor)
             for whole, block in zip(plan.blocks, extras.blocks, strict=True):
                 block.write_to(whole)
             # The copy to the host needs no further waiting, as this waits for all of the above.
-            finite = is_finite(plan.flat)
+            finite = is_finite(plan.adapter.flat)
         if not finite:
             canonicalize(modules, dtype=dtype, extras=extras)  # raises, and names the module
-        return FlatAdapter(
-            tensors=plan.tensors,
-            rank=max(common_rank(modules), extras.rank),
-            dtype=dtype,
-            target_modules=target_modules_of(modules),
-            base_model=base_model,
-            fan_in_fan_out=fan_in_fan_out,
-            tokens=extras.tokens,
-            header=plan.header,
-            flat=plan.flat,
-        )
+        known = plan.adapter
+        if (known.base_model, known.fan_in_fan_out, known.tokens) != (base_model, fan_in_fan_out, extras.tokens):
+            known = replace(known, base_model=base_model, fan_in_fan_out=fan_in_fan_out, tokens=extras.tokens)
+            self._plan = replace(plan, adapter=known)
+        return known
 
     def release(self) -> None:
         """Release the memory; the next export allocates it again."""
-        self._plan = None
+        self._plan = self._copies = None
 
     def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype, extras: ExtraTensors) -> _Plan:
         shapes = tuple((module.name, module.lora_A.shape, module.lora_B.shape) for module in modules)
@@ -166,30 +167,60 @@ def _make_plan(
         flat[start:].as_strided((len(block.keys), *block.shape), (block.shape[0] * block.shape[1], block.shape[1], 1))
         for start, block in zip(starts, extras.blocks, strict=True)
     ]
-    header = header_of(tensors, METADATA)
-    return _Plan(key=key, header=header, flat=flat, tensors=tensors, places=places, blocks=blocks)
+    adapter = FlatAdapter(
+        tensors=tensors,
+        rank=rank,
+        dtype=dtype,
+        target_modules=target_modules_of(modules),
+        header=header_of(tensors, METADATA),
+        flat=flat,
+    )
+    return _Plan(key=key, adapter=adapter, places=places, blocks=blocks)
 
 
-def _fill(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]) -> None:
-    # One padded matrix makes torch copy all of a list one by one, so padded matrices have a separate list.
+@dataclass(frozen=True)
+class _Copies:
+    """Some modules and their places, in lists as torch takes them.
+
+    Attributes:
+        targets_A, sources_A: of all of them.
+        chunks: places, matrices and scalings of lora_B, a few at a time.
+    """
+
+    targets_A: list[Tensor]
+    sources_A: list[Tensor]
+    chunks: list[tuple[list[Tensor], list[Tensor], list[float]]]
+
+    def make(self) -> None:
+        """Fill the places: `fold_scaling` and the casts, of many matrices at once."""
+        torch._foreach_copy_(self.targets_A, self.sources_A)
+        for targets, matrices, scalings in self.chunks:
+            scaled = torch._foreach_mul([one.float() for one in matrices], scalings)  # itself if it has that dtype
+            torch._foreach_copy_(targets, list(scaled))
+
+
+def _copies(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]) -> list[_Copies]:
+    """All copies of an export; one padded matrix makes torch copy all of a list one by one, so these have their own."""
+    found = []
     for padded in (False, True):
         chosen = [
             (place, module)
             for place, module in zip(places, modules, strict=True)
             if place[1].is_contiguous() is not padded
         ]
-        if not chosen:
-            continue
-        torch._foreach_copy_([place[0] for place, _ in chosen], [module.lora_A for _, module in chosen])
-        for chunk in _chunks([(place[1], module) for place, module in chosen]):
-            _fold(chunk)
-
-
-def _fold(chunk: list[tuple[Tensor, LoRAModule]]) -> None:
-    """`fold_scaling` and the cast, of many matrices at once."""
-    matrices = [module.lora_B.float() for _, module in chunk]  # itself if it has that dtype
-    scaled = torch._foreach_mul(matrices, [module.scaling for _, module in chunk])
-    torch._foreach_copy_([target for target, _ in chunk], list(scaled))
+        if chosen:
+            chunks = []
+            for chunk in _chunks([(place[1], module) for place, module in chosen]):
+                of_chunk = [module for _, module in chunk]
+                chunks.append(
+                    (
+                        [place for place, _ in chunk],
+                        [module.lora_B for module in of_chunk],
+                        [module.scaling for module in of_chunk],
+                    )
+                )
+            found.append(_Copies([place[0] for place, _ in chosen], [module.lora_A for _, module in chosen], chunks))
+    return found
 
 
 def _chunks(pairs: list[tuple[Tensor, LoRAModule]]) -> Iterator[list[tuple[Tensor, LoRAModule]]]:

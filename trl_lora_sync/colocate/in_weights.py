@@ -37,6 +37,7 @@ class AdaptersInWeights(ABC):
         self._base = base
         self._parameters = placing.served_parameters(llm)
         self._held: dict[int, FlatTensors] = {}
+        self._matrices: dict[int, Matrices] = {}
         self._names: dict[int, str] = {}
         self._cached: str | None = None  # whose keys and values are in the prefix cache
 
@@ -46,17 +47,18 @@ class AdaptersInWeights(ABC):
         Raises:
             AdapterRejectedError: it changes a layer that the trainer's base model does not have.
         """
-        unknown = sorted(set(modules_of(adapter.tensors)) - self._base.keys())
-        if unknown:
-            raise AdapterRejectedError(f"The trainer's base model has no matrix for {', '.join(unknown[:3])}.")
         held = self._held.get(adapter_id)
-        if held is None or not held.fits(adapter):
+        if held is None or held.layout != adapter.layout:
+            unknown = sorted(set(modules_of(adapter.tensors)) - self._base.keys())
+            if unknown:
+                raise AdapterRejectedError(f"The trainer's base model has no matrix for {', '.join(unknown[:3])}.")
             device = next(iter(self._parameters.values())).device
             held = self._held[adapter_id] = FlatTensors.like(adapter, device, adapter.dtype)
+            self._matrices[adapter_id] = modules_of(held.tensors)
         self._names[adapter_id] = name
-        torch._foreach_copy_(list(held.tensors.values()), list(adapter.tensors.values()))
+        held.fill(adapter)
         policy = Policy(name, adapter_id)
-        self._prepare(policy, modules_of(held.tensors), is_transposed=adapter.fan_in_fan_out)
+        self._prepare(policy, self.matrices(policy), is_transposed=adapter.fan_in_fan_out)
         return policy
 
     def check(self, policy: Policy) -> None:
@@ -78,11 +80,12 @@ class AdaptersInWeights(ABC):
 
     def matrices(self, policy: Policy) -> Matrices:
         """lora_A and lora_B of each module of an adapter that is held."""
-        return modules_of(self._held[policy.adapter_id].tensors)
+        return self._matrices[policy.adapter_id]
 
     def release(self) -> None:
         """Drop the adapters."""
         self._held.clear()
+        self._matrices.clear()
         self._names.clear()
 
     @abstractmethod

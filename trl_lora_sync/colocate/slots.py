@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, split_flat
 from trl_lora_sync.adapter.flat import FlatAdapter
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.colocate import engine
@@ -144,10 +144,10 @@ class AdapterSlots:
         slot = next(_parts(engine.adapter_manager(self._llm), 0))
         device, dtype = slot.device, slot.dtype
         if isinstance(adapter, FlatAdapter) and adapter.flat.device == device and adapter.dtype == dtype:
-            return FlatTensors(adapter.flat, adapter.tensors)
-        if self._stage is None or not self._stage.fits(adapter):
+            return FlatTensors(adapter.flat, adapter.tensors, adapter.layout)
+        if self._stage is None or self._stage.layout != adapter.layout:
             self._stage = FlatTensors.like(adapter, device, dtype)
-        torch._foreach_copy_(list(self._stage.tensors.values()), list(adapter.tensors.values()))
+        self._stage.fill(adapter)
         return self._stage
 
     def _learn(self, adapter_id: int, layout: Layout, sources: "FlatTensors") -> _Copies | None:
@@ -219,24 +219,25 @@ class FlatTensors:
     Attributes:
         flat: shape `(parameters,)`.
         tensors: views of it, by key.
+        layout: of the adapter that they have room for.
     """
 
     flat: Tensor
     tensors: dict[str, Tensor]
+    layout: Layout
 
     @classmethod
     def like(cls, adapter: CanonicalAdapter, device: Any, dtype: torch.dtype) -> "FlatTensors":
         """Memory for tensors of the same shapes."""
-        flat, tensors, start = torch.empty(adapter.parameters, device=device, dtype=dtype), {}, 0
-        for key, tensor in adapter.tensors.items():
-            tensors[key] = flat[start : start + tensor.numel()].view(tensor.shape)
-            start += tensor.numel()
-        return cls(flat, tensors)
+        flat = torch.empty(adapter.parameters, device=device, dtype=dtype)
+        return cls(flat, split_flat(flat, dict(adapter.layout)), adapter.layout)
 
-    def fits(self, adapter: CanonicalAdapter) -> bool:
-        """Whether `adapter` has the same keys and shapes."""
-        shapes = {key: tensor.shape for key, tensor in adapter.tensors.items()}
-        return shapes == {key: tensor.shape for key, tensor in self.tensors.items()}
+    def fill(self, adapter: CanonicalAdapter) -> None:
+        """Copy the tensors of an adapter of the same layout."""
+        if isinstance(adapter, FlatAdapter):
+            self.flat.copy_(adapter.flat)
+        else:
+            torch._foreach_copy_(list(self.tensors.values()), list(adapter.tensors.values()))
 
 
 def _parts(manager: Any, slot: int) -> Iterator[Tensor]:
