@@ -147,8 +147,10 @@ def measure(args: argparse.Namespace) -> None:
         # TRL sets `max_num_seqs` to the completions of one generation batch of a process.
         count = max(args.at_once)
         sizes = [size for size in (1, 2, 4, 8, 16, 24, 32, 64, 128, 256) if size <= count]
-        changed = {"max_num_seqs": count, "compilation_config": {"cudagraph_capture_sizes": sizes}}
-        change_engines(**changed, **({"kv_cache_memory_bytes": int(args.kv_gib * 2**30)} if args.kv_gib else {}))
+        changed: dict[str, Any] = {"max_num_seqs": count, "compilation_config": {"cudagraph_capture_sizes": sizes}}
+        changed |= {"kv_cache_memory_bytes": int(args.kv_gib * 2**30)} if args.kv_gib else {}
+        changed |= {"enforce_eager": True} if args.eager else {}
+        change_engines(**changed)
     started = time.perf_counter()
     parts = start_parts()
     trainer = make_trainer(args, on_gpu=on_gpu)
@@ -276,13 +278,15 @@ def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
 
 
 def timed(owner: Any, name: str) -> list[float]:
-    """The seconds of each call of a method or function from now on; what it left on the GPU is waited for."""
+    """The seconds of each call of a method or function from now on; the GPU is waited for before it and after it."""
     import torch
 
     seconds: list[float] = []
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         start = time.perf_counter()
         answer = original(*args, **kwargs)
         if torch.cuda.is_available():
@@ -360,6 +364,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--utilisation", type=float, default=0.3, help="vllm_gpu_memory_utilization")
     parser.add_argument("--kv-gib", type=float, help="size of the KV cache, instead of what is left of --utilisation")
+    parser.add_argument("--eager", action="store_true", help="vLLM without compiling and CUDA graphs, to start faster")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each arm")
     parser.add_argument("--model-length", type=int, default=1024, help="vllm_max_model_length")
     parser.add_argument("--sleep", action="store_true", help="vllm_enable_sleep_mode")
