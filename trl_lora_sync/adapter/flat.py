@@ -197,6 +197,7 @@ class _Copies:
         for targets, matrices, scalings in self.chunks:
             scaled = torch._foreach_mul([one.float() for one in matrices], scalings)  # itself if it has that dtype
             torch._foreach_copy_(targets, list(scaled))
+            del scaled  # before the next ones are made
 
 
 def _copies(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModule]) -> list[_Copies]:

@@ -306,7 +306,11 @@ def _has_kernels(weights: Sequence[Tensor]) -> bool:
         return False
     device, dtype = weights[0].device, weights[0].dtype
     fits = all(
-        one.is_cuda and one.dtype == dtype in _KERNEL_DTYPES and one.device == device and one.is_contiguous()
+        one.is_cuda
+        and one.dtype == dtype in _KERNEL_DTYPES
+        and one.device == device
+        and one.is_contiguous()
+        and one.numel() < 1 << 31
         for one in weights
     )
     return fits and _kernels_work(device, dtype)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLUMNS, _WARPS = 64, 128, 4
+# A thread has 32 elements of a tile. With 64, and with places of 64 bits, its values do not fit into registers.
+_ROWS, _COLUMNS, _WARPS = 64, 64, 4
 _LEAST_RANK, _MOST_RANK = 16, 64  # of one product of tiles
 _BLOCK, _BLOCKS = 1024, 32  # of kept values: of one step of a program, and how many programs a weight has
 _FIELDS = tl.constexpr(7)  # of an entry of the table
@@ -42,7 +43,7 @@ class Table:
 
 
 def make_table(weights: Sequence[Tensor], matrices: Sequence[tuple[Tensor, Tensor]] | None = None) -> Table:
-    """Describe weights that are contiguous, on one GPU, and of one 16-bit dtype.
+    """Describe weights that are contiguous, on one GPU, of one 16-bit dtype, and of less than 2 to the 31 elements.
 
     Args:
         weights: `(out_features, in_features)` each.
@@ -129,24 +130,29 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
     tile = tl.program_id(0)
     index = tl.load(weight_of + tile)
     entry = entries + index.to(tl.int64) * _FIELDS
-    address, rows, columns = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    if ALIGNED:  # lets Triton read 16 bytes at a time
-        address, columns = tl.multiple_of(address, 16), tl.multiple_of(columns, 16)
-    tile = tile - tl.load(entry + 3)
-    in_row = tl.load(entry + 4)
+    address = tl.load(entry)
+    rows, columns = tl.load(entry + 1).to(tl.int32), tl.load(entry + 2).to(tl.int32)
+    if ALIGNED:  # without this, Triton reads 2 bytes at a time
+        columns = tl.multiple_of(columns, 16)
+    tile = tile - tl.load(entry + 3).to(tl.int32)
+    in_row = tl.load(entry + 4).to(tl.int32)
     row = (tile // in_row) * ROWS + tl.arange(0, ROWS)
     column = (tile % in_row) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows, in_columns = (row < rows)[:, None], (column < columns)[None, :]
     inside = in_rows & in_columns
     place = row[:, None] * columns + column[None, :]
     if MODE == "sum":
-        bits = tl.load(address.to(tl.pointer_type(tl.int16)) + place, mask=inside, other=0).to(tl.int64)
-        tl.atomic_add(found + index, tl.sum(tl.sum(bits * (2 * place + 1), 1), 0))
-    else:
-        a_address, b_address = tl.load(entry + 5), tl.load(entry + 6)
+        words = address.to(tl.pointer_type(tl.int16))
         if ALIGNED:
-            a_address, b_address = tl.multiple_of(a_address, 16), tl.multiple_of(b_address, 16)
-        lora_A, lora_B = a_address.to(tl.pointer_type(DTYPE)), b_address.to(tl.pointer_type(DTYPE))
+            words = tl.multiple_of(words, 16)
+        bits = tl.load(words + place, mask=inside, other=0).to(tl.int64)
+        tl.atomic_add(found + index, tl.sum(tl.sum(bits * (2 * place.to(tl.int64) + 1), 1), 0))
+    else:
+        lora_A = tl.load(entry + 5).to(tl.pointer_type(DTYPE))
+        lora_B = tl.load(entry + 6).to(tl.pointer_type(DTYPE))
+        weight = address.to(tl.pointer_type(DTYPE))
+        if ALIGNED:  # of a pointer, in bytes
+            lora_A, lora_B, weight = tl.multiple_of(lora_A, 16), tl.multiple_of(lora_B, 16), tl.multiple_of(weight, 16)
         product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, rank, RANK):
             k = start + tl.arange(0, RANK)
@@ -155,7 +161,6 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
                 lora_A + k[:, None] * columns + column[None, :], mask=(k < rank)[:, None] & in_columns, other=0.0
             )
             product = tl.dot(b, a, product)
-        weight = address.to(tl.pointer_type(DTYPE))
         before = tl.load(weight + place, mask=inside, other=0.0)
         if MODE == "take out":
             tl.store(weight + place, (before.to(tl.float32) - product).to(DTYPE), mask=inside)
@@ -170,10 +175,10 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
             else:
                 if count > 0:
                     first = tl.atomic_add(ends + index, count.to(tl.int64))
-                    to = first + tl.cumsum(lost, 0) - lost
-                    tl.store(places + to, tl.reshape(place, (ROWS * COLUMNS,)).to(tl.int32), mask=lost > 0)
+                    to = tl.cumsum(lost, 0) - lost
+                    tl.store(places + first + to, tl.reshape(place, (ROWS * COLUMNS,)), mask=lost > 0)
                     bits = tl.reshape(before.to(tl.int16, bitcast=True), (ROWS * COLUMNS,))
-                    tl.store(values + to, bits, mask=lost > 0)
+                    tl.store(values + first + to, bits, mask=lost > 0)
                 tl.store(weight + place, folded, mask=inside)
 
 
