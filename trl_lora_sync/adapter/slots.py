@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins import cuda_ipc, unfinished
-from trl_lora_sync.engine_plugins.cuda_ipc import GPUMemory, IPCError, Wait
+from trl_lora_sync.engine_plugins import unfinished
+from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, GPUMemory, IPCError, Wait, driver_for
 from trl_lora_sync.engine_plugins.page_lock import PageLockError, copy_to_host, lock_pages
 from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 
@@ -184,8 +184,16 @@ class SlotRing:
             wait until it is complete.
     """
 
-    def __init__(self, lock: LockPages = lock_pages, *, shares: bool = True, shares_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        lock: LockPages = lock_pages,
+        driver_for: DriverFor = driver_for,
+        *,
+        shares: bool = True,
+        shares_gpu: bool = False,
+    ) -> None:
         self._lock = lock
+        self._driver_for = driver_for
         self._shares = shares
         self._shares_gpu = shares_gpu
         self._memory: GPUMemory | None = None
@@ -254,7 +262,8 @@ class SlotRing:
                 return memory.offer.number
         except IPCError as error:
             self._shares_gpu = False
-            logger.info("Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
+            level = logging.INFO if flat.is_cuda else logging.DEBUG
+            logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
         slot.fill(header, flat)
         return ""
 
@@ -264,7 +273,7 @@ class SlotRing:
         if self._memory is not None and (self._memory.device != flat.device or self._memory.size < flat.nbytes):
             self._release_memory(self._shared.withdraw_memory())
         if self._memory is None:
-            driver = cuda_ipc.driver_for(flat.device)
+            driver = self._driver_for(flat.device)
             self._memory = GPUMemory(str(next(self._memories)), flat.nbytes, flat.device, driver)
             self._shared.offer_memory(self._memory.offer)
         return self._memory

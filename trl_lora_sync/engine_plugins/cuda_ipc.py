@@ -258,8 +258,11 @@ def driver_for(device: torch.device) -> Driver:
         IPCError: it has none.
     """
     if device.type != "cuda":
-        raise IPCError(f"{device.type} memory is not on a GPU")
+        raise IPCError(f"this process computes on {device.type}, not on a GPU")
     return _cuda_driver()
+
+
+DriverFor = Callable[[torch.device], Driver]
 
 
 def visible_gpus() -> list[str]:

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins import cuda_ipc, logger
-from trl_lora_sync.engine_plugins.cuda_ipc import IPCError, Offer, OpenedMemory
+from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
 from trl_lora_sync.engine_plugins.page_lock import PageLockError, lock_pages
 
 SOCKET = "files"
@@ -180,8 +180,9 @@ class MappedFiles:
         device: that copies from the files.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver_for: DriverFor = driver_for) -> None:
         self._device = device
+        self._driver_for = driver_for
         self._trainers: dict[FileKey, _Trainer] = {}
 
     @contextmanager
@@ -217,7 +218,7 @@ class MappedFiles:
         key = FileKey(found.st_dev, found.st_ino)
         if key not in self._trainers:
             try:
-                self._trainers[key] = _Trainer(path, self._device)
+                self._trainers[key] = _Trainer(path, self._device, self._driver_for)
             except OSError as error:
                 logger.warning("The files of a trainer are read instead of mapped: %s: %s", path, error)
                 return None
@@ -227,8 +228,9 @@ class MappedFiles:
 class _Trainer:
     """One connection, and what came through it."""
 
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(self, path: Path, device: torch.device, driver_for: DriverFor) -> None:
         self._device = device
+        self._driver_for = driver_for
         self._changed = threading.Condition()
         self._maps: dict[FileKey, _Mapping] = {}
         self._heard: str | None = None  # the number of the memory that was offered last
@@ -315,7 +317,7 @@ class _Trainer:
             return
         opened: OpenedMemory | None = None
         try:
-            opened = OpenedMemory(offer, self._device, cuda_ipc.driver_for(self._device))
+            opened = OpenedMemory(offer, self._device, self._driver_for(self._device))
         except IPCError as error:
             logger.warning("The files of a trainer are read instead of its GPU's memory: %s.", error)
         else:
