@@ -14,6 +14,9 @@ from typing import TypeVar, cast
 
 import pytest
 import torch
+from contract.served import SMALL
+from contract.served import soon as within
+from fakes.sglang import FakeSGLang
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.shared_memory import shared_folder
 from torch import Tensor
@@ -26,6 +29,10 @@ from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError, Offer, OpenedMemory, driver_for
 from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.version_note import VersionNote
+from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.transports import DiskTransport
+from unit.test_fleet import handle_of
 from unit.test_slot_writer import BF16, Served, damage_tensors, flat
 from unit.tiny import lora_module
 
@@ -235,6 +242,42 @@ def test_there_is_a_reason_where_there_is_no_gpu() -> None:
         driver_for(CPU)
 
 
+def test_a_run_completes_its_files_by_itself() -> None:
+    gpu = StandInGPU()
+    with shared_folder() as folder:
+        ring = SlotRing(driver_for=StandInProcess(gpu), shares_gpu=True)
+        transport = Blocking(DiskTransport(folder / "root", slots=ring, has_checksums=True))
+        stored = transport.write(1, flat(1), within(20))
+        assert stored.is_unfinished
+        assert soon(lambda: is_complete(stored))
+        transport.check(stored, flat(1), within(20))
+        transport.close()
+    assert not gpu.owners
+
+
+@pytest.mark.outside
+def test_a_server_that_does_not_wait_for_a_file_is_told_of_it_once_it_is_complete() -> None:
+    loads: list[bool] = []
+
+    async def load(stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+        loads.append(is_complete(stored))
+        return {}
+
+    with shared_folder() as folder, FakeSGLang(shapes=SMALL) as fake:
+        server = handle_of(fake, folder)
+        server.engine.load = load  # type: ignore[method-assign]
+        store = AdapterStore(folder / "root", slots=SlotRing(driver_for=StandInProcess(StandInGPU()), shares_gpu=True))
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(run, server.load(store.write(1, flat(1)), within(60)))
+            with pytest.raises(TimeoutError):
+                loading.result(0.3)
+            assert not loads
+            store.finish()
+            loading.result(20)
+        store.close()
+    assert loads == [True]
+
+
 # On a GPU
 
 GPU = torch.device("cuda", 0)
@@ -266,7 +309,7 @@ Case = TypeVar("Case", bound=Callable[..., None])
 def on_gpus(count: int) -> Callable[[Case], Case]:
     has_them = torch.cuda.device_count() >= count
     skips = pytest.mark.skipif(not has_them, reason=f"there are fewer than {count} CUDA devices here")
-    return lambda case: cast("Case", pytest.mark.gpu(skips(case)))
+    return lambda case: cast("Case", pytest.mark.gpu(pytest.mark.outside(skips(case))))
 
 
 def large(seed: int) -> FlatAdapter:
