@@ -183,15 +183,19 @@ def test_what_is_damaged_in_both_places_is_refused(served: OnOneHost) -> None:
 
 
 def test_a_larger_adapter_gets_other_memory(served: OnOneHost) -> None:
-    served.publish(1)
+    older = served.publish(1)
     [first] = served.gpu.owners
     served.publish(2, rank=4)
     [second] = served.gpu.owners
     assert served.gpu.opened == {second: 1}
+    started = time.monotonic()
+    assert served.serves(older)
+    assert time.monotonic() - started < shared_files._PATIENCE_S  # no memory of the past is waited for
     assert first != second
-    served.publish(3)  # a smaller one fits
+    mapped = served.writer.counts["mapped"]
+    assert served.serves(served.publish(3))  # a smaller one fits
     assert [*served.gpu.owners] == [second]
-    assert served.writer.counts["mapped"] == 0
+    assert served.writer.counts["mapped"] == mapped
 
 
 def test_a_worker_closes_the_memory_once_the_trainer_is_gone(served: OnOneHost) -> None:
@@ -209,7 +213,7 @@ def test_memory_that_a_worker_does_not_close_is_not_freed(
     stored = served.publish(1)
     assert stored.path
     socket_path = stored.path / VersionNote.read(stored.path).files  # type: ignore[union-attr]
-    with served.writer._files.opened("1", socket_path) as memory:
+    with served.writer._files.opened(1, socket_path) as memory:
         assert memory is not None
         served.store.close()
         assert served.gpu.owners
@@ -222,7 +226,7 @@ def test_an_offer_of_another_form_is_no_reason_to_fail(
     served: OnOneHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_files, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(Offer, "encode", lambda self: b'["1", 5, "GPU-x", "abcd"]')
+    monkeypatch.setattr(Offer, "encode", lambda self: b'[1, 5, "GPU-x", "abcd"]')
     assert served.serves(served.publish(1))
     assert "offers memory of its GPU in another form" in caplog.text
 
@@ -324,7 +328,7 @@ def seen(files: MappedFiles, folder: Path, stage: Tensor) -> str:
     """The checksum of a version in the trainer's memory; empty if that is not open."""
     note = VersionNote.read(folder)
     assert note
-    with files.opened(note.memory, folder / note.files) as memory:
+    with files.opened(int(note.memory), folder / note.files) as memory:
         if memory is None:
             return ""
         memory.copy_to(stage)
@@ -442,7 +446,7 @@ def test_a_trainer_that_is_killed_leaves_no_memory_taken(segments: str) -> None:
 def test_what_the_driver_refuses_leaves_torch_as_it_was() -> None:
     driver = CUDADriver()
     with pytest.raises(IPCError, match="cuIpcOpenMemHandle_v2: "):
-        OpenedMemory(Offer("1", 8, driver.gpu(GPU), "00" * 64), GPU, driver)
+        OpenedMemory(Offer(1, 8, driver.gpu(GPU), "00" * 64), GPU, driver)
     with pytest.raises(IPCError, match=r"cuMemAlloc_v2: out of memory"):
         driver.allocate(GPU, 1 << 50)
     assert int(torch.ones(8, device=GPU).sum()) == 8

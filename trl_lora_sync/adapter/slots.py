@@ -259,7 +259,7 @@ class SlotRing:
             if memory is not None:
                 memory.fill(flat)
                 slot.begin(header, memory)
-                return memory.offer.number
+                return str(memory.offer.number)
         except IPCError as error:
             self._shares_gpu = False
             level = logging.INFO if flat.is_cuda else logging.DEBUG
@@ -274,7 +274,7 @@ class SlotRing:
             self._release_memory(self._shared.withdraw_memory())
         if self._memory is None:
             driver = self._driver_for(flat.device)
-            self._memory = GPUMemory(str(next(self._memories)), flat.nbytes, flat.device, driver)
+            self._memory = GPUMemory(next(self._memories), flat.nbytes, flat.device, driver)
             self._shared.offer_memory(self._memory.offer)
         return self._memory
 
@@ -290,8 +290,8 @@ class SlotRing:
             return
         if not is_closed:
             logger.warning(
-                "%.1f MB of the GPU are held until this process ends: a server on this host did not say that it has "
-                "closed them.", memory.size / 1e6,
+                "%.1f MB of the GPU are held until this process ends: a server on this host did not confirm that it "
+                "has closed them.", memory.size / 1e6,
             )  # fmt: skip
             return
         try:

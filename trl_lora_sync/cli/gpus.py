@@ -1,4 +1,4 @@
-"""Which GPUs a server sees: its own, and those of trainers, whose memory it reads (`engine_plugins.cuda_ipc`)."""
+"""Which GPUs a server sees: its own, and the GPUs of trainers, whose memory it reads (`engine_plugins.cuda_ipc`)."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Memory of a trainer's GPU that the workers of engines on its host read, by CUDA IPC.
 
-The memory is an allocation of its own: a handle gives access to all of an allocation, and torch's own allocations hold
-other tensors as well, or cannot be shared (expandable segments). Handles go through the socket of `shared_files`, raw,
+The memory is allocated apart from torch's: a handle gives access to all of an allocation, and torch's hold other
+tensors as well, or cannot be shared (expandable segments). Handles go through the socket of `shared_files`, raw,
 between processes of one user. All calls to the driver are in `CUDADriver`; they leave no error behind in torch.
 """
 
@@ -29,13 +29,13 @@ class Offer(NamedTuple):
     """What a worker needs to open a trainer's memory.
 
     Attributes:
-        number: of the memory; a trainer does not use one twice.
+        number: of the memory; a trainer counts upwards.
         size: in bytes.
         gpu: its UUID.
         handle: of the driver, in hexadecimal.
     """
 
-    number: str
+    number: int
     size: int
     gpu: str
     handle: str
@@ -49,7 +49,7 @@ class Offer(NamedTuple):
         number, size, gpu, handle = json.loads(message)
         if len(bytes.fromhex(handle)) != _HANDLE_BYTES:
             raise ValueError("the handle has another length")
-        return cls(str(number), int(size), str(gpu), handle)
+        return cls(int(number), int(size), str(gpu), handle)
 
 
 class Driver(Protocol):
@@ -84,7 +84,7 @@ class GPUMemory:
         IPCError: it cannot be allocated or shared.
     """
 
-    def __init__(self, number: str, size: int, device: torch.device, driver: Driver) -> None:
+    def __init__(self, number: int, size: int, device: torch.device, driver: Driver) -> None:
         self.size = size
         self.device = device
         self._driver = driver
@@ -199,7 +199,7 @@ class CUDADriver:
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def copy(self, device: torch.device, target: int, source: int, size: int) -> Wait:
-        # On a stream of its own, so that what the current one gets next does not wait for it.
+        # On another stream, so that what the current one gets next does not wait for it.
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream, done = self._streams[device], torch.cuda.Event()  # type: ignore[no-untyped-call]

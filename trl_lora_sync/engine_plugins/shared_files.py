@@ -135,7 +135,7 @@ class SharedFiles:
             if waits:
                 worker.settimeout(max(given_up_at - time.monotonic(), 0.001))
                 try:
-                    worker.recv(1)  # a worker closes its end at last; one that is gone has no memory open either
+                    worker.recv(1)  # a worker closes its end after the memory; a process that is gone has none open
                 except TimeoutError:
                     is_confirmed = False
                 except OSError:
@@ -200,7 +200,7 @@ class MappedFiles:
             yield found
 
     @contextmanager
-    def opened(self, number: str, socket_path: Path) -> Iterator[OpenedMemory | None]:
+    def opened(self, number: int, socket_path: Path) -> Iterator[OpenedMemory | None]:
         """The memory of this number that a trainer has offered, if it can be opened; open until the block ends."""
         trainer = self._trainer_at(socket_path)
         if trainer is None:
@@ -233,7 +233,7 @@ class _Trainer:
         self._driver_for = driver_for
         self._changed = threading.Condition()
         self._maps: dict[FileKey, _Mapping] = {}
-        self._heard: str | None = None  # the number of the memory that was offered last
+        self._heard = 0  # the number of the memory that was offered last
         self._memory: OpenedMemory | None = None
         self._has_all = False
         self.is_gone = False
@@ -257,10 +257,10 @@ class _Trainer:
             yield None if found is None else found.data
 
     @contextmanager
-    def opened(self, number: str) -> Iterator[OpenedMemory | None]:
+    def opened(self, number: int) -> Iterator[OpenedMemory | None]:
         with self._changed:
             # The offer was made before any version in that memory.
-            self._changed.wait_for(lambda: self.is_gone or self._heard == number, _PATIENCE_S)
+            self._changed.wait_for(lambda: self.is_gone or self._heard >= number, _PATIENCE_S)
             yield self._memory if self._heard == number else None
 
     def _listen(self) -> None:
@@ -284,7 +284,7 @@ class _Trainer:
                 self._maps.clear()
                 self._close_memory()
                 self._changed.notify_all()
-            self._connection.close()  # which tells the trainer that the memory is closed
+            self._connection.close()  # by which the trainer knows that the memory is closed
 
     def _hear(self, message: bytes, files: list[int]) -> None:
         if message == _OFFER and files:
@@ -328,7 +328,7 @@ class _Trainer:
             self._changed.notify_all()
 
     def _close_memory(self) -> None:
-        self._heard, memory, self._memory = None, self._memory, None
+        memory, self._memory = self._memory, None
         if memory is not None:
             try:
                 memory.close()

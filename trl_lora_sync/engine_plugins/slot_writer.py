@@ -275,7 +275,7 @@ class SlotWriter:
                 "wrote them. Nothing was loaded."
             )
         self._prepare_stage(kind)
-        if note.memory and self._fetch_from_gpu(folder / note.files, note):
+        if note.memory.isdecimal() and self._fetch_from_gpu(folder / note.files, note):
             self.counts["from GPU"] += 1
             return kind
         unfinished.wait(file)
@@ -297,7 +297,7 @@ class SlotWriter:
     def _fetch_from_gpu(self, socket_path: Path, note: VersionNote) -> bool:
         """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
         try:
-            with self._files.opened(note.memory, socket_path) as memory:
+            with self._files.opened(int(note.memory), socket_path) as memory:
                 if memory is None:
                     return False
                 memory.copy_to(self._stage)

@@ -1,6 +1,6 @@
 """A file that others may find while it is being written: its writer holds a lock, and every reader waits for that.
 
-The kernel releases the lock with the writer's last descriptor, so nobody waits for a process that has died.
+The kernel releases the lock with the writer's last descriptor, so readers do not wait for a process that is gone.
 """
 
 import fcntl
@@ -22,10 +22,10 @@ def end(file: int) -> None:
 
 
 def wait(file: int, patience_s: float = _PATIENCE_S) -> None:
-    """Return once the file is complete; at once for a file that nobody began.
+    """Return once the file is complete; at once for a file without such a writer.
 
     Args:
-        file: opened by its path, as a lock belongs to an open file.
+        file: opened by its path, because a lock belongs to an open file.
 
     Raises:
         TimeoutError: its writer hangs.
