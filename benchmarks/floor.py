@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
 import os
 import statistics
 import sys
@@ -343,6 +344,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1 if not on_gpu else 8)
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("trl_lora_sync").setLevel(logging.INFO)  # has the reason if the GPU's memory is not shared
     os.environ[WRITE_SLOTS] = "1"  # for the servers, which do not write slots on GPUs by default
     work = args.work or Path(tempfile.mkdtemp(prefix="floor-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -353,6 +356,8 @@ def main() -> None:
                 results.append(measure_case(case, url, model, Path(folder), args))
             except Exception as error:  # the other cases are still measured
                 results.append({"case": case, "failed": f"{type(error).__name__}: {error}"})
+            said = [log.read_text(errors="replace").splitlines() for log in work.glob("*.log")]
+            results[-1]["gpu_to_gpu"] = sorted({line for lines in said for line in lines if "trainer's GPU" in line})
             versions = [one["vllm"] for one in results if "vllm" in one]
             content = {**run_environment("vllm", versions[0] if versions else "unknown"), "cases": results}
             args.out.parent.mkdir(parents=True, exist_ok=True)

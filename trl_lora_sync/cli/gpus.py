@@ -1,12 +1,11 @@
 """Which GPUs a server sees: its own, and the GPUs of trainers, whose memory it reads (`engine_plugins.cuda_ipc`)."""
 
-import re
+import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# One folder for each GPU of this host or container. Source: the README of NVIDIA's driver for Linux.
-_PROC = Path("/proc/driver/nvidia/gpus")
+# Source: nvml.h, `NVML_DEVICE_UUID_V2_BUFFER_SIZE`.
+_UUID_BYTES = 96
 
 
 def with_all_gpus(environ: Mapping[str, str]) -> str | None:
@@ -15,7 +14,7 @@ def with_all_gpus(environ: Mapping[str, str]) -> str | None:
     None if it sees all of them, or if what is there is not understood.
     """
     own = [name.strip() for name in environ.get(VISIBLE, "").split(",") if name.strip()]
-    present = _uuids()
+    present = gpus_of_host()
     if not own or not present:
         return None
     if all(name.isdecimal() for name in own):
@@ -28,12 +27,22 @@ def with_all_gpus(environ: Mapping[str, str]) -> str | None:
     return ",".join([*own, *others]) if others and all(name in names for name in own) else None
 
 
-def _uuids() -> list[str]:
+def gpus_of_host() -> list[str]:
+    """The UUIDs of the GPUs of this host or container, whatever CUDA_VISIBLE_DEVICES is; empty without a driver."""
     try:
-        found = [
-            re.search(r"^GPU UUID:\s*(GPU-\S+)", (folder / "information").read_text(), re.MULTILINE)
-            for folder in sorted(_PROC.iterdir())
-        ]
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return []
-    return [one[1] for one in found if one]
+    count, device, uuid = ctypes.c_uint(), ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
+    if nvml.nvmlInit_v2():
+        return []
+    try:
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        found = []
+        for index in range(count.value):
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            nvml.nvmlDeviceGetUUID(device, uuid, _UUID_BYTES)
+            found.append(uuid.value.decode())
+        return found
+    finally:
+        nvml.nvmlShutdown()
