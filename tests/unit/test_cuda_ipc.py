@@ -80,6 +80,13 @@ def apart() -> Iterator[OnOneHost]:
         apart.store.close()
 
 
+def socket_of(stored: StoredAdapter) -> Path:
+    assert stored.path
+    note = VersionNote.read(stored.path)
+    assert note
+    return stored.path / note.files
+
+
 def soon(is_so: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 20
     while not is_so() and time.monotonic() < deadline:
@@ -117,6 +124,15 @@ def test_a_load_of_a_known_kind_needs_no_file(served: OnOneHost) -> None:
     assert not is_complete(stored)
     served.store.finish()
     assert is_complete(stored)
+
+
+def test_a_version_that_is_withdrawn_at_once_leaves_its_slot_complete(served: OnOneHost) -> None:
+    stored = served.write(1)
+    served.store.delete(stored)
+    ring = served.store._slots
+    assert ring is not None
+    assert [slot.is_unfinished for slot in ring._free] == [False]
+    assert served.serves(served.publish(2))
 
 
 def test_a_version_that_is_needed_again_comes_from_its_own_file(served: OnOneHost) -> None:
@@ -189,7 +205,8 @@ def test_a_larger_adapter_gets_other_memory(served: OnOneHost) -> None:
     [second] = served.gpu.owners
     assert served.gpu.opened == {second: 1}
     started = time.monotonic()
-    assert served.serves(older)
+    with served.writer._files.opened(1, socket_of(older)) as memory:
+        assert memory is None
     assert time.monotonic() - started < shared_files._PATIENCE_S  # no memory of the past is waited for
     assert first != second
     mapped = served.writer.counts["mapped"]
@@ -211,9 +228,7 @@ def test_memory_that_a_worker_does_not_close_is_not_freed(
 ) -> None:
     monkeypatch.setattr(shared_files, "_PATIENCE_S", 0.2)
     stored = served.publish(1)
-    assert stored.path
-    socket_path = stored.path / VersionNote.read(stored.path).files  # type: ignore[union-attr]
-    with served.writer._files.opened(1, socket_path) as memory:
+    with served.writer._files.opened(1, socket_of(stored)) as memory:
         assert memory is not None
         served.store.close()
         assert served.gpu.owners
