@@ -7,7 +7,9 @@
 A case is a shape and a rank. Each gets a server of its own from `trl-lora-sync serve vllm --quick-load`, on the
 trainer's GPU, unless there is one at --url. The ways take turns with new values each time:
 
-- ``slots``: as a run syncs. Read on the GPU, one copy into a page-locked file, which the worker has mapped.
+- ``ipc``: as a run syncs on one host. Read on the GPU, one copy on it to memory that the worker has opened by CUDA IPC.
+  The copy to the file goes on beside the load. Without a GPU, or where the driver refuses, it is ``slots``.
+- ``slots``: read on the GPU, one copy into a page-locked file, which the worker has mapped.
 - ``files``: the same file without its note, so that the worker reads it with several threads and vLLM's layers take
   it apart.
 - ``vllm``: the same file with a header that no other has, so that vLLM loads it all by itself.
@@ -23,6 +25,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
 import os
 import statistics
 import sys
@@ -62,7 +65,7 @@ SLOTS, TIMED = KEEP + 1, 2  # the slots that `serve` gives, and the syncs after 
 AT_ONCE, PROMPT_TOKENS = 64, 24
 LEAST_SYNCS = 50
 KV_BYTES = {"tiny": 1 << 28, "0.6b": 8 << 30, "8b": 8 << 30, "32b": 12 << 30}
-WAYS = ("slots", "files", "vllm")
+WAYS = ("ipc", "slots", "files", "vllm")
 
 
 def _apart(scores: list[list[float]]) -> float:
@@ -126,7 +129,7 @@ class Bench:
         self.engine, self.trainer = engine, trainer
         self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
         # A store for each way, as files of other sizes would not be used again.
-        self.stores = {way: AdapterStore(folder / way, slots=SlotRing()) for way in WAYS}
+        self.stores = {way: AdapterStore(folder / way, slots=SlotRing(shares_gpu=way == "ipc")) for way in WAYS}
         self._live: dict[str, list[StoredAdapter]] = {way: [] for way in WAYS}
         self._numbers = itertools.count(1)
         self._sampled = ""  # the version that is not retired
@@ -142,13 +145,16 @@ class Bench:
         if way == "vllm":
             adapter = replace(adapter, header=header_of(adapter.tensors, METADATA | {"number": f"{number:08}"}))
         stored = self.stores[way].write(number, adapter)
+        finishing = threading.Thread(target=self.stores[way].finish)  # as in a run, where another thread writes
+        finishing.start()
         written = time.perf_counter()
-        if way != "slots":
+        if way in ("files", "vllm"):
             assert stored.path is not None
             (stored.path / NOTE_FILE).unlink()
         before = time.perf_counter()
         self.engine.load(stored, soon())
         loaded = time.perf_counter()
+        finishing.join()
         self.syncs += 1
         self._retire(way, stored)
         parts = {"read": read - started, "write": written - read, "load": loaded - before}
@@ -209,16 +215,16 @@ class Bench:
     def base(self, prompt: list[int]) -> list[float]:
         return prompt_logprobs(self.engine, self.engine.capabilities.base_model, prompt, soon())
 
-    def decode(self, tokens: int) -> dict[str, Any]:
+    def decode(self, tokens: int, way: str) -> dict[str, Any]:
         """Tokens per second through one version, without and with syncs of later ones meanwhile, in turns."""
         self.trainer.step(7)
-        name, _ = self.sync("slots")
+        name, _ = self.sync(way)
         self._sampled = name
         self._run_batch(name, 8)
         quiet, busy, during = [], [], []
         for _ in range(2):
             quiet.append(self._run_batch(name, tokens))
-            with self._syncing() as samples:
+            with self._syncing(way) as samples:
                 busy.append(self._run_batch(name, tokens))
             during += samples
         return {
@@ -239,14 +245,14 @@ class Bench:
         return answer.json()["usage"]["completion_tokens"] / (time.perf_counter() - started)
 
     @contextlib.contextmanager
-    def _syncing(self) -> Iterator[list[dict[str, float]]]:
+    def _syncing(self, way: str) -> Iterator[list[dict[str, float]]]:
         """One sync each half second; a real run has far fewer."""
         samples: list[dict[str, float]] = []
         is_over = threading.Event()
 
         def work() -> None:
             while not is_over.wait(0.5):
-                samples.append(self.sync("slots")[1])
+                samples.append(self.sync(way)[1])
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -291,9 +297,9 @@ def measure_case(case: str, url: str, model: Path, folder: Path, args: argparse.
         result["served"] = bench.compare(prompt)
         if args.peft:
             result["served"] |= gap_to_peft(model, bench.trainer, prompt, result["served"]["logprobs"])
-        result["decoding"] = bench.decode(args.tokens)
+        result["decoding"] = {way: bench.decode(args.tokens, way) for way in ("ipc", "slots")}
         while bench.syncs < LEAST_SYNCS:
-            bench.sync("slots")
+            bench.sync("ipc")
         result["syncs"] = bench.syncs
         result["base_is_bit_identical"] = bench.base(prompt) == base
     return result
@@ -324,7 +330,7 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(
             f"{one['case']:<10}{one['payload_bytes'] / 1e6:>7.1f}"
             + "".join(f"{ms[way]['sync']:>9.1f}" for way in WAYS)
-            + f"{one['decoding']['share']:>10.3f}"
+            + f"{one['decoding']['ipc']['share']:>10.3f}"
         )
     return "\n".join(lines)
 
@@ -347,6 +353,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1 if not on_gpu else 8)
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("trl_lora_sync").setLevel(logging.INFO)  # has the reason if the GPU's memory is not shared
     os.environ[WRITE_SLOTS] = "1"  # for the servers, which do not write slots on GPUs by default
     work = args.work or Path(tempfile.mkdtemp(prefix="floor-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -357,6 +365,8 @@ def main() -> None:
                 results.append(measure_case(case, url, model, Path(folder), args))
             except Exception as error:  # the other cases are still measured
                 results.append({"case": case, "failed": f"{type(error).__name__}: {error}"})
+            said = [log.read_text(errors="replace").splitlines() for log in work.glob("*.log")]
+            results[-1]["gpu_to_gpu"] = sorted({line for lines in said for line in lines if "trainer's GPU" in line})
             versions = [one["vllm"] for one in results if "vllm" in one]
             content = {**run_environment("vllm", versions[0] if versions else "unknown"), "cases": results}
             args.out.parent.mkdir(parents=True, exist_ok=True)

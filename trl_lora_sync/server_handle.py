@@ -6,8 +6,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins import unfinished
+from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
 from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine, reason_to_be_down, wait_until_up
 from trl_lora_sync.engines.known import serve_command
@@ -21,7 +24,7 @@ from trl_lora_sync.errors import (
     VerificationError,
 )
 from trl_lora_sync.ledger import Holding, VersionLedger
-from trl_lora_sync.runtime import spawn
+from trl_lora_sync.runtime import offload, spawn
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.startup_checks import StartupChecks
 from trl_lora_sync.transports import is_sent_content
@@ -332,6 +335,8 @@ class ServerHandle:
         """Load a version, awake and inside a pause if there is to be one; result and errors as of `Engine.load`."""
         self._ledger.note(self.base_url, stored.name, Holding.LOADING)
         await self.wake(deadline)
+        if stored.is_unfinished and not self.engine.capabilities.checks_payload:
+            await offload(partial(_wait_for_file, stored))  # as its workers do not wait
         async with self._paused(deadline):
             loaded = await self.engine.load(self.form_of(stored), deadline)
         self._ledger.note(self.base_url, stored.name, Holding.LOADED)
@@ -499,6 +504,12 @@ class ServerHandle:
             raise
         self.is_asleep = False
         return intact
+
+
+def _wait_for_file(stored: StoredAdapter) -> None:
+    assert stored.path is not None
+    with (stored.path / TENSORS_FILE).open("rb") as file:
+        unfinished.wait(file.fileno())
 
 
 def is_loss(error: BaseException) -> bool:

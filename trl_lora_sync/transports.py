@@ -127,6 +127,7 @@ class DiskTransport:
 
     async def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline | None) -> StoredAdapter:
         writing = self._files.submit(write)
+        self._files.submit(self._store.finish)
         try:
             return await self._wait(writing, deadline)
         except BaseException:
@@ -220,7 +221,7 @@ def transport_for(settings: SyncSettings, sends_content: list[bool], *, has_chec
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
-    slots = SlotRing(shares=has_checksums) if are_local else None
+    slots = SlotRing(shares=has_checksums, shares_gpu=has_checksums) if are_local else None
     return kind(
         settings.root, server_root=settings.server_root, servers=servers, slots=slots, has_checksums=has_checksums
     )

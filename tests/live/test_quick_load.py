@@ -24,6 +24,7 @@ import torch
 from contract.reference import PeftReference
 from contract.served import soon
 from safetensors.torch import load_file, save_file
+from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.policies import token_ids
 from support.servers import damage
 from support.shared_memory import shared_folder
@@ -308,13 +309,40 @@ def test_the_benchmark_of_the_floor_measures_a_running_server(quick: Quick, base
     assert case["served"]["same_bits_by_all_ways"]
     assert case["served"]["gap_to_peft"] < quick.reference.tolerance < case["served"]["effect"]
     timed = case["syncs_in_turns"]
-    assert timed["ms"].keys() == {"slots", "files", "vllm"}
-    assert +Counter(timed["came"]["slots"]) == {"mapped": 2, "written": 2}
-    assert case["decoding"]["syncs"] > 0
+    assert timed["ms"].keys() == {"ipc", "slots", "files", "vllm"}
+    for way in ("ipc", "slots"):  # which are the same on a CPU
+        assert +Counter(timed["came"][way]) == {"mapped": 2, "written": 2}
+        assert case["decoding"][way]["syncs"] > 0
 
 
 def test_a_trainer_knows_that_every_version_is_compared(quick: Quick) -> None:
     assert quick.engine.capabilities.checks_payload
+
+
+def test_a_server_that_cannot_read_the_gpu_says_so_once_and_waits_for_each_file(
+    quick: Quick, reference: PeftReference
+) -> None:
+    """By a stand-in for the trainer's GPU; this server computes on a CPU."""
+    gpu = StandInGPU()
+    with shared_folder() as folder, ThreadPoolExecutor(1) as pool:
+        ring = SlotRing(driver_for=StandInProcess(gpu), shares_gpu=True)
+        store = AdapterStore(folder / "store", slots=ring)
+        log, reason = quick.server.log_path, "this process computes on cpu, not on a GPU"
+        assert log is not None
+        before = log.read_text().count(reason)
+        for seed in (1, 2, 3):
+            stored = store.write(seed, flat(reference.adapter(seed)))
+            loading = pool.submit(quick.engine.load, stored, soon(60))
+            if seed == 1:
+                wait_until(lambda: log.read_text().count(reason) > before)
+                assert not loading.done()
+            store.finish()
+            loading.result(60)
+            assert quick.is_policy(stored.name, seed)
+            assert quick.engine.unload(stored.name, soon(60))
+        store.close()
+        assert log.read_text().count(reason) == before + 1
+        assert not gpu.owners
 
 
 _TRAINER = """

@@ -1,11 +1,14 @@
 """Unit tier: what the doctor says of servers that are well, of sick ones, and of none. SGLang's rules, as a fake."""
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +18,20 @@ from contract.served import SMALL
 from fakes.sglang import FakeSGLang
 
 from trl_lora_sync.adapter.store import write_adapter
+from trl_lora_sync.cli.diagnosis import Diagnosis
+from trl_lora_sync.cli.doctor import make_case
+from trl_lora_sync.cli.examination import Examination
 from trl_lora_sync.cli.main import main
+from trl_lora_sync.engine_plugins import cuda_ipc
+from trl_lora_sync.engines.base import Capabilities
 from unit.servers import Request, nobody_listening, serving
 
 pytestmark = pytest.mark.outside
 
 Start = Callable[..., FakeSGLang]
+CAPABILITIES = Capabilities(
+    engine="vllm", version="0.31.0", base_model="M", base_root="M", max_model_len=None, logprobs_mode="unknown"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -271,3 +282,32 @@ def test_initialisation_that_changes_the_base_needs_twice_the_rank(
     assert "twice the rank" in words(server, "ok")["adapter features"]
     assert "reserves 8, and the adapter has 16. Restart it with" in words(server, "problem")["rank"]
     assert "--lora-rank 16" in words(server, "problem")["rank"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        (("GPU-1", "GPU-0"), ["GPU-0"], ("ok", "sees every GPU")),
+        (
+            ("GPU-1",),
+            ["GPU-0", "GPU-1"],
+            ("note", r"does not see GPU-0\..*trl-lora-sync serve vllm.*CUDA_VISIBLE_DEVICES"),
+        ),
+        ((), ["GPU-0"], None),
+        (("GPU-1",), [], None),
+    ],
+)
+def test_a_gpu_that_the_server_does_not_see_is_named(
+    theirs: tuple[str, ...], ours: list[str], expected: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "visible_gpus", lambda: ours)
+    served = replace(CAPABILITIES, gpus=theirs)
+    engine: Any = SimpleNamespace(base_url="http://localhost:8000", capabilities=served)
+    diagnosis = Diagnosis(engine.base_url)
+    Examination(engine, make_case(None, None, None, None, None, 1.0), diagnosis, [])._check_gpus()
+    found = [(one.status, one.words) for one in diagnosis.findings if one.name == "GPU to GPU"]
+    assert len(found) == (expected is not None)
+    for status, said in found:
+        assert expected
+        assert status == expected[0]
+        assert re.search(expected[1], said)

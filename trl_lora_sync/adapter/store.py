@@ -67,6 +67,8 @@ class StoredAdapter:
         server_path: the same directory as the servers see it.
         content: the tensors, if they are to be sent instead.
         has_checksum: whether a worker can compare its tensors with those on the trainer's device.
+        is_unfinished: whether its file of tensors may still be on its way from the trainer's GPU, see
+            `engine_plugins.unfinished`.
     """
 
     name: str
@@ -78,6 +80,7 @@ class StoredAdapter:
     server_path: str | None = None
     content: CanonicalAdapter | None = None
     has_checksum: bool = False
+    is_unfinished: bool = False
 
 
 def new_run_id() -> str:
@@ -281,15 +284,17 @@ class AdapterStore:
             if self._slots is not None:
                 self._slots.drop(stored.name)
             raise
+        slot = None if self._slots is None else self._slots.lent(stored.name)
         return replace(
             stored,
             server_path=f"{self.server_root}/{self.run_id}/{stored.name}",
             has_checksum=(stored.path / NOTE_FILE).exists(),
+            is_unfinished=slot is not None and slot.is_unfinished,
         )
 
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
         """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
-        slot = None
+        slot, memory = None, ""
         if self._slots is not None and isinstance(adapter, FlatAdapter):
             size = len(adapter.header) + adapter.payload_bytes
             slot = self._slots.take(self.directory / _SLOTS, size, adapter.flat.device)
@@ -299,7 +304,7 @@ class AdapterStore:
             assert self._slots is not None
             assert isinstance(adapter, FlatAdapter)
             self._slots.lend(name, slot)
-            slot.fill(adapter.header, adapter.flat)
+            memory = self._slots.fill(slot, adapter.header, adapter.flat)
             slot.move(file)
         if not self._has_checksums or adapter.dtype not in DTYPES.values():
             return
@@ -307,7 +312,15 @@ class AdapterStore:
         header, flat = _laid_out(adapter)
         shared = f"../{_SLOTS}/{SOCKET}" if slot is not None and slot.is_shared else ""
         head = digest_of(header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
-        VersionNote(head=head, checksum=checksum(flat), files=shared).write(file.parent)
+        VersionNote(head=head, checksum=checksum(flat), files=shared, memory=memory).write(file.parent)
+
+    def finish(self) -> None:
+        """Wait until the versions that were written are complete, as they may not be when `write` returns; never fails.
+
+        A process that reads one before that must wait for it, see `engine_plugins.unfinished`.
+        """
+        if self._slots is not None:
+            self._slots.finish()
 
     def check(self, stored: StoredAdapter, adapter: CanonicalAdapter) -> None:
         """Compare the files of a version with `adapter`, from which they were written.
@@ -325,6 +338,7 @@ class AdapterStore:
             raise VerificationError(_changed(stored))
 
     def _holds(self, name: str, file: Path, adapter: CanonicalAdapter) -> bool:
+        self.finish()
         slot = None if self._slots is None else self._slots.lent(name)
         if slot is not None and isinstance(adapter, FlatAdapter):
             return slot.is_at(file) and slot.holds(adapter.header, adapter.flat)

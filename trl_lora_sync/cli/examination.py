@@ -50,6 +50,7 @@ class Examination:
         self._check_version()
         self._check_logprobs_mode()
         self._check_modules()
+        self._check_gpus()
         self._check_leftovers()
         with found.reporting("base model"):
             self._check_base()
@@ -91,6 +92,24 @@ class Examination:
             self._diagnosis.add("log-probabilities", NOTE, "unknown whether they come before or after the temperature")
         else:
             self._diagnosis.add("log-probabilities", OK, "after the temperature, as TRL compares them")
+
+    def _check_gpus(self) -> None:
+        """Whether a server on this host sees the GPUs that a trainer in this shell may use."""
+        from trl_lora_sync.engine_plugins.cuda_ipc import visible_gpus
+
+        ours = visible_gpus() if self._served.gpus and is_local_url(self._diagnosis.url) else []
+        if not ours:
+            return
+        unseen = [gpu for gpu in ours if gpu not in self._served.gpus]
+        if unseen:
+            words = (
+                f"the server does not see {', '.join(unseen)}. From a trainer there it gets versions through a file, "
+                f"which takes longer. Restart it with {self._serve_command()}, or add that GPU to its "
+                "CUDA_VISIBLE_DEVICES after its own."
+            )
+            self._diagnosis.add("GPU to GPU", NOTE, words)
+        else:
+            self._diagnosis.add("GPU to GPU", OK, "the server sees every GPU that a trainer in this shell does")
 
     def _check_modules(self) -> None:
         if self._case.config is None or not self._served.target_modules:

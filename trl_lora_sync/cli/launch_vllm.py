@@ -6,6 +6,7 @@ from dataclasses import replace
 from packaging.version import Version
 
 from trl_lora_sync.cli.console import UsageError
+from trl_lora_sync.cli.gpus import VISIBLE, with_all_gpus
 from trl_lora_sync.cli.installed import Installed
 from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, key_notes, port_notes
 from trl_lora_sync.cli.vllm_on_cpu import cpu_env, cpu_flags, cpu_notes
@@ -36,7 +37,8 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     notes: list[str] = []
     on_cpu = installed.is_cpu_build(environ)
     # A written version exists in its slot only, so every kept version needs a slot, and so does the next version.
-    slots = request.keep + 1 if request.loads_quickly and writes_slots(environ, on_cpu=on_cpu) else 2
+    has_written_slots = bool(request.loads_quickly) and writes_slots(environ, on_cpu=on_cpu)
+    slots = request.keep + 1 if has_written_slots else 2
     if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
         slots = 1
         notes.append(
@@ -71,6 +73,14 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         if request.adapts_vision:
             flags["--enable-tower-connector-lora"] = None
         env[RUNTIME_LORA] = "True"
+    visible = with_all_gpus(environ) if has_written_slots and not on_cpu else None
+    # Ray would place workers on them.
+    if visible is not None and given.get("--distributed-executor-backend") != "ray":
+        env[VISIBLE] = visible
+        notes.append(
+            f"the server computes on the GPUs in {VISIBLE}={environ[VISIBLE]}, and sees the others of this host as "
+            "well, so that it can read versions from a trainer's GPU"
+        )
     if request.loads_quickly:
         flags["--worker-extension-cls"] = QUICK_WORKER
     if given.number("--data-parallel-size", "-dp", default=1) > 1:

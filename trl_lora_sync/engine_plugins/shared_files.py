@@ -5,6 +5,9 @@ and their mappings (see `adapter.slots`). A worker that mapped the file by its p
 as it has the mapping. So the trainer passes its own open file through a socket: that is one open file, however many
 processes map it. While a worker reads, it also has the file open by its path, and so it is counted then.
 
+Where trainer and worker compute on GPUs, the worker also opens the trainer's memory there (`cuda_ipc`), and reads the
+newest version from it instead.
+
 The socket is in the trainer's folder. Both ends accept only the same user. A worker drops what it has of a trainer once
 the trainer withdraws a file or its process is gone, which closes the connection.
 """
@@ -15,6 +18,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,13 +28,14 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
 from trl_lora_sync.engine_plugins.page_lock import PageLockError, lock_pages
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
 
-_OFFER, _WITHDRAW, _ALL = b"+", b"-", b"."
-_MESSAGE_BYTES = 64
+_OFFER, _WITHDRAW, _MEMORY, _ALL = b"+", b"-", b"*", b"."
+_MESSAGE_BYTES = 1024
 # Locking the pages of a large file takes a part of a second.
 _PATIENCE_S = 2.0
 _CREDENTIALS = struct.Struct("3i")
@@ -62,6 +67,7 @@ class SharedFiles:
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
         self._offered: dict[FileKey, int] = {}
+        self._memory: Offer | None = None
         self._workers: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -87,18 +93,55 @@ class SharedFiles:
             if self._offered.pop(key, None) is not None:
                 self._tell(lambda worker: worker.send(_WITHDRAW + b"%d %d" % key))
 
-    def close(self) -> None:
-        """Withdraw everything."""
+    def offer_memory(self, memory: Offer) -> None:
+        """Let workers open memory of a GPU in the place of what was offered before; see `withdraw_memory`."""
+        with self._lock:
+            self._memory = memory
+            self._tell(lambda worker: worker.send(_MEMORY + memory.encode()))
+
+    def withdraw_memory(self) -> bool:
+        """Have workers close the memory of the GPU. Never fails.
+
+        They drop everything, and connect again when they need it.
+
+        Returns:
+            Whether all of them have confirmed it, so that the memory may be freed.
+        """
+        with self._lock:
+            self._memory = None
+            return self._disconnect()
+
+    def close(self) -> bool:
+        """Withdraw everything; result as of `withdraw_memory`."""
         with self._lock:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which `close` alone does not
             self._listener.close()
-            for worker in self._workers:
-                worker.close()
-            self._workers.clear()
             self._offered.clear()
+            self._memory, had_memory = None, self._memory is not None
+            is_confirmed = self._disconnect(waits=had_memory)
         # The thread's call holds the socket, and with it the file system of the folder, until it returns.
         self._accepting.join(_PATIENCE_S)
+        return is_confirmed
+
+    def _disconnect(self, *, waits: bool = True) -> bool:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            with contextlib.suppress(OSError):
+                worker.shutdown(socket.SHUT_WR)
+        given_up_at = time.monotonic() + _PATIENCE_S
+        is_confirmed = True
+        for worker in workers:
+            if waits:
+                worker.settimeout(max(given_up_at - time.monotonic(), 0.001))
+                try:
+                    worker.recv(1)  # a worker closes its end after the memory; a process that is gone has none open
+                except TimeoutError:
+                    is_confirmed = False
+                except OSError:
+                    pass
+            worker.close()
+        return is_confirmed
 
     def _accept(self) -> None:
         while True:
@@ -113,6 +156,8 @@ class SharedFiles:
                     worker.setblocking(False)  # a worker that hangs must not hold up the trainer
                     for file in self._offered.values():
                         socket.send_fds(worker, [_OFFER], [file])
+                    if self._memory is not None:
+                        worker.send(_MEMORY + self._memory.encode())
                     worker.send(_ALL)
                 except OSError:
                     worker.close()
@@ -135,8 +180,9 @@ class MappedFiles:
         device: that copies from the files.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver_for: DriverFor = driver_for) -> None:
         self._device = device
+        self._driver_for = driver_for
         self._trainers: dict[FileKey, _Trainer] = {}
 
     @contextmanager
@@ -153,6 +199,16 @@ class MappedFiles:
         with trainer.mapped(FileKey.of(file)) as found:
             yield found
 
+    @contextmanager
+    def opened(self, number: int, socket_path: Path) -> Iterator[OpenedMemory | None]:
+        """The memory of this number that a trainer has offered, if it can be opened; open until the block ends."""
+        trainer = self._trainer_at(socket_path)
+        if trainer is None:
+            yield None
+            return
+        with trainer.opened(number) as found:
+            yield found
+
     def _trainer_at(self, path: Path) -> "_Trainer | None":
         try:
             found = path.stat()
@@ -162,7 +218,7 @@ class MappedFiles:
         key = FileKey(found.st_dev, found.st_ino)
         if key not in self._trainers:
             try:
-                self._trainers[key] = _Trainer(path, self._device)
+                self._trainers[key] = _Trainer(path, self._device, self._driver_for)
             except OSError as error:
                 logger.warning("The files of a trainer are read instead of mapped: %s: %s", path, error)
                 return None
@@ -172,10 +228,13 @@ class MappedFiles:
 class _Trainer:
     """One connection, and what came through it."""
 
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(self, path: Path, device: torch.device, driver_for: DriverFor) -> None:
         self._device = device
+        self._driver_for = driver_for
         self._changed = threading.Condition()
         self._maps: dict[FileKey, _Mapping] = {}
+        self._heard = 0  # the number of the memory that was offered last
+        self._memory: OpenedMemory | None = None
         self._has_all = False
         self.is_gone = False
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -197,6 +256,13 @@ class _Trainer:
             found = self._maps.get(key)
             yield None if found is None else found.data
 
+    @contextmanager
+    def opened(self, number: int) -> Iterator[OpenedMemory | None]:
+        with self._changed:
+            # The offer was made before any version in that memory.
+            self._changed.wait_for(lambda: self.is_gone or self._heard >= number, _PATIENCE_S)
+            yield self._memory if self._heard == number else None
+
     def _listen(self) -> None:
         try:
             while True:
@@ -216,8 +282,9 @@ class _Trainer:
                 for one in self._maps.values():
                     one.close()
                 self._maps.clear()
+                self._close_memory()
                 self._changed.notify_all()
-            self._connection.close()
+            self._connection.close()  # by which the trainer knows that the memory is closed
 
     def _hear(self, message: bytes, files: list[int]) -> None:
         if message == _OFFER and files:
@@ -235,10 +302,38 @@ class _Trainer:
                 gone = self._maps.pop(FileKey(int(device), int(inode)), None)
                 if gone is not None:
                     gone.close()
+        elif message.startswith(_MEMORY):
+            self._open(message[1:])
         elif message == _ALL:
             with self._changed:
                 self._has_all = True
                 self._changed.notify_all()
+
+    def _open(self, message: bytes) -> None:
+        try:
+            offer = Offer.decode(message)
+        except (ValueError, TypeError):
+            logger.warning("A trainer offers memory of its GPU in another form; its files are read instead.")
+            return
+        opened: OpenedMemory | None = None
+        try:
+            opened = OpenedMemory(offer, self._device, self._driver_for(self._device))
+        except IPCError as error:
+            logger.warning("The files of a trainer are read instead of its GPU's memory: %s.", error)
+        else:
+            logger.info("Versions are read from the memory of the trainer's GPU, %s.", offer.gpu)
+        with self._changed:
+            self._close_memory()
+            self._heard, self._memory = offer.number, opened
+            self._changed.notify_all()
+
+    def _close_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            try:
+                memory.close()
+            except IPCError as error:
+                logger.warning("The memory of a trainer's GPU could not be closed: %s.", error)
 
 
 class _Mapping:

@@ -3,7 +3,8 @@
 vLLM (0.26, 0.31) reads an adapter tensor by tensor, and calls two methods of each layer for it; at 8B that takes tens
 of milliseconds of Python and launches. Here the first adapter of a kind (the same names, shapes and configuration) is
 left to vLLM, with all its checks, and where its elements end up is found out (`slot_layout`). Later ones are
-copied as a whole to the device, and from there into a slot by one batched copy.
+copied as a whole to the device, from the memory of the trainer's GPU if that can be opened and else from the file, and
+from there into a slot by one batched copy.
 
 Every version comes with the checksum that the trainer computed on its own device. It is compared with what was read,
 before anything is changed, and then with what lies in the slot. With tensor parallelism a slot holds a part of the
@@ -23,8 +24,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins import logger, unfinished
 from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
     DTYPES,
@@ -171,16 +173,16 @@ class SlotWriter:
         with (folder / TENSORS_FILE).open("rb", buffering=0) as file:
             kind = self._together(lambda: self._fetch(file.fileno(), request, note))
             if kind not in self._plans:
-                self._together(lambda: self._usual_add(request))
+                self._together(lambda: self._add_usually(file.fileno(), request))
                 self._learn(kind, request)
                 self._together(lambda: self._fetch(file.fileno(), request, note))
             self._plans.move_to_end(kind)
             plan = self._plans[kind]
             if plan is None:
-                self._together(lambda: self._usual_add(request))
+                self._together(lambda: self._add_usually(file.fileno(), request))
                 self.counts["loaded by vLLM"] += 1
             else:
-                self._together(lambda: self._put(kind, plan, request, note))
+                self._together(lambda: self._put(file.fileno(), kind, plan, request, note))
 
     def _together(self, act: Callable[[], T]) -> T:
         """What `act` returns, if no worker of the group fails; each does the same for the same versions in turn.
@@ -197,7 +199,11 @@ class SlotWriter:
             return result
         raise error or RuntimeError("Another worker of the group failed; see its log.")
 
-    def _put(self, kind: _Kind, plan: _Plan, request: Any, note: VersionNote) -> None:
+    def _add_usually(self, file: int, request: Any) -> None:
+        unfinished.wait(file)
+        self._usual_add(request)
+
+    def _put(self, file: int, kind: _Kind, plan: _Plan, request: Any, note: VersionNote) -> None:
         """Make the version that was read the content of a slot, and compare it.
 
         vLLM does it itself in a slot that another kind has had.
@@ -213,7 +219,7 @@ class SlotWriter:
         free = [slot for slot, content in enumerate(self._index) if content is None]
         slot = next((slot for slot in free if self._primed.get(slot) == kind), None)
         if slot is None:
-            self._usual_add(request)
+            self._add_usually(file, request)
             slot = self._index.index(number)
             self._primed[slot] = kind
             self._compare(plan, slot, request, note)
@@ -269,6 +275,10 @@ class SlotWriter:
                 "wrote them. Nothing was loaded."
             )
         self._prepare_stage(kind)
+        if note.memory.isdecimal() and self._fetch_from_gpu(folder / note.files, note):
+            self.counts["from GPU"] += 1
+            return kind
+        unfinished.wait(file)
         with self._mapped(file, folder / note.files if note.files else None) as mapped:
             if mapped is not None:
                 self._stage.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
@@ -283,6 +293,18 @@ class SlotWriter:
                 f"sent {note.checksum}. Nothing was loaded."
             )
         return kind
+
+    def _fetch_from_gpu(self, socket_path: Path, note: VersionNote) -> bool:
+        """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
+        try:
+            with self._files.opened(int(note.memory), socket_path) as memory:
+                if memory is None:
+                    return False
+                memory.copy_to(self._stage)
+        except IPCError as error:
+            logger.warning("A version is read from its file instead of the trainer's GPU: %s.", error)
+            return False
+        return checksum(self._stage) == note.checksum  # else a later version is there, and the file decides
 
     @contextmanager
     def _mapped(self, file: int, socket_path: Path | None) -> Iterator[Tensor | None]:

@@ -1,4 +1,7 @@
-"""What a trainer notes beside the files of a version, for workers that write it into their slots."""
+"""What a trainer notes beside the files of a version, for workers that write it into their slots.
+
+The file of the tensors may still be on its way from the trainer's GPU; see `engine_plugins.unfinished`.
+"""
 
 import hashlib
 import json
@@ -21,11 +24,14 @@ class VersionNote:
         checksum: of the tensors, see `engine_plugins.checksum`.
         files: the socket of `engine_plugins.shared_files`, as a path from the version's folder; empty if the file
             of the tensors is not shared.
+        memory: the number of the GPU's memory (`engine_plugins.cuda_ipc`) that holds the tensors until the next version
+            is written; offered through that socket. Empty if they are in the file only.
     """
 
     head: str
     checksum: str
     files: str = ""
+    memory: str = ""
 
     def write(self, folder: Path) -> None:
         """Put it beside the files in `folder`."""

@@ -24,8 +24,10 @@ MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_quick_load.QuickLoadMiddleware"
 WORKER = "trl_lora_sync.engine_plugins.vllm_quick_load_worker.QuickLoadWorker"
 CHECKS_HEADER = "lora-sync-checks"
 """In answers to loads: the form of note by which workers refuse a version that is not what its trainer sent."""
-NOTE_FORM = "1"
+NOTE_FORM = "2"
 """Of `version_note`; to be changed with it."""
+GPUS_HEADER = "lora-sync-gpus"
+"""Beside `CHECKS_HEADER`: the UUIDs of the GPUs that the first worker sees, with commas; without any on a CPU."""
 NO_CHECKS = "none"
 """In place of `NOTE_FORM`, if workers compare nothing."""
 WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
@@ -53,28 +55,29 @@ class QuickLoadMiddleware:
 
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
-        self._checks: str | None = None
+        self._headers: dict[str, str] = {}
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
-            self._checks = await _prepare(scope)
-        if self._checks and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
-            await self.app(scope, receive, _with_header(send, self._checks))
+            self._headers = await _prepare(scope)
+        if self._headers and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
+            await self.app(scope, receive, _with_headers(send, self._headers))
         else:
             await self.app(scope, receive, send)
 
 
-def _with_header(send: "Send", checks: str) -> "Send":
-    async def send_with_header(message: "Message") -> None:
+def _with_headers(send: "Send", ours: dict[str, str]) -> "Send":
+    async def send_with_headers(message: "Message") -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (CHECKS_HEADER.encode(), checks.encode())]}
+            added = [(name.encode(), value.encode()) for name, value in ours.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
         await send(message)
 
-    return send_with_header
+    return send_with_headers
 
 
-async def _prepare(scope: "Scope") -> str | None:
-    """The value of `CHECKS_HEADER`; None where adapters are loaded in vLLM's way."""
+async def _prepare(scope: "Scope") -> dict[str, str]:
+    """The headers of answers to loads; none where adapters are loaded in vLLM's way."""
     try:
         # Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
         engine: Any = scope["app"].state.engine_client
@@ -91,7 +94,7 @@ async def _prepare(scope: "Scope") -> str | None:
             failed[0],
             WORKER,
         )
-        return None
+        return {}
     if unable:
         logger.warning("Adapters are not written into the slots of this version of vLLM directly (%s).", unable[0])
     elif off:
@@ -100,4 +103,6 @@ async def _prepare(scope: "Scope") -> str | None:
         "From the second one of a kind on, %sadapters are read with several threads.",
         "" if unable or off else "versions of a trainer are written into their slots directly, and other ",
     )
-    return NO_CHECKS if unable or off else NOTE_FORM
+    if unable or off:
+        return {CHECKS_HEADER: NO_CHECKS}
+    return {CHECKS_HEADER: NOTE_FORM, GPUS_HEADER: answers[0].get("gpus", "")}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins.cuda_ipc import visible_gpus
 from trl_lora_sync.engine_plugins.safetensors_file import (
     DTYPES,
     MALFORMED,
@@ -55,7 +56,7 @@ class QuickLoadWorker:
 
         Returns:
             `error`: why that is not possible, `slots`: why none can be written, and `off`: why none is to be written;
-            empty if there is no reason.
+            empty if there is no reason. `gpus`: what this process sees, if slots are written.
         """
         try:
             manager = self.model_runner.lora_manager
@@ -75,7 +76,8 @@ class QuickLoadWorker:
             files.writes_slots = True
         except Exception as error:
             return {"error": "", "slots": f"{type(error).__name__}: {error}", "off": ""}
-        return {"error": "", "slots": "", "off": ""}
+        gpus = visible_gpus() if device == "cuda" else []
+        return {"error": "", "slots": "", "off": "", "gpus": ",".join(gpus)}
 
     def lora_sync_slot_counts(self) -> dict[str, int]:
         """How many versions came which way, for tests and measurements."""

@@ -117,6 +117,7 @@ class Capabilities:
         takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
         takes_pushes: whether an adapter can be sent to a separate route first, without a shared file system.
         checks_payload: whether it refuses a version whose tensors differ from those on the trainer's device.
+        gpus: the UUIDs of the GPUs that it sees, if it can read versions from a trainer's.
         is_fused: whether a loaded adapter is added to the weights, so that one at a time is served.
         is_cpu_build: whether it is vLLM on a CPU, which computes requests for the base model with an adapter if both
             are in one batch; None if unknown.
@@ -138,6 +139,7 @@ class Capabilities:
     takes_tensors: bool = False
     takes_pushes: bool = False
     checks_payload: bool = False
+    gpus: tuple[str, ...] = ()
     is_fused: bool = False
     is_cpu_build: bool | None = False
 

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.version_note import DAMAGED
-from trl_lora_sync.engine_plugins.vllm_quick_load import CHECKS_HEADER, NOTE_FORM
+from trl_lora_sync.engine_plugins.vllm_quick_load import CHECKS_HEADER, GPUS_HEADER, NOTE_FORM
 from trl_lora_sync.engines import vllm_images, vllm_metrics
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
@@ -85,6 +85,7 @@ class VLLMEngine(ServerEngine):
         super().__init__(base_url, is_local=is_local, timeouts=timeouts)
         self._pushed = PushedAdapters(base_url, self._request, self._serve_command, timeouts)
         self._checks_payload = False
+        self._gpus: tuple[str, ...] = ()
 
     # Connecting
 
@@ -107,6 +108,7 @@ class VLLMEngine(ServerEngine):
             is_cpu_build=await self._is_cpu_build(version, deadline),
             takes_pushes=await self._pushed.connect(deadline),
             checks_payload=self._checks_payload,
+            gpus=self._gpus,
         )
         return self._capabilities
 
@@ -128,6 +130,7 @@ class VLLMEngine(ServerEngine):
         """
         response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": ""}, deadline)
         self._checks_payload = response.headers.get(CHECKS_HEADER) == NOTE_FORM
+        self._gpus = tuple(filter(None, response.headers.get(GPUS_HEADER, "").split(",")))
         words = server_words(response)
         if (response.status_code, "fused serving" in words) == (409, True):
             raise ServerSetupError(

@@ -1,0 +1,468 @@
+"""Workers read the newest version from the memory of the trainer's GPU; by a stand-in, and on a GPU by CUDA itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+import pytest
+import torch
+from contract.served import SMALL
+from contract.served import soon as within
+from fakes.sglang import FakeSGLang
+from support.gpu_stand_in import StandInGPU, StandInProcess
+from support.shared_memory import shared_folder
+from torch import Tensor
+
+from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
+from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.engine_plugins import shared_files, unfinished
+from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError, Offer, OpenedMemory, driver_for
+from trl_lora_sync.engine_plugins.shared_files import MappedFiles
+from trl_lora_sync.engine_plugins.version_note import VersionNote
+from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.transports import DiskTransport
+from unit.test_fleet import handle_of
+from unit.test_slot_writer import BF16, Served, damage_tensors, flat
+from unit.tiny import lora_module
+
+CPU = torch.device("cpu")
+FILE = "adapter_model.safetensors"
+
+
+class OnOneHost(Served):
+    """A worker and a trainer whose GPU it sees."""
+
+    def __init__(self, folder: Path, visible: str | None = None) -> None:
+        super().__init__(folder)
+        self.gpu = StandInGPU()
+        self.trainer = StandInProcess(self.gpu)
+        self.worker = StandInProcess(self.gpu) if visible is None else StandInProcess(self.gpu, visible)
+        self.store = AdapterStore(folder / "root", slots=SlotRing(driver_for=self.trainer, shares_gpu=True))
+        self.writer._files = MappedFiles(CPU, self.worker)
+
+    def publish(self, seed: int, rank: int = 2) -> StoredAdapter:
+        """As a run does: the file is completed while the worker loads."""
+        stored = self.write(seed, rank)
+        finishing = threading.Thread(target=self.store.finish)
+        finishing.start()
+        self.add(stored)
+        finishing.join()
+        return stored
+
+
+@pytest.fixture
+def served() -> Iterator[OnOneHost]:
+    with shared_folder() as folder:
+        served = OnOneHost(folder)
+        yield served
+        served.store.close()
+        assert not served.gpu.owners
+        assert not served.gpu.opened
+
+
+@pytest.fixture
+def apart() -> Iterator[OnOneHost]:
+    """The worker does not see the trainer's GPU."""
+    with shared_folder() as folder:
+        apart = OnOneHost(folder, visible="GPU-other")
+        yield apart
+        apart.store.close()
+
+
+def socket_of(stored: StoredAdapter) -> Path:
+    assert stored.path
+    note = VersionNote.read(stored.path)
+    assert note
+    return stored.path / note.files
+
+
+def soon(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_so()
+
+
+def is_complete(stored: StoredAdapter) -> bool:
+    assert stored.path
+    with (stored.path / FILE).open("rb") as file:
+        try:
+            unfinished.wait(file.fileno(), 0)
+        except TimeoutError:
+            return False
+    return True
+
+
+def test_versions_come_from_the_gpu_and_their_files_follow(served: OnOneHost) -> None:
+    for seed in range(1, 6):
+        stored = served.publish(seed)
+        assert served.serves(stored)
+        assert is_complete(stored)
+        served.store.check(stored, flat(seed))
+    assert served.writer.counts["from GPU"] == 6  # the first one twice, as vLLM loads it before
+    assert served.writer.counts["mapped"] == served.writer.counts["read"] == 0
+
+
+def test_a_load_of_a_known_kind_needs_no_file(served: OnOneHost) -> None:
+    for seed in range(1, 4):
+        served.publish(seed)
+    stored = served.write(4)
+    assert stored.is_unfinished
+    assert not is_complete(stored)
+    assert served.serves(stored)
+    assert not is_complete(stored)
+    served.store.finish()
+    assert is_complete(stored)
+
+
+def test_a_version_that_is_withdrawn_at_once_leaves_its_slot_complete(served: OnOneHost) -> None:
+    stored = served.write(1)
+    served.store.delete(stored)
+    ring = served.store._slots
+    assert ring is not None
+    assert [slot.is_unfinished for slot in ring._free] == [False]
+    assert served.serves(served.publish(2))
+
+
+def test_a_version_that_is_needed_again_comes_from_its_own_file(served: OnOneHost) -> None:
+    versions = [served.publish(seed) for seed in range(1, 5)]
+    assert served.writer.counts["mapped"] == 0
+    assert all(served.serves(one) for one in versions)
+    assert served.writer.counts["mapped"] > 0
+
+
+def test_a_worker_that_does_not_see_the_gpu_says_so_once_and_waits_for_the_file(
+    apart: OnOneHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = apart.write(1)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(apart.add, stored)
+        assert soon(lambda: "is not visible here" in caplog.text)
+        assert not loading.done()
+        assert not is_complete(stored)
+        apart.store.finish()
+        loading.result(20)
+    assert apart.serves(stored)
+    for seed in range(2, 5):
+        assert apart.serves(apart.publish(seed))
+    assert apart.writer.counts["from GPU"] == 0
+    assert caplog.text.count("is not visible here") == 1
+
+
+def test_a_driver_that_shares_nothing_leaves_the_file(served: OnOneHost, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    served.trainer.refuses_to_share = True
+    for seed in (1, 2, 3):
+        stored = served.write(seed)
+        assert not stored.is_unfinished
+        assert served.serves(stored)
+    assert served.writer.counts["from GPU"] == 0
+    assert not served.gpu.owners
+    assert caplog.text.count("cuIpcGetMemHandle: not supported (801)") == 1
+
+
+def test_what_is_damaged_on_the_gpu_comes_from_the_file(served: OnOneHost) -> None:
+    served.publish(1)
+    stored = served.write(2)
+    served.store.finish()
+    damage_gpu(served)
+    assert served.serves(stored)
+    assert served.writer.counts["mapped"] == 1
+
+
+def damage_gpu(served: OnOneHost) -> None:
+    [(_, memory)] = served.gpu.owners.values()
+    memory[3] = bytes([memory[3][0] ^ 4])
+
+
+def test_what_is_damaged_in_both_places_is_refused(served: OnOneHost) -> None:
+    served.publish(1)
+    stored = served.write(2)
+    served.store.finish()
+    damage_gpu(served)
+    assert stored.path
+    damage_tensors(stored.path)
+    with pytest.raises(ValueError, match="is damaged: its tensors have the checksum"):
+        served.add(stored)
+    assert not served.is_listed(stored)
+
+
+def test_a_larger_adapter_gets_other_memory(served: OnOneHost) -> None:
+    older = served.publish(1)
+    [first] = served.gpu.owners
+    served.publish(2, rank=4)
+    [second] = served.gpu.owners
+    assert served.gpu.opened == {second: 1}
+    started = time.monotonic()
+    with served.writer._files.opened(1, socket_of(older)) as memory:
+        assert memory is None
+    assert time.monotonic() - started < shared_files._PATIENCE_S  # no memory of the past is waited for
+    assert first != second
+    mapped = served.writer.counts["mapped"]
+    assert served.serves(served.publish(3))  # a smaller one fits
+    assert [*served.gpu.owners] == [second]
+    assert served.writer.counts["mapped"] == mapped
+
+
+def test_a_worker_closes_the_memory_once_the_trainer_is_gone(served: OnOneHost) -> None:
+    served.publish(1)
+    assert served.gpu.opened
+    [connection] = served.store._slots._shared._workers  # type: ignore[union-attr]
+    connection.close()
+    assert soon(lambda: not served.gpu.opened)
+
+
+def test_memory_that_a_worker_does_not_close_is_not_freed(
+    served: OnOneHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_files, "_PATIENCE_S", 0.2)
+    stored = served.publish(1)
+    with served.writer._files.opened(1, socket_of(stored)) as memory:
+        assert memory is not None
+        served.store.close()
+        assert served.gpu.owners
+    assert "are held until this process ends" in caplog.text
+    assert soon(lambda: not served.gpu.opened)
+    served.gpu.owners.clear()
+
+
+def test_an_offer_of_another_form_is_no_reason_to_fail(
+    served: OnOneHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_files, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(Offer, "encode", lambda self: b'[1, 5, "GPU-x", "abcd"]')
+    assert served.serves(served.publish(1))
+    assert "offers memory of its GPU in another form" in caplog.text
+
+
+def test_a_file_that_nobody_finishes_is_given_up(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as writer, (tmp_path / "file").open("rb") as reader:
+        unfinished.wait(reader.fileno(), 0)
+        unfinished.begin(writer.fileno())
+        with pytest.raises(TimeoutError, match="has not finished the file"):
+            unfinished.wait(reader.fileno(), 0.01)
+    with (tmp_path / "file").open("rb") as reader:
+        unfinished.wait(reader.fileno(), 0)  # the writer has closed it, as it does when it dies
+
+
+def test_there_is_a_reason_where_there_is_no_gpu() -> None:
+    with pytest.raises(IPCError, match="this process computes on cpu, not on a GPU"):
+        driver_for(CPU)
+
+
+def test_a_run_completes_its_files_by_itself() -> None:
+    gpu = StandInGPU()
+    with shared_folder() as folder:
+        ring = SlotRing(driver_for=StandInProcess(gpu), shares_gpu=True)
+        transport = Blocking(DiskTransport(folder / "root", slots=ring, has_checksums=True))
+        stored = transport.write(1, flat(1), within(20))
+        assert stored.is_unfinished
+        assert soon(lambda: is_complete(stored))
+        transport.check(stored, flat(1), within(20))
+        transport.close()
+    assert not gpu.owners
+
+
+@pytest.mark.outside
+def test_a_server_that_does_not_wait_for_a_file_is_told_of_it_once_it_is_complete() -> None:
+    loads: list[bool] = []
+
+    async def load(stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+        loads.append(is_complete(stored))
+        return {}
+
+    with shared_folder() as folder, FakeSGLang(shapes=SMALL) as fake:
+        server = handle_of(fake, folder)
+        server.engine.load = load  # type: ignore[method-assign]
+        store = AdapterStore(folder / "root", slots=SlotRing(driver_for=StandInProcess(StandInGPU()), shares_gpu=True))
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(run, server.load(store.write(1, flat(1)), within(60)))
+            with pytest.raises(TimeoutError):
+                loading.result(0.3)
+            assert not loads
+            store.finish()
+            loading.result(20)
+        store.close()
+    assert loads == [True]
+
+
+# On a GPU
+
+GPU = torch.device("cuda", 0)
+COLUMNS = 64 << 10  # 128 MB in bfloat16, far more than what a process takes by itself varies
+_ENVIRONMENT = """
+import sys
+sys.path[:0] = {path!r}
+from unit.test_cuda_ipc import *
+"""
+# Says the checksum of what it sees of each version whose folder it is told.
+_WORKER = """
+device = torch.device("cuda", {index})
+stage = torch.empty({size}, dtype=torch.uint8, device=device)
+files = MappedFiles(device)
+for line in sys.stdin:
+    print(seen(files, Path(line.strip()), stage), flush=True)
+"""
+# Says the folder of a version, and waits for its end.
+_TRAINER = """
+store = AdapterStore(Path(sys.argv[1]), slots=SlotRing(shares_gpu=True))
+stored = store.write(1, large(1))
+store.finish()
+print(stored.path, checksum(large(1).flat), flush=True)
+signal.pause()
+"""
+Case = TypeVar("Case", bound=Callable[..., None])
+
+
+def on_gpus(count: int) -> Callable[[Case], Case]:
+    has_them = torch.cuda.device_count() >= count
+    skips = pytest.mark.skipif(not has_them, reason=f"there are fewer than {count} CUDA devices here")
+    return lambda case: cast("Case", pytest.mark.gpu(pytest.mark.outside(skips(case))))
+
+
+def large(seed: int) -> FlatAdapter:
+    torch.manual_seed(seed)
+    matrices = {"lora_A": torch.randn(1024, COLUMNS, device=GPU), "lora_B": torch.randn(8, 1024, device=GPU)}
+    found = FlatBuffer().export([replace(lora_module(name="q"), **matrices)], dtype=BF16)
+    assert isinstance(found, FlatAdapter)
+    return found
+
+
+def seen(files: MappedFiles, folder: Path, stage: Tensor) -> str:
+    """The checksum of a version in the trainer's memory; empty if that is not open."""
+    note = VersionNote.read(folder)
+    assert note
+    with files.opened(int(note.memory), folder / note.files) as memory:
+        if memory is None:
+            return ""
+        memory.copy_to(stage)
+    return checksum(stage)
+
+
+def process_of(source: str, *args: object, **env: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", _ENVIRONMENT.format(path=sys.path) + source, *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | env,
+        text=True,
+    )
+
+
+class OtherProcess:
+    """A worker of an engine, on a GPU of its own or on the trainer's."""
+
+    def __init__(self, index: int = 0, **env: str) -> None:
+        self.process = process_of(_WORKER.format(size=large(0).flat.nbytes, index=index), **env)
+
+    def sees(self, stored: StoredAdapter) -> str:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(f"{stored.path}\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, self.end()
+        return line.strip()
+
+    def end(self) -> str:
+        """What it has logged."""
+        _, errors = self.process.communicate(timeout=120)
+        return errors
+
+
+@pytest.fixture
+def store() -> Iterator[AdapterStore]:
+    with shared_folder() as folder:
+        store = AdapterStore(folder / "root", slots=SlotRing(shares_gpu=True))
+        yield store
+        store.close()
+
+
+def free_bytes() -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(GPU)[0]
+
+
+def check_versions(store: AdapterStore, worker: OtherProcess) -> None:
+    for seed in range(1, 6):
+        adapter = large(seed)
+        stored = store.write(seed, adapter)
+        assert worker.sees(stored) == checksum(adapter.flat)
+        store.check(stored, adapter)
+        store.delete(stored)
+    worker.end()
+
+
+@on_gpus(1)
+def test_another_process_reads_each_version_on_the_same_gpu(store: AdapterStore) -> None:
+    check_versions(store, OtherProcess())
+
+
+@on_gpus(2)
+def test_another_process_reads_each_version_on_another_gpu(store: AdapterStore) -> None:
+    check_versions(store, OtherProcess(index=1))
+
+
+@on_gpus(2)
+def test_another_process_that_does_not_see_the_gpu_says_so(store: AdapterStore) -> None:
+    worker = OtherProcess(CUDA_VISIBLE_DEVICES="1")
+    assert worker.sees(store.write(1, large(1))) == ""
+    assert "is not visible here; CUDA_VISIBLE_DEVICES" in worker.end()
+
+
+@on_gpus(1)
+@pytest.mark.parametrize("is_killed", [False, True], ids=["that goes on", "that was killed"])
+def test_nothing_is_held_after_the_run_beside_a_worker(store: AdapterStore, is_killed: bool) -> None:
+    worker, adapter = OtherProcess(), large(1)
+    assert worker.sees(store.write(1, adapter)) == checksum(adapter.flat)
+    if is_killed:
+        worker.process.send_signal(signal.SIGKILL)
+        worker.process.wait(60)
+    before = free_bytes()
+    store.close()
+    assert free_bytes() - before > 0.9 * adapter.flat.nbytes
+    assert int(torch.ones(8, device=GPU).sum()) == 8
+    worker.end()
+
+
+@on_gpus(1)
+@pytest.mark.parametrize("segments", ["expandable_segments:False", "expandable_segments:True"])
+def test_a_trainer_that_is_killed_leaves_no_memory_taken(segments: str) -> None:
+    stage = torch.empty(large(0).flat.nbytes, dtype=torch.uint8, device=GPU)
+    before = free_bytes()
+    with shared_folder() as folder:
+        trainer = process_of(_TRAINER, folder / "root", PYTORCH_CUDA_ALLOC_CONF=segments)
+        try:
+            assert trainer.stdout
+            path, expected = trainer.stdout.readline().split()
+            files = MappedFiles(GPU)
+            assert seen(files, Path(path), stage) == expected
+            assert before - free_bytes() > stage.nbytes
+        finally:
+            trainer.send_signal(signal.SIGKILL)
+            _, errors = trainer.communicate(timeout=60)
+        assert soon(lambda: before - free_bytes() < 0.1 * stage.nbytes), errors
+    assert int(torch.ones(8, device=GPU).sum()) == 8
+
+
+@on_gpus(1)
+def test_what_the_driver_refuses_leaves_torch_as_it_was() -> None:
+    driver = CUDADriver()
+    with pytest.raises(IPCError, match="cuIpcOpenMemHandle_v2: "):
+        OpenedMemory(Offer(1, 8, driver.gpu(GPU), "00" * 64), GPU, driver)
+    with pytest.raises(IPCError, match=r"cuMemAlloc_v2: out of memory"):
+        driver.allocate(GPU, 1 << 50)
+    assert int(torch.ones(8, device=GPU).sum()) == 8
+    assert driver.gpu(GPU).removeprefix("GPU-") == str(torch.cuda.get_device_properties(GPU).uuid)
