@@ -252,7 +252,7 @@ def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.Monk
 # The server's side
 
 
-FINE = {"error": "", "slots": "", "off": ""}
+FINE = {"error": "", "slots": "", "off": "", "experts": ""}
 
 
 @pytest.mark.parametrize(

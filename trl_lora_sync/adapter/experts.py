@@ -10,6 +10,7 @@ GPU: under other names or in another layout it refuses the experts, or ignores t
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -25,17 +26,20 @@ _read_directly: "WeakSet[nn.Module]" = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The names of one family of models on vLLM.
+    """The names of one family of models on a server.
 
     Attributes:
         moe: what the module that holds experts and router is called there.
-        projections: the names of gate, up and down of each expert; None for all experts in one tensor, as in PEFT.
-        has_router: whether an adapter on the router is applied.
+        projections: the names of gate, up and down of each expert; None if all experts of a layer are always in one
+            tensor, as in PEFT.
+        has_router: whether vLLM applies an adapter on the router at run time.
+        on_sglang: whether SGLang applies adapters on the experts, as measured.
     """
 
     moe: str = "mlp"
     projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     has_router: bool = False
+    on_sglang: bool = False
 
 
 FAMILIES = {
@@ -112,7 +116,19 @@ def shapes_of(experts: Any) -> dict[str, tuple[int, int]]:
     return {name: tuple(getattr(experts, name).shape[1:]) for name in ("gate_up_proj", "down_proj")}
 
 
-def expert_blocks(layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tensor], rank: int) -> list[Block]:
+def are_stacked(layers: Iterable[ExpertLayer], *, takes_stacked: bool) -> bool:
+    """Whether all experts of a layer go into one tensor.
+
+    Args:
+        takes_stacked: whether the servers take that of every family. It has as many tensors as layers, and not as
+            experts, which is loaded faster.
+    """
+    return takes_stacked or any(layer.family.projections is None for layer in layers)
+
+
+def expert_blocks(
+    layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tensor], rank: int, *, is_stacked: bool
+) -> list[Block]:
     """The adapters of all experts as a server loads them.
 
     Servers need all three projections of an expert, so zeros stand for a projection that is not trained.
@@ -120,14 +136,17 @@ def expert_blocks(layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tenso
     Args:
         value_of: the weight of a module that holds a matrix.
         rank: to pad to.
+        is_stacked: see `are_stacked`.
     """
     together: dict[str, dict[str, ExpertLayer]] = {}
     for layer in layers:
         together.setdefault(layer.path, {})[layer.parameter] = layer
-    return [block for path, found in together.items() for block in _blocks_of(path, found, value_of, rank)]
+    return [block for path, found in together.items() for block in _blocks_of(path, found, value_of, rank, is_stacked)]
 
 
-def _blocks_of(path: str, found: dict[str, ExpertLayer], value_of: Callable[[Any], Tensor], rank: int) -> list[Block]:
+def _blocks_of(
+    path: str, found: dict[str, ExpertLayer], value_of: Callable[[Any], Tensor], rank: int, is_stacked: bool
+) -> list[Block]:
     some = next(iter(found.values()))
     read = {name: layer.read(value_of) for name, layer in found.items()}
     for name, (out_features, in_features) in shapes_of(some.layer).items():
@@ -138,32 +157,42 @@ def _blocks_of(path: str, found: dict[str, ExpertLayer], value_of: Callable[[Any
                 like.new_zeros(some.experts, out_features, 0),
             )
     (gate_up_A, gate_up_B), (down_A, down_B) = read["gate_up_proj"], read["down_proj"]
-    if some.family.projections is None:
+    if is_stacked:
         return [
             *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank),
             *_in_one(path, down_A, down_B, rank),
         ]
+    assert some.family.projections is not None
     gate, up, down = some.family.projections
     half = gate_up_B.shape[1] // 2  # the gate is the first half of the rows
     parts = {gate: (gate_up_A, gate_up_B[:, :half]), up: (gate_up_A, gate_up_B[:, half:]), down: (down_A, down_B)}
     blocks = []
     for name, (lora_A, lora_B) in parts.items():
-        keys = [f"{KEY_PREFIX}{path}.{expert}.{name}" for expert in range(some.experts)]
+        keys_A, keys_B = _keys(path, some.experts, name)
         blocks += [
-            Block(tuple(f"{key}.lora_A.weight" for key in keys), (rank, lora_A.shape[2]), lora_A),
-            Block(tuple(f"{key}.lora_B.weight" for key in keys), (lora_B.shape[1], rank), lora_B),
+            Block(keys_A, (rank, lora_A.shape[2]), lora_A),
+            Block(keys_B, (lora_B.shape[1], rank), lora_B),
         ]
     return blocks
 
 
+# Tens of thousands of names, which are the same ones at each sync.
+@lru_cache(maxsize=4096)
+def _keys(path: str, experts: int, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    keys = [f"{KEY_PREFIX}{path}.{expert}.{name}" for expert in range(experts)]
+    return tuple(f"{key}.lora_A.weight" for key in keys), tuple(f"{key}.lora_B.weight" for key in keys)
+
+
 def _in_one(path: str, lora_A: Tensor, lora_B: Tensor, rank: int) -> list[Block]:
     """All experts in one tensor, as PEFT has them."""
-    experts, _, in_features = lora_A.shape
+    experts, own_rank, in_features = lora_A.shape
     out_features = lora_B.shape[1]
-    tall = lora_A.new_zeros(experts, rank, in_features)
-    tall[:, : lora_A.shape[1]] = lora_A
-    wide = lora_B.new_zeros(out_features, rank, experts)
-    wide[:, : lora_B.shape[2]] = lora_B.permute(1, 2, 0)
+    tall, wide = lora_A, lora_B.permute(1, 2, 0)
+    if own_rank < rank:
+        tall = lora_A.new_zeros(experts, rank, in_features)
+        tall[:, :own_rank] = lora_A
+        wide = lora_B.new_zeros(out_features, rank, experts)
+        wide[:, :own_rank] = lora_B.permute(1, 2, 0)
     key = f"{KEY_PREFIX}{path}"
     return [
         Block((f"{key}.lora_A.weight",), (experts * rank, in_features), tall.reshape(1, -1, in_features)),

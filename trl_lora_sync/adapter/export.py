@@ -24,6 +24,7 @@ from trl_lora_sync.adapter.experts import (
     FAMILIES,
     ExpertLayer,
     Family,
+    are_stacked,
     expert_blocks,
     is_read_directly,
     mark_read_directly,
@@ -155,8 +156,8 @@ class AdapterReader:
     """Reads the active adapter of a model again and again, with what is slow about it remembered.
 
     An adapter on a GPU stays there, in a `FlatBuffer`: that is memory for one adapter in the dtype that is written, and
-    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`. The difference to an initial
-    adapter takes twice the adapter in float32 besides, while it is read.
+    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`, unless it has experts. The
+    difference to an initial adapter takes twice the adapter in float32 besides, while it is read.
 
     Args:
         serving: `"fused"` to read what only fused serving can serve as well, see `adapter.extras`.
@@ -238,20 +239,33 @@ class AdapterReader:
         *,
         dtype: torch.dtype,
         fused_siblings: bool = False,
+        stacked_experts: bool = False,
         gathered: Mapping[nn.Module, Tensor] | None = None,
     ) -> CanonicalAdapter:
-        """As `read_adapter`, of the `modules`; if they are on a GPU, the result is valid until the next read."""
-        return self._read(model, self._buffer, dtype, fused_siblings, gathered)
+        """As `read_adapter`, of the `modules`.
+
+        If they are on a GPU, or experts are among them, the result is valid until the next read.
+
+        Args:
+            stacked_experts: whether all experts of a layer may go into one tensor.
+        """
+        return self._read(model, self._buffer, dtype, fused_siblings, stacked_experts, gathered)
 
     def read_trial(
-        self, model: "PeftModel", weights: Mapping[Any, Tensor], *, dtype: torch.dtype, fused_siblings: bool
+        self,
+        model: "PeftModel",
+        weights: Mapping[Any, Tensor],
+        *,
+        dtype: torch.dtype,
+        fused_siblings: bool,
+        stacked_experts: bool = False,
     ) -> CanonicalAdapter:
         """As `read`, of other matrices in the place of the adapter's; stays valid.
 
         Args:
             weights: for each of the `linears`, and each parameter of the `extras`.
         """
-        return self._read(model, FlatBuffer(), dtype, fused_siblings, weights)
+        return self._read(model, FlatBuffer(), dtype, fused_siblings, stacked_experts, weights)
 
     def _read(
         self,
@@ -259,13 +273,15 @@ class AdapterReader:
         buffer: FlatBuffer,
         dtype: torch.dtype,
         fused_siblings: bool,
+        stacked_experts: bool,
         gathered: Mapping[nn.Module, Tensor] | None,
     ) -> CanonicalAdapter:
         modules = self.modules(gathered)
-        export = buffer.export if self._is_on_gpu(modules) else canonicalize
+        # Experts are many tensors, which are filled in few copies there.
+        export = buffer.export if self._is_on_gpu(modules) or self._experts else canonicalize
         extras = read_extras(self._extras, gathered or {}, dtype)
         if self._experts:
-            extras = self._with_experts(modules, extras, gathered or {}, fused_siblings)
+            extras = self._with_experts(modules, extras, gathered or {}, fused_siblings, stacked_experts)
         return _export(model, self._adapter_name, modules, export, dtype, fused_siblings, extras)
 
     def _with_experts(
@@ -274,16 +290,21 @@ class AdapterReader:
         extras: ExtraTensors,
         gathered: Mapping[nn.Module, Tensor],
         fused_siblings: bool,
+        stacked_experts: bool,
     ) -> ExtraTensors:
-        if fused_siblings:
+        is_stacked = are_stacked(self._experts, takes_stacked=stacked_experts)
+        if fused_siblings and (is_stacked or not self._experts[0].family.on_sglang):
             raise UnsupportedAdapterError(
-                "The adapter is on experts, and SGLang serves the run, where adapters on experts are not supported. "
-                "Train the other layers only, with target_modules as a list of their names, or sample on vLLM."
+                "The adapter is on experts, and SGLang serves the run, where adapters on the experts of this family "
+                "are not supported. Train the other layers only, with target_modules as a list of their names, or "
+                "sample on vLLM."
             )
         rank = max(layer.rank for layer in self._experts)
         whole = max(rank, *(module.rank for module in modules)) if modules else rank
-        blocks = expert_blocks(self._experts, lambda matrix: gathered.get(matrix, matrix.weight), whole)
-        return replace(extras, blocks=blocks, rank=rank)
+        blocks = expert_blocks(
+            self._experts, lambda matrix: gathered.get(matrix, matrix.weight), whole, is_stacked=is_stacked
+        )
+        return replace(extras, blocks=blocks, rank=rank, has_stacked_experts=is_stacked)
 
     def release(self) -> None:
         """Release the memory; the next read allocates it again."""

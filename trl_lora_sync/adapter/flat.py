@@ -40,6 +40,16 @@ class FlatAdapter(CanonicalAdapter):
     header: bytes
     flat: Tensor
 
+    # Experts are tens of thousands of tensors, of which nothing is asked one by one at a sync.
+
+    @property
+    def payload_bytes(self) -> int:
+        return int(self.flat.nbytes)
+
+    @property
+    def parameters(self) -> int:
+        return self.flat.numel()
+
     def on_host(self) -> CanonicalAdapter:
         host = self.flat.to("cpu", copy=True)
         return self.with_tensors(split_flat(host, {key: tensor.shape for key, tensor in self.tensors.items()}))
@@ -56,6 +66,7 @@ def flat_adapter(described: CanonicalAdapter, flat: Tensor, shapes: dict[str, to
         base_model=described.base_model,
         fan_in_fan_out=described.fan_in_fan_out,
         tokens=described.tokens,
+        has_stacked_experts=described.has_stacked_experts,
         header=header_of(tensors, METADATA),
         flat=flat,
     )
@@ -121,6 +132,7 @@ class FlatBuffer:
             base_model=base_model,
             fan_in_fan_out=fan_in_fan_out,
             tokens=extras.tokens,
+            has_stacked_experts=extras.has_stacked_experts,
             header=plan.header,
             flat=plan.flat,
         )

@@ -252,10 +252,13 @@ def _check_together(config: Any) -> None:
         )
 
 
-def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime") -> None:
+def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
     """Refuse a saved `adapter_config.json` that no server could serve exactly; needs no PEFT.
 
     Fields that this version does not know are left to `check_peft_config`, which knows their defaults.
+
+    Args:
+        proves_groups: as for `check_peft_config`.
 
     Raises:
         UnsupportedAdapterError: as for `check_peft_config`.
@@ -267,7 +270,8 @@ def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime") -
         if name in saved:
             check(saved[name])
     for name in _REFUSED_WHEN_SET:
-        _check_unset(name, saved.get(name), serving)
+        if not (proves_groups and name == "target_parameters"):
+            _check_unset(name, saved.get(name), serving)
 
 
 def _check_unset(name: str, value: Any, serving: Serving) -> None:

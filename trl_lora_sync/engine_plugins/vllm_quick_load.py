@@ -4,9 +4,9 @@
     vllm serve MODEL --enable-lora --worker-extension-cls $P.vllm_quick_load_worker.QuickLoadWorker \
         --middleware $P.vllm_quick_load.QuickLoadMiddleware ...
 
-Changes nothing of what is loaded. Of what clients see, it changes only that answers to loads have a header: whether
-workers compare each version with what its trainer sent. Where a version of vLLM is not as expected, the server logs
-that and loads adapters in vLLM's way.
+Changes nothing of what is loaded. Of what clients see, it changes only that answers to loads have headers: whether
+workers compare each version with what its trainer sent, and in which form they take experts. Where a version of vLLM is
+not as expected, the server logs that and loads adapters in vLLM's way.
 
 Slots are written on CPUs. On GPUs that is experimental and wants `TRL_LORA_SYNC_WRITE_SLOTS=1` in the server's
 environment.
@@ -26,6 +26,9 @@ CHECKS_HEADER = "lora-sync-checks"
 """In answers to loads: the form of note by which workers refuse a version that is not what its trainer sent."""
 NOTE_FORM = "1"
 """Of `version_note`; to be changed with it."""
+EXPERTS_HEADER = "lora-sync-experts"
+"""In answers to loads: `STACKED` if all experts of a layer may be in one tensor, whatever the model."""
+STACKED = "stacked"
 NO_CHECKS = "none"
 """In place of `NOTE_FORM`, if workers compare nothing."""
 WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
@@ -53,28 +56,30 @@ class QuickLoadMiddleware:
 
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
-        self._checks: str | None = None
+        self._headers: dict[str, str] = {}
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
-            self._checks = await _prepare(scope)
-        if self._checks and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
-            await self.app(scope, receive, _with_header(send, self._checks))
+            self._headers = await _prepare(scope)
+        if self._headers and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
+            await self.app(scope, receive, _with_headers(send, self._headers))
         else:
             await self.app(scope, receive, send)
 
 
-def _with_header(send: "Send", checks: str) -> "Send":
-    async def send_with_header(message: "Message") -> None:
+def _with_headers(send: "Send", headers: Mapping[str, str]) -> "Send":
+    added = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def send_with_headers(message: "Message") -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (CHECKS_HEADER.encode(), checks.encode())]}
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
         await send(message)
 
-    return send_with_header
+    return send_with_headers
 
 
-async def _prepare(scope: "Scope") -> str | None:
-    """The value of `CHECKS_HEADER`; None where adapters are loaded in vLLM's way."""
+async def _prepare(scope: "Scope") -> dict[str, str]:
+    """Headers for answers to loads; none where adapters are loaded in vLLM's way."""
     try:
         # Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
         engine: Any = scope["app"].state.engine_client
@@ -91,7 +96,7 @@ async def _prepare(scope: "Scope") -> str | None:
             failed[0],
             WORKER,
         )
-        return None
+        return {}
     if unable:
         logger.warning("Adapters are not written into the slots of this version of vLLM directly (%s).", unable[0])
     elif off:
@@ -100,4 +105,7 @@ async def _prepare(scope: "Scope") -> str | None:
         "From the second one of a kind on, %sadapters are read with several threads.",
         "" if unable or off else "versions of a trainer are written into their slots directly, and other ",
     )
-    return NO_CHECKS if unable or off else NOTE_FORM
+    headers = {CHECKS_HEADER: NO_CHECKS if unable or off else NOTE_FORM}
+    if all(answer.get("experts") == STACKED for answer in answers):
+        headers[EXPERTS_HEADER] = STACKED
+    return headers
