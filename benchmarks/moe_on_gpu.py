@@ -42,6 +42,8 @@ from run_environment import run_environment
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
 
+from support.moe import make_tiny  # noqa: E402
+
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, ExtraTensors, LoRAModule  # noqa: E402
 from trl_lora_sync.adapter.experts import FAMILIES, ExpertLayer, expert_blocks  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
@@ -56,88 +58,9 @@ from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
-# Twice the intermediate size is not the hidden one, so that no matrix of the experts is square.
-HIDDEN, INTERMEDIATE, EXPERTS = 256, 192, 8
 START_TIMEOUT_S = 300.0
 LOGP_GAP = "sampling/sampling_logp_difference/mean"
 PARTS = ("export", "families", "sync", "fused")
-
-
-# Tiny models
-
-
-def make_tiny(family: str, folder: Path) -> Path:
-    """Write a random bfloat16 model of a family and its tokenizer or processor to `folder`."""
-    from make_model import make_tokenizer
-    from support.vision import _processor
-    from transformers import (
-        MixtralConfig,
-        MixtralForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        Qwen3VLMoeConfig,
-        Qwen3VLMoeForConditionalGeneration,
-    )
-
-    processor = _processor("qwen3-vl") if family == "qwen3_vl_moe" else make_tokenizer()
-    tokenizer = getattr(processor, "tokenizer", processor)
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.05,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    moe = {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_experts_per_tok": 2}
-    torch.manual_seed(0)
-    if family == "qwen3_moe":
-        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**text, **moe, norm_topk_prob=True))
-    elif family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**text, num_local_experts=EXPERTS, num_experts_per_tok=2))
-    else:
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
-        vision = {
-            "hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN,
-            "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
-        }  # fmt: skip
-        names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-        start, end, image, video = map(tokenizer.convert_tokens_to_ids, names)
-        model = Qwen3VLMoeForConditionalGeneration(
-            Qwen3VLMoeConfig(
-                text_config={**text, **moe, "norm_topk_prob": True, "decoder_sparse_step": 1, "rope_parameters": rope},
-                vision_config=vision,
-                tie_word_embeddings=False,
-                vision_start_token_id=start,
-                vision_end_token_id=end,
-                image_token_id=image,
-                video_token_id=video,
-            )
-        )
-    model.to(torch.bfloat16).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    if family == "qwen3_vl_moe":
-        transpose_experts(folder / "model.safetensors")
-    return folder
-
-
-def transpose_experts(file: Path) -> None:
-    """Store the experts as published checkpoints do; Transformers (5.23) reads both forms and writes the other one.
-
-    Source: transformers/conversion_mapping.py "qwen3_vl_moe"; vllm/model_executor/models/qwen3_vl_moe.py, 0.31.
-    """
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(file)
-    turned = {name: one.transpose(1, 2).contiguous() if ".experts." in name else one for name, one in tensors.items()}
-    save_file(turned, file, metadata={"format": "pt"})
 
 
 # The server
@@ -148,7 +71,15 @@ LORA_FLAGS = (
     "--enable-mixed-moe-lora-format", "--worker-extension-cls", vllm_quick_load.WORKER,
     "--middleware", vllm_quick_load.MIDDLEWARE,
 )  # fmt: skip
-FUSED_FLAGS = ("--worker-extension-cls", vllm_fused.WORKER, "--middleware", vllm_fused.MIDDLEWARE)
+# Of the kernels for experts, these leave the weights as they were loaded.
+FUSED_FLAGS = (
+    "--moe-backend",
+    "triton",
+    "--worker-extension-cls",
+    vllm_fused.WORKER,
+    "--middleware",
+    vllm_fused.MIDDLEWARE,
+)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from trl_lora_sync.adapter.modalities import check_adapted_modules
 from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, ServedNames, trained_path
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
+    FUSED_WAY_OUT,
     WEIGHTS_WAY_OUT,
     Serving,
     changes_base,
@@ -47,6 +48,7 @@ from trl_lora_sync.adapter.support import (
     refuse,
     refuse_experts,
     refuse_module,
+    serves_experts,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.module_tree import module_tree
@@ -184,7 +186,7 @@ class AdapterReader:
         tree = module_tree(model)
         if tree != self._tree or adapter_name != self._adapter_name:
             self._layers = _find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
-            self._experts = _find_experts(model, adapter_name)
+            self._experts = _find_experts(model, adapter_name, self._serving)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             self._tree, self._adapter_name = tree, adapter_name
         return self.last_linears
@@ -461,12 +463,14 @@ def _family(model: Any) -> Family:
     return family
 
 
-def _find_experts(model: Any, adapter_name: str) -> list[ExpertLayer]:
+def _find_experts(model: Any, adapter_name: str, serving: Serving) -> list[ExpertLayer]:
     """The parameters of experts that carry the adapter."""
     found = {path: layer for path, layer in _adapted(model, adapter_name).items() if _is_of_experts(layer)}
     if not found:
         return []
     family, names = _family(model), ServedNames.of(model)
+    if serving == "fused" and family.projections is None:
+        raise refuse_experts(model.active_peft_config)
     layers = []
     for path, layer in found.items():
         # The wrappers of two parameters are one inside the other.
@@ -486,7 +490,7 @@ def _find_experts(model: Any, adapter_name: str) -> list[ExpertLayer]:
     return layers
 
 
-def _routers(model: Any, adapted: Mapping[str, Any]) -> dict[str, str]:
+def _routers(model: Any, adapted: Mapping[str, Any], serving: Serving) -> dict[str, str]:
     """The served paths of adapted routers that Transformers keeps in a parameter, by their paths in the trainer.
 
     Raises:
@@ -498,14 +502,15 @@ def _routers(model: Any, adapted: Mapping[str, Any]) -> dict[str, str]:
     if not found:
         return {}
     family = _family(model)
-    if not family.has_router:
+    if not family.has_router and serving != "fused":
         config = model.active_peft_config
         others = sorted(name for name in config.target_parameters if "gate.weight" not in name)
         raise refuse(
             f"A LoRA adapter on the router ({', '.join(without_numbers(found))})",
             'vLLM ignores it for this family of models, without an error. On this model, target_modules="all-linear" '
             "includes it, and exclude_modules does not keep it out",
-            f"Set target_modules={sorted(config.target_modules)!r} and target_parameters={others!r}",
+            f"Set target_modules={sorted(config.target_modules)!r} and target_parameters={others!r}, or "
+            f"{FUSED_WAY_OUT}",
         )
     for path in found:
         mark_read_directly(_matrices(adapted[path], model.active_adapter))
@@ -519,10 +524,11 @@ def _find_extras(model: nn.Module, adapter_name: str) -> list[Extra]:
 def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, proves_groups: bool) -> list[_Layer]:
     """The linear layers that carry the adapter, in model order, all of them plain LoRA on some base weight."""
     adapted = _adapted(model, adapter_name)
+    takes_experts = serves_experts(serving, proves_groups=proves_groups)
     found = [
         (path, layer)
         for path, layer in adapted.items()
-        if adapter_name not in layer.lora_embedding_A and not (proves_groups and _is_of_experts(layer))
+        if adapter_name not in layer.lora_embedding_A and not (takes_experts and _is_of_experts(layer))
     ]
     if not adapted or (not found and serving == "fused"):
         raise UnsupportedAdapterError(
@@ -537,8 +543,8 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
         config = peft_model.peft_config[adapter_name]
         check_adapted_modules(peft_model.get_base_model(), adapted, config, proves_groups=proves_groups)
     names = ServedNames.of(model)
-    if proves_groups:
-        names = names.with_routers(_routers(model, adapted))
+    if takes_experts:
+        names = names.with_routers(_routers(model, adapted, serving))
     layers = [
         _Layer(
             path=names.served(path),

@@ -216,15 +216,20 @@ def check_peft_config(
             "PEFT then adapts layers with classes of your own, which no server runs",
             "Remove the call of _register_custom_module",
         )
-    if is_of_model and config.target_parameters and not proves_groups:
+    if is_of_model and config.target_parameters and not serves_experts(serving, proves_groups=proves_groups):
         raise refuse_experts(config)
     _check_targets(config.target_modules, serving)
     for field in dataclasses.fields(config):
-        if not (proves_groups and field.name == "target_parameters"):
+        if field.name != "target_parameters" or not serves_experts(serving, proves_groups=proves_groups):
             _check_field(field, getattr(config, field.name), serving)
     if config.target_parameters and changes_base(config.init_lora_weights):
         raise refuse_experts(config)
     _check_together(config)
+
+
+def serves_experts(serving: Serving, *, proves_groups: bool) -> bool:
+    """Whether experts and routers may have an adapter: where a trial adapter proves them, or a server places them."""
+    return proves_groups or serving == "fused"
 
 
 def refuse_experts(config: Any) -> UnsupportedAdapterError:
@@ -270,7 +275,7 @@ def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime", *
         if name in saved:
             check(saved[name])
     for name in _REFUSED_WHEN_SET:
-        if not (proves_groups and name == "target_parameters"):
+        if name != "target_parameters" or not serves_experts(serving, proves_groups=proves_groups):
             _check_unset(name, saved.get(name), serving)
 
 

@@ -30,6 +30,7 @@ class Piece:
         owner: the key of the parameter.
         rows, columns: first and end, in the checkpoint's weight.
         top, left: of the rectangle in the parameter.
+        expert: which matrix of the parameter it is in, if that holds one for each expert; else None.
     """
 
     owner: str
@@ -37,6 +38,7 @@ class Piece:
     columns: tuple[int, int]
     top: int
     left: int
+    expert: int | None = None
 
     @property
     def bottom(self) -> int:
@@ -49,7 +51,7 @@ class Piece:
     def overlaps(self, other: "Piece") -> bool:
         """Whether both write to one place."""
         return (
-            self.owner == other.owner
+            (self.owner, self.expert) == (other.owner, other.expert)
             and max(self.top, other.top) < min(self.bottom, other.bottom)
             and max(self.left, other.left) < min(self.right, other.right)
         )
@@ -120,8 +122,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
                 raise PlacementError(
-                    f"the model changes its weight with {func}, which is not a plain copy. It is not a linear layer: "
-                    "MoE experts cannot be fused. Leave it out of target_modules"
+                    f"the model changes its weight with {func}, which is not a plain copy. It is not a linear layer. "
+                    "Leave it out of target_modules"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -132,10 +134,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = self.source
         if target.ndim == parameter.ndim == source.ndim == 1:
             target, parameter, source, whole = (one.unsqueeze(0) for one in (target, parameter, source, whole))
+        expert = None
+        if parameter.ndim == 3 and target.ndim == 2 and parameter.is_contiguous():
+            offset = int(target.storage_offset()) - int(parameter.storage_offset())
+            expert = offset // parameter[0].numel()
+            parameter = parameter[expert]
         top, left = _corner(target, parameter)
         row, column = _corner(source, whole)
         rows, columns = source.shape
-        self.pieces.append(Piece(key, (row, row + rows), (column, column + columns), top, left))
+        self.pieces.append(Piece(key, (row, row + rows), (column, column + columns), top, left, expert))
 
 
 class copying_only(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801 - a context manager
@@ -160,7 +167,7 @@ def _corner(part: Tensor, whole: Tensor) -> tuple[int, int]:
     if part.ndim != 2 or whole.ndim != 2 or not whole.is_contiguous():
         raise PlacementError(
             f"it becomes a part of shape {tuple(part.shape)} of a weight of shape {tuple(whole.shape)}, which is "
-            "not the matrix of a linear layer. MoE experts cannot be fused; leave them out of target_modules"
+            "not the matrix of a linear layer or of one expert. Leave it out of target_modules"
         )
     width = whole.shape[1]
     top, left = divmod(int(part.storage_offset()) - int(whole.storage_offset()), width)
