@@ -66,11 +66,15 @@ PARTS = ("export", "families", "sync", "fused")
 # The server
 
 
-LORA_FLAGS = (
-    "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", "--max-cpu-loras", "4",
-    "--enable-mixed-moe-lora-format", "--worker-extension-cls", vllm_quick_load.WORKER,
-    "--middleware", vllm_quick_load.MIDDLEWARE,
-)  # fmt: skip
+def lora_flags(max_rank: int = 16) -> tuple[str, ...]:
+    """As `trl-lora-sync serve` chooses them for an adapter on experts."""
+    return (
+        "--enable-lora", "--max-lora-rank", str(max_rank), "--max-loras", "2", "--max-cpu-loras", "4",
+        "--enable-mixed-moe-lora-format", "--worker-extension-cls", vllm_quick_load.WORKER,
+        "--middleware", vllm_quick_load.MIDDLEWARE,
+    )  # fmt: skip
+
+
 # Of the kernels for experts, these leave the weights as they were loaded.
 FUSED_FLAGS = (
     "--moe-backend",
@@ -84,7 +88,7 @@ FUSED_FLAGS = (
 
 @contextmanager
 def serving(
-    model: Path, args: argparse.Namespace, log: Path, flags: Sequence[str] = LORA_FLAGS, *, memory: float | None = None
+    model: Path, args: argparse.Namespace, log: Path, flags: Sequence[str], *, memory: float | None = None
 ) -> Iterator[str]:
     """A vLLM for adapters on a free port, ended by its process group."""
     with socket.socket() as found:
@@ -215,7 +219,7 @@ def check_family(family: str, args: argparse.Namespace, folder: Path, *, fused: 
     config: dict[str, Any] = {"lora_sync_serving": "fused"} if fused else {}
     try:
         model = make_tiny(family, folder / family)
-        with serving(model, args, log, FUSED_FLAGS if fused else LORA_FLAGS) as url:
+        with serving(model, args, log, FUSED_FLAGS if fused else lora_flags()) as url:
             seen["vllm"] = httpx.get(f"{url}/version", timeout=30, trust_env=False).json()["version"]
             everything = {"target_modules": ATTENTION, "target_parameters": BOTH}
             layouts: dict[str, tuple[dict[str, Any], Any]] = {
@@ -229,7 +233,8 @@ def check_family(family: str, args: argparse.Namespace, folder: Path, *, fused: 
             for name, (peft, form) in layouts.items():
                 with form:
                     trainer = trainer_for(url, model, folder / name, peft, **config)
-                seen[name] = compare(trainer)
+                stacked = trainer.vllm_generation._sync.form.stacked_experts
+                seen[name] = {**compare(trainer), "one_tensor_for_all_experts_of_a_layer": stacked}
                 print(family, name, json.dumps(seen[name]), flush=True)
                 trainer.vllm_generation.close()
             trainer = trainer_for(
@@ -310,7 +315,9 @@ class Exporter:
             scaling=1.0,
         )
         self._buffer = FlatBuffer()
-        self.store = AdapterStore(folder / "store", slots=SlotRing() if self._device == "cuda" else None)
+        self.store = AdapterStore(
+            folder / "store", slots=SlotRing(shares=False) if self._device == "cuda" else None, has_checksums=False
+        )
 
     def write(self) -> tuple[StoredAdapter, CanonicalAdapter, dict[str, float]]:
         """The next version, and the seconds of each part."""
@@ -382,7 +389,7 @@ def time_sync(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         model = write_config(args, folder / "qwen3_moe_large")
         memory = args.sync_memory
-        with serving(model, args, log, (*LORA_FLAGS, "--load-format", "dummy"), memory=memory) as url:
+        with serving(model, args, log, (*lora_flags(args.rank), "--load-format", "dummy"), memory=memory) as url:
             for name, is_stacked in {"stacked": True, "per_expert": False}.items():
                 exporter = Exporter("qwen3_moe", args, folder / name, is_stacked=is_stacked)
                 deadline = partial(Deadline.after, 120.0, "The measurement")

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import safetensors_file, vllm_quick_load_worker
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError
-from trl_lora_sync.engine_plugins.vllm_quick_load import CHECKS_HEADER, WRITE_SLOTS, QuickLoadMiddleware, writes_slots
+from trl_lora_sync.engine_plugins.vllm_quick_load import (
+    CHECKS_HEADER,
+    EXPERTS_HEADER,
+    WRITE_SLOTS,
+    QuickLoadMiddleware,
+    writes_slots,
+)
 from trl_lora_sync.engine_plugins.vllm_quick_load_worker import KnownFiles, QuickLoadWorker, quick_model
 
 FILE = "adapter_model.safetensors"
@@ -252,6 +258,7 @@ def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.Monk
 # The server's side
 
 
+HEADERS = (CHECKS_HEADER, EXPERTS_HEADER)
 FINE = {"error": "", "slots": "", "off": "", "experts": ""}
 
 
@@ -330,9 +337,17 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
 
 @pytest.mark.parametrize(
     ("reason", "expected"),
-    [({}, "1"), ({"slots": "AttributeError: x"}, "none"), ({"off": "because"}, "none"), ({"error": "x"}, None)],
+    [
+        ({}, ("1", None)),
+        ({"slots": "AttributeError: x"}, ("none", None)),
+        ({"off": "because"}, ("none", None)),
+        ({"error": "x", "experts": "stacked"}, (None, None)),
+        ({"off": "because", "experts": "stacked"}, ("none", "stacked")),
+    ],
 )
-def test_answers_to_loads_say_whether_versions_are_compared(reason: dict[str, str], expected: str | None) -> None:
+def test_answers_to_loads_say_whether_versions_are_compared_and_in_which_form_experts_are_taken(
+    reason: dict[str, str], expected: tuple[str | None, str | None]
+) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
         await send({"type": "http.response.body", "body": b"x"})
@@ -340,7 +355,7 @@ def test_answers_to_loads_say_whether_versions_are_compared(reason: dict[str, st
     async def collective_rpc(method: str) -> list[dict[str, str]]:
         return [FINE | reason]
 
-    async def run() -> list[str | None]:
+    async def run() -> list[tuple[str | None, ...]]:
         async def ignore(message: Any) -> None:
             pass
 
@@ -357,10 +372,10 @@ def test_answers_to_loads_say_whether_versions_are_compared(reason: dict[str, st
             await middleware({"type": "http", "path": path}, None, note)  # type: ignore[arg-type]
             headers = dict(sent[0]["headers"])
             assert headers[b"a"] == b"b"
-            found.append(headers.get(CHECKS_HEADER.encode(), b"").decode() or None)
+            found.append(tuple(headers.get(name.encode(), b"").decode() or None for name in HEADERS))
         return found
 
-    assert asyncio.run(run()) == [expected, None]
+    assert asyncio.run(run()) == [expected, (None, None)]
 
 
 @pytest.mark.outside
