@@ -1,6 +1,7 @@
 """Unit tier: where weights of a checkpoint land, by loading rules like vLLM's; `live/test_fused.py` asks its own."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
+from trl_lora_sync.engine_plugins.fused_weights import part_of
 
 OUT, IN = 12, 8
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]

@@ -64,14 +64,14 @@ class Usual:
 class Worker(QuickLoadWorker):
     """A worker of vLLM, as far as it is used."""
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, device: str = "cpu", *, mixes_experts: bool = False) -> None:
         self.ways: list[str] = []
         self.folder = folder
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
         self.model_runner = SimpleNamespace(
             lora_manager=SimpleNamespace(
                 _lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}),
-                lora_config=SimpleNamespace(max_cpu_loras=4),
+                lora_config=SimpleNamespace(max_cpu_loras=4, enable_mixed_moe_lora_format=mixes_experts),
                 device=torch.device(device),
             )
         )
@@ -376,6 +376,10 @@ def test_answers_to_loads_say_whether_versions_are_compared_and_in_which_form_ex
         return found
 
     assert asyncio.run(run()) == [expected, (None, None)]
+
+
+def test_a_worker_says_whether_it_takes_experts_in_one_tensor(worker: Worker) -> None:
+    assert [Worker(worker.folder, mixes_experts=mixes).answer["experts"] for mixes in (False, True)] == ["", "stacked"]
 
 
 @pytest.mark.outside

@@ -457,9 +457,10 @@ def _is_of_experts(layer: Any) -> bool:
 
 def _family(model: Any) -> Family:
     """The names of the experts on a server; raises UnsupportedAdapterError for a family whose names are not known."""
-    family = FAMILIES.get(getattr(model.config, "model_type", ""))
+    name = str(getattr(model.config, "model_type", ""))
+    family = FAMILIES.get(name)
     if family is None:
-        raise refuse_experts(model.active_peft_config)
+        raise refuse_experts(model.active_peft_config, name)
     return family
 
 
@@ -470,7 +471,7 @@ def _find_experts(model: Any, adapter_name: str, serving: Serving) -> list[Exper
         return []
     family, names = _family(model), ServedNames.of(model)
     if serving == "fused" and family.projections is None:
-        raise refuse_experts(model.active_peft_config)
+        raise refuse_experts(model.active_peft_config, str(model.config.model_type))
     layers = []
     for path, layer in found.items():
         # The wrappers of two parameters are one inside the other.

@@ -232,14 +232,15 @@ def serves_experts(serving: Serving, *, proves_groups: bool) -> bool:
     return proves_groups or serving == "fused"
 
 
-def refuse_experts(config: Any) -> UnsupportedAdapterError:
+def refuse_experts(config: Any, family: str = "") -> UnsupportedAdapterError:
     """For experts that Transformers keeps in one parameter. PEFT adapts these as `target_parameters`, also if they
     were named as modules, or by "all-linear".
     Source: peft/utils/transformers_weight_conversion.py `_convert_peft_config_moe`, 0.21.2.
     """
     left = sorted(name for name in config.target_modules or () if "." not in name) or _ATTENTION
     return refuse(
-        f"A LoRA adapter on the fused parameters of experts ({', '.join(sorted(config.target_parameters))})",
+        f"A LoRA adapter on the fused parameters of experts{f' of {family}' if family else ''} "
+        f"({', '.join(sorted(config.target_parameters))})",
         f'{_REFUSED_WHEN_SET["target_parameters"]}. On this model, target_modules="all-linear" includes them, and so '
         "do the names of the experts' layers",
         f"Set target_modules={list(left)!r}",
