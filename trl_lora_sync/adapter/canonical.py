@@ -69,16 +69,20 @@ class Block:
     Attributes:
         keys: of each tensor.
         shape: of each tensor.
-        values: `(tensors, rows, columns)`, which may be smaller than `shape`; the rest is zero.
+        values: `(tensors, rows, columns)`, which may be smaller than `shape`; the rest is zero. May alias training
+            storage.
+        scaling: what they are multiplied with, in float32.
     """
 
     keys: tuple[str, ...]
     shape: tuple[int, int]
     values: Tensor
+    scaling: float = 1.0
 
     def write_to(self, whole: Tensor) -> None:
         """Fill zeros of shape `(tensors, *shape)`."""
-        whole[:, : self.values.shape[1], : self.values.shape[2]].copy_(self.values)
+        values = self.values if self.scaling == 1.0 else self.values.float() * self.scaling
+        whole[:, : values.shape[1], : values.shape[2]].copy_(values)
 
 
 @dataclass(frozen=True)

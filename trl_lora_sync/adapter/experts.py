@@ -89,13 +89,16 @@ class ExpertLayer:
             return "is disabled at the moment (call model.enable_adapter_layers() first)"
         return None
 
+    @property
+    def scaling(self) -> float:
+        return float(self.layer.scaling[self.adapter_name])
+
     def read(self, value_of: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
-        """`lora_A` `(experts, r, in_features)` and `lora_B` `(experts, out_features, r)`, the scaling folded in."""
+        """`lora_A` `(experts, r, in_features)` and `lora_B` `(experts, out_features, r)`, as views."""
         lora_A, lora_B = (value_of(matrix).detach() for matrix in self.matrices)
-        scaled = lora_B.float() * float(self.layer.scaling[self.adapter_name])
         return (
             lora_A.reshape(self.experts, self.rank, -1),
-            scaled.reshape(lora_B.shape[0], self.rank, self.experts).permute(2, 0, 1),
+            lora_B.reshape(lora_B.shape[0], self.rank, self.experts).permute(2, 0, 1),
         )
 
 
@@ -156,22 +159,28 @@ def _blocks_of(
                 like.new_zeros(some.experts, 0, in_features),
                 like.new_zeros(some.experts, out_features, 0),
             )
+    # The product is made as a block is written, so that there is one in float32 at a time.
+    scaling = {name: found[name].scaling if name in found else 1.0 for name in read}
     (gate_up_A, gate_up_B), (down_A, down_B) = read["gate_up_proj"], read["down_proj"]
     if is_stacked:
         return [
-            *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank),
-            *_in_one(path, down_A, down_B, rank),
+            *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank, scaling["gate_up_proj"]),
+            *_in_one(path, down_A, down_B, rank, scaling["down_proj"]),
         ]
     assert some.family.projections is not None
     gate, up, down = some.family.projections
     half = gate_up_B.shape[1] // 2  # the gate is the first half of the rows
-    parts = {gate: (gate_up_A, gate_up_B[:, :half]), up: (gate_up_A, gate_up_B[:, half:]), down: (down_A, down_B)}
+    parts = {
+        gate: (gate_up_A, gate_up_B[:, :half], scaling["gate_up_proj"]),
+        up: (gate_up_A, gate_up_B[:, half:], scaling["gate_up_proj"]),
+        down: (down_A, down_B, scaling["down_proj"]),
+    }
     blocks = []
-    for name, (lora_A, lora_B) in parts.items():
+    for name, (lora_A, lora_B, factor) in parts.items():
         keys_A, keys_B = _keys(path, some.experts, name)
         blocks += [
             Block(keys_A, (rank, lora_A.shape[2]), lora_A),
-            Block(keys_B, (lora_B.shape[1], rank), lora_B),
+            Block(keys_B, (lora_B.shape[1], rank), lora_B, factor),
         ]
     return blocks
 
@@ -183,7 +192,7 @@ def _keys(path: str, experts: int, name: str) -> tuple[tuple[str, ...], tuple[st
     return tuple(f"{key}.lora_A.weight" for key in keys), tuple(f"{key}.lora_B.weight" for key in keys)
 
 
-def _in_one(path: str, lora_A: Tensor, lora_B: Tensor, rank: int) -> list[Block]:
+def _in_one(path: str, lora_A: Tensor, lora_B: Tensor, rank: int, scaling: float) -> list[Block]:
     """All experts in one tensor, as PEFT has them."""
     experts, own_rank, in_features = lora_A.shape
     out_features = lora_B.shape[1]
@@ -196,5 +205,5 @@ def _in_one(path: str, lora_A: Tensor, lora_B: Tensor, rank: int) -> list[Block]
     key = f"{KEY_PREFIX}{path}"
     return [
         Block((f"{key}.lora_A.weight",), (experts * rank, in_features), tall.reshape(1, -1, in_features)),
-        Block((f"{key}.lora_B.weight",), (out_features, rank * experts), wide.reshape(1, out_features, -1)),
+        Block((f"{key}.lora_B.weight",), (out_features, rank * experts), wide.reshape(1, out_features, -1), scaling),
     ]
