@@ -100,10 +100,12 @@ _FUSED = {
     "trainable_token_indices": "replaces the rows of these tokens, also in an output head that is tied to the "
     "embedding",
 }
-_EXPERTS = (
-    "only the experts of Qwen3-MoE, Mixtral and Qwen3-VL-MoE, and the router of Mixtral, on a vLLM server; not with "
-    "an initialisation that changes the base"
-)
+_EXPERTS = {
+    "runtime": "only the experts of Qwen3-MoE, Mixtral and Qwen3-VL-MoE, and the router of Mixtral, on a vLLM server; "
+    "not with an initialisation that changes the base",
+    "fused": "only the experts and the routers of Qwen3-MoE and Mixtral; not with an initialisation that changes the "
+    "base",
+}
 FUSED_WAY_OUT = 'set lora_sync_serving="fused" with vllm_mode="server", with which vLLM computes it in its weights'
 
 
@@ -386,9 +388,8 @@ def supported_features(serving: Serving = "runtime") -> dict[str, str]:
         "difference to the initial adapter at twice the rank"
     )
     table |= {name: f"refused: {why}" for name, why in _REFUSED_WHEN_SET.items()}
-    if serving == "runtime":
-        table["target_parameters"] = _EXPERTS
-    else:
+    table["target_parameters"] = _EXPERTS[serving]
+    if serving == "fused":
         table |= _FUSED
         table["target_modules"] = "any; the embedding and the output head only if they are not tied"
     return table
