@@ -40,7 +40,7 @@ class FlatAdapter(CanonicalAdapter):
     header: bytes
     flat: Tensor
 
-    # Experts are tens of thousands of tensors, of which nothing is asked one by one at a sync.
+    # Without asking each tensor: experts are tens of thousands.
 
     @property
     def payload_bytes(self) -> int:
