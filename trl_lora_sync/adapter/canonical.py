@@ -135,7 +135,7 @@ class CanonicalAdapter:
         fan_in_fan_out: carried over for PEFT; the engines ignore it.
         base_model: what the trainer calls the base model.
         tokens: for each embedding of which rows are replaced, how many it has and which ones; for fused serving only.
-        has_stacked_experts: whether all experts of a layer are in one tensor. A request to load it must say so.
+        has_stacked_experts: whether all experts of a layer are in one tensor, which requests to load it name.
     """
 
     tensors: dict[str, Tensor]
