@@ -130,3 +130,16 @@ def test_copies_go_to_the_chosen_parameters_only() -> None:
         other.copy_(torch.ones(OUT, IN))
     assert wanted.sum() == 2 * IN
     assert other.sum() == 0
+
+
+def test_of_several_weights_the_one_that_the_model_cannot_load_is_named() -> None:
+    weight = torch.zeros(2 * OUT, IN)
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, source in weights:
+            weight[{"q.weight": slice(0, OUT), "k.weight": slice(OUT, None)}[name]].copy_(source)
+
+    shapes: dict[str, tuple[int, ...]] = {"q": (OUT, IN), "k": (OUT, IN)}
+    assert set(find_pieces(load_weights, {"qk": weight}, shapes, torch.bfloat16)) == {"q", "k"}
+    with pytest.raises(PlacementError, match=r"^'v' with a weight of shape .*KeyError"):
+        find_pieces(load_weights, {"qk": weight}, {**shapes, "v": (OUT, IN)}, torch.bfloat16)
