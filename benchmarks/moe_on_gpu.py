@@ -1,12 +1,18 @@
-"""LoRA on the experts of three families on a real vLLM with a GPU: served = trained, runs, export times.
+"""LoRA on the experts of three families on a real vLLM with a GPU: served = trained, runs, a sync in the shape of 30B.
 
-    python benchmarks/moe_on_gpu.py --out benchmarks/results/moe-h100-vllm0.26.json [--server-python PATH]
+    python benchmarks/moe_on_gpu.py --out benchmarks/results/moe-h100-vllm0.26.json [--budget-s 560] [--server-python P]
 
-Makes a tiny random model of each family, starts vLLM for it on a free port, and trains through the public trainer: the
-start proves each group of modules by a trial adapter, a random adapter is compared with the trainer token by token, and
-GRPO runs for some steps with the experts trained. vLLM on a CPU has no kernels for adapters on experts (0.31). The
-export is timed with an adapter of the shape of Qwen3-30B-A3B's experts, whose base is not needed for that. If a family
-fails, its report has the end of its server's log, and the others go on.
+Makes a tiny random model of each family and starts vLLM for it on a free port, with --enable-mixed-moe-lora-format and
+the quick loader, as `trl-lora-sync serve` does. It trains through the public trainer: the start proves each group of
+modules by a trial adapter, a random adapter is compared with the trainer token by token in both layouts of experts, and
+GRPO runs for some steps with the experts trained. vLLM on a CPU has no kernels for adapters on experts (0.31).
+
+`export` times the trainer's side with an adapter of the shape of Qwen3-30B-A3B's experts, whose base is not needed for
+that. `sync` times whole syncs of such adapters to a vLLM that serves that shape with random weights (--load-format
+dummy, 61 GB); --sync-layers takes fewer layers. `fused` serves the experts in the weights.
+
+The file of results is written again after each case. A case that would begin after the budget is left out, and said to
+be. If a case fails, its report has the end of its server's log, and the others go on.
 """
 
 import argparse
@@ -20,9 +26,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,116 +42,69 @@ from run_environment import run_environment
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
 
-from trl_lora_sync.adapter.canonical import ExtraTensors, LoRAModule, canonicalize  # noqa: E402
+from support.moe import make_tiny  # noqa: E402
+
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, ExtraTensors, LoRAModule  # noqa: E402
 from trl_lora_sync.adapter.experts import FAMILIES, ExpertLayer, expert_blocks  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
-from trl_lora_sync.adapter.store import AdapterStore  # noqa: E402
+from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
+from trl_lora_sync.engine_plugins import vllm_fused, vllm_quick_load  # noqa: E402
+from trl_lora_sync.engines import vllm as vllm_engine  # noqa: E402
+from trl_lora_sync.engines.base import Deadline  # noqa: E402
+from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
 from trl_lora_sync.errors import LoRASyncError  # noqa: E402
+from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
-# Twice the intermediate size is not the hidden one, so that no matrix of the experts is square.
-HIDDEN, INTERMEDIATE, EXPERTS = 256, 192, 8
 START_TIMEOUT_S = 300.0
 LOGP_GAP = "sampling/sampling_logp_difference/mean"
-
-
-# Tiny models
-
-
-def make_tiny(family: str, folder: Path) -> Path:
-    """Write a random bfloat16 model of a family and its tokenizer or processor to `folder`."""
-    from make_model import make_tokenizer
-    from support.vision import _processor
-    from transformers import (
-        MixtralConfig,
-        MixtralForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        Qwen3VLMoeConfig,
-        Qwen3VLMoeForConditionalGeneration,
-    )
-
-    processor = _processor("qwen3-vl") if family == "qwen3_vl_moe" else make_tokenizer()
-    tokenizer = getattr(processor, "tokenizer", processor)
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.05,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    moe = {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_experts_per_tok": 2}
-    torch.manual_seed(0)
-    if family == "qwen3_moe":
-        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**text, **moe, norm_topk_prob=True))
-    elif family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**text, num_local_experts=EXPERTS, num_experts_per_tok=2))
-    else:
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
-        vision = {
-            "hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN,
-            "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
-        }  # fmt: skip
-        names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-        start, end, image, video = map(tokenizer.convert_tokens_to_ids, names)
-        model = Qwen3VLMoeForConditionalGeneration(
-            Qwen3VLMoeConfig(
-                text_config={**text, **moe, "norm_topk_prob": True, "decoder_sparse_step": 1, "rope_parameters": rope},
-                vision_config=vision,
-                tie_word_embeddings=False,
-                vision_start_token_id=start,
-                vision_end_token_id=end,
-                image_token_id=image,
-                video_token_id=video,
-            )
-        )
-    model.to(torch.bfloat16).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    if family == "qwen3_vl_moe":
-        transpose_experts(folder / "model.safetensors")
-    return folder
-
-
-def transpose_experts(file: Path) -> None:
-    """Store the experts as published checkpoints do; Transformers (5.23) reads both forms and writes the other one.
-
-    Source: transformers/conversion_mapping.py "qwen3_vl_moe"; vllm/model_executor/models/qwen3_vl_moe.py, 0.31.
-    """
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(file)
-    turned = {name: one.transpose(1, 2).contiguous() if ".experts." in name else one for name, one in tensors.items()}
-    save_file(turned, file, metadata={"format": "pt"})
+PARTS = ("export", "families", "sync", "fused")
 
 
 # The server
 
 
+def lora_flags(max_rank: int = 16) -> tuple[str, ...]:
+    """As `trl-lora-sync serve` chooses them for an adapter on experts."""
+    return (
+        "--enable-lora", "--max-lora-rank", str(max_rank), "--max-loras", "2", "--max-cpu-loras", "4",
+        "--enable-mixed-moe-lora-format", "--worker-extension-cls", vllm_quick_load.WORKER,
+        "--middleware", vllm_quick_load.MIDDLEWARE,
+    )  # fmt: skip
+
+
+# Of the kernels for experts, these leave the weights as they were loaded.
+FUSED_FLAGS = (
+    "--moe-backend",
+    "triton",
+    "--worker-extension-cls",
+    vllm_fused.WORKER,
+    "--middleware",
+    vllm_fused.MIDDLEWARE,
+)
+
+
 @contextmanager
-def serving(model: Path, args: argparse.Namespace, log: Path) -> Iterator[str]:
+def serving(
+    model: Path, args: argparse.Namespace, log: Path, flags: Sequence[str], *, memory: float | None = None
+) -> Iterator[str]:
     """A vLLM for adapters on a free port, ended by its process group."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     command = [
         args.server_python, "-m", "vllm.entrypoints.cli.main", "serve", str(model),
-        "--host", "127.0.0.1", "--port", str(port), "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2",
-        "--max-cpu-loras", "4", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
-        "--max-model-len", "512", "--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1G",
-        "--enforce-eager",
+        "--host", "127.0.0.1", "--port", str(port), *flags,
+        "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--max-model-len", "512", "--enforce-eager",
+        # A fixed size for tiny models, so that others may use the GPU meanwhile.
+        *(["--gpu-memory-utilization", str(memory)] if memory else ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1G"]),
     ]  # fmt: skip
     if "vl" in model.name:
         command += ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']
     env = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -170,6 +130,11 @@ def serving(model: Path, args: argparse.Namespace, log: Path) -> Iterator[str]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def per_expert() -> Any:
+    """Have the trainer send one tensor for each expert in the block, although the server takes the other form."""
+    return mock.patch.object(vllm_engine, "STACKED", "never")
 
 
 # Served against trained, and a run
@@ -247,25 +212,31 @@ def refusal(start: Callable[[], Any], family: str) -> str:
     return "nothing: it was not noticed"
 
 
-def check_family(family: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def check_family(family: str, args: argparse.Namespace, folder: Path, *, fused: bool = False) -> dict[str, Any]:
     from support.trainers import steps_of
 
     log = folder / "server.log"
     seen: dict[str, Any] = {}
+    config: dict[str, Any] = {"lora_sync_serving": "fused"} if fused else {}
     try:
         model = make_tiny(family, folder / family)
-        with serving(model, args, log) as url:
+        with serving(model, args, log, FUSED_FLAGS if fused else lora_flags()) as url:
             seen["vllm"] = httpx.get(f"{url}/version", timeout=30, trust_env=False).json()["version"]
             everything = {"target_modules": ATTENTION, "target_parameters": BOTH}
-            layouts = {
-                "experts_and_attention": everything,
-                "down_proj_only": {**everything, "target_parameters": BOTH[1:]},
+            layouts: dict[str, tuple[dict[str, Any], Any]] = {
+                "experts_and_attention": (everything, nullcontext()),
+                "down_proj_only": ({**everything, "target_parameters": BOTH[1:]}, nullcontext()),
             }
-            if family == "mixtral":
-                layouts["all_linear_with_router"] = {"target_modules": "all-linear"}
-            for name, peft in layouts.items():
-                trainer = trainer_for(url, model, folder / name, peft)
-                seen[name] = compare(trainer)
+            if family == "mixtral" or (fused and family == "qwen3_moe"):
+                layouts["all_linear_with_router"] = ({"target_modules": "all-linear"}, nullcontext())
+            if not fused and FAMILIES[family].projections is not None:
+                layouts["experts_and_attention_per_expert"] = (everything, per_expert())
+            for name, (peft, form) in layouts.items():
+                with form:
+                    trainer = trainer_for(url, model, folder / name, peft, **config)
+                stacked = trainer.vllm_generation._sync.form.stacked_experts
+                seen[name] = {**compare(trainer), "one_tensor_for_all_experts_of_a_layer": stacked}
+                print(family, name, json.dumps(seen[name]), flush=True)
                 trainer.vllm_generation.close()
             trainer = trainer_for(
                 url,
@@ -279,6 +250,7 @@ def check_family(family: str, args: argparse.Namespace, folder: Path) -> dict[st
                 per_device_train_batch_size=32,
                 num_generations=16,
                 max_completion_length=8,
+                **config,
             )
             trainer.train()
             steps = steps_of(trainer)
@@ -291,11 +263,12 @@ def check_family(family: str, args: argparse.Namespace, folder: Path) -> dict[st
                 "sync_s": statistics.median(step["lora_sync/total_s"] for step in steps),
             }
             trainer.vllm_generation.close()
-            seen["wrong_name"] = refusal(lambda: trainer_for(url, model, folder / "wrong", everything), family)
+            if not fused:
+                wrong = partial(trainer_for, url, model, folder / "wrong", everything)
+                seen["wrong_name"] = refusal(wrong, family)
     except Exception:
         seen["failed"] = traceback.format_exc()[-3000:]
         seen["log"] = log.read_text(errors="replace")[-3000:] if log.exists() else ""
-    print(family, json.dumps(seen), flush=True)
     return seen
 
 
@@ -329,69 +302,178 @@ def big_layers(family: str, args: argparse.Namespace, device: str) -> list[Exper
     return layers
 
 
-def time_export(family: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds of each part of an export, in the layout of a family; the first one makes the plan."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    layers = big_layers(family, args, device)
-    one = LoRAModule(
-        name="model.layers.0.self_attn.q_proj",
-        lora_A=torch.ones(args.rank, args.hidden, device=device),
-        lora_B=torch.ones(args.hidden, args.rank, device=device),
-        scaling=1.0,
-    )
-    buffer, store, samples = FlatBuffer(), AdapterStore(folder / "store"), []
-    export = buffer.export if device == "cuda" else canonicalize
-    tensors = payload = 0
-    for version in range(1, args.repeats + 2):
+class Exporter:
+    """Exports and writes adapters as a run does: in the flat form, and into page-locked files if there is a GPU."""
+
+    def __init__(self, family: str, args: argparse.Namespace, folder: Path, *, is_stacked: bool) -> None:
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.layers = big_layers(family, args, self._device)
+        self._rank, self._is_stacked, self._versions = args.rank, is_stacked, 0
+        self._attention = LoRAModule(
+            name="model.layers.0.self_attn.q_proj",
+            lora_A=torch.ones(args.rank, args.hidden, device=self._device),
+            lora_B=torch.ones(args.heads * args.head_dim, args.rank, device=self._device),
+            scaling=1.0,
+        )
+        self._buffer = FlatBuffer()
+        self.store = AdapterStore(
+            folder / "store", slots=SlotRing(shares=False) if self._device == "cuda" else None, has_checksums=False
+        )
+
+    def write(self) -> tuple[StoredAdapter, CanonicalAdapter, dict[str, float]]:
+        """The next version, and the seconds of each part."""
+        self._versions += 1
         times = [time.perf_counter()]
-        blocks = expert_blocks(layers, lambda matrix: matrix.weight, args.rank)
-        adapter = export([one], dtype=torch.bfloat16, extras=ExtraTensors(blocks=blocks, rank=args.rank))
-        if device == "cuda":
+        blocks = expert_blocks(self.layers, lambda matrix: matrix.weight, self._rank, is_stacked=self._is_stacked)
+        extras = ExtraTensors(blocks=blocks, rank=self._rank, has_stacked_experts=self._is_stacked)
+        adapter = self._buffer.export([self._attention], dtype=torch.bfloat16, extras=extras)
+        if self._device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter())
-        stored = store.write(version, adapter)
+        stored = self.store.write(self._versions, adapter)
         times.append(time.perf_counter())
-        samples.append({"export_s": times[1] - times[0], "write_s": times[2] - times[1]})
-        tensors, payload = len(adapter.tensors), adapter.payload_bytes
-        store.delete(stored)
-    store.close()
+        return stored, adapter, {"export_s": times[1] - times[0], "write_s": times[2] - times[1]}
+
+
+def summary(samples: list[dict[str, float]]) -> dict[str, Any]:
+    """The first sample, which makes the plans, and medians of the later ones."""
     later = samples[1:]
     return {
-        "parameters": sum(matrix.weight.numel() for layer in layers for matrix in layer.matrices),
-        "tensors": tensors,
-        "bytes": payload,
         "first": samples[0],
         "median": {name: statistics.median(sample[name] for sample in later) for name in samples[0]},
         "total_median_s": statistics.median(sum(sample.values()) for sample in later),
     }
 
 
+def time_export(args: argparse.Namespace, folder: Path, *, is_stacked: bool) -> dict[str, Any]:
+    """Seconds of each part of an export."""
+    exporter, samples = Exporter("qwen3_moe", args, folder, is_stacked=is_stacked), []
+    for _ in range(args.repeats + 2):
+        stored, adapter, sample = exporter.write()
+        samples.append(sample)
+        exporter.store.delete(stored)
+        exporter.store.prepare()
+    exporter.store.close()
+    return {
+        "parameters": sum(matrix.weight.numel() for layer in exporter.layers for matrix in layer.matrices),
+        "tensors": len(adapter.tensors),
+        "bytes": adapter.payload_bytes,
+        **summary(samples[1:]),
+        "very_first": samples[0],
+    }
+
+
+def write_config(args: argparse.Namespace, folder: Path) -> Path:
+    """The configuration and a tokenizer of a Qwen3-MoE in the large shape, without weights."""
+    from make_model import make_tokenizer
+    from transformers import Qwen3MoeConfig
+
+    tokenizer = make_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=args.heads, num_key_value_heads=4, head_dim=args.head_dim,
+        moe_intermediate_size=args.intermediate, num_experts=args.experts, num_experts_per_tok=8, norm_topk_prob=True,
+        max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="bfloat16",
+    )  # fmt: skip
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def time_sync(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Seconds of each part of a whole sync to a server of the large shape, in both layouts of experts."""
+    args = argparse.Namespace(**{**vars(args), "layers": args.sync_layers})
+    seen: dict[str, Any] = {"layers": args.layers}
+    log = folder / "server.log"
+    try:
+        model = write_config(args, folder / "qwen3_moe_large")
+        memory = args.sync_memory
+        with serving(model, args, log, (*lora_flags(args.rank), "--load-format", "dummy"), memory=memory) as url:
+            for name, is_stacked in {"stacked": True, "per_expert": False}.items():
+                exporter = Exporter("qwen3_moe", args, folder / name, is_stacked=is_stacked)
+                deadline = partial(Deadline.after, 120.0, "The measurement")
+                engine: Any = Blocking(run(connect_engine(url, engine="vllm", is_local=True, deadline=deadline())))
+                samples = []
+                for _ in range(args.repeats + 2):
+                    stored, _, sample = exporter.write()
+                    started = time.perf_counter()
+                    engine.load(stored, deadline())
+                    samples.append(sample | {"load_s": time.perf_counter() - started})
+                    print("sync", name, json.dumps(samples[-1]), flush=True)
+                    engine.unload(stored.name, deadline())
+                    exporter.store.delete(stored)
+                    exporter.store.prepare()
+                exporter.store.close()
+                seen[name] = {**summary(samples[1:]), "very_first": samples[0]}
+                del exporter
+    except Exception:
+        seen["failed"] = traceback.format_exc()[-3000:]
+        seen["log"] = log.read_text(errors="replace")[-3000:] if log.exists() else ""
+    return seen
+
+
+class Results:
+    """The file of results, written again after each case, and the time that is left for more.
+
+    Args:
+        budget_s: a case that would begin later than this is left out.
+    """
+
+    def __init__(self, out: Path, budget_s: float) -> None:
+        self._out, self._started, self._budget_s = out, time.monotonic(), budget_s
+        self._cases: dict[str, Any] = {}
+
+    def add(self, name: str, measure: Callable[[Path], dict[str, Any]], root: str | None = None) -> None:
+        passed_s = time.monotonic() - self._started
+        if passed_s > self._budget_s:
+            found: dict[str, Any] = {"left_out": f"after {passed_s:.0f} s"}
+        else:
+            with tempfile.TemporaryDirectory(dir=root) as folder:
+                found = measure(Path(folder))
+            found["case_s"] = time.monotonic() - self._started - passed_s
+        print(name, json.dumps(found), flush=True)
+        self._cases[name] = found
+        version = next((case["vllm"] for case in self._cases.values() if "vllm" in case), "unknown")
+        partial_file = self._out.with_suffix(".partial")
+        partial_file.write_text(json.dumps(run_environment("vllm", version) | {"cases": self._cases}, indent=1) + "\n")
+        partial_file.replace(self._out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--server-python", default=sys.executable, help="interpreter of vLLM's environment")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--budget-s", type=float, default=3600.0, help="begin no case later than this")
+    parser.add_argument("--sync-memory", type=float, default=0.86, help="the GPU's share for a server of that shape")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--sync-layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    result: dict[str, Any] = {"families": {}, "export": {}}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
-        for layout, family in {"per_expert": "qwen3_moe", "3d": "qwen3_vl_moe"}.items():
-            result["export"][layout] = time_export(family, args, Path(shared) / layout)
-            print(layout, json.dumps(result["export"][layout]), flush=True)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    for family in args.families:
-        with tempfile.TemporaryDirectory() as folder:
-            result["families"][family] = check_family(family, args, Path(folder))
-    found = [seen["vllm"] for seen in result["families"].values() if "vllm" in seen]
-    result = run_environment("vllm", found[0] if found else "none") | result
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    results = Results(args.out, args.budget_s)
+    if "export" in args.parts:
+        for name, is_stacked in {"stacked": True, "per_expert": False}.items():
+            results.add(f"export-{name}", partial(time_export, args, is_stacked=is_stacked), "/dev/shm")
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    if "families" in args.parts:
+        for family in args.families:
+            results.add(family, partial(check_family, family, args))
+    if "fused" in args.parts:
+        for family in (family for family in args.families if FAMILIES[family].projections is not None):
+            results.add(f"fused-{family}", partial(check_family, family, args, fused=True))
+    if "sync" in args.parts:
+        results.add("sync", partial(time_sync, args), "/dev/shm")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from run_environment import run_environment
 from transformers import AutoModelForCausalLM
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.places import default_sync_dir, is_local_url
@@ -170,9 +170,9 @@ def settings_for(args: argparse.Namespace) -> SyncSettings:
 def reader(model: PeftModel) -> ReadAdapter:
     adapter = AdapterReader()
 
-    def read(fused_siblings: bool) -> CanonicalAdapter:
+    def read(form: Form) -> CanonicalAdapter:
         adapter.linears(model)
-        return adapter.read(model, dtype=torch.bfloat16, fused_siblings=fused_siblings)
+        return adapter.read(model, dtype=torch.bfloat16, fused_siblings=form.fused_siblings)
 
     return read
 
@@ -180,7 +180,7 @@ def reader(model: PeftModel) -> ReadAdapter:
 def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> dict[str, float]:
     before = [parameter.detach().clone() for parameter in moving(model)]
     perturb(model)
-    report = sync.publish(reader(model)(sync.requires_packed_modules))
+    report = sync.publish(reader(model)(sync.form))
     answers = sample(sync)
     sync.sleep()
     looked_at = [answer[0] for answer in answers[:4]]

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from trl_lora_sync import errors
+from trl_lora_sync.adapter.experts import FAMILIES, Family
 from trl_lora_sync.adapter.support import supported_features
 from trl_lora_sync.cli.main import COMMANDS, TRAINING, main
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
@@ -92,6 +93,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "target_parameters": (
         _REFUSED_WITH_REASON,
         "unit/test_adapter_experts.py::test_a_server_adds_to_each_expert_what_peft_merges_into_it",
+        "live/test_fused_experts.py::test_experts_and_routers_are_served_as_they_are_trained",
     ),
     "trainable_token_indices": (_REFUSED_WITH_REASON, f"{_FUSED}[tokens]"),
     "use_dora": (_REFUSED_WITH_REASON, f"{_FUSED}[DoRA]"),
@@ -141,6 +143,47 @@ def proofs_of(name: str) -> list[str]:
     """The tests that hold a row of the table, by their paths below `tests`."""
     decision = "unit/test_adapter_support.py::test_field_that_is_refused_is_refused_with_its_own_reason"
     return [decision, *PROOFS.get(name, ())]
+
+
+# What holds the rows of the experts in each way of serving.
+_EXPERTS_AT_RUN_TIME = "unit/test_adapter_experts.py::test_a_server_adds_to_each_expert_what_peft_merges_into_it"
+_EXPERTS_FUSED = "live/test_fused_experts.py::test_experts_and_routers_are_served_as_they_are_trained"
+_ROUTER_REFUSED = "unit/test_adapter_experts.py::test_a_router_that_vllm_ignores_is_refused_with_what_to_set"
+_ROUTER_SERVED = "unit/test_adapter_experts.py::test_the_router_of_a_mixtral_is_served_under_its_name"
+_STACKED_ONLY = (
+    "unit/test_adapter_experts.py::test_fused_serving_refuses_a_family_whose_checkpoints_have_all_experts_in_one_tensor"
+)
+_NOT_ON_SGLANG = "unit/test_adapter_experts.py::test_sglang_gets_no_experts_of_a_family_that_was_not_measured_there"
+
+
+def experts_table() -> str:
+    """What is served of each family of mixtures of experts, in both ways, and what proves it."""
+    head = "| `model_type` | trained | applied at run time | fused serving | SGLang | test |"
+    rows = [row for name, family in sorted(FAMILIES.items()) for row in _expert_rows(name, family)]
+    return "\n".join([head, "|" + "---|" * 6, *rows])
+
+
+def _expert_rows(name: str, family: Family) -> list[str]:
+    moe, names = family.moe, family.projections
+    one_by_one = names and f"as `{moe}.experts.N.{names[0]}`, `{names[1]}`, `{names[2]}`"
+    fused = one_by_one or "refused: its checkpoints have all experts in one tensor"
+    sglang = "served" if family.on_sglang else "refused: not measured"
+    at_run_time = f"{one_by_one}, or all in one tensor" if one_by_one else f"all in one tensor of `{moe}.experts`"
+    router = f"as `{moe}.gate`" if family.has_router else "refused: vLLM 0.26 ignores it, without an error"
+    fused_router = f"as `{moe}.gate`" if names else "refused"
+    tests = (_EXPERTS_AT_RUN_TIME, _EXPERTS_FUSED if names else _STACKED_ONLY, _NOT_ON_SGLANG)
+    router_tests = (
+        _ROUTER_SERVED if family.has_router else _ROUTER_REFUSED,
+        _EXPERTS_FUSED if names else _STACKED_ONLY,
+    )
+    return [
+        f"| `{name}` | experts | {at_run_time} | {fused} | {sglang} | {_tests(tests)} |",
+        f"| `{name}` | router | {router} | {fused_router} | refused | {_tests(router_tests)} |",
+    ]
+
+
+def _tests(names: tuple[str, ...]) -> str:
+    return "<br>".join(f"`{name}`" for name in names)
 
 
 def version_table() -> str:
@@ -206,6 +249,7 @@ def security_policy() -> str:
 
 MADE: Mapping[str, Callable[[], str]] = {
     "support": support_table,
+    "experts": experts_table,
     "versions": version_table,
     "settings": settings_table,
     "commands": command_help,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync._trl import zero3_hooks_removed
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.export import (
     AdapterReader,
     active_dropout,
@@ -210,8 +210,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         with timer.phase("gather"):
             _, gathered = self._gather_matrices()
 
-        def read(fused_siblings: bool) -> CanonicalAdapter:
-            return self._reader.read(self.model, dtype=self._dtype, fused_siblings=fused_siblings, gathered=gathered)
+        def read(form: Form) -> CanonicalAdapter:
+            return self._reader.read(
+                self.model,
+                dtype=self._dtype,
+                fused_siblings=form.fused_siblings,
+                stacked_experts=form.stacked_experts,
+                gathered=gathered,
+            )
 
         return read
 
@@ -279,8 +285,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             )
 
             # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
-            def read(fused_siblings: bool) -> CanonicalAdapter:
-                return reader.read_trial(model, weights(strength, group), dtype=dtype, fused_siblings=fused_siblings)
+            def read(form: Form) -> CanonicalAdapter:
+                return reader.read_trial(
+                    model,
+                    weights(strength, group),
+                    dtype=dtype,
+                    fused_siblings=form.fused_siblings,
+                    stacked_experts=form.stacked_experts,
+                )
 
             return Trial(
                 group=group,

@@ -66,6 +66,7 @@ class Fleet:
             logprobs_mode=doubtful[0] if doubtful else served[0].logprobs_mode,
             # Zeros for a sibling change nothing on an engine that does not need them.
             needs_fused_siblings=any(one.needs_fused_siblings for one in served),
+            takes_stacked_experts=all(one.takes_stacked_experts for one in served),
             survives_misfit=all(one.survives_misfit for one in served),
             takes_tensors=all(one.takes_tensors for one in served),
             takes_pushes=all(one.takes_pushes for one in served),

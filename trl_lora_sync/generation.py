@@ -108,7 +108,7 @@ class LoRASyncGeneration(AdapterGeneration):
     def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
         assert self._sync is not None
         with timer.phase("gather"):
-            adapter = read(self._sync.requires_packed_modules)
+            adapter = read(self._sync.form)
         return self._sync.publish(adapter, score, timer)
 
     def _settle(self) -> None:

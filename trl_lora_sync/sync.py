@@ -13,9 +13,7 @@ from contextlib import asynccontextmanager
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.known import serve_command
@@ -47,7 +45,7 @@ class AdapterSync:
         self._transport: Transport | None = None
         self._next_version = 1
         self._retries_reported = 0
-        self._layout: dict[str, torch.Size] = {}  # names and shapes of the tensors that servers were verified with
+        self._layout: object = None  # names and shapes of the tensors that servers were verified with
 
     @property
     def transport(self) -> Transport:
@@ -77,7 +75,7 @@ class AdapterSync:
             LoRASyncError: a server cannot be used, and what to change.
         """
         run(self._connect())
-        adapter = read(self.requires_packed_modules)
+        adapter = read(self.form)
         run(self._prepare(adapter, base.remembered(), trials))
         return self._summary(adapter)
 
@@ -98,7 +96,7 @@ class AdapterSync:
         await self.transport.open(deadline)
         for dead_run in await fleet.sweep(self.transport, deadline):
             logger.info("Removed what the run %s had left behind.", dead_run)
-        self._layout = _layout_of(adapter)
+        self._layout = adapter.layout
         deadline = self._control_deadline("Checking the server with a trial adapter")
         await fleet.check(adapter, base, self.transport, deadline, trials)
         if self.settings.frees_kv_cache:
@@ -116,9 +114,9 @@ class AdapterSync:
     # One sync
 
     @property
-    def requires_packed_modules(self) -> bool:
-        """Whether a server takes q/k/v and gate/up complete only, so that an adapter must be read that way."""
-        return self.fleet.capabilities.needs_fused_siblings
+    def form(self) -> Form:
+        """In which every server takes an adapter."""
+        return self.fleet.capabilities.form
 
     @property
     def needs_verification(self) -> bool:
@@ -133,7 +131,7 @@ class AdapterSync:
         On any failure the previous version stays active with its files intact, and nothing of the new one is left.
 
         Args:
-            adapter: as `requires_packed_modules` wants it.
+            adapter: read in `form`.
             score: computes the log-probabilities of `PROBE_PROMPT` with this adapter and without, or None where that
                 cannot be done now; called only if a server needs to be verified. Without it, none is.
             timer: has been running since the sync began, if it began before this call.
@@ -146,8 +144,8 @@ class AdapterSync:
             ServerUnreachableError: a server did not come back in that time.
         """
         timer = timer or PhaseTimer()
-        if _layout_of(adapter) != self._layout:  # a server may ignore a module that it was not tried with
-            self._layout = _layout_of(adapter)
+        if adapter.layout != self._layout:  # a server may ignore a module that it was not tried with
+            self._layout = adapter.layout
             self.fleet.require_verification()
         if score is not None and not self.needs_verification:
             try:
@@ -323,7 +321,3 @@ class AdapterSync:
             f"in {self.transport.where}; checked: adapter features, runtime loading, base model, rank, a trial load "
             "and token."
         )
-
-
-def _layout_of(adapter: CanonicalAdapter) -> dict[str, torch.Size]:
-    return {key: tensor.shape for key, tensor in adapter.tensors.items()}

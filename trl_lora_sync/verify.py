@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trl_lora_sync.adapter.canonical import CanonicalAdapter
+    from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 
 # Reads the adapter, given whether q/k/v and gate/up must come complete.
-ReadAdapter = Callable[[bool], "CanonicalAdapter"]
+ReadAdapter = Callable[["Form"], "CanonicalAdapter"]
 
 # Small token ids, which every vocabulary has, in no order that a text would have.
 PROBE_PROMPT = tuple((37 * place + 11) % 200 for place in range(24))

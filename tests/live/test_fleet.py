@@ -20,6 +20,7 @@ from vllm_server import VLLMServer
 
 import trl_lora_sync.server_handle
 from trl_lora_sync import GRPOTrainer
+from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, PromptGroup
 from trl_lora_sync.errors import AdapterNotVisibleError
@@ -202,12 +203,12 @@ def test_vllm_and_sglang_serve_one_adapter_together(clean_server: VLLMServer, ba
         sync = AdapterSync(mixed_settings(clean_server, fake, tmp_path))
         try:
             line = sync.start(lambda served: read(model, served), any_base(model))
-            name = sync.publish(read(model, sync.requires_packed_modules)).adapter_name
+            name = sync.publish(read(model, sync.form)).adapter_name
             fake.requests.clear()
             groups = [PromptGroup(prompt=prompt, count=2) for prompt in PROMPTS]
             answers = sync.generate(name, groups, sampling(), soon(60))
             by_fake = {tuple(ids) for body in fake.bodies("/generate") for ids in body["input_ids"]}
-            adapter = read(model, sync.requires_packed_modules)
+            adapter = read(model, sync.form)
         finally:
             sync.close()
         assert "vllm 0.31.0" in line
@@ -230,8 +231,8 @@ def test_vllm_and_sglang_serve_one_adapter_together(clean_server: VLLMServer, ba
         assert fake.host_adapters == []
 
 
-def read(model: Any, fused_siblings: bool) -> Any:
-    return read_adapter(model, dtype=torch.float32, fused_siblings=fused_siblings)
+def read(model: Any, form: Form) -> Any:
+    return read_adapter(model, dtype=torch.float32, fused_siblings=form.fused_siblings)
 
 
 def any_base(model: Any) -> TrainedBase:

@@ -10,7 +10,7 @@ from contract.served import SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 from support.settings import plain_settings
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.engines.base import Completion, PromptGroup
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import run
@@ -36,7 +36,7 @@ class FleetRun:
 
     def publish(self) -> SyncReport:
         self.step += 1
-        return self.sync.publish(self._read(self.sync.requires_packed_modules))
+        return self.sync.publish(self._read(self.sync.form))
 
     def generate(self, groups: Sequence[PromptGroup] = GROUPS) -> list[list[Completion]]:
         assert self.sync.active is not None
@@ -70,7 +70,7 @@ class FleetRun:
 
         return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, logprobs=logprobs)
 
-    def _read(self, packed: bool) -> CanonicalAdapter:
+    def _read(self, form: Form) -> CanonicalAdapter:
         self.read.append(adapter_for(SMALL, self.step, rank=8))
         return self.read[-1]
 

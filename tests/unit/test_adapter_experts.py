@@ -1,14 +1,19 @@
 """Unit tier: LoRA on experts and routers in the layouts of servers, against PEFT's own merge.
 
-vLLM on a CPU has no kernels for experts (0.31), so `benchmarks/moe_on_gpu.py` compares with a server.
+vLLM on a CPU has no kernels for adapters on experts at run time (0.31), so `benchmarks/moe_on_gpu.py` compares with a
+server; `live/test_fused_experts.py` does for fused serving.
 """
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     MixtralConfig,
@@ -19,8 +24,12 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
+from trl_lora_sync.adapter.canonical import canonicalize
+from trl_lora_sync.adapter.experts import FAMILIES
 from trl_lora_sync.adapter.export import AdapterReader
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.groups import experts_note
+from trl_lora_sync.adapter.store import write_tensors
 from trl_lora_sync.adapter.support import check_model
 from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.scoring import computing_with, neutral_weights, trial_weights
@@ -90,11 +99,11 @@ def merged(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def served(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def served(family: str, tensors: dict[str, Tensor], *, is_stacked: bool = False) -> dict[str, Tensor]:
     """What a server adds to them, by the way vLLM (0.26) reads its layout."""
     path, names = SERVED[family]
     path = f"{PREFIX}{path}"
-    if names is not None:
+    if names is not None and not is_stacked:
         gate, up, down = (
             torch.stack(
                 [
@@ -124,12 +133,14 @@ LORAS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("takes_stacked", [False, True])
 @pytest.mark.parametrize("family", SERVED)
 @pytest.mark.parametrize("lora", LORAS)
-def test_a_server_adds_to_each_expert_what_peft_merges_into_it(family: str, lora: str) -> None:
+def test_a_server_adds_to_each_expert_what_peft_merges_into_it(family: str, lora: str, takes_stacked: bool) -> None:
     model = trained(family, **LORAS[lora])
-    adapter = read(model)
-    expected, found = merged(model), served(family, adapter.tensors)
+    adapter = read(model, stacked_experts=takes_stacked)
+    assert adapter.has_stacked_experts == (takes_stacked or family == "qwen3-vl")
+    expected, found = merged(model), served(family, adapter.tensors, is_stacked=takes_stacked)
     for name, change in found.items():
         wanted = expected.get(name, torch.zeros_like(change))
         assert (change - wanted).abs().max() < 1e-6
@@ -138,16 +149,22 @@ def test_a_server_adds_to_each_expert_what_peft_merges_into_it(family: str, lora
     assert ranks == {adapter.rank}
 
 
+@pytest.mark.parametrize("takes_stacked", [False, True])
 @pytest.mark.parametrize("family", SERVED)
-def test_the_flat_form_is_bit_for_bit_the_other_one(family: str) -> None:
-    """On a GPU the reader writes into one buffer; the same code runs here."""
+def test_the_flat_form_is_bit_for_bit_the_other_one(family: str, takes_stacked: bool, tmp_path: Path) -> None:
     model = trained(family, rank_pattern={r".*\.gate_up_proj": 4})
     reader = AdapterReader(proves_groups=True)
     reader.linears(model)
-    plain = reader.read(model, dtype=torch.bfloat16)
-    reader._is_on_gpu = lambda modules: True  # type: ignore[method-assign]
-    for _ in range(2):
-        flat: Any = reader.read(model, dtype=torch.bfloat16)
+    chosen: dict[str, Any] = {"dtype": torch.bfloat16, "stacked_experts": takes_stacked}
+    with mock.patch.object(FlatBuffer, "export", lambda self, modules, **given: canonicalize(modules, **given)):
+        plain = reader.read(model, **chosen)
+    for number in range(2):
+        flat: Any = reader.read(model, **chosen)
+        assert (flat.payload_bytes, flat.parameters) == (plain.payload_bytes, plain.parameters)
+        write_tensors(tmp_path / f"{number}.safetensors", flat)
+        written = load_file(tmp_path / f"{number}.safetensors")
+        assert written.keys() == plain.tensors.keys()
+        assert all(torch.equal(written[key], plain.tensors[key]) for key in written)
         assert flat.rank == plain.rank
         assert flat.tensors.keys() == plain.tensors.keys()
         assert all(torch.equal(flat.tensors[key], plain.tensors[key]) for key in plain.tensors)
@@ -223,9 +240,30 @@ def test_nothing_is_said_of_a_model_without_experts() -> None:
     assert experts_note(["model.layers.0.mlp.gate_proj"], {"MLP": ["model.layers.0.mlp.gate_proj"]}) is None
 
 
-def test_sglang_gets_no_experts() -> None:
+def test_sglang_gets_no_experts_of_a_family_that_was_not_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(FAMILIES["qwen3_moe"], on_sglang=False))
     with pytest.raises(UnsupportedAdapterError, match="SGLang serves the run"):
         read(trained("qwen3"), fused_siblings=True)
+    monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(FAMILIES["qwen3_moe"], on_sglang=True))
+    assert any(".experts.3.up_proj." in key for key in read(trained("qwen3"), fused_siblings=True).tensors)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_fused_serving_gets_experts_one_by_one_and_any_router(family: str) -> None:
+    model = trained(family, target_modules="all-linear", target_parameters=None)
+    reader = AdapterReader("fused")
+    reader.linears(model)
+    adapter = reader.read(model, dtype=torch.float32)
+    change, expected = served(family, adapter.tensors), merged(model)
+    assert all((change[name] - expected[name]).abs().max() < 1e-6 for name in change)
+    moe = SERVED[family][0].removesuffix(".experts")
+    assert f"{PREFIX}{moe}.gate.lora_B.weight" in adapter.tensors
+
+
+def test_fused_serving_refuses_a_family_whose_checkpoints_have_all_experts_in_one_tensor() -> None:
+    reader = AdapterReader("fused")
+    with pytest.raises(UnsupportedAdapterError, match="experts of qwen3_vl_moe"):
+        reader.linears(trained("qwen3-vl"))
 
 
 def test_an_initialisation_that_changes_the_base_is_refused_for_experts() -> None:
@@ -238,5 +276,7 @@ def test_an_initialisation_that_changes_the_base_is_refused_for_experts() -> Non
 def test_a_family_whose_names_are_not_known_is_refused() -> None:
     model = trained("qwen3")
     model.config.model_type = "another_moe"
-    with pytest.raises(UnsupportedAdapterError, match="fused parameters of experts"):
-        read(model)
+    for serving in ("runtime", "fused"):
+        reader = AdapterReader(serving, proves_groups=serving == "runtime")
+        with pytest.raises(UnsupportedAdapterError, match="fused parameters of experts of another_moe"):
+            reader.linears(model)

@@ -579,6 +579,31 @@ def test_the_flag_for_modules_that_see_images_is_set_where_the_adapter_has_some(
 
 
 @pytest.mark.outside
+@pytest.mark.parametrize(
+    ("saved", "options", "is_set"),
+    [
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, [], True),
+        ({"target_modules": "all-linear"}, [], True),
+        ({"target_modules": ["q_proj", "up_proj"]}, [], False),
+        ({"target_modules": "all-linear"}, ["--no-quick-load"], False),
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, ["--fused"], False),
+    ],
+)
+def test_the_flag_for_experts_in_one_tensor_is_set_where_the_trainer_can_learn_of_it(
+    saved: dict[str, Any],
+    options: list[str],
+    is_set: bool,
+    environment: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, **saved}))
+    command = ["serve", "vllm", "M", "--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]
+    assert main([*command, *options]) == 0
+    assert ("--enable-mixed-moe-lora-format" in capsys.readouterr().out) == is_set
+
+
+@pytest.mark.outside
 def test_a_server_that_adds_adapters_to_its_weights_takes_more_of_them(
     environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

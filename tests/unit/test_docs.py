@@ -20,6 +20,7 @@ from peft import IA3Config, LoraConfig
 
 import trl_lora_sync
 from trl_lora_sync import GRPOConfig, LoRASyncConfig, errors
+from trl_lora_sync.adapter.experts import FAMILIES
 from trl_lora_sync.adapter.store import AdapterStore, write_adapter
 from trl_lora_sync.adapter.support import check_peft_config, supported_features
 from trl_lora_sync.config import check_choice, server_urls
@@ -68,9 +69,22 @@ def test_support_table_says_what_the_code_does_in_both_ways_of_serving() -> None
         assert second == ("the same" if fused[name] == at_run_time[name] else fused[name].replace("|", "\\|"))
 
 
-def test_each_row_of_the_support_table_names_tests_that_exist() -> None:
-    for name, cells in rows_of_support().items():
-        tests = re.findall(r"`([^`]+)`", cells[-1])
+def test_table_of_experts_says_what_the_code_does() -> None:
+    rows = [line.strip("| ").split(" | ") for line in docs_hooks.experts_table().splitlines()[2:]]
+    assert {name.strip("`") for name, *_ in rows} == FAMILIES.keys()
+    for name, part, at_run_time, fused, sglang, _ in rows:
+        family = FAMILIES[name.strip("`")]
+        serves = part == "experts" or family.has_router
+        assert at_run_time.startswith("refused") != serves
+        assert fused.startswith("refused") == (family.projections is None)
+        assert sglang.startswith("refused") != (part == "experts" and family.on_sglang)
+
+
+def test_each_row_of_the_support_tables_names_tests_that_exist() -> None:
+    of_experts = (line.strip("| ").split(" | ") for line in docs_hooks.experts_table().splitlines()[2:])
+    of_fields = ((name, cells[-1]) for name, cells in rows_of_support().items())
+    for name, cell in [*of_fields, *((name, cells[-1]) for name, *cells in of_experts)]:
+        tests = re.findall(r"`([^`]+)`", cell)
         assert tests, name
         for test in tests:
             path, _, function = test.partition("::")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
@@ -484,6 +485,40 @@ def test_only_a_server_that_says_so_compares_what_it_has_loaded(
     engine, _ = engine_at(answer)
     found = engine.connect(Deadline.after(30, "Connecting"))
     assert (found.checks_payload, found.gpus) == (checks, gpus)
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize("header", [None, "stacked", "another form"])
+def test_the_form_of_experts_is_what_the_server_takes_and_is_said_in_the_load(
+    header: str | None, is_stacked: bool, engine_at: Any
+) -> None:
+    def answer(request: Request) -> None:
+        body = request.body or {}
+        if request.path == "/v1/load_lora_adapter" and body["lora_path"]:
+            request.send(200, "Success")
+        elif request.path == "/v1/load_lora_adapter":
+            request.send(*BAD_REQUEST, **({} if header is None else {"lora_sync_experts": header}))
+        elif request.path == "/v1/models":
+            listed = [{"id": "served", "root": "/m"}, {"id": "run-v1", "root": "/f", "parent": "served"}]
+            request.send(200, {"data": listed})
+        else:
+            vllm_server(request, BAD_REQUEST, WITH_LORA)
+
+    engine, server = engine_at(answer)
+    form = engine.connect(Deadline.after(30, "Connecting")).form
+    assert form == Form(stacked_experts=header == "stacked")
+    stored = StoredAdapter(
+        name="run-v1",
+        version=1,
+        rank=8,
+        target_modules=(),
+        payload_bytes=1,
+        server_path="/f",
+        has_stacked_experts=is_stacked,
+    )
+    engine.load(stored, Deadline.after(30, "Loading"))
+    [body] = [one.body for one in server.requests if one.body and one.body.get("lora_path") == "/f"]
+    assert body.get("is_3d_lora_weight", False) is is_stacked
 
 
 @pytest.mark.parametrize(("status", "metrics"), [(401, ""), (500, ""), (200, "<html>a gateway</html>"), (404, "")])

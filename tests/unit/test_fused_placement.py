@@ -1,6 +1,7 @@
 """Unit tier: where weights of a checkpoint land, by loading rules like vLLM's; `live/test_fused.py` asks its own."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
+from trl_lora_sync.engine_plugins.fused_weights import part_of
 
 OUT, IN = 12, 8
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
@@ -84,15 +86,34 @@ def test_rules_that_do_more_than_copying_rectangles_are_refused(rule: Callable[.
         pieces_of(rule)
 
 
-def test_an_expert_among_others_is_refused_as_one() -> None:
+def test_the_projections_of_an_expert_are_parts_of_its_matrix() -> None:
+    experts = torch.zeros(4, 2 * OUT, IN)
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, source in weights:
+            rows = slice(0, OUT) if "gate" in name else slice(OUT, None)
+            experts[2][rows].copy_(source)
+
+    shapes = {"experts.2.gate_proj": (OUT, IN), "experts.2.up_proj": (OUT, IN)}
+    found = find_pieces(load_weights, {"w13": experts}, shapes, torch.bfloat16)
+    [gate], [up] = found.values()
+    assert gate == Piece("w13", (0, OUT), (0, IN), 0, 0, 2)
+    assert up == Piece("w13", (0, OUT), (0, IN), OUT, 0, 2)
+    assert not gate.overlaps(up)
+    assert not gate.overlaps(replace(gate, expert=1))
+    weight = torch.arange(experts.numel()).view_as(experts)
+    assert torch.equal(part_of(weight, up), weight[2, OUT:])
+
+
+def test_all_experts_in_one_tensor_are_refused() -> None:
     experts = torch.zeros(4, OUT, IN)
 
     def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
         for _, source in weights:
-            experts[2].copy_(source)
+            experts.copy_(source)
 
-    with pytest.raises(PlacementError, match=r"of shape \(4, 12, 8\).*MoE experts cannot be fused"):
-        find_pieces(load_weights, {"w13": experts}, {"experts.2.gate_proj": (OUT, IN)}, torch.bfloat16)
+    with pytest.raises(PlacementError, match=r"of shape \(4, 12, 8\).*or of one expert"):
+        find_pieces(load_weights, {"w13": experts}, {"experts": (4, OUT, IN)}, torch.bfloat16)
 
 
 def test_pieces_that_write_to_one_place_overlap() -> None:
@@ -109,3 +130,16 @@ def test_copies_go_to_the_chosen_parameters_only() -> None:
         other.copy_(torch.ones(OUT, IN))
     assert wanted.sum() == 2 * IN
     assert other.sum() == 0
+
+
+def test_of_several_weights_the_one_that_the_model_cannot_load_is_named() -> None:
+    weight = torch.zeros(2 * OUT, IN)
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, source in weights:
+            weight[{"q.weight": slice(0, OUT), "k.weight": slice(OUT, None)}[name]].copy_(source)
+
+    shapes: dict[str, tuple[int, ...]] = {"q": (OUT, IN), "k": (OUT, IN)}
+    assert set(find_pieces(load_weights, {"qk": weight}, shapes, torch.bfloat16)) == {"q", "k"}
+    with pytest.raises(PlacementError, match=r"^'v' with a weight of shape .*KeyError"):
+        find_pieces(load_weights, {"qk": weight}, {**shapes, "v": (OUT, IN)}, torch.bfloat16)

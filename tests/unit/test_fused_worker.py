@@ -90,9 +90,27 @@ def test_dora_is_refused_where_a_worker_has_a_part_of_each_row() -> None:
         fused._check_whole_rows(["q_proj", "o_proj"], shapes)
 
 
-def test_experts_are_refused_by_name() -> None:
+def test_experts_without_plain_weights_are_refused_by_name() -> None:
     with pytest.raises(worker._UnsuitableError, match=r"'experts\.w13_weight', which is a FusedMoE.*target_modules"):
         worker._check_layer(Model(), "experts.w13_weight", {})
+
+
+class UnquantizedFusedMoEMethod:
+    def __init__(self, backend: str) -> None:
+        self.unquantized_backend = SimpleNamespace(name=backend)
+
+
+@pytest.mark.parametrize("backend", ["TRITON", "CPU", "FLASHINFER_CUTLASS", "AITER"])
+def test_experts_are_taken_with_kernels_that_keep_the_order_of_their_weights(backend: str) -> None:
+    model = Model()
+    model.experts.quant_method = UnquantizedFusedMoEMethod(backend)  # type: ignore[assignment]
+    experts = worker._experts_of(model)
+    assert experts == {"experts.w13_weight": model.experts}
+    if backend in ("TRITON", "CPU"):
+        worker._check_layer(model, "experts.w13_weight", {}, experts)
+    else:
+        with pytest.raises(worker._UnsuitableError, match=rf"\({backend}\).*--moe-backend triton"):
+            worker._check_layer(model, "experts.w13_weight", {}, experts)
 
 
 def test_a_layer_that_is_kept_in_another_form_as_well_is_refused() -> None:

@@ -17,6 +17,7 @@ from trl_lora_sync.engine_plugins import safetensors_file, vllm_quick_load_worke
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
     CHECKS_HEADER,
+    EXPERTS_HEADER,
     GPUS_HEADER,
     WRITE_SLOTS,
     QuickLoadMiddleware,
@@ -64,14 +65,14 @@ class Usual:
 class Worker(QuickLoadWorker):
     """A worker of vLLM, as far as it is used."""
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, device: str = "cpu", *, mixes_experts: bool = False) -> None:
         self.ways: list[str] = []
         self.folder = folder
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
         self.model_runner = SimpleNamespace(
             lora_manager=SimpleNamespace(
                 _lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}),
-                lora_config=SimpleNamespace(max_cpu_loras=4),
+                lora_config=SimpleNamespace(max_cpu_loras=4, enable_mixed_moe_lora_format=mixes_experts),
                 device=torch.device(device),
             )
         )
@@ -258,7 +259,8 @@ def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.Monk
 # The server's side
 
 
-FINE = {"error": "", "slots": "", "off": ""}
+HEADERS = (CHECKS_HEADER, EXPERTS_HEADER, GPUS_HEADER)
+FINE = {"error": "", "slots": "", "off": "", "experts": ""}
 
 
 @pytest.mark.parametrize(
@@ -337,14 +339,15 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        ({"gpus": "GPU-1,GPU-2"}, ("2", "GPU-1,GPU-2")),
-        ({}, ("2", "")),
-        ({"slots": "AttributeError: x"}, ("none", None)),
-        ({"off": "because"}, ("none", None)),
-        ({"error": "x"}, (None, None)),
+        ({"gpus": "GPU-1,GPU-2"}, ("2", None, "GPU-1,GPU-2")),
+        ({}, ("2", None, "")),
+        ({"slots": "AttributeError: x"}, ("none", None, None)),
+        ({"off": "because"}, ("none", None, None)),
+        ({"error": "x", "experts": "stacked"}, (None, None, None)),
+        ({"off": "because", "experts": "stacked"}, ("none", "stacked", None)),
     ],
 )
-def test_answers_to_loads_say_whether_versions_are_compared_and_which_gpus_are_seen(
+def test_answers_to_loads_say_whether_versions_are_compared_how_experts_are_taken_and_which_gpus_are_seen(
     reason: dict[str, str], expected: tuple[str | None, str | None]
 ) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -371,11 +374,15 @@ def test_answers_to_loads_say_whether_versions_are_compared_and_which_gpus_are_s
             await middleware({"type": "http", "path": path}, None, note)  # type: ignore[arg-type]
             headers = dict(sent[0]["headers"])
             assert headers[b"a"] == b"b"
-            ours = [headers.get(name.encode()) for name in (CHECKS_HEADER, GPUS_HEADER)]
+            ours = [headers.get(name.encode()) for name in HEADERS]
             found.append(tuple(None if one is None else one.decode() for one in ours))
         return found
 
-    assert asyncio.run(run()) == [expected, (None, None)]
+    assert asyncio.run(run()) == [expected, (None, None, None)]
+
+
+def test_a_worker_says_whether_it_takes_experts_in_one_tensor(worker: Worker) -> None:
+    assert [Worker(worker.folder, mixes_experts=mixes).answer["experts"] for mixes in (False, True)] == ["", "stacked"]
 
 
 @pytest.mark.outside

@@ -16,7 +16,7 @@ from contract.reference import FakeReference, adapter_for
 from contract.served import PROMPT, SMALL, sampling, soon
 from fakes.sglang import FakeSGLang
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.engines.base import TIMEOUTS, PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASyncError, ServerSetupError
 from trl_lora_sync.runtime import run as run_on_loop
@@ -45,9 +45,9 @@ class Run:
 
     def publish(self) -> str:
         self.step += 1
-        return self.sync.publish(self._read(self.sync.requires_packed_modules)).adapter_name
+        return self.sync.publish(self._read(self.sync.form)).adapter_name
 
-    def _read(self, packed: bool) -> CanonicalAdapter:
+    def _read(self, form: Form) -> CanonicalAdapter:
         adapter = adapter_for(SMALL, self.step, rank=8)
         if self.dtype is not None:
             tensors = {name: tensor.to(self.dtype) for name, tensor in adapter.tensors.items()}

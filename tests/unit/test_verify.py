@@ -14,6 +14,7 @@ from contract.served import SMALL
 from fakes.policy import MODULES
 from fakes.sglang import FakeSGLang
 
+from trl_lora_sync.adapter.canonical import PLAIN
 from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.sync import AdapterSync
@@ -136,7 +137,7 @@ class VerifiedRun(FleetRun):
 
     def publish(self) -> SyncReport:
         self.step += 1
-        return self.sync.publish(self._read(self.sync.requires_packed_modules), self.score)
+        return self.sync.publish(self._read(self.sync.form), self.score)
 
     def score(self) -> Scores:
         self.asked += 1
@@ -404,7 +405,7 @@ def test_a_server_that_is_restarted_while_it_is_verified_is_given_the_version_ag
 
 def test_without_a_score_nothing_is_verified_and_the_next_sync_wants_one(run: StartRun) -> None:
     training = run(verify="first", trial_size=0)
-    training.sync.publish(training._read(True), lambda: None)
+    training.sync.publish(training._read(PLAIN), lambda: None)
     assert training.sync.needs_verification
     assert training.publish().is_verified
     assert not training.sync.needs_verification

@@ -69,16 +69,20 @@ class Block:
     Attributes:
         keys: of each tensor.
         shape: of each tensor.
-        values: `(tensors, rows, columns)`, which may be smaller than `shape`; the rest is zero.
+        values: `(tensors, rows, columns)`, which may be smaller than `shape`; the rest is zero. May alias training
+            storage.
+        scaling: what they are multiplied with, in float32.
     """
 
     keys: tuple[str, ...]
     shape: tuple[int, int]
     values: Tensor
+    scaling: float = 1.0
 
     def write_to(self, whole: Tensor) -> None:
         """Fill zeros of shape `(tensors, *shape)`."""
-        whole[:, : self.values.shape[1], : self.values.shape[2]].copy_(self.values)
+        values = self.values if self.scaling == 1.0 else self.values.float() * self.scaling
+        whole[:, : values.shape[1], : values.shape[2]].copy_(values)
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,33 @@ class ExtraTensors:
         tokens: as for `CanonicalAdapter`.
         blocks: the adapters of experts.
         rank: the largest rank in the blocks.
+        has_stacked_experts: whether a block has all experts of a layer in one tensor.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     rank: int = 0
+    has_stacked_experts: bool = False
 
 
 NO_EXTRAS = ExtraTensors()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """In which of several equal forms servers take an adapter.
+
+    Attributes:
+        fused_siblings: whether q/k/v and gate/up are completed with zeros.
+        stacked_experts: whether all experts of a layer go into one tensor.
+    """
+
+    fused_siblings: bool = False
+    stacked_experts: bool = False
+
+
+PLAIN = Form()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +135,7 @@ class CanonicalAdapter:
         fan_in_fan_out: carried over for PEFT; the engines ignore it.
         base_model: what the trainer calls the base model.
         tokens: for each embedding of which rows are replaced, how many it has and which ones; for fused serving only.
+        has_stacked_experts: whether all experts of a layer are in one tensor, which requests to load it name.
     """
 
     tensors: dict[str, Tensor]
@@ -122,6 +145,7 @@ class CanonicalAdapter:
     base_model: str | None = None
     fan_in_fan_out: bool = False
     tokens: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    has_stacked_experts: bool = False
 
     def on_host(self) -> "CanonicalAdapter":
         """The same with tensors on the CPU that nothing overwrites; only a `FlatAdapter` has others."""
@@ -137,6 +161,7 @@ class CanonicalAdapter:
             base_model=self.base_model,
             fan_in_fan_out=self.fan_in_fan_out,
             tokens=self.tokens,
+            has_stacked_experts=self.has_stacked_experts,
         )
 
     @cached_property
@@ -230,6 +255,7 @@ def canonicalize(
         base_model=base_model,
         fan_in_fan_out=fan_in_fan_out,
         tokens=extras.tokens,
+        has_stacked_experts=extras.has_stacked_experts,
     )
 
 

@@ -10,6 +10,7 @@ GPU: under other names or in another layout it refuses the experts, or ignores t
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -25,17 +26,20 @@ _read_directly: "WeakSet[nn.Module]" = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The names of one family of models on vLLM.
+    """The names of one family of models on a server.
 
     Attributes:
         moe: what the module that holds experts and router is called there.
-        projections: the names of gate, up and down of each expert; None for all experts in one tensor, as in PEFT.
-        has_router: whether an adapter on the router is applied.
+        projections: the names of gate, up and down of each expert; None if all experts of a layer are always in one
+            tensor, as in PEFT.
+        has_router: whether vLLM applies an adapter on the router at run time.
+        on_sglang: whether SGLang applies adapters on the experts, as measured.
     """
 
     moe: str = "mlp"
     projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     has_router: bool = False
+    on_sglang: bool = False
 
 
 FAMILIES = {
@@ -85,13 +89,16 @@ class ExpertLayer:
             return "is disabled at the moment (call model.enable_adapter_layers() first)"
         return None
 
+    @property
+    def scaling(self) -> float:
+        return float(self.layer.scaling[self.adapter_name])
+
     def read(self, value_of: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
-        """`lora_A` `(experts, r, in_features)` and `lora_B` `(experts, out_features, r)`, the scaling folded in."""
+        """`lora_A` `(experts, r, in_features)` and `lora_B` `(experts, out_features, r)`, as views."""
         lora_A, lora_B = (value_of(matrix).detach() for matrix in self.matrices)
-        scaled = lora_B.float() * float(self.layer.scaling[self.adapter_name])
         return (
             lora_A.reshape(self.experts, self.rank, -1),
-            scaled.reshape(lora_B.shape[0], self.rank, self.experts).permute(2, 0, 1),
+            lora_B.reshape(lora_B.shape[0], self.rank, self.experts).permute(2, 0, 1),
         )
 
 
@@ -112,7 +119,19 @@ def shapes_of(experts: Any) -> dict[str, tuple[int, int]]:
     return {name: tuple(getattr(experts, name).shape[1:]) for name in ("gate_up_proj", "down_proj")}
 
 
-def expert_blocks(layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tensor], rank: int) -> list[Block]:
+def are_stacked(layers: Iterable[ExpertLayer], *, takes_stacked: bool) -> bool:
+    """Whether all experts of a layer go into one tensor.
+
+    Args:
+        takes_stacked: whether the servers take that of every family. It has as many tensors as layers, and not as
+            experts, which is loaded faster.
+    """
+    return takes_stacked or any(layer.family.projections is None for layer in layers)
+
+
+def expert_blocks(
+    layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tensor], rank: int, *, is_stacked: bool
+) -> list[Block]:
     """The adapters of all experts as a server loads them.
 
     Servers need all three projections of an expert, so zeros stand for a projection that is not trained.
@@ -120,14 +139,17 @@ def expert_blocks(layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tenso
     Args:
         value_of: the weight of a module that holds a matrix.
         rank: to pad to.
+        is_stacked: see `are_stacked`.
     """
     together: dict[str, dict[str, ExpertLayer]] = {}
     for layer in layers:
         together.setdefault(layer.path, {})[layer.parameter] = layer
-    return [block for path, found in together.items() for block in _blocks_of(path, found, value_of, rank)]
+    return [block for path, found in together.items() for block in _blocks_of(path, found, value_of, rank, is_stacked)]
 
 
-def _blocks_of(path: str, found: dict[str, ExpertLayer], value_of: Callable[[Any], Tensor], rank: int) -> list[Block]:
+def _blocks_of(
+    path: str, found: dict[str, ExpertLayer], value_of: Callable[[Any], Tensor], rank: int, is_stacked: bool
+) -> list[Block]:
     some = next(iter(found.values()))
     read = {name: layer.read(value_of) for name, layer in found.items()}
     for name, (out_features, in_features) in shapes_of(some.layer).items():
@@ -137,35 +159,51 @@ def _blocks_of(path: str, found: dict[str, ExpertLayer], value_of: Callable[[Any
                 like.new_zeros(some.experts, 0, in_features),
                 like.new_zeros(some.experts, out_features, 0),
             )
+    # The product is made as a block is written, so that there is one in float32 at a time.
+    scaling = {name: found[name].scaling if name in found else 1.0 for name in read}
     (gate_up_A, gate_up_B), (down_A, down_B) = read["gate_up_proj"], read["down_proj"]
-    if some.family.projections is None:
+    if is_stacked:
         return [
-            *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank),
-            *_in_one(path, down_A, down_B, rank),
+            *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank, scaling["gate_up_proj"]),
+            *_in_one(path, down_A, down_B, rank, scaling["down_proj"]),
         ]
+    assert some.family.projections is not None
     gate, up, down = some.family.projections
     half = gate_up_B.shape[1] // 2  # the gate is the first half of the rows
-    parts = {gate: (gate_up_A, gate_up_B[:, :half]), up: (gate_up_A, gate_up_B[:, half:]), down: (down_A, down_B)}
+    parts = {
+        gate: (gate_up_A, gate_up_B[:, :half], scaling["gate_up_proj"]),
+        up: (gate_up_A, gate_up_B[:, half:], scaling["gate_up_proj"]),
+        down: (down_A, down_B, scaling["down_proj"]),
+    }
     blocks = []
-    for name, (lora_A, lora_B) in parts.items():
-        keys = [f"{KEY_PREFIX}{path}.{expert}.{name}" for expert in range(some.experts)]
+    for name, (lora_A, lora_B, factor) in parts.items():
+        keys_A, keys_B = _keys(path, some.experts, name)
         blocks += [
-            Block(tuple(f"{key}.lora_A.weight" for key in keys), (rank, lora_A.shape[2]), lora_A),
-            Block(tuple(f"{key}.lora_B.weight" for key in keys), (lora_B.shape[1], rank), lora_B),
+            Block(keys_A, (rank, lora_A.shape[2]), lora_A),
+            Block(keys_B, (lora_B.shape[1], rank), lora_B, factor),
         ]
     return blocks
 
 
-def _in_one(path: str, lora_A: Tensor, lora_B: Tensor, rank: int) -> list[Block]:
+# Tens of thousands of names, which are the same ones at each sync.
+@lru_cache(maxsize=4096)
+def _keys(path: str, experts: int, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    keys = [f"{KEY_PREFIX}{path}.{expert}.{name}" for expert in range(experts)]
+    return tuple(f"{key}.lora_A.weight" for key in keys), tuple(f"{key}.lora_B.weight" for key in keys)
+
+
+def _in_one(path: str, lora_A: Tensor, lora_B: Tensor, rank: int, scaling: float) -> list[Block]:
     """All experts in one tensor, as PEFT has them."""
-    experts, _, in_features = lora_A.shape
+    experts, own_rank, in_features = lora_A.shape
     out_features = lora_B.shape[1]
-    tall = lora_A.new_zeros(experts, rank, in_features)
-    tall[:, : lora_A.shape[1]] = lora_A
-    wide = lora_B.new_zeros(out_features, rank, experts)
-    wide[:, : lora_B.shape[2]] = lora_B.permute(1, 2, 0)
+    tall, wide = lora_A, lora_B.permute(1, 2, 0)
+    if own_rank < rank:
+        tall = lora_A.new_zeros(experts, rank, in_features)
+        tall[:, :own_rank] = lora_A
+        wide = lora_B.new_zeros(out_features, rank, experts)
+        wide[:, :own_rank] = lora_B.permute(1, 2, 0)
     key = f"{KEY_PREFIX}{path}"
     return [
         Block((f"{key}.lora_A.weight",), (experts * rank, in_features), tall.reshape(1, -1, in_features)),
-        Block((f"{key}.lora_B.weight",), (out_features, rank * experts), wide.reshape(1, out_features, -1)),
+        Block((f"{key}.lora_B.weight",), (out_features, rank * experts), wide.reshape(1, out_features, -1), scaling),
     ]

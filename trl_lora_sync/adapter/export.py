@@ -25,6 +25,7 @@ from trl_lora_sync.adapter.experts import (
     FAMILIES,
     ExpertLayer,
     Family,
+    are_stacked,
     expert_blocks,
     is_read_directly,
     mark_read_directly,
@@ -37,6 +38,7 @@ from trl_lora_sync.adapter.modalities import check_adapted_modules
 from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, ServedNames, trained_path
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
+    FUSED_WAY_OUT,
     WEIGHTS_WAY_OUT,
     Serving,
     changes_base,
@@ -47,6 +49,7 @@ from trl_lora_sync.adapter.support import (
     refuse,
     refuse_experts,
     refuse_module,
+    serves_experts,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.module_tree import ModuleTree
@@ -156,8 +159,8 @@ class AdapterReader:
     """Reads the active adapter of a model again and again, with what is slow about it remembered.
 
     An adapter on a GPU stays there, in a `FlatBuffer`: that is memory for one adapter in the dtype that is written, and
-    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`. The difference to an initial
-    adapter takes twice the adapter in float32 besides, while it is read.
+    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`, unless it has experts. The
+    difference to an initial adapter takes twice the adapter in float32 besides, while it is read.
 
     Args:
         serving: `"fused"` to read what only fused serving can serve as well, see `adapter.extras`.
@@ -187,7 +190,7 @@ class AdapterReader:
         if self._tree.has_changed(model) or adapter_name != self._adapter_name:
             self._adapter_name, self._modules = "", None  # nothing is known if the next lines fail
             self._layers = _find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
-            self._experts = _find_experts(model, adapter_name)
+            self._experts = _find_experts(model, adapter_name, self._serving)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
             self._linears = [matrix for pair in pairs for matrix in pair]
@@ -247,20 +250,33 @@ class AdapterReader:
         *,
         dtype: torch.dtype,
         fused_siblings: bool = False,
+        stacked_experts: bool = False,
         gathered: Mapping[nn.Module, Tensor] | None = None,
     ) -> CanonicalAdapter:
-        """As `read_adapter`, of the `modules`; if they are on a GPU, the result is valid until the next read."""
-        return self._read(model, self._buffer, dtype, fused_siblings, gathered)
+        """As `read_adapter`, of the `modules`.
+
+        If they are on a GPU, or experts are among them, the result is valid until the next read.
+
+        Args:
+            stacked_experts: whether all experts of a layer may go into one tensor.
+        """
+        return self._read(model, self._buffer, dtype, fused_siblings, stacked_experts, gathered)
 
     def read_trial(
-        self, model: "PeftModel", weights: Mapping[Any, Tensor], *, dtype: torch.dtype, fused_siblings: bool
+        self,
+        model: "PeftModel",
+        weights: Mapping[Any, Tensor],
+        *,
+        dtype: torch.dtype,
+        fused_siblings: bool,
+        stacked_experts: bool = False,
     ) -> CanonicalAdapter:
         """As `read`, of other matrices in the place of the adapter's; stays valid.
 
         Args:
             weights: for each of the `linears`, and each parameter of the `extras`.
         """
-        return self._read(model, FlatBuffer(), dtype, fused_siblings, weights)
+        return self._read(model, FlatBuffer(), dtype, fused_siblings, stacked_experts, weights)
 
     def _read(
         self,
@@ -268,13 +284,15 @@ class AdapterReader:
         buffer: FlatBuffer,
         dtype: torch.dtype,
         fused_siblings: bool,
+        stacked_experts: bool,
         gathered: Mapping[nn.Module, Tensor] | None,
     ) -> CanonicalAdapter:
         modules = self.modules(gathered)
-        export = buffer.export if self._is_on_gpu(modules) else canonicalize
+        # Experts are many tensors, which are filled in few copies there.
+        export = buffer.export if self._is_on_gpu(modules) or self._experts else canonicalize
         extras = read_extras(self._extras, gathered or {}, dtype) if self._extras else NO_EXTRAS
         if self._experts:
-            extras = self._with_experts(modules, extras, gathered or {}, fused_siblings)
+            extras = self._with_experts(modules, extras, gathered or {}, fused_siblings, stacked_experts)
         return _export(model, self._adapter_name, modules, export, dtype, fused_siblings, extras)
 
     def _with_experts(
@@ -283,16 +301,21 @@ class AdapterReader:
         extras: ExtraTensors,
         gathered: Mapping[nn.Module, Tensor],
         fused_siblings: bool,
+        stacked_experts: bool,
     ) -> ExtraTensors:
-        if fused_siblings:
+        is_stacked = are_stacked(self._experts, takes_stacked=stacked_experts)
+        if fused_siblings and (is_stacked or not self._experts[0].family.on_sglang):
             raise UnsupportedAdapterError(
-                "The adapter is on experts, and SGLang serves the run, where adapters on experts are not supported. "
-                "Train the other layers only, with target_modules as a list of their names, or sample on vLLM."
+                "The adapter is on experts, and SGLang serves the run, where adapters on the experts of this family "
+                "are not supported. Train the other layers only, with target_modules as a list of their names, or "
+                "sample on vLLM."
             )
         rank = max(layer.rank for layer in self._experts)
         whole = max(rank, *(module.rank for module in modules)) if modules else rank
-        blocks = expert_blocks(self._experts, lambda matrix: gathered.get(matrix, matrix.weight), whole)
-        return replace(extras, blocks=blocks, rank=rank)
+        blocks = expert_blocks(
+            self._experts, lambda matrix: gathered.get(matrix, matrix.weight), whole, is_stacked=is_stacked
+        )
+        return replace(extras, blocks=blocks, rank=rank, has_stacked_experts=is_stacked)
 
     def release(self) -> None:
         """Release the memory; the next read allocates it again."""
@@ -469,18 +492,21 @@ def _is_of_experts(layer: Any) -> bool:
 
 def _family(model: Any) -> Family:
     """The names of the experts on a server; raises UnsupportedAdapterError for a family whose names are not known."""
-    family = FAMILIES.get(getattr(model.config, "model_type", ""))
+    name = str(getattr(model.config, "model_type", ""))
+    family = FAMILIES.get(name)
     if family is None:
-        raise refuse_experts(model.active_peft_config)
+        raise refuse_experts(model.active_peft_config, name)
     return family
 
 
-def _find_experts(model: Any, adapter_name: str) -> list[ExpertLayer]:
+def _find_experts(model: Any, adapter_name: str, serving: Serving) -> list[ExpertLayer]:
     """The parameters of experts that carry the adapter."""
     found = {path: layer for path, layer in _adapted(model, adapter_name).items() if _is_of_experts(layer)}
     if not found:
         return []
     family, names = _family(model), ServedNames.of(model)
+    if serving == "fused" and family.projections is None:
+        raise refuse_experts(model.active_peft_config, str(model.config.model_type))
     layers = []
     for path, layer in found.items():
         # The wrappers of two parameters are one inside the other.
@@ -500,7 +526,7 @@ def _find_experts(model: Any, adapter_name: str) -> list[ExpertLayer]:
     return layers
 
 
-def _routers(model: Any, adapted: Mapping[str, Any]) -> dict[str, str]:
+def _routers(model: Any, adapted: Mapping[str, Any], serving: Serving) -> dict[str, str]:
     """The served paths of adapted routers that Transformers keeps in a parameter, by their paths in the trainer.
 
     Raises:
@@ -512,14 +538,15 @@ def _routers(model: Any, adapted: Mapping[str, Any]) -> dict[str, str]:
     if not found:
         return {}
     family = _family(model)
-    if not family.has_router:
+    if not family.has_router and serving != "fused":
         config = model.active_peft_config
         others = sorted(name for name in config.target_parameters if "gate.weight" not in name)
         raise refuse(
             f"A LoRA adapter on the router ({', '.join(without_numbers(found))})",
             'vLLM ignores it for this family of models, without an error. On this model, target_modules="all-linear" '
             "includes it, and exclude_modules does not keep it out",
-            f"Set target_modules={sorted(config.target_modules)!r} and target_parameters={others!r}",
+            f"Set target_modules={sorted(config.target_modules)!r} and target_parameters={others!r}, or "
+            f"{FUSED_WAY_OUT}",
         )
     for path in found:
         mark_read_directly(_matrices(adapted[path], model.active_adapter))
@@ -533,10 +560,11 @@ def _find_extras(model: nn.Module, adapter_name: str) -> list[Extra]:
 def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, proves_groups: bool) -> list[_Layer]:
     """The linear layers that carry the adapter, in model order, all of them plain LoRA on some base weight."""
     adapted = _adapted(model, adapter_name)
+    takes_experts = serves_experts(serving, proves_groups=proves_groups)
     found = [
         (path, layer)
         for path, layer in adapted.items()
-        if adapter_name not in layer.lora_embedding_A and not (proves_groups and _is_of_experts(layer))
+        if adapter_name not in layer.lora_embedding_A and not (takes_experts and _is_of_experts(layer))
     ]
     if not adapted or (not found and serving == "fused"):
         raise UnsupportedAdapterError(
@@ -551,8 +579,8 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
         config = peft_model.peft_config[adapter_name]
         check_adapted_modules(peft_model.get_base_model(), adapted, config, proves_groups=proves_groups)
     names = ServedNames.of(model)
-    if proves_groups:
-        names = names.with_routers(_routers(model, adapted))
+    if takes_experts:
+        names = names.with_routers(_routers(model, adapted, serving))
     layers = [
         _Layer(
             path=names.served(path),

@@ -40,6 +40,16 @@ class FlatAdapter(CanonicalAdapter):
     header: bytes
     flat: Tensor
 
+    # Without asking each tensor: experts are tens of thousands.
+
+    @property
+    def payload_bytes(self) -> int:
+        return int(self.flat.nbytes)
+
+    @property
+    def parameters(self) -> int:
+        return self.flat.numel()
+
     def on_host(self) -> CanonicalAdapter:
         host = self.flat.to("cpu", copy=True)
         return self.with_tensors(split_flat(host, {key: tensor.shape for key, tensor in self.tensors.items()}))
@@ -56,6 +66,7 @@ def flat_adapter(described: CanonicalAdapter, flat: Tensor, shapes: dict[str, to
         base_model=described.base_model,
         fan_in_fan_out=described.fan_in_fan_out,
         tokens=described.tokens,
+        has_stacked_experts=described.has_stacked_experts,
         header=header_of(tensors, METADATA),
         flat=flat,
     )
@@ -121,8 +132,15 @@ class FlatBuffer:
         if not finite:
             canonicalize(modules, dtype=dtype, extras=extras)  # raises, and names the module
         known = plan.adapter
-        if (known.base_model, known.fan_in_fan_out, known.tokens) != (base_model, fan_in_fan_out, extras.tokens):
-            known = replace(known, base_model=base_model, fan_in_fan_out=fan_in_fan_out, tokens=extras.tokens)
+        described = base_model, fan_in_fan_out, extras.tokens, extras.has_stacked_experts
+        if (known.base_model, known.fan_in_fan_out, known.tokens, known.has_stacked_experts) != described:
+            known = replace(
+                known,
+                base_model=base_model,
+                fan_in_fan_out=fan_in_fan_out,
+                tokens=extras.tokens,
+                has_stacked_experts=extras.has_stacked_experts,
+            )
             self._plan = replace(plan, adapter=known)
         return known
 

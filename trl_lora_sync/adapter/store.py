@@ -36,6 +36,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
     HEADER_PREFIX_BYTES,
     METADATA,
     TENSORS_FILE,
+    bytes_of,
     header_of,
     joined_or_copied,
 )
@@ -69,6 +70,7 @@ class StoredAdapter:
         has_checksum: whether a worker can compare its tensors with those on the trainer's device.
         is_unfinished: whether its file of tensors may still be on its way from the trainer's GPU, see
             `engine_plugins.unfinished`.
+        has_stacked_experts: as for `CanonicalAdapter`.
     """
 
     name: str
@@ -81,6 +83,7 @@ class StoredAdapter:
     content: CanonicalAdapter | None = None
     has_checksum: bool = False
     is_unfinished: bool = False
+    has_stacked_experts: bool = False
 
 
 def new_run_id() -> str:
@@ -90,6 +93,11 @@ def new_run_id() -> str:
 
 def write_tensors(file: Path, adapter: CanonicalAdapter) -> None:
     """Write the tensors of `adapter` to a new file, wherever they are."""
+    if isinstance(adapter, FlatAdapter):
+        with file.open("xb") as opened:
+            opened.write(adapter.header)
+            opened.write(bytes_of(adapter.flat.cpu()))
+        return
     save_file(adapter.on_host().tensors, file, metadata=METADATA)
 
 
@@ -375,6 +383,7 @@ class AdapterStore:
             target_modules=adapter.target_modules,
             payload_bytes=adapter.payload_bytes,
             path=self.directory / name,
+            has_stacked_experts=adapter.has_stacked_experts,
         )
 
     def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:

@@ -100,10 +100,12 @@ _FUSED = {
     "trainable_token_indices": "replaces the rows of these tokens, also in an output head that is tied to the "
     "embedding",
 }
-_EXPERTS = (
-    "only the experts of Qwen3-MoE, Mixtral and Qwen3-VL-MoE, and the router of Mixtral, on a vLLM server; not with "
-    "an initialisation that changes the base"
-)
+_EXPERTS = {
+    "runtime": "only the experts of Qwen3-MoE, Mixtral and Qwen3-VL-MoE, and the router of Mixtral, on a vLLM server; "
+    "not with an initialisation that changes the base",
+    "fused": "only the experts and the routers of Qwen3-MoE and Mixtral; not with an initialisation that changes the "
+    "base",
+}
 FUSED_WAY_OUT = 'set lora_sync_serving="fused" with vllm_mode="server", with which vLLM computes it in its weights'
 
 
@@ -216,25 +218,31 @@ def check_peft_config(
             "PEFT then adapts layers with classes of your own, which no server runs",
             "Remove the call of _register_custom_module",
         )
-    if is_of_model and config.target_parameters and not proves_groups:
+    if is_of_model and config.target_parameters and not serves_experts(serving, proves_groups=proves_groups):
         raise refuse_experts(config)
     _check_targets(config.target_modules, serving)
     for field in dataclasses.fields(config):
-        if not (proves_groups and field.name == "target_parameters"):
+        if field.name != "target_parameters" or not serves_experts(serving, proves_groups=proves_groups):
             _check_field(field, getattr(config, field.name), serving)
     if config.target_parameters and changes_base(config.init_lora_weights):
         raise refuse_experts(config)
     _check_together(config)
 
 
-def refuse_experts(config: Any) -> UnsupportedAdapterError:
+def serves_experts(serving: Serving, *, proves_groups: bool) -> bool:
+    """Whether experts and routers may have an adapter: where a trial adapter proves them, or a server places them."""
+    return proves_groups or serving == "fused"
+
+
+def refuse_experts(config: Any, family: str = "") -> UnsupportedAdapterError:
     """For experts that Transformers keeps in one parameter. PEFT adapts these as `target_parameters`, also if they
     were named as modules, or by "all-linear".
     Source: peft/utils/transformers_weight_conversion.py `_convert_peft_config_moe`, 0.21.2.
     """
     left = sorted(name for name in config.target_modules or () if "." not in name) or _ATTENTION
     return refuse(
-        f"A LoRA adapter on the fused parameters of experts ({', '.join(sorted(config.target_parameters))})",
+        f"A LoRA adapter on the fused parameters of experts{f' of {family}' if family else ''} "
+        f"({', '.join(sorted(config.target_parameters))})",
         f'{_REFUSED_WHEN_SET["target_parameters"]}. On this model, target_modules="all-linear" includes them, and so '
         "do the names of the experts' layers",
         f"Set target_modules={list(left)!r}",
@@ -252,10 +260,13 @@ def _check_together(config: Any) -> None:
         )
 
 
-def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime") -> None:
+def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
     """Refuse a saved `adapter_config.json` that no server could serve exactly; needs no PEFT.
 
     Fields that this version does not know are left to `check_peft_config`, which knows their defaults.
+
+    Args:
+        proves_groups: as for `check_peft_config`.
 
     Raises:
         UnsupportedAdapterError: as for `check_peft_config`.
@@ -267,7 +278,8 @@ def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime") -
         if name in saved:
             check(saved[name])
     for name in _REFUSED_WHEN_SET:
-        _check_unset(name, saved.get(name), serving)
+        if name != "target_parameters" or not serves_experts(serving, proves_groups=proves_groups):
+            _check_unset(name, saved.get(name), serving)
 
 
 def _check_unset(name: str, value: Any, serving: Serving) -> None:
@@ -376,9 +388,8 @@ def supported_features(serving: Serving = "runtime") -> dict[str, str]:
         "difference to the initial adapter at twice the rank"
     )
     table |= {name: f"refused: {why}" for name, why in _REFUSED_WHEN_SET.items()}
-    if serving == "runtime":
-        table["target_parameters"] = _EXPERTS
-    else:
+    table["target_parameters"] = _EXPERTS[serving]
+    if serving == "fused":
         table |= _FUSED
         table["target_modules"] = "any; the embedding and the output head only if they are not tied"
     return table

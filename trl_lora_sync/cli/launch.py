@@ -29,6 +29,7 @@ class Wanted:
         takes_pushes: whether adapters will be pushed to it over HTTP.
         is_fused: whether adapters are added to its weights, `lora_sync_serving="fused"` of the trainer.
         adapts_vision: whether adapters change modules that see images.
+        adapts_experts: whether adapters may change the experts of a mixture.
         loads_quickly: whether adapters are read with several threads; None where that is possible.
         host, port: where to listen.
         extra: the engine arguments that were typed.
@@ -42,6 +43,7 @@ class Wanted:
     takes_pushes: bool = False
     is_fused: bool = False
     adapts_vision: bool = False
+    adapts_experts: bool = False
     loads_quickly: bool | None = None
     host: str = "127.0.0.1"
     port: int = 8000

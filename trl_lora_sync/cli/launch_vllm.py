@@ -23,6 +23,8 @@ RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # vLLM 0.22 to 0.25 may serve running requests from the wrong slot after a load with two slots or more.
 # Source: `set_adapter_mapping` in vllm/lora/model_manager.py, fixed in 0.26.
 _ONE_SLOT_BELOW = Version("0.26")
+# Below, the option was not looked for. With it, adapters with one tensor for each expert are served as well.
+_STACKED_EXPERTS_FROM = Version("0.26")
 # Source: vllm#43529, which moved bitsandbytes out of vLLM.
 _BITSANDBYTES_IN_A_PLUGIN_FROM = Version("0.28")
 
@@ -72,6 +74,9 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         }
         if request.adapts_vision:
             flags["--enable-tower-connector-lora"] = None
+        # The trainer learns from the quick loader that the server takes that form.
+        if request.adapts_experts and request.loads_quickly and installed.parsed() >= _STACKED_EXPERTS_FROM:
+            flags["--enable-mixed-moe-lora-format"] = None
         env[RUNTIME_LORA] = "True"
     visible = with_all_gpus(environ) if has_written_slots and not on_cpu else None
     # Ray would place workers on them.

@@ -61,6 +61,14 @@ def adapts_vision(path: Path, saved: dict[str, Any]) -> bool:
     )
 
 
+def adapts_experts(saved: dict[str, Any]) -> bool:
+    """Whether a saved adapter may change the experts of a mixture.
+
+    PEFT makes `target_parameters` of "all-linear" and of the experts' layers on such a model, when it adds the adapter.
+    """
+    return bool(saved.get("target_parameters")) or saved.get("target_modules") in ("all-linear", "all")
+
+
 def _keys_in(file: Path) -> list[str]:
     """The names of the tensors in a safetensors file; none if it is damaged."""
     try:

@@ -23,7 +23,7 @@ from trl_lora_sync.cli.installed import Installed, find_engine
 from trl_lora_sync.cli.launch import Launch, Wanted
 from trl_lora_sync.cli.launch_sglang import plan_sglang
 from trl_lora_sync.cli.launch_vllm import plan_vllm
-from trl_lora_sync.cli.peft_config import adapts_vision, read_peft_config, served_modules
+from trl_lora_sync.cli.peft_config import adapts_experts, adapts_vision, read_peft_config, served_modules
 from trl_lora_sync.cli.unknown import explain_unknown
 from trl_lora_sync.engines.known import KNOWN_VERSIONS
 
@@ -91,12 +91,13 @@ def run(
         raise UsageError("--fused cannot be used with --quick-load or --no-quick-load. Leave one out.")
     rank = lora_rank or _DEFAULT_RANK
     modules: tuple[str, ...] = ()
-    has_vision = False
+    has_vision = has_experts = False
     if peft_config:
         saved = read_peft_config(peft_config)
-        check_saved_config(saved, "fused" if fused else "runtime")
+        # The trainer proves experts at its start.
+        check_saved_config(saved, "fused" if fused else "runtime", proves_groups=engine == "vllm")
         rank, modules = saved_rank(saved), served_modules(saved.get("target_modules"))
-        has_vision = adapts_vision(peft_config, saved)
+        has_vision, has_experts = adapts_vision(peft_config, saved), adapts_experts(saved)
     request = Wanted(
         model=model,
         lora_rank=rank,
@@ -106,6 +107,7 @@ def run(
         takes_pushes=push,
         is_fused=fused,
         adapts_vision=has_vision,
+        adapts_experts=has_experts,
         loads_quickly=quick_load,
         host=host,
         port=port,

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import gather_object
 
 from trl_lora_sync import _trl
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, split_flat
+from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter, split_flat
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.flat import FlatAdapter, flat_adapter
 from trl_lora_sync.adapter_generation import AdapterGeneration
@@ -21,7 +21,7 @@ from trl_lora_sync.distributed import run_on_all, run_on_main
 from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
-from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, TrainedBase, Trial, base_gap, compare
+from trl_lora_sync.verify import PROBE_PROMPT, Evidence, ReadAdapter, Scores, TrainedBase, Trial, base_gap, compare
 from trl_lora_sync.versions import VLLM_COLOCATE
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class ColocateGeneration(AdapterGeneration):
         self, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
     ) -> tuple[Trial, Policy]:
         (trial,) = make_trials(base)  # none only for lora_sync_verify="off"
-        return trial, self._holder.load("trial", self._idle_id(), trial.read(False))
+        return trial, self._holder.load("trial", self._idle_id(), trial.read(PLAIN))
 
     def _compared(self, policy: Policy, trained: Scores) -> Evidence:
         """Compare what vLLM computes with what the trainer does.
@@ -251,7 +251,7 @@ class ColocateGeneration(AdapterGeneration):
         self._is_proven = self._is_proven or (evidence is not None and self._prove_all(evidence))
         self._on_sync(self._report(version, adapter, timer, evidence))
 
-    def _on_every_process(self, read: Callable[[bool], CanonicalAdapter]) -> CanonicalAdapter:
+    def _on_every_process(self, read: ReadAdapter) -> CanonicalAdapter:
         """**Collective.** The adapter, with the same bits on each process.
 
         Raises:
@@ -259,7 +259,7 @@ class ColocateGeneration(AdapterGeneration):
         """
         if self._is_sharded():
             return self._adapter_of_main(read)
-        adapter = run_on_all(self.accelerator, lambda: read(False))
+        adapter = run_on_all(self.accelerator, lambda: read(PLAIN))
         if self.accelerator.num_processes == 1:
             return adapter
         digest = run_on_all(self.accelerator, lambda: fingerprint(list(adapter.tensors.values())))
@@ -271,12 +271,12 @@ class ColocateGeneration(AdapterGeneration):
             )
         return adapter
 
-    def _adapter_of_main(self, read: Callable[[bool], CanonicalAdapter]) -> CanonicalAdapter:
+    def _adapter_of_main(self, read: ReadAdapter) -> CanonicalAdapter:
         """**Collective.** The adapter that process 0 can read, sent as one tensor; valid until the next sync."""
         mine: list[CanonicalAdapter] = []
 
         def describe() -> tuple[CanonicalAdapter, dict[str, torch.Size]]:
-            mine.append(read(False))
+            mine.append(read(PLAIN))
             return mine[0].with_tensors({}), {key: tensor.shape for key, tensor in mine[0].tensors.items()}
 
         described, shapes = run_on_main(self.accelerator, describe)

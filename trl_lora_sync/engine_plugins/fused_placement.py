@@ -5,6 +5,7 @@ stacked parameters (q, k and v in one) and shards (tensor parallel) are right fo
 Knows torch and no engine.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ class Piece:
         owner: the key of the parameter.
         rows, columns: first and end, in the checkpoint's weight.
         top, left: of the rectangle in the parameter.
+        expert: which matrix of the parameter it is in, if that holds one for each expert; else None.
     """
 
     owner: str
@@ -37,6 +39,7 @@ class Piece:
     columns: tuple[int, int]
     top: int
     left: int
+    expert: int | None = None
 
     @property
     def bottom(self) -> int:
@@ -49,7 +52,7 @@ class Piece:
     def overlaps(self, other: "Piece") -> bool:
         """Whether both write to one place."""
         return (
-            self.owner == other.owner
+            (self.owner, self.expert) == (other.owner, other.expert)
             and max(self.top, other.top) < min(self.bottom, other.bottom)
             and max(self.left, other.left) < min(self.right, other.right)
         )
@@ -79,21 +82,29 @@ def find_pieces(
         PlacementError: the model does not know a name, the shape does not fit it, or it does more than copying.
     """
     recorder = _Recorder(parameters, skip_padding=skip_padding)
+
+    def record(chosen: Iterable[str]) -> dict[str, list[Piece]]:
+        sources = {module: torch.empty(shapes[module], dtype=dtype, device="meta") for module in chosen}
+        recorder.begin(sources)
+        with torch.no_grad(), recorder:
+            load_weights([(tensor_name(module), source) for module, source in sources.items()])
+        return recorder.pieces
+
+    # All at once, as a model may look at all of itself in each call, and experts are tens of thousands of weights.
+    with contextlib.suppress(Exception):
+        return record(shapes)
+    # One by one, to name the one that it cannot load.
     found: dict[str, list[Piece]] = {}
-    with torch.no_grad():
-        for module, shape in shapes.items():
-            recorder.begin(torch.empty(shape, dtype=dtype, device="meta"))
-            with recorder:
-                try:
-                    load_weights([(tensor_name(module), recorder.source)])
-                except Exception as error:  # whatever a model's own code raises for what it cannot load
-                    if isinstance(error, PlacementError):
-                        raise PlacementError(f"{module!r}: {error}") from error
-                    raise PlacementError(
-                        f"{module!r} with a weight of shape {shape} is nothing that the served model can load "
-                        f"({type(error).__name__}: {error})"
-                    ) from error
-            found[module] = recorder.pieces
+    for module, shape in shapes.items():
+        try:
+            found |= record([module])
+        except PlacementError as error:
+            raise PlacementError(f"{module!r}: {error}") from error
+        except Exception as error:  # whatever a model's own code raises for what it cannot load
+            raise PlacementError(
+                f"{module!r} with a weight of shape {shape} is nothing that the served model can load "
+                f"({type(error).__name__}: {error})"
+            ) from error
     return found
 
 
@@ -103,12 +114,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, parameters: dict[str, Tensor], *, skip_padding: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._skipped = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default) if skip_padding else ()
-        self.source = torch.empty(0)
-        self.pieces: list[Piece] = []
+        self.pieces: dict[str, list[Piece]] = {}
+        self._sources: dict[int, tuple[str, Tensor]] = {}
         self._parameters = {_storage(parameter): (key, parameter) for key, parameter in parameters.items()}
 
-    def begin(self, source: Tensor) -> None:
-        self.source, self.pieces = source, []
+    def begin(self, sources: Mapping[str, Tensor]) -> None:
+        self._sources = {_storage(source): (module, source) for module, source in sources.items()}
+        self.pieces = {module: [] for module in sources}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
@@ -120,22 +132,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
                 raise PlacementError(
-                    f"the model changes its weight with {func}, which is not a plain copy. It is not a linear layer: "
-                    "MoE experts cannot be fused. Leave it out of target_modules"
+                    f"the model changes its weight with {func}, which is not a plain copy. It is not a linear layer. "
+                    "Leave it out of target_modules"
                 )
         return func(*args, **(kwargs or {}))
 
     def _note(self, target: Tensor, source: Tensor) -> None:
         key, parameter = self._parameters[_storage(target)]
-        if _storage(source) != _storage(self.source):
+        if _storage(source) not in self._sources:
             raise PlacementError("the model computes something from its weight before it keeps it")
-        whole = self.source
+        module, whole = self._sources[_storage(source)]
         if target.ndim == parameter.ndim == source.ndim == 1:
             target, parameter, source, whole = (one.unsqueeze(0) for one in (target, parameter, source, whole))
+        expert = None
+        if parameter.ndim == 3 and target.ndim == 2 and parameter.is_contiguous():
+            offset = int(target.storage_offset()) - int(parameter.storage_offset())
+            expert = offset // parameter[0].numel()
+            parameter = parameter[expert]
         top, left = _corner(target, parameter)
         row, column = _corner(source, whole)
         rows, columns = source.shape
-        self.pieces.append(Piece(key, (row, row + rows), (column, column + columns), top, left))
+        self.pieces[module].append(Piece(key, (row, row + rows), (column, column + columns), top, left, expert))
 
 
 class copying_only(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801 - a context manager
@@ -160,7 +177,7 @@ def _corner(part: Tensor, whole: Tensor) -> tuple[int, int]:
     if part.ndim != 2 or whole.ndim != 2 or not whole.is_contiguous():
         raise PlacementError(
             f"it becomes a part of shape {tuple(part.shape)} of a weight of shape {tuple(whole.shape)}, which is "
-            "not the matrix of a linear layer. MoE experts cannot be fused; leave them out of target_modules"
+            "not the matrix of a linear layer or of one expert. Leave it out of target_modules"
         )
     width = whole.shape[1]
     top, left = divmod(int(part.storage_offset()) - int(whole.storage_offset()), width)

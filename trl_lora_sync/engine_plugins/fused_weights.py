@@ -218,7 +218,8 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:
     """The rectangle of a parameter that a piece is; a vector has one row."""
-    return as_matrix(whole)[piece.top : piece.bottom, piece.left : piece.right]
+    matrix = as_matrix(whole) if piece.expert is None else whole[piece.expert]
+    return matrix[piece.top : piece.bottom, piece.left : piece.right]
 
 
 def fuse_piece(

@@ -36,6 +36,10 @@ from trl_lora_sync.engine_plugins.fused_weights import (
 PLACE_VARIABLE = "TRL_LORA_SYNC_FUSED_BASE"
 
 _PLACES = ("auto", "gpu", "host")
+_EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+# Kernels that leave the weights of experts as they were loaded, and those on a CPU, which pack them.
+# Source: `convert_to_unquantized_kernel_format` in vllm/model_executor/layers/fused_moe/oracle/unquantized.py (0.31).
+_EXPERT_BACKENDS = ("TRITON", "CPU")
 Answer = dict[str, Any]
 
 
@@ -107,7 +111,10 @@ class _FusedModel:
         self._kept_in = ""
         self._linears = _linears_of(self._model)
         self._embeddings = _embeddings_of(self._model)
+        self._experts = _experts_of(self._model)
         self._packed = {owner for owner, layer in self._linears.items() if layer.weight.numel() == 0}
+        self._packed |= {owner for owner, layer in self._experts.items() if _backend_of(layer) == "CPU"}
+        self._packed_experts: dict[int, _PackedExperts] = {}
         self._reader = Reader(next(self._model.parameters()).device)
         self._targets: dict[str, Target] = {}
         self._pieces: dict[str, list[Piece]] = {}
@@ -213,7 +220,7 @@ class _FusedModel:
             found = find_pieces(self._model.load_weights, parameters, new, dtype, skip_padding=True)
             owners = list(dict.fromkeys(piece.owner for pieces in found.values() for piece in pieces))
             for owner in owners:
-                _check_layer(self._model, owner, {**self._linears, **self._embeddings})
+                _check_layer(self._model, owner, {**self._linears, **self._embeddings}, self._experts)
             self._add_targets({owner: parameters[owner] for owner in owners if owner not in self._targets})
         self._pieces |= found
         self._shapes |= new
@@ -239,7 +246,7 @@ class _FusedModel:
                 )
 
     def _add_targets(self, parameters: dict[str, Tensor]) -> None:
-        packed = {owner: self._linears[owner] for owner in parameters if owner in self._packed}
+        packed = {owner: self._layer(owner) for owner in parameters if owner in self._packed}
         plain = {owner: weight for owner, weight in parameters.items() if owner not in packed}
         elsewhere = [owner for owner, weight in plain.items() if weight.device != self._reader.device]
         if elsewhere:
@@ -255,7 +262,17 @@ class _FusedModel:
             self._targets[owner] = _Repacked(weight, base, layers) if is_packed else InPlace(weight=weight, base=base)
         if packed:
             for owner, base in self._checkpoint_weights(packed).items():
-                self._targets[owner] = _Packed(layer=self._linears[owner], base=base)
+                self._targets[owner] = self._packed_target(owner, base)
+
+    def _layer(self, owner: str) -> Any:
+        return self._linears.get(owner) or self._experts[owner]
+
+    def _packed_target(self, owner: str, base: Tensor) -> Target:
+        if owner in self._linears:
+            return _Packed(layer=self._linears[owner], base=base)
+        layer = self._experts[owner]
+        experts = self._packed_experts.setdefault(id(layer), _PackedExperts(layer))
+        return _PackedExpert(experts=experts, name=owner.rpartition(".")[2], base=base)
 
     # Layers whose weights vLLM has packed into another form
 
@@ -266,15 +283,15 @@ class _FusedModel:
         Source: on a CPU, vLLM 0.26 and 0.31 leave an empty tensor after packing (model_executor/layers/utils.py
         `dispatch_cpu_unquantized_gemm`).
         """
-        packed = [self._linears[owner] for owner in self._packed]
-        kept = [layer.weight for layer in packed]
+        packed = [(self._layer(owner), _parameter_name(owner, self._experts)) for owner in self._packed]
+        kept = [getattr(layer, name) for layer, name in packed]
         try:
-            for layer in packed:
+            for layer, _ in packed:
                 _create_weight(layer, "meta")
             yield
         finally:
-            for layer, weight in zip(packed, kept, strict=True):
-                layer.register_parameter("weight", weight)
+            for (layer, name), weight in zip(packed, kept, strict=True):
+                layer.register_parameter(name, weight)
 
     def _checkpoint_weights(self, layers: dict[str, Any]) -> dict[str, Tensor]:
         """The weights of packed layers, loaded from the checkpoint once more; nothing else of it is."""
@@ -286,9 +303,12 @@ class _FusedModel:
                 f"The weights are packed, and {type(loader).__name__} cannot read them a second time. Leave out "
                 "--load-format."
             )
-        for layer in layers.values():
+        # Both weights of experts are read again if one of them is: what they compute with is packed from both.
+        for layer in [layer for owner, layer in self._experts.items() if layer in layers.values()]:
+            layers |= {owner: one for owner, one in self._experts.items() if one is layer}
+        for layer in {id(layer): layer for layer in layers.values()}.values():
             _create_weight(layer, "cpu")
-        weights = {owner: layer.weight.data for owner, layer in layers.items()}
+        weights = {owner: getattr(layer, _parameter_name(owner, self._experts)).data for owner, layer in layers.items()}
         for weight in weights.values():
             weight.fill_(float("nan"))
         with torch.no_grad(), copying_only(weights.values()):
@@ -312,6 +332,42 @@ class _Packed:
         yield weight
         self.layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
         self.layer.quant_method.process_weights_after_loading(self.layer)
+
+
+class _PackedExperts:
+    """The experts of a layer on a CPU, which computes with packed forms of both of their weights.
+
+    Source: `CPUUnquantizedExperts.process_weights_after_loading` in
+    vllm/model_executor/layers/fused_moe/experts/cpu_moe.py (0.31).
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._weights: dict[str, Tensor] = {}
+
+    def hold(self, name: str, weight: Tensor) -> None:
+        """Compute with another weight, once both are known."""
+        self._weights[name] = weight
+        if len(self._weights) < 2:
+            return
+        for one, value in self._weights.items():
+            self._layer.register_parameter(one, torch.nn.Parameter(value.clone(), requires_grad=False))
+        self._layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(self._layer)
+
+
+@dataclass
+class _PackedExpert:
+    """One of the two weights of a layer of experts on a CPU."""
+
+    experts: _PackedExperts
+    name: str
+    base: Tensor
+
+    @contextmanager
+    def changing(self) -> Iterator[Tensor]:
+        weight = self.base.clone()
+        yield weight
+        self.experts.hold(self.name, weight)
 
 
 @dataclass
@@ -378,25 +434,59 @@ def _embeddings_of(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def _experts_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The layers of experts with plain weights, by the names of these.
+
+    Source: vllm/model_executor/layers/fused_moe (0.26, 0.31).
+    """
+    found = {}
+    for name, _ in model.named_parameters():
+        path, _, last = name.rpartition(".")
+        if last in _EXPERT_WEIGHTS:
+            layer = model.get_submodule(path)
+            if type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod":
+                found[name] = layer
+    return found
+
+
+def _backend_of(layer: Any) -> str:
+    """The kernels that compute a layer of experts."""
+    return str(getattr(getattr(layer.quant_method, "unquantized_backend", None), "name", "unknown"))
+
+
+def _parameter_name(owner: str, experts: dict[str, Any]) -> str:
+    """What the weight of a layer is called in it."""
+    return owner.rpartition(".")[2] if owner in experts else "weight"
+
+
 def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """All parameters: weights of linear layers by the layer's name, others by their own."""
     return {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
 
 
-def _check_layer(model: torch.nn.Module, owner: str, layers: dict[str, Any]) -> None:
+def _check_layer(
+    model: torch.nn.Module, owner: str, layers: dict[str, Any], experts: dict[str, Any] | None = None
+) -> None:
     """Check that a parameter is the only form in which the server keeps what it holds.
 
     Args:
         owner: a layer, for its weight, or the parameter's own name.
         layers: linear layers and embeddings whose weights are plain.
+        experts: layers of experts whose weights are plain, by the names of these.
     """
-    layer = layers.get(owner.removesuffix(".bias")) or _module_at(model, owner)
-    is_plain = owner.removesuffix(".bias") in layers or _is_vector(model, owner)
+    experts = experts or {}
+    layer = layers.get(owner.removesuffix(".bias")) or experts.get(owner) or _module_at(model, owner)
+    is_plain = owner.removesuffix(".bias") in layers or owner in experts or _is_vector(model, owner)
     if not is_plain:
         raise _UnsuitableError(
-            f"The adapter changes {owner!r}, which is a {type(layer).__name__} and no unquantised linear layer or "
-            "embedding. MoE experts cannot be fused. Leave it out of target_modules, or use "
+            f"The adapter changes {owner!r}, which is a {type(layer).__name__} and no unquantised linear layer, "
+            "embedding or layer of experts. Leave it out of target_modules, or use "
             'lora_sync_serving="runtime".'
+        )
+    if owner in experts and _backend_of(layer) not in _EXPERT_BACKENDS:
+        raise _UnsuitableError(
+            f"The adapter changes {owner!r}, whose kernels ({_backend_of(layer)}) keep the weights of experts in "
+            "another order. Restart the server with --moe-backend triton."
         )
     for name, module in model.named_modules():
         has_own_form = module is not layer and callable(getattr(module, "process_weights_after_loading", None))
@@ -429,10 +519,21 @@ def _module_at(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def _create_weight(layer: Any, device: str) -> None:
-    """Give a layer a weight as it had before it was loaded.
+    """Give a layer a weight as it had before it was loaded, or both weights to a layer of experts.
 
-    Source: the layers of vllm/model_executor/layers/linear.py (0.26, 0.31).
+    Source: the layers of vllm/model_executor/layers/linear.py (0.26, 0.31) and fused_moe/routed_experts.py (0.31).
     """
+    if hasattr(layer, _EXPERT_WEIGHTS[0]):
+        with torch.device(device):
+            layer.quant_method.create_weights(
+                layer=layer,
+                num_experts=layer.local_num_experts,
+                hidden_size=layer.hidden_size,
+                intermediate_size_per_partition=layer.intermediate_size_per_partition,
+                params_dtype=layer.params_dtype,
+                weight_loader=layer.weight_loader,
+            )
+        return
     from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
 
     is_v2 = type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED

@@ -4,9 +4,9 @@
     vllm serve MODEL --enable-lora --worker-extension-cls $P.vllm_quick_load_worker.QuickLoadWorker \
         --middleware $P.vllm_quick_load.QuickLoadMiddleware ...
 
-Changes nothing of what is loaded. Of what clients see, it changes only that answers to loads have a header: whether
-workers compare each version with what its trainer sent. Where a version of vLLM is not as expected, the server logs
-that and loads adapters in vLLM's way.
+Changes nothing of what is loaded. Of what clients see, it changes only that answers to loads have headers: whether
+workers compare each version with what its trainer sent, and in which form they take experts. Where a version of vLLM is
+not as expected, the server logs that and loads adapters in vLLM's way.
 
 Slots are written on CPUs. On GPUs that is experimental and wants `TRL_LORA_SYNC_WRITE_SLOTS=1` in the server's
 environment.
@@ -28,6 +28,9 @@ NOTE_FORM = "2"
 """Of `version_note`; to be changed with it."""
 GPUS_HEADER = "lora-sync-gpus"
 """Beside `CHECKS_HEADER`: the UUIDs of the GPUs that the first worker sees, with commas; without any on a CPU."""
+EXPERTS_HEADER = "lora-sync-experts"
+"""In answers to loads: `STACKED` if all experts of a layer may be in one tensor, whatever the model."""
+STACKED = "stacked"
 NO_CHECKS = "none"
 """In place of `NOTE_FORM`, if workers compare nothing."""
 WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
@@ -66,10 +69,11 @@ class QuickLoadMiddleware:
             await self.app(scope, receive, send)
 
 
-def _with_headers(send: "Send", ours: dict[str, str]) -> "Send":
+def _with_headers(send: "Send", headers: Mapping[str, str]) -> "Send":
+    added = [(name.encode(), value.encode()) for name, value in headers.items()]
+
     async def send_with_headers(message: "Message") -> None:
         if message["type"] == "http.response.start":
-            added = [(name.encode(), value.encode()) for name, value in ours.items()]
             message = {**message, "headers": [*message.get("headers", ()), *added]}
         await send(message)
 
@@ -77,7 +81,7 @@ def _with_headers(send: "Send", ours: dict[str, str]) -> "Send":
 
 
 async def _prepare(scope: "Scope") -> dict[str, str]:
-    """The headers of answers to loads; none where adapters are loaded in vLLM's way."""
+    """Headers for answers to loads; none where adapters are loaded in vLLM's way."""
     try:
         # Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
         engine: Any = scope["app"].state.engine_client
@@ -103,6 +107,9 @@ async def _prepare(scope: "Scope") -> dict[str, str]:
         "From the second one of a kind on, %sadapters are read with several threads.",
         "" if unable or off else "versions of a trainer are written into their slots directly, and other ",
     )
-    if unable or off:
-        return {CHECKS_HEADER: NO_CHECKS}
-    return {CHECKS_HEADER: NOTE_FORM, GPUS_HEADER: answers[0].get("gpus", "")}
+    headers = {CHECKS_HEADER: NO_CHECKS}
+    if not (unable or off):
+        headers = {CHECKS_HEADER: NOTE_FORM, GPUS_HEADER: answers[0].get("gpus", "")}
+    if all(answer.get("experts") == STACKED for answer in answers):
+        headers[EXPERTS_HEADER] = STACKED
+    return headers

@@ -32,7 +32,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
 )
 from trl_lora_sync.engine_plugins.slot_writer import SlotWriter, group_of
 from trl_lora_sync.engine_plugins.version_note import NOTE_FILE
-from trl_lora_sync.engine_plugins.vllm_quick_load import WRITE_SLOTS, writes_slots
+from trl_lora_sync.engine_plugins.vllm_quick_load import STACKED, WRITE_SLOTS, writes_slots
 
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 # Options of vLLM's own way that are understood here, if they are set. Source: `_load_adapter` of
@@ -56,28 +56,32 @@ class QuickLoadWorker:
 
         Returns:
             `error`: why that is not possible, `slots`: why none can be written, and `off`: why none is to be written;
-            empty if there is no reason. `gpus`: what this process sees, if slots are written.
+            empty if there is no reason. `experts`: `STACKED` if all experts of a layer may be in one tensor. `gpus`:
+            what this process sees, if slots are written.
         """
+        answer = {"error": "", "slots": "", "off": "", "experts": ""}
         try:
             manager = self.model_runner.lora_manager
             # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26, 0.31).
             at_once = manager.lora_config.max_cpu_loras + 1
             files = KnownFiles(at_once)
             manager._lora_model_cls = quick_model(manager._lora_model_cls, files)
+            # Source: `LoRAConfig` in vllm/config/lora.py (0.26, 0.31).
+            if getattr(manager.lora_config, "enable_mixed_moe_lora_format", False):
+                answer["experts"] = STACKED
         except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
-            return {"error": f"{type(error).__name__}: {error}", "slots": "", "off": ""}
+            return {**answer, "error": f"{type(error).__name__}: {error}"}
         try:
             device = torch.device(manager.device).type
             if not writes_slots(os.environ, on_cpu=device == "cpu"):
                 is_refused = os.environ.get(WRITE_SLOTS) == "0"
                 why = f"{WRITE_SLOTS}=0" if is_refused else f"experimental on {device}; {WRITE_SLOTS}=1 turns it on"
-                return {"error": "", "slots": "", "off": why}
+                return {**answer, "off": why}
             self._lora_sync_slots = SlotWriter(manager, files.replaced, group_of(self.vllm_config.parallel_config))
             files.writes_slots = True
         except Exception as error:
-            return {"error": "", "slots": f"{type(error).__name__}: {error}", "off": ""}
-        gpus = visible_gpus() if device == "cuda" else []
-        return {"error": "", "slots": "", "off": "", "gpus": ",".join(gpus)}
+            return {**answer, "slots": f"{type(error).__name__}: {error}"}
+        return {**answer, "gpus": ",".join(visible_gpus() if device == "cuda" else [])}
 
     def lora_sync_slot_counts(self) -> dict[str, int]:
         """How many versions came which way, for tests and measurements."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.errors import DeadlineExceededError
@@ -113,6 +114,7 @@ class Capabilities:
         keeps_adapters_apart: whether an adapter can be loaded while requests run for another one.
         target_modules: the modules it can adapt; empty if unknown.
         needs_fused_siblings: whether q/k/v and gate/up must come complete.
+        takes_stacked_experts: whether all experts of a layer may come in one tensor, whatever the model.
         survives_misfit: whether it refuses an adapter of other shapes instead of crashing.
         takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
         takes_pushes: whether an adapter can be sent to a separate route first, without a shared file system.
@@ -135,6 +137,7 @@ class Capabilities:
     keeps_adapters_apart: bool = True
     target_modules: frozenset[str] = frozenset()
     needs_fused_siblings: bool = False
+    takes_stacked_experts: bool = False
     survives_misfit: bool = True
     takes_tensors: bool = False
     takes_pushes: bool = False
@@ -142,6 +145,11 @@ class Capabilities:
     gpus: tuple[str, ...] = ()
     is_fused: bool = False
     is_cpu_build: bool | None = False
+
+    @property
+    def form(self) -> Form:
+        """In which it takes adapters."""
+        return Form(fused_siblings=self.needs_fused_siblings, stacked_experts=self.takes_stacked_experts)
 
     @property
     def serve_options(self) -> tuple[str, ...]:

@@ -19,7 +19,13 @@ from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.version_note import DAMAGED
-from trl_lora_sync.engine_plugins.vllm_quick_load import CHECKS_HEADER, GPUS_HEADER, NOTE_FORM
+from trl_lora_sync.engine_plugins.vllm_quick_load import (
+    CHECKS_HEADER,
+    EXPERTS_HEADER,
+    GPUS_HEADER,
+    NOTE_FORM,
+    STACKED,
+)
 from trl_lora_sync.engines import vllm_images, vllm_metrics
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
@@ -86,6 +92,7 @@ class VLLMEngine(ServerEngine):
         self._pushed = PushedAdapters(base_url, self._request, self._serve_command, timeouts)
         self._checks_payload = False
         self._gpus: tuple[str, ...] = ()
+        self._takes_stacked_experts = False
 
     # Connecting
 
@@ -109,6 +116,7 @@ class VLLMEngine(ServerEngine):
             takes_pushes=await self._pushed.connect(deadline),
             checks_payload=self._checks_payload,
             gpus=self._gpus,
+            takes_stacked_experts=self._takes_stacked_experts,
         )
         return self._capabilities
 
@@ -131,6 +139,7 @@ class VLLMEngine(ServerEngine):
         response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": ""}, deadline)
         self._checks_payload = response.headers.get(CHECKS_HEADER) == NOTE_FORM
         self._gpus = tuple(filter(None, response.headers.get(GPUS_HEADER, "").split(",")))
+        self._takes_stacked_experts = response.headers.get(EXPERTS_HEADER) == STACKED
         words = server_words(response)
         if (response.status_code, "fused serving" in words) == (409, True):
             raise ServerSetupError(
@@ -265,9 +274,11 @@ class VLLMEngine(ServerEngine):
         return await self._pushed.push(adapter, deadline)
 
     async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
-        response = await self._post(
-            "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.server_path}, deadline
-        )
+        body: dict[str, Any] = {"lora_name": adapter.name, "lora_path": adapter.server_path}
+        if adapter.has_stacked_experts:
+            # Ignored without --enable-mixed-moe-lora-format, with which the experts would be left out otherwise.
+            body["is_3d_lora_weight"] = True
+        response = await self._post("/v1/load_lora_adapter", body, deadline)
         words = server_words(response)
         # A repeated request finds its own first attempt; the listing below distinguishes it from another client's.
         if response.status_code != 200 and "already been loaded" not in words:

@@ -1,0 +1,462 @@
+"""SGLang on one GPU: experts, images, tokens per second through an adapter, and where the time of a sync goes.
+
+    python benchmarks/sglang_on_gpu.py --out sglang.json --server-path SITE [--budget-s 240] [--cases ...]
+
+Starts one SGLang for each case, all at the same time, each as soon as its model is written, and measures what is up:
+
+- ``qwen3_moe``, ``mixtral``: tiny random models with LoRA on attention and experts. The trainer proves each group of
+  modules by a trial adapter; a random adapter is compared with the trainer token by token.
+- ``images``: a tiny Qwen2.5-VL with LoRA on the language model, on prompts of text and of images, sent to SGLang's own
+  route: which token ids it computes with, and its log-probabilities against the trainer's.
+- ``0.6b``, ``8b``: random models in Qwen3's shapes with LoRA of rank 32 on all linear layers. Tokens per second of the
+  base and of the adapter in turns, and the parts of a sync: reading, writing, the load, the listing, the first token
+  with the adapter (which copies its weights to the GPU) and the next one, which copies nothing.
+
+--server-path goes in front of PYTHONPATH of the servers. The file of results is written again after each case. What is
+not measured at the end of the budget is said to be left out. A case that fails reports the end of its server's log.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import torch
+from run_environment import run_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
+
+from moe_on_gpu import ATTENTION, BOTH, compare, make_tiny, trainer_for  # noqa: E402
+from versus.shapes import write_model  # noqa: E402
+
+from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize  # noqa: E402
+from trl_lora_sync.adapter.experts import FAMILIES  # noqa: E402
+from trl_lora_sync.adapter.export import AdapterReader  # noqa: E402
+from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
+from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
+from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling  # noqa: E402
+from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
+from trl_lora_sync.engines.vllm_images import data_url  # noqa: E402
+from trl_lora_sync.runtime import Blocking, run  # noqa: E402
+
+LARGE = ("0.6b", "8b")
+CASES = ("qwen3_moe", "mixtral", "images", *LARGE)
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK, KEEP = 32, 2
+START_TIMEOUT_S = 300.0
+PROMPT = [10, 20, 30, 40, 50, 60]
+
+
+def soon(seconds: float = 120.0) -> Deadline:
+    return Deadline.after(seconds, "The measurement")
+
+
+# Servers
+
+
+@dataclass
+class Server:
+    """One SGLang.
+
+    Attributes:
+        process: in a group of its own.
+        up_s: from its start until it answered; None if it did not yet.
+    """
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    started: float
+    up_s: float | None = None
+
+    def is_up(self) -> bool:
+        """Raises RuntimeError if it has ended, or takes too long."""
+        passed_s = time.monotonic() - self.started
+        if self.up_s is None:
+            if self.process.poll() is not None or passed_s > START_TIMEOUT_S:
+                raise RuntimeError(f"SGLang did not start (exit code {self.process.poll()}, {passed_s:.0f} s)")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
+                    self.up_s = passed_s
+            except httpx.HTTPError:
+                pass
+        return self.up_s is not None
+
+    def end(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+
+def start(case: str, model: Path, args: argparse.Namespace, log: Path) -> Server:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    is_large = case in LARGE
+    command = [
+        args.server_python, "-m", "sglang.launch_server", "--model-path", str(model),
+        "--host", "127.0.0.1", "--port", str(port), "--enable-lora", "--max-lora-rank", str(RANK if is_large else 16),
+        "--lora-target-modules", *MODULES, "--max-loras-per-batch", str(KEEP + 2),
+        # A large share of the memory and few tokens: servers that start side by side see each other's memory go.
+        "--mem-fraction-static", "0.8", "--max-total-tokens", "65536" if is_large else "8192",
+        "--max-running-requests", "64" if is_large else "16", "--context-length", "1024",
+        "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+    ]  # fmt: skip
+    if not is_large:
+        command += ["--disable-cuda-graph"]
+    if case == "images":
+        command += ["--mm-attention-backend", "sdpa"]
+    command += args.server_args.split()
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    if args.server_path:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [args.server_path, env.get("SERVER_PYTHONPATH")]))
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    return Server(f"http://127.0.0.1:{port}", process, log, time.monotonic())
+
+
+def make_model(case: str, folder: Path, device: str) -> Path:
+    if case == "images":
+        from support.vision import make_vision_model
+
+        return make_vision_model(folder / case, "qwen2.5-vl")
+    if case in LARGE:
+        return write_model(folder / case, case, device)
+    return make_tiny(case, folder / case)
+
+
+# Experts
+
+
+def measure_experts(family: str, url: str, model: Path, folder: Path) -> dict[str, Any]:
+    """Whether SGLang applies adapters on experts, with the trainer's own start, which proves each group by a trial."""
+    seen: dict[str, Any] = {}
+    allowed = replace(FAMILIES[family], on_sglang=True)
+    cases = {
+        "attention": {"target_modules": ATTENTION},
+        "experts_and_attention": {"target_modules": ATTENTION, "target_parameters": BOTH},
+        "down_proj_only": {"target_modules": ATTENTION, "target_parameters": BOTH[1:]},
+    }
+    with mock.patch.dict(FAMILIES, {family: allowed}):
+        for name, peft in cases.items():
+            try:
+                trainer = trainer_for(url, model, folder / name, peft)
+                seen[name] = compare(trainer)
+                trainer.vllm_generation.close()
+            except Exception as error:
+                seen[name] = {"failed": f"{type(error).__name__}: {str(error)[:1500]}"}
+            print(family, name, json.dumps(seen[name]), flush=True)
+    return seen
+
+
+# Images
+
+
+def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
+    """What SGLang makes of token ids with an image beside them, by its own route, and of an adapter then."""
+    from peft import LoraConfig, get_peft_model
+    from support.models import randomize_adapter
+    from support.vision import completion_logps, picture, tokenized
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(model)
+    base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=list(MODULES), exclude_modules=".*visual.*")
+    peft = get_peft_model(base, config).eval()
+    randomize_adapter(peft, seed=1, std=0.1)
+    reader = AdapterReader()
+    reader.linears(peft)
+    adapter = reader.read(peft, dtype=torch.bfloat16, fused_siblings=True)
+    engine: Any = Blocking(run(connect_engine(url, engine="sglang", is_local=True, deadline=soon())))
+    store = AdapterStore(folder / "store")
+    stored = store.write(1, adapter)
+    engine.load(stored, soon())
+    engine.warm_up(stored, soon())
+    texts = ["What is this?", "Say what you see."]
+    prompts = [(text, image) for text in texts for image in (None, picture(len(text)))]
+    seen: dict[str, Any] = {"text": [], "image": []}
+    image_token = peft.config.image_token_id
+    for text, image in prompts:
+        inputs = tokenized(processor, image, text)
+        ids = inputs["input_ids"][0].tolist()
+        forms = {"expanded": ids}
+        if image is not None:
+            forms["one_token"] = [id for at, id in enumerate(ids) if id != image_token or ids[at - 1] != image_token]
+        for form, sent in forms.items():
+            for name, lora in {"base": None, "adapter": stored.name}.items():
+                params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+                body = {
+                    "input_ids": sent, "sampling_params": params,
+                    "image_data": None if image is None else data_url(image), "return_logprob": True,
+                    "lora_path": lora, "return_prompt_token_ids": True,
+                }  # fmt: skip
+                response = httpx.post(f"{url}/generate", json=body, timeout=60, trust_env=False)
+                found: dict[str, Any] = {"form": form, "model": name, "status": response.status_code}
+                if response.status_code == 200:
+                    found |= judge(response.json(), ids, inputs, peft, completion_logps)
+                else:
+                    found["words"] = response.text[:500]
+                seen["text" if image is None else "image"].append(found)
+                print("images", "text" if image is None else "image", json.dumps(found), flush=True)
+    engine.unload(stored.name, soon())
+    store.close()
+    return seen
+
+
+def judge(answer: dict[str, Any], ids: list[int], inputs: Any, peft: Any, logps: Callable[..., Any]) -> dict[str, Any]:
+    """Which prompt it was, and how far the log-probabilities are from the trainer's, with and without the adapter."""
+    meta = answer["meta_info"]
+    completion = answer.get("output_ids") or [token[1] for token in meta["output_token_logprobs"]]
+    served = torch.tensor([token[0] for token in meta["output_token_logprobs"]])
+    prompt = answer.get("prompt_token_ids") or meta.get("prompt_token_ids")
+    with_adapter = logps(peft, inputs, completion)
+    with peft.disable_adapter():
+        without = logps(peft, inputs, completion)
+    return {
+        "prompt_tokens": meta.get("prompt_tokens"),
+        "ours": len(ids),
+        "prompt_is_ours": None if prompt is None else list(prompt) == ids,
+        "gap_to_trained": float((served - with_adapter).abs().mean()),
+        "gap_to_base": float((served - without).abs().mean()),
+    }
+
+
+# Speed, and the parts of a sync
+
+
+class Policy:
+    """LoRA on all linear layers of a Qwen3 shape, with new values for each version."""
+
+    def __init__(self, model: Path, device: str) -> None:
+        from transformers import AutoConfig
+
+        config: Any = AutoConfig.from_pretrained(model)
+        hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+        heads, kv = config.num_attention_heads * width, config.num_key_value_heads * width
+        shapes = {
+            "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, heads), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }  # fmt: skip
+        self._modules = [
+            LoRAModule(
+                name=f"model.layers.{layer}.{name}",
+                lora_A=torch.empty(RANK, inside, device=device),
+                lora_B=torch.empty(out, RANK, device=device),
+                scaling=2.0,
+            )
+            for layer in range(config.num_hidden_layers)
+            for name, (out, inside) in shapes.items()
+        ]
+        self._is_on_gpu = device != "cpu"
+        self._buffer = FlatBuffer()
+
+    def read(self, seed: int) -> Any:
+        torch.manual_seed(seed)
+        for module in self._modules:
+            module.lora_A.normal_(0.0, module.lora_A.shape[1] ** -0.5)
+            module.lora_B.normal_(0.0, 0.02)
+        synchronize()
+        export = self._buffer.export if self._is_on_gpu else canonicalize
+        started = time.perf_counter()
+        adapter = export(self._modules, dtype=torch.bfloat16)
+        synchronize()
+        return adapter, time.perf_counter() - started
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure_large(url: str, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine: Any = Blocking(run(connect_engine(url, engine="sglang", is_local=True, deadline=soon())))
+    policy = Policy(model, device)
+    store = AdapterStore(folder / "store", slots=SlotRing(shares=False) if device == "cuda" else None)
+    samples = [one_sync(engine, url, policy, store, version) for version in range(1, args.syncs + 2)]
+    stored = store.write(args.syncs + 2, policy.read(0)[0])
+    engine.load(stored, soon())
+    engine.warm_up(stored, soon())
+    speed = tokens_per_second(engine, stored, args)
+    engine.unload(stored.name, soon())
+    store.close()
+    later = samples[1:]
+    parts = {name: statistics.median(sample[name] for sample in later) for name in samples[0]}
+    return {
+        "payload_bytes": stored.payload_bytes,
+        "sync": {"first": samples[0], "median": parts, "samples": later},
+        "tokens_per_s": speed,
+        "adapter_over_base": speed["adapter"]["median"] / speed["base"]["median"],
+    }
+
+
+def one_sync(engine: Any, url: str, policy: Policy, store: AdapterStore, version: int) -> dict[str, float]:
+    """Seconds of each part. `load` is the request, as the listing is asked for by itself here."""
+    adapter, read_s = policy.read(version)
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        http.get(f"{url}/v1/models")  # opens the connection
+        marks = [time.perf_counter()]
+        stored = store.write(version, adapter)
+        marks.append(time.perf_counter())
+        body = {"lora_name": stored.name, "lora_path": stored.server_path}
+        http.post(f"{url}/load_lora_adapter", json=body).raise_for_status()
+        marks.append(time.perf_counter())
+        http.get(f"{url}/v1/models").raise_for_status()
+        marks.append(time.perf_counter())
+        tokens = []
+        for lora in (stored.name, stored.name, None):
+            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "lora_path": lora}
+            http.post(f"{url}/generate", json=body).raise_for_status()
+            marks.append(time.perf_counter())
+        tokens = [marks[at] - marks[at - 1] for at in (4, 5, 6)]
+        http.get(f"{url}/model_info").raise_for_status()
+        marks.append(time.perf_counter())
+        body = {"lora_name": stored.name}
+        http.post(f"{url}/unload_lora_adapter", json=body).raise_for_status()
+        marks.append(time.perf_counter())
+    store.delete(stored)
+    store.prepare()
+    sample = {
+        "read": read_s, "write": marks[1] - marks[0], "load": marks[2] - marks[1], "listing": marks[3] - marks[2],
+        "first_token": tokens[0], "second_token": tokens[1], "base_token": tokens[2], "copy": tokens[0] - tokens[1],
+        "round_trip": marks[7] - marks[6], "unload": marks[8] - marks[7],
+    }  # fmt: skip
+    sample["sync"] = sum(sample[name] for name in ("read", "write", "load", "listing", "first_token"))
+    return sample
+
+
+def tokens_per_second(engine: Any, stored: StoredAdapter, args: argparse.Namespace) -> dict[str, Any]:
+    sampling = Sampling.unrestricted(max_tokens=args.tokens, logprobs=0, ignore_eos=True)
+    groups = [PromptGroup(prompt=[10 + row, 20, 30, 40, 50], count=1) for row in range(64)]
+    speed: dict[str, list[float]] = {"base": [], "adapter": []}
+    for turn in range(args.turns + 1):
+        for name, model in {"base": engine.capabilities.base_model, "adapter": stored.name}.items():
+            started = time.perf_counter()
+            found = engine.generate(model, groups, sampling, soon())
+            tokens = sum(len(one.token_ids) for row in found for one in row)
+            if turn:  # the first turn warms up
+                speed[name].append(tokens / (time.perf_counter() - started))
+    return {name: {"median": statistics.median(found), "samples": found} for name, found in speed.items()}
+
+
+# The order of things
+
+
+class Results:
+    """The file of results, written again after each case."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._cases: dict[str, Any] = {}
+        self._version = "unknown"
+
+    def add(self, case: str, found: dict[str, Any]) -> None:
+        self._version = found.get("sglang", self._version)
+        self._cases[case] = found
+        print(case, json.dumps(found), flush=True)
+        partial = self._out.with_suffix(".partial")
+        partial.write_text(
+            json.dumps(run_environment("sglang", self._version) | {"cases": self._cases}, indent=1) + "\n"
+        )
+        partial.replace(self._out)
+
+
+def measured(case: str, server: Server, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"up_s": server.up_s}
+    try:
+        info = httpx.get(f"{server.url}/server_info", timeout=30, trust_env=False).json()
+        found |= {"sglang": str(info.get("version")), "lora_backend": info.get("lora_backend")}
+        work = folder / f"{case}-work"
+        if case in LARGE:
+            found |= measure_large(server.url, model, work, args)
+        elif case == "images":
+            found |= measure_images(server.url, model, work)
+        else:
+            found |= measure_experts(case, server.url, model, work)
+    except Exception:
+        found["failed"] = traceback.format_exc()[-3000:]
+    if server.process.poll() is not None or "failed" in json.dumps(found):
+        found["log"] = server.log.read_text(errors="replace")[-4000:]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
+    parser.add_argument("--budget-s", type=float, default=240.0, help="begin no case later than this")
+    parser.add_argument("--server-python", default=sys.executable)
+    parser.add_argument("--server-path", default="", help="folder with SGLang's packages, in place of PYTHONPATH")
+    parser.add_argument("--server-args", default="", help="more arguments for each server")
+    parser.add_argument("--syncs", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=256)
+    args = parser.parse_args()
+    began, results = time.monotonic(), Results(args.out)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    servers: dict[str, tuple[Server, Path]] = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+        try:
+            for case in args.cases:
+                model = make_model(case, folder, device)
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+                servers[case] = (start(case, model, args, folder / f"{case}.log"), model)
+                print("started", case, f"{time.monotonic() - began:.0f} s", flush=True)
+            waiting = list(servers)
+
+            def is_quiet(case: str) -> bool:
+                return case in LARGE and servers[case][0].up_s is not None
+
+            while waiting:
+                for case in list(waiting):
+                    server, model = servers[case]
+                    if time.monotonic() - began > args.budget_s:
+                        results.add(case, {"left_out": "no time was left", "log": log_end(server)})
+                    else:
+                        try:
+                            # Speed is measured once nothing starts or computes beside it.
+                            others = [one for one in waiting if one != case]
+                            if not server.is_up() or (case in LARGE and not all(map(is_quiet, others))):
+                                continue
+                        except RuntimeError as error:
+                            results.add(case, {"failed": str(error), "log": log_end(server)})
+                        else:
+                            results.add(case, measured(case, server, model, folder, args))
+                    waiting.remove(case)
+                    server.end()
+                time.sleep(0.5)
+        finally:
+            for server, _ in servers.values():
+                server.end()
+
+
+def log_end(server: Server) -> str:
+    return server.log.read_text(errors="replace")[-4000:]
+
+
+if __name__ == "__main__":
+    main()

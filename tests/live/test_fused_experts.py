@@ -1,0 +1,144 @@
+"""Live tier: adapters on the experts and the router of a mixture, in the weights of a real vLLM server.
+
+vLLM on a CPU has no kernels for adapters on experts at run time (0.31); with fused serving it needs none.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+import pytest
+from conftest import FUSED_KEY
+from peft import LoraConfig
+from support.models import base_weights, randomize_adapter, same_tensors
+from support.moe import make_tiny
+from support.policies import distance, sample, token_ids
+from support.trainers import grpo_trainer, prompts, steps_of
+from vllm_server import VLLMServer
+
+from trl_lora_sync.adapter.experts import FAMILIES
+from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE, ROUTE, WORKER
+from trl_lora_sync.errors import LoRASyncError
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+LORAS: dict[str, dict[str, Any]] = {
+    "experts and attention": {"target_modules": ATTENTION, "target_parameters": BOTH},
+    "one of the two": {"target_modules": ATTENTION, "target_parameters": BOTH[1:]},
+    "all-linear, which is the router as well": {"target_modules": "all-linear"},
+}
+PROMPTS = [token_ids(seed) for seed in range(4)]
+# Mean distance to the trained policy; measured up to 0.026. There is no bound for one token: in bfloat16 a near tie of
+# the router goes to another expert, which was seen to move one by 0.85.
+NOISE = 0.04
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", FUSED_KEY)
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(request.param, tmp_path_factory.mktemp("models") / request.param)
+
+
+@pytest.fixture(scope="module")
+def moe_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    server = VLLMServer(
+        model,
+        enable_lora=False,
+        runtime_updating=False,
+        api_key=FUSED_KEY,
+        extra_args=["--worker-extension-cls", WORKER, "--middleware", MIDDLEWARE],
+        extra_env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        log_path=tmp_path_factory.mktemp("server") / "moe.log",
+    )
+    with server:
+        yield server
+
+
+@pytest.fixture
+def make_trainer(moe_server: VLLMServer, model: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes trainers of the server's model; ends what they hold there."""
+    made = []
+
+    def make(lora: str = "experts and attention", **config: Any) -> Any:
+        peft_config = LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM", **LORAS[lora])
+        trainer = grpo_trainer(
+            moe_server.base_url, model, tmp_path, peft_config=peft_config, lora_sync_serving="fused", **config
+        )
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.vllm_generation.close()
+
+
+@pytest.mark.parametrize("lora", LORAS)
+def test_experts_and_routers_are_served_as_they_are_trained(make_trainer: Callable[..., Any], lora: str) -> None:
+    trainer = make_trainer(lora)
+    for seed in range(3):
+        randomize_adapter(trainer.model, seed, std=0.1)
+        trainer.vllm_generation.sync_weights()
+    rows = sample(trainer.vllm_generation, PROMPTS)
+    assert distance(trainer.model, rows).mean() < NOISE
+    for part in {"experts", *(["router"] if "router" in lora else [])}:
+        name = ".experts." if part == "experts" else ".gate."
+        parameters = [p for path, p in trainer.model.named_parameters() if name in path and "lora_B" in path]
+        kept = [p.detach().clone() for p in parameters]
+        assert kept
+        for parameter in parameters:
+            parameter.data.zero_()
+        assert distance(trainer.model, rows).mean() > 4 * NOISE, f"the {part} does not show"
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.data.copy_(value)
+
+
+def share_of_ascii(completions: list[Any], **kwargs: Any) -> list[float]:
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    return [sum(map(str.isascii, text)) / max(1, len(text)) for text in texts]
+
+
+def test_the_reward_of_a_run_that_trains_experts_rises(
+    make_trainer: Callable[..., Any], moe_server: VLLMServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(
+        reward_funcs=share_of_ascii,
+        train_dataset=prompts(conversational=True),
+        max_steps=20,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=32,
+        num_generations=16,
+        max_completion_length=8,
+    )
+    assert (
+        "Trained: attention (k_proj, o_proj, q_proj, v_proj), experts (down_proj, gate_up_proj)"
+        in capfd.readouterr().out
+    )
+    base = base_weights(trainer.model)
+    trainer.train()
+    steps = steps_of(trainer)
+    rewards = [step["reward"] for step in steps]
+    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.15
+    assert all(step["lora_sync/verified"] == 1 for step in steps)
+    assert all(step["sampling/sampling_logp_difference/mean"] < 0.05 for step in steps)
+    assert distance(trainer.model, sample(trainer.vllm_generation, PROMPTS)).mean() < NOISE
+    assert same_tensors(base, base_weights(trainer.model))
+    url = f"{moe_server.base_url}{ROUTE}?compare=base"
+    trainer.vllm_generation.close()
+    state = httpx.get(url, headers={"Authorization": f"Bearer {FUSED_KEY}"}, timeout=60, trust_env=False).json()
+    assert (state["broken"], state["compared"][0]["different"]) == (None, 0)
+
+
+def test_experts_under_a_name_that_the_server_does_not_know_are_refused_at_the_start(
+    make_trainer: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, model.name, replace(FAMILIES[model.name], moe="mixture"))
+    with pytest.raises(LoRASyncError, match=r"mixture\.experts\.\d+\..*is nothing that the served model can load"):
+        make_trainer()
