@@ -1,6 +1,7 @@
 """The HTTP client, against real servers that answer late, badly or not at all."""
 
 import asyncio
+import gc
 import gzip
 import logging
 import pickle
@@ -15,7 +16,15 @@ import httpx
 import pytest
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline
-from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import (
+    APIKey,
+    HTTPClient,
+    collector_paused,
+    is_unreachable,
+    json_object,
+    retrying,
+    server_words,
+)
 from trl_lora_sync.errors import (
     AdapterRejectedError,
     DeadlineExceededError,
@@ -623,3 +632,16 @@ def test_proxy_is_bypassed_for_a_server_on_this_host(host: str, proxy: Server, a
 def test_proxy_is_used_for_a_server_elsewhere(proxy: Server, ask: Ask) -> None:
     assert ask("http://inference.example:8000", is_local=False).text == "from the proxy"
     assert proxy.requests[0].path == "http://inference.example:8000/path"
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_collection_is_as_before_after_an_answer_was_read(was_enabled: bool) -> None:
+    if not was_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(ValueError, match="unreadable"), collector_paused():
+            assert not gc.isenabled()
+            raise ValueError("unreadable")
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
