@@ -1,8 +1,10 @@
 """The HTTP client, against real servers that answer late, badly or not at all."""
 
 import asyncio
+import contextlib
 import gc
 import gzip
+import json
 import logging
 import pickle
 import socket
@@ -639,9 +641,9 @@ def test_garbage_collection_is_as_before_after_an_answer_was_read(was_enabled: b
     if not was_enabled:
         gc.disable()
     try:
-        with pytest.raises(ValueError, match="unreadable"), collector_paused():
+        with contextlib.suppress(ValueError), collector_paused():
             assert not gc.isenabled()
-            raise ValueError("unreadable")
+            json.loads("unreadable")
         assert gc.isenabled() == was_enabled
     finally:
         gc.enable()

@@ -88,7 +88,7 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
         are_sampled = tokens == [f"token_id:{token_id}" for token_id in token_ids] and len(found) == len(tokens)
         if are_sampled and all(map(_is_logprob, found)):
             return [[value] for value in found], [[token_id] for token_id in token_ids]
-        positions = list(zip(tokens, found, [None] * len(tokens), strict=True))
+        positions = [(token, value, {}) for token, value in zip(tokens, found, strict=True)]
     else:
         positions = list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
     if len(positions) != len(token_ids):
