@@ -22,7 +22,10 @@ ALTERNATIVES = re.compile(rb'"top_logprobs":\[(?:\{"token_id:\d+":[-+.\deE]+\},?
 
 
 def without_alternatives(content: bytes) -> bytes:
-    """The answer to a request with `logprobs=0`, without repetitions; one that looks otherwise stays as it is."""
+    """The answer to a request with `logprobs=0`, without its repetitions.
+
+    An answer in which they look different is returned unchanged.
+    """
     return ALTERNATIVES.sub(b'"top_logprobs":null', content)
 
 
