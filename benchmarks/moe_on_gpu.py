@@ -99,7 +99,7 @@ def serving(
         "--host", "127.0.0.1", "--port", str(port), *flags,
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--max-model-len", "512", "--enforce-eager",
         # A fixed size for tiny models, so that others may use the GPU meanwhile.
-        *(["--gpu-memory-utilization", str(memory)] if memory else ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "1G"]),
+        "--gpu-memory-utilization", str(memory or 0.05), *([] if memory else ["--kv-cache-memory-bytes", "1G"]),
     ]  # fmt: skip
     if "vl" in model.name:
         command += ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']

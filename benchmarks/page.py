@@ -171,6 +171,18 @@ def push() -> str:
     return markdown(("link", "MB", "TCP MB/s", "push MB/s", "push / TCP"), rows)
 
 
+def completions() -> str:
+    found = read("completions-cpu")
+    rows = [
+        (arm, f"{one['wall_s']:.1f}", f"{one['cpu_s']:.2f}",
+         ", ".join(f"`{called['function']}` {called['own_s']:.1f}" for called in one["functions"][:3]))
+        for arm, one in found["arms"].items()
+    ]  # fmt: skip
+    ratios = found["now_over_before"]
+    rows.append(("now / before", f"{ratios['wall_s']:.2f}", f"{ratios['cpu_s']:.2f}", ""))
+    return markdown(("256 completions of 4,096 tokens", "s", "s of computing", "most, with tracing, s"), rows)
+
+
 def faults() -> str:
     found = read("vllm-0.31.0-cpu-faults")
     raised, happened = found["errors_raised"], found["faults_that_happened"]
@@ -450,6 +462,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "decoding": decoding,
     "transports": transports,
     "push": push,
+    "completions": completions,
     "faults": faults,
     "kills": kills,
     "soak": soak,

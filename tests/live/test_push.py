@@ -4,9 +4,7 @@ The server here has a key and keeps what is pushed in a small file system of its
 and server on two hosts.
 """
 
-import base64
 import contextlib
-import hashlib
 import json
 import os
 import socket
@@ -21,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
-from support.bodies import bytes_of_body
+from support.bodies import bytes_of_body, checksum_of
 from support.folders import tmpfs
 from support.models import lora, peft_model, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
@@ -54,7 +52,11 @@ class PushServer:
         return sorted(str(path.relative_to(folder)) for folder in self.root.iterdir() for path in folder.rglob("*"))
 
     def put(self, body: bytes, name: str = "a-v1", **headers: str | None) -> httpx.Response:
-        sent = {**RIGHT, "Content-Digest": digest_of(body), **{k.replace("_", "-"): v for k, v in headers.items()}}
+        sent = {
+            **RIGHT,
+            "Lora-Sync-Checksum": checksum_of(body),
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        }
         return self.ask("PUT", f"/{name}", {key: value for key, value in sent.items() if value is not None}, body)
 
     def ask(self, method: str, rest: str = "", headers: dict[str, str] = RIGHT, body: Any = None) -> httpx.Response:
@@ -71,14 +73,10 @@ class PushServer:
             f"Host: {url.netloc}",
             f"Authorization: Bearer {KEY}",
             f"Content-Length: {size}",
-            f"Content-Digest: {digest_of(body)}",
+            f"Lora-Sync-Checksum: {checksum_of(body)}",
         ]
         connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
         return connection
-
-
-def digest_of(body: bytes) -> str:
-    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
 def status_of(connection: socket.socket) -> int:
@@ -156,7 +154,10 @@ def body(base_model: Path) -> bytes:
 @pytest.mark.parametrize("key", [None, "wrong", f"{KEY}x", KEY[:-1], ""])
 @pytest.mark.parametrize("method", ["PUT", "GET", "DELETE"])
 def test_a_missing_or_wrong_key_is_refused(pushes: PushServer, body: bytes, method: str, key: str | None) -> None:
-    headers = {"Content-Digest": digest_of(body), **({} if key is None else {"Authorization": f"Bearer {key}".strip()})}
+    headers = {
+        "Lora-Sync-Checksum": checksum_of(body),
+        **({} if key is None else {"Authorization": f"Bearer {key}".strip()}),
+    }
 
     response = pushes.ask(method, "" if method == "GET" else "/a-v1", headers, body if method == "PUT" else None)
 
@@ -164,9 +165,9 @@ def test_a_missing_or_wrong_key_is_refused(pushes: PushServer, body: bytes, meth
     assert "a-v1" not in response.text
 
 
-def test_a_wrong_digest_is_refused(pushes: PushServer, body: bytes) -> None:
-    assert pushes.put(body, Content_Digest=digest_of(body[:-1])).status_code == 422
-    assert pushes.put(body, Content_Digest=None).status_code == 400
+def test_a_wrong_checksum_is_refused(pushes: PushServer, body: bytes) -> None:
+    assert pushes.put(body, Lora_Sync_Checksum=checksum_of(b"1" + body)).status_code == 422
+    assert pushes.put(body, Lora_Sync_Checksum=None).status_code == 400
 
 
 def test_a_body_that_ends_early_is_refused(pushes: PushServer, body: bytes) -> None:
@@ -185,7 +186,7 @@ def test_too_large_a_body_is_refused(pushes: PushServer) -> None:
 
 
 def test_a_body_without_a_length_is_refused(pushes: PushServer, body: bytes) -> None:
-    response = pushes.ask("PUT", "/a-v1", {**RIGHT, "Content-Digest": digest_of(body)}, iter([body]))
+    response = pushes.ask("PUT", "/a-v1", {**RIGHT, "Lora-Sync-Checksum": checksum_of(body)}, iter([body]))
     assert response.status_code == 411
 
 

@@ -1,5 +1,8 @@
 """The bytes of a request's body that is made while it is sent."""
 
+import torch
+
+from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engines.http import SizedBody
 from trl_lora_sync.runtime import run
 
@@ -9,3 +12,8 @@ def bytes_of_body(body: SizedBody) -> bytes:
         return b"".join([chunk async for chunk in body])
 
     return run(joined())
+
+
+def checksum_of(body: bytes) -> str:
+    """What a push says of its body."""
+    return checksum(torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0))

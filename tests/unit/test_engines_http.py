@@ -1,7 +1,10 @@
 """The HTTP client, against real servers that answer late, badly or not at all."""
 
 import asyncio
+import contextlib
+import gc
 import gzip
+import json
 import logging
 import pickle
 import socket
@@ -15,7 +18,15 @@ import httpx
 import pytest
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline
-from trl_lora_sync.engines.http import APIKey, HTTPClient, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import (
+    APIKey,
+    HTTPClient,
+    collector_paused,
+    is_unreachable,
+    json_object,
+    retrying,
+    server_words,
+)
 from trl_lora_sync.errors import (
     AdapterRejectedError,
     DeadlineExceededError,
@@ -623,3 +634,16 @@ def test_proxy_is_bypassed_for_a_server_on_this_host(host: str, proxy: Server, a
 def test_proxy_is_used_for_a_server_elsewhere(proxy: Server, ask: Ask) -> None:
     assert ask("http://inference.example:8000", is_local=False).text == "from the proxy"
     assert proxy.requests[0].path == "http://inference.example:8000/path"
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_collection_is_as_before_after_an_answer_was_read(was_enabled: bool) -> None:
+    if not was_enabled:
+        gc.disable()
+    try:
+        with contextlib.suppress(ValueError), collector_paused():
+            assert not gc.isenabled()
+            json.loads("unreadable")
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()

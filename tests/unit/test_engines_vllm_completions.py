@@ -1,5 +1,6 @@
 """Bodies of sampling requests, and answers turned into what TRL trains on."""
 
+import json
 import math
 from collections import Counter
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ from trl_lora_sync.engines.vllm_completions import (
     sampling_fields,
     scoring_sampling,
     unforced,
+    without_alternatives,
 )
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, max_tokens=64, logprobs=0)
@@ -183,6 +185,64 @@ def test_token_as_text_is_refused_because_it_names_no_id() -> None:
 
 def test_empty_completion_has_no_logprobs() -> None:
     assert read_logprobs(completions_form(), []) == ([], [])
+
+
+# Answers without repetitions
+
+
+def shortened(content: Any) -> Any:
+    return json.loads(without_alternatives(json.dumps(content, separators=(",", ":")).encode()))
+
+
+def test_answer_without_alternatives_is_read_as_the_whole_one() -> None:
+    whole = completions_form((7, -0.5, {7: -0.5}), (8, -1.5e-07, {8: -1.5e-07}), (9, 0.0, {9: 0.0}))
+    short = shortened({"logprobs": whole, "text": "x"})
+    assert short == {"logprobs": whole | {"top_logprobs": None}, "text": "x"}
+    assert read_logprobs(short["logprobs"], [7, 8, 9]) == read_logprobs(whole, [7, 8, 9])
+
+
+def test_every_list_of_alternatives_is_left_out() -> None:
+    one = completions_form((7, -0.5, {7: -0.5}))
+    assert [each["top_logprobs"] for each in shortened([one, one, completions_form()])] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"text": '"top_logprobs":[{"token_id:7":-0.5}]'},  # what a model may sample
+        {"text": '\\"top_logprobs":[]'},
+        completions_form((7, -0.5, None)),
+        {"top_logprobs": [{"]": -0.5}, {'"}]': -0.5}]},
+        {"top_logprobs": [{"token_id:7": None}]},
+        content_form((7, -0.5, {7: -0.5})),
+    ],
+)
+def test_what_looks_otherwise_stays_as_it_is(content: Any) -> None:
+    assert shortened(content) == content
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -9999.0, None])
+def test_sampled_token_without_a_finite_logprob_is_refused_without_alternatives(value: float | None) -> None:
+    short = completions_form((7, -0.5, None), (8, value, None)) | {"top_logprobs": None}
+    with pytest.raises(ValueError, match=rf"the sampled token 8 has the log-probability {value!r}"):
+        read_logprobs(short, [7, 8])
+
+
+@pytest.mark.parametrize(
+    ("changed", "token_ids", "message"),
+    [
+        ({}, [7, 9], "token 9 came with the log-probability of 'token_id:8'"),
+        ({"tokens": ["token_id:7", "hello"]}, [7, 8], "hello"),
+        ({"token_logprobs": [-0.5]}, [7, 8], "shorter"),
+        ({}, [7], "1 tokens came with 2 log-probabilities"),
+    ],
+)
+def test_what_does_not_fit_is_refused_without_alternatives(
+    changed: dict[str, Any], token_ids: list[int], message: str
+) -> None:
+    short = completions_form((7, -0.5, None), (8, -0.5, None)) | {"top_logprobs": None} | changed
+    with pytest.raises(ValueError, match=message):
+        read_logprobs(short, token_ids)
 
 
 # Completions

@@ -1,7 +1,5 @@
 """Unit tier: pushing from the trainer's side, and which way of delivery is chosen."""
 
-import base64
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
-from support.bodies import bytes_of_body
+from support.bodies import bytes_of_body, checksum_of
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
 from trl_lora_sync.adapter.store import StoredAdapter
@@ -54,7 +52,7 @@ def test_the_body_is_a_safetensors_file_with_the_configuration(dtype: torch.dtyp
 
     assert content == bytes_of_body(body), "a second attempt sends the same"
     assert len(content) == len(body)
-    assert body.digest == f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"
+    assert body.checksum == checksum_of(content)
     loaded = safetensors.torch.load(content)
     assert loaded.keys() == sent.tensors.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in sent.tensors.items())
@@ -86,7 +84,7 @@ class Server:
     def __init__(self, *answers: tuple[int, Any], offer: tuple[int, Any] | None = None) -> None:
         self.requests: list[str] = []
         self.answers = list(answers)
-        self.offer = offer or (200, {"protocol": 1, "max_bytes": 10_000, "adapters": {}})
+        self.offer = offer or (200, {"protocol": 2, "max_bytes": 10_000, "adapters": {}})
 
     async def __call__(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
         request = f"{method} {path.removeprefix('/v1/lora_sync/adapters').removeprefix('/')}".strip()
@@ -128,8 +126,8 @@ def connected(server: Server) -> Blocking:
     [
         (404, {"detail": "Not Found"}),
         (403, {"error": {"message": "no key to see"}}),
-        (200, {"protocol": 2, "max_bytes": 10}),
-        (200, {"protocol": 1}),
+        (200, {"protocol": 1, "max_bytes": 10}),
+        (200, {"protocol": 2}),
         (200, ["a", "proxy"]),
     ],
 )
@@ -172,7 +170,7 @@ def test_a_refused_push_says_what_to_change(status: int, body: Any, error: type[
 
 
 def test_an_adapter_above_the_server_s_limit_is_not_sent() -> None:
-    server = Server(offer=(200, {"protocol": 1, "max_bytes": 500}))
+    server = Server(offer=(200, {"protocol": 2, "max_bytes": 500}))
     with pytest.raises(ServerSetupError, match=r"offers 0\.0 MB"):
         connected(server).push(stored(), soon())
     assert server.requests == []

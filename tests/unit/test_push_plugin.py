@@ -1,8 +1,6 @@
 """Unit tier: the push route as vLLM runs it, called as an ASGI application without a server around it."""
 
 import asyncio
-import base64
-import hashlib
 import json
 import os
 import signal
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bodies import checksum_of
 
 from trl_lora_sync.engine_plugins import push_middleware
 from trl_lora_sync.engine_plugins.push_store import FOLDER_PREFIX, PushStore, sweep_dead_servers
@@ -35,10 +34,6 @@ def safetensors(data: bytes = b"12345678", *, config: str | None = None, end: in
     }
     header = json.dumps(entries).encode()
     return struct.pack("<Q", len(header)) + header + data
-
-
-def digest_of(body: bytes) -> str:
-    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
 @dataclass
@@ -70,7 +65,7 @@ class Server:
         """Status and JSON of the answer; a body in several chunks arrives that way."""
         chunks = [body] if isinstance(body, bytes) else list(body)
         whole = b"".join(chunks)
-        sent = {"Content-Length": str(len(whole)), "Content-Digest": digest_of(whole), **(headers or {})}
+        sent = {"Content-Length": str(len(whole)), "Lora-Sync-Checksum": checksum_of(whole), **(headers or {})}
         messages = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
         messages.append({"type": "http.disconnect"} if ends_early else {"type": "http.request"})
         waiting = iter(messages)
@@ -156,7 +151,7 @@ def test_an_adapter_arrives_whole_private_and_with_its_configuration(serve: Call
     status, answer = server.call("PUT", "/a-v1", [body[:10], body[10:11], b"", body[11:]])
 
     folder = Path(answer["path"])
-    assert (status, answer["bytes"], answer["sha256"]) == (200, len(body), hashlib.sha256(body).hexdigest())
+    assert (status, answer["bytes"], answer["checksum"]) == (200, len(body), checksum_of(body))
     assert (folder / "adapter_model.safetensors").read_bytes() == body
     assert json.loads((folder / "adapter_config.json").read_text()) == CONFIG
     assert server.files() == WHOLE
@@ -196,9 +191,9 @@ def test_a_deleted_adapter_is_gone_and_deleting_it_again_says_so(serve: Callable
 @pytest.mark.parametrize(
     ("body", "call", "status", "words"),
     [
-        (safetensors(), {"headers": {"Content-Digest": digest_of(b"other")}}, 422, "do not match the digest"),
-        (safetensors(), {"headers": {"Content-Digest": ""}}, 400, "Content-Digest"),
-        (safetensors(), {"headers": {"Content-Digest": "sha-256=:short:"}}, 400, "Content-Digest"),
+        (safetensors(), {"headers": {"Lora-Sync-Checksum": checksum_of(b"other")}}, 422, "do not match the checksum"),
+        (safetensors(), {"headers": {"Lora-Sync-Checksum": ""}}, 400, "Lora-Sync-Checksum"),
+        (safetensors(), {"headers": {"Lora-Sync-Checksum": "0123456789abcde"}}, 400, "Lora-Sync-Checksum"),
         (safetensors(), {"headers": {"Content-Length": ""}}, 411, "Content-Length"),
         (safetensors(), {"headers": {"Content-Length": "-1"}}, 411, "Content-Length"),
         (safetensors(), {"headers": {"Content-Length": "10"}}, 400, "More than the announced 10"),
@@ -246,7 +241,7 @@ def test_an_upload_that_takes_too_long_is_broken_off_and_leaves_nothing(
     async def send(message: Any) -> None:
         answer.append(message)
 
-    headers = {"Content-Length": str(len(body)), "Content-Digest": digest_of(body)}
+    headers = {"Content-Length": str(len(body)), "Lora-Sync-Checksum": checksum_of(body)}
     asyncio.run(server.middleware(server.scope("PUT", "/a-v1", headers), receive, send))
 
     assert answer[0]["status"] == 408
@@ -271,11 +266,11 @@ def test_of_two_uploads_of_one_name_the_second_to_end_is_refused(tmp_path: Path)
     first, second = store.begin("a", len(body)), store.begin("a", len(body))
     for upload in (first, second):
         upload.write(body)
-    digest = hashlib.sha256(body).digest()
-    first.finish(digest)
+    checksum = checksum_of(body)
+    first.finish(checksum)
 
     with pytest.raises(Refused) as caught:
-        second.finish(digest)
+        second.finish(checksum)
     second.abort()
 
     assert caught.value.status == 409
@@ -296,7 +291,7 @@ def test_a_name_is_refused_or_is_the_name_of_one_folder(tmp_path_factory: pytest
     try:
         upload = store.begin(name, len(body))
         upload.write(body)
-        path = upload.finish(hashlib.sha256(body).digest())
+        path = upload.finish(checksum_of(body))
     except Refused as refusal:
         refused = refusal.status
     below = [str(found.relative_to(store.root)) for found in store.root.glob("*/*")]

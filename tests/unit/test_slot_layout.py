@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.checksum import ROW_BYTES, Checksum, checksum
 from trl_lora_sync.engine_plugins.slot_layout import (
     Box,
     LayoutError,
@@ -134,3 +134,15 @@ def test_a_checksum_sees_every_changed_element_and_every_swap(count: int) -> Non
 def test_a_checksum_is_a_fixed_number() -> None:
     """Trainer and server compute it apart, perhaps with other versions of torch."""
     assert checksum(torch.arange(1000, dtype=torch.float32)) == "0110abaf129f0000"
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 1003, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 9, 3 * ROW_BYTES + 5])
+@pytest.mark.parametrize("step", [999, ROW_BYTES - 8, ROW_BYTES, ROW_BYTES + 3, 4 * ROW_BYTES])
+def test_a_checksum_of_parts_is_that_of_the_whole(size: int, step: int) -> None:
+    flat = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    whole, parts = flat.numpy().tobytes(), Checksum()
+    for start in range(0, size, step):
+        memory = bytearray(whole[start : start + step])
+        parts.update(memory)
+        memory[:] = bytes(len(memory))  # as memory that is used again
+    assert parts.hexdigest() == checksum(flat)

@@ -307,7 +307,8 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
     if available < size * 1.1:
         raise MemoryError(
             f"The copy of the base weights takes {size / 2**30:.1f} GiB, and neither the GPU ({free / 2**30:.1f} GiB "
-            f"free) nor the host ({available / 2**30:.1f} GiB) has room. Lower --gpu-memory-utilization."
+            f"free) nor the host ({available / 2**30:.1f} GiB) has room. Lower --gpu-memory-utilization, or set "
+            "TRL_LORA_SYNC_FUSED_BASE=none for plain LoRA without a copy."
         )
     return [_pinned_copy(weight) for weight in weights], "host"
 

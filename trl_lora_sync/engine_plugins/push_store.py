@@ -9,8 +9,6 @@ HTTP beyond the status that goes with a refusal.
 import contextlib
 import errno
 import fcntl
-import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -20,6 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from trl_lora_sync.engine_plugins.checksum import Checksum
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, MALFORMED, TENSORS_FILE, head_of
 from trl_lora_sync.engine_plugins.vllm_push import CONFIG_KEY
@@ -46,7 +45,7 @@ class PushStore:
         self._folder: Path | None = None
         self._descriptor: int | None = None
         self._pid = os.getpid()
-        self._digests: dict[str, bytes] = {}
+        self._checksums: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._arriving = 0  # bytes that were promised and are not in the file system yet
         self._lock = threading.Lock()
@@ -56,7 +55,7 @@ class PushStore:
         with self._lock:
             return dict(self._sizes)
 
-    def path_of(self, name: str, digest: bytes) -> Path | None:
+    def path_of(self, name: str, checksum: str) -> Path | None:
         """The folder of an adapter that is there already, or None.
 
         Raises:
@@ -64,9 +63,9 @@ class PushStore:
         """
         check_name(name)
         with self._lock:
-            if name not in self._digests:
+            if name not in self._checksums:
                 return None
-            if not hmac.compare_digest(self._digests[name], digest):
+            if self._checksums[name] != checksum:
                 raise Refused(409, f"{name} is there already, with other bytes. A name is used once.")
             return self._open_folder() / name
 
@@ -91,7 +90,7 @@ class PushStore:
         """Delete an adapter's files; returns whether there were any."""
         check_name(name)
         with self._lock:
-            if self._digests.pop(name, None) is None:
+            if self._checksums.pop(name, None) is None:
                 return False
             del self._sizes[name]
             shutil.rmtree(self._open_folder() / name, ignore_errors=True)
@@ -106,7 +105,7 @@ class PushStore:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._descriptor)
             self._folder = self._descriptor = None
-            self._digests.clear()
+            self._checksums.clear()
             self._sizes.clear()
 
     def _open_folder(self) -> Path:
@@ -135,13 +134,13 @@ class PushStore:
         with self._lock:
             self._arriving -= size
 
-    def admit(self, upload: "Upload", digest: bytes) -> Path:
+    def admit(self, upload: "Upload", checksum: str) -> Path:
         with self._lock:
             path = upload.folder.parent / upload.name
             if self._folder != upload.folder.parent:
                 raise Refused(410, "The server is shutting down.")
             upload.folder.rename(path)  # refuses a name that another upload took meanwhile
-            self._digests[upload.name] = digest
+            self._checksums[upload.name] = checksum
             self._sizes[upload.name] = upload.size
             return path
 
@@ -158,7 +157,7 @@ class Upload:
         self.size = size
         self.folder = folder / f".{secrets.token_hex(8)}.partial"
         self._store = store
-        self._hash = hashlib.sha256()
+        self._checksum = Checksum()
         self._left = size
         self._over = False
         self._lock = threading.Lock()
@@ -174,7 +173,7 @@ class Upload:
     def _tensors(self) -> Path:
         return self.folder / TENSORS_FILE
 
-    def write(self, data: bytes | bytearray) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Append bytes.
 
         Raises:
@@ -185,7 +184,7 @@ class Upload:
                 return
             if len(data) > self._left:
                 raise Refused(400, f"More than the announced {self.size} bytes arrived.")
-            self._hash.update(data)
+            self._checksum.update(data)
             view = memoryview(data)
             try:
                 while view:
@@ -195,23 +194,23 @@ class Upload:
             self._left -= len(data)
         self._store.release(len(data))
 
-    def finish(self, digest: bytes) -> Path:
+    def finish(self, checksum: str) -> Path:
         """Check what arrived and give it its name.
 
         Raises:
-            Refused: bytes are missing, do not match the digest, or are not an adapter.
+            Refused: bytes are missing, do not match the checksum, or are not an adapter.
         """
         with self._lock:
             if self._left:
                 raise Refused(400, f"The body ended {self._left} bytes before the announced {self.size}.")
-            if not hmac.compare_digest(self._hash.digest(), digest):
-                raise Refused(422, "The bytes that arrived do not match the digest.")
+            if self._checksum.hexdigest() != checksum:
+                raise Refused(422, "The bytes that arrived do not match the checksum.")
             config = _config_in(self._file)
             try:
                 descriptor = os.open(self.folder / CONFIG_FILE, os.O_CREAT | os.O_WRONLY, _PRIVATE_FILE)
                 with os.fdopen(descriptor, "w") as file:
                     json.dump(config, file)
-                path = self._store.admit(self, digest)
+                path = self._store.admit(self, checksum)
             except OSError as error:
                 raise _refusal(error, self._store.root) from error
             self._over = True

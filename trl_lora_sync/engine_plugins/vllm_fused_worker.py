@@ -7,7 +7,8 @@ with plain values and raise nothing: vLLM (0.26 to 0.31) stops collecting answer
 would take the answers of the others for answers to its next call.
 
 Environment of the server:
-    TRL_LORA_SYNC_FUSED_BASE   where W0 is kept: gpu, host, or auto (the default) for the GPU if it has room
+    TRL_LORA_SYNC_FUSED_BASE   where W0 is kept: gpu, host, or auto (the default) for the GPU if it has room; none for
+                               no copy: adapters are folded into the weights, and taken out bit for bit
 """
 
 import os
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.folded_weights import FoldedWeights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
 from trl_lora_sync.engine_plugins.fused_weights import (
@@ -35,7 +37,7 @@ from trl_lora_sync.engine_plugins.fused_weights import (
 
 PLACE_VARIABLE = "TRL_LORA_SYNC_FUSED_BASE"
 
-_PLACES = ("auto", "gpu", "host")
+_PLACES = ("auto", "gpu", "host", "none")
 _EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 # Kernels that leave the weights of experts as they were loaded, and those on a CPU, which pack them.
 # Source: `convert_to_unquantized_kernel_format` in vllm/model_executor/layers/fused_moe/oracle/unquantized.py (0.31).
@@ -117,6 +119,8 @@ class _FusedModel:
         self._packed_experts: dict[int, _PackedExperts] = {}
         self._reader = Reader(next(self._model.parameters()).device)
         self._targets: dict[str, Target] = {}
+        # Instead of targets, where no copy of the base is kept.
+        self._folded = FoldedWeights() if place == "none" else None
         self._pieces: dict[str, list[Piece]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         # What was placed last, as the head of its file lists it.
@@ -129,10 +133,11 @@ class _FusedModel:
         self._has_before = False
 
     def state(self) -> Answer:
+        copied = sum(one.base.numel() * one.base.element_size() for one in self._targets.values())
         return {
             "active": self._active.name if self._active is not None else None,
             "base_copy": self._kept_in,
-            "base_copy_bytes": sum(one.base.numel() * one.base.element_size() for one in self._targets.values()),
+            "base_copy_bytes": copied if self._folded is None else self._folded.kept_bytes,
             "modules": sorted(self._pieces),
         }
 
@@ -142,6 +147,8 @@ class _FusedModel:
         adapter = read_head(path)
         changed = adapter.shapes()
         if adapter.content is not self._fitting:
+            if self._folded is not None:
+                self._folded.check_content(adapter.content)
             self._place_new(changed)
             self._check_overlaps(changed)
             self._check_whole_rows(adapter.content.magnitudes, changed)
@@ -189,12 +196,17 @@ class _FusedModel:
         return {}
 
     def equals_base(self) -> Answer:
+        if self._folded is not None:
+            return self._folded.compared()
         readable = [one for one in self._targets.values() if isinstance(one, InPlace)]
         different = sum(not _same_bits(one.weight, one.base.to(one.weight.device)) for one in readable)
         return {"compared": len(readable), "different": different}
 
     def _write(self) -> None:
-        fuse(self._active, self._targets, self._pieces)
+        if self._folded is None:
+            fuse(self._active, self._targets, self._pieces)
+        else:
+            self._folded.write(self._active, self._pieces)
         if torch.cuda.is_available() and self._reader.device.type == "cuda":
             torch.cuda.synchronize(self._reader.device)
 
@@ -221,7 +233,10 @@ class _FusedModel:
             owners = list(dict.fromkeys(piece.owner for pieces in found.values() for piece in pieces))
             for owner in owners:
                 _check_layer(self._model, owner, {**self._linears, **self._embeddings}, self._experts)
-            self._add_targets({owner: parameters[owner] for owner in owners if owner not in self._targets})
+            if self._folded is not None:
+                self._folded.check_pieces(found, parameters)
+            changed = self._targets if self._folded is None else self._folded
+            self._add_targets({owner: parameters[owner] for owner in owners if owner not in changed})
         self._pieces |= found
         self._shapes |= new
         self._unproved |= new.keys()
@@ -254,6 +269,11 @@ class _FusedModel:
                 f"The weight of {elsewhere[0]!r} is on {plain[elsewhere[0]].device}, apart from others on "
                 f"{self._reader.device}. Offloaded weights cannot be changed; leave out --cpu-offload-gb."
             )
+        if self._folded is not None:
+            self._check_direct(parameters)
+            self._folded.add(plain)
+            self._kept_in = self._place
+            return
         copies, kept_in = copies_of(plain.values(), self._place)
         self._kept_in = kept_in or self._kept_in
         for (owner, weight), base in zip(plain.items(), copies, strict=True):
@@ -273,6 +293,16 @@ class _FusedModel:
         layer = self._experts[owner]
         experts = self._packed_experts.setdefault(id(layer), _PackedExperts(layer))
         return _PackedExpert(experts=experts, name=owner.rpartition(".")[2], base=base)
+
+    def _check_direct(self, owners: Iterable[str]) -> None:
+        """Raises _UnsuitableError for a weight that the server computes with in another form."""
+        on_cpu = self._reader.device.type == "cpu"
+        packed = [owner for owner in owners if owner in self._packed or (on_cpu and owner in self._embeddings)]
+        if packed:
+            raise _UnsuitableError(
+                f"vLLM computes with a packed form of {packed[0]!r} here, which is made from a copy of the base "
+                f"weights. Restart the server without {PLACE_VARIABLE}=none."
+            )
 
     # Layers whose weights vLLM has packed into another form
 

@@ -18,7 +18,9 @@ from typing import Any
 
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_push.PushMiddleware"
 ROUTE = "/v1/lora_sync/adapters"
-PROTOCOL = 1
+PROTOCOL = 2
+CHECKSUM_HEADER = "Lora-Sync-Checksum"
+"""Of a push: the checksum of the whole body, see `engine_plugins.checksum`."""
 CONFIG_KEY = "adapter_config"
 """In the metadata of the safetensors file: what becomes `adapter_config.json`."""
 MAX_MB_VARIABLE = "TRL_LORA_SYNC_PUSH_MAX_MB"

@@ -32,7 +32,7 @@ from trl_lora_sync.engines.base import (
     Sampling,
     Timeouts,
 )
-from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.http import collector_paused, json_object, server_words
 from trl_lora_sync.engines.server import logprobs_mode
 from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang_payload import LoadBody, TensorPayload
@@ -400,7 +400,8 @@ class SGLangEngine(SGLangServer):
         if len(answers) != len(rows):
             raise self._wrong_count(len(answers), len(rows))
         try:
-            return [read_completion(answer, prompt, sampling) for answer, prompt in zip(answers, prompts, strict=True)]
+            with collector_paused():
+                return [read_completion(*pair, sampling) for pair in zip(answers, prompts, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._untrainable(error) from error
 
@@ -450,7 +451,8 @@ class SGLangEngine(SGLangServer):
                 f"The server answered: {words!r}"
             )
         try:
-            answer = response.json()
+            with collector_paused():
+                answer = response.json()
         except ValueError as error:
             raise GenerationError(
                 f"{self.base_url} sent completions that are not valid JSON. Is it SGLang itself, and not a proxy?"

@@ -71,19 +71,26 @@ def _read_logprobs(
     sampled = meta["output_token_logprobs"]
     if len(sampled) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens came with {len(sampled)} log-probabilities")
-    alternatives = meta["output_top_logprobs"] if top else [[]] * len(sampled)
+    if not top:
+        for token_id, (logprob, owner, *_) in zip(token_ids, sampled, strict=True):
+            _check_sampled(token_id, logprob, owner)
+        return [[entry[0]] for entry in sampled], [[token_id] for token_id in token_ids]
     values: list[list[float | None]] = []
     ids: list[list[int]] = []
-    for token_id, (logprob, owner, *_), others in zip(token_ids, sampled, alternatives, strict=True):
-        if owner != token_id:
-            raise ValueError(f"token {token_id} came with the log-probability of token {owner}")
-        if not _is_finite(logprob):
-            raise ValueError(f"the sampled token {token_id} has the log-probability {logprob!r}")
+    for token_id, (logprob, owner, *_), others in zip(token_ids, sampled, meta["output_top_logprobs"], strict=True):
+        _check_sampled(token_id, logprob, owner)
         found = {entry[1]: entry[0] if _is_finite(entry[0]) else None for entry in others or []} | {token_id: logprob}
         ranked = sorted(found.items(), key=lambda item: math.inf if item[1] is None else -item[1])
         ids.append([token for token, _ in ranked])
         values.append([value for _, value in ranked])
     return values, ids
+
+
+def _check_sampled(token_id: int, logprob: float | None, owner: int) -> None:
+    if owner != token_id:
+        raise ValueError(f"token {token_id} came with the log-probability of token {owner}")
+    if not _is_finite(logprob):
+        raise ValueError(f"the sampled token {token_id} has the log-probability {logprob!r}")
 
 
 def _is_finite(value: float | None) -> bool:

@@ -37,7 +37,7 @@ from trl_lora_sync.engines.base import (
     Sampling,
     Timeouts,
 )
-from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import collector_paused, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm_completions import (
     FORCES,
@@ -46,6 +46,7 @@ from trl_lora_sync.engines.vllm_completions import (
     sampling_fields,
     scoring_sampling,
     unforced,
+    without_alternatives,
 )
 from trl_lora_sync.engines.vllm_push import PushedAdapters
 from trl_lora_sync.errors import (
@@ -462,30 +463,32 @@ class VLLMEngine(ServerEngine):
                 "stream": False,
                 **sampling_fields(sampling, groups[0].count),
             }
-        content = json_object(await self._sample(path, body, model, deadline), GenerationError)
+        response = await self._sample(path, body, model, deadline)
         echoes = not groups[0].images or self._token_route_echoes()
-        self._check_policy(content, model, names_model=echoes)
-        if not echoes and content.get("prompt_token_ids") is None:
-            content["prompt_token_ids"] = groups[0].prompt
-        return self._completions(content, groups, sampling)
+        with collector_paused():
+            content = json_object(response, GenerationError, without_alternatives if sampling.logprobs == 0 else None)
+            self._check_policy(content, model, names_model=echoes)
+            if not echoes and content.get("prompt_token_ids") is None:
+                content["prompt_token_ids"] = groups[0].prompt
+            return self._completions(content, groups, sampling)
 
     def _token_route_echoes(self) -> bool:
         return not _is_below(self.capabilities.version, _TOKEN_ROUTE_ECHOES_FROM, if_unknown=True)
 
     async def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
         response = await self._post_sampling(path, body, model, deadline)
+        if response.status_code == 200:
+            return response
         words = server_words(response)
         if response.status_code == 404 and "does not exist" in words:
             raise AdapterLostError(
                 f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was restarted, or "
                 f"another client unloads adapters there. The server answered: {words!r}"
             )
-        if response.status_code != 200:
-            raise GenerationError(
-                f"{self.base_url} could not sample from {model!r} (HTTP {response.status_code}). If it names a field, "
-                f"correct generation_kwargs; else look at its log. The server answered: {words!r}"
-            )
-        return response
+        raise GenerationError(
+            f"{self.base_url} could not sample from {model!r} (HTTP {response.status_code}). If it names a field, "
+            f"correct generation_kwargs; else look at its log. The server answered: {words!r}"
+        )
 
     def _name_in(self, model: str) -> str:
         """What a request's body calls `model`."""

@@ -1,6 +1,7 @@
 """The body of a vLLM sampling request and the choices of its answer, without any HTTP."""
 
 import math
+import re
 from typing import Any
 
 from trl_lora_sync.engines.base import Completion, PromptGroup, Sampling
@@ -12,6 +13,20 @@ RESERVED_FIELDS = frozenset(
         "return_token_ids", "return_tokens_as_token_ids", "token_ids", "features", "request_id",
     }
 )  # fmt: skip
+
+
+# Where an answer lists alternatives of tokens, all of them by their ids. With `logprobs=0` the only one is the sampled
+# token, which is listed beside it as well: more than a third of the answer, and most of the time that parsing it takes.
+# It matches such a list as a whole and nothing else: in a string, the first quotes would have a backslash before them.
+ALTERNATIVES = re.compile(rb'"top_logprobs":\[(?:\{"token_id:\d+":[-+.\deE]+\},?)*\]')
+
+
+def without_alternatives(content: bytes) -> bytes:
+    """The answer to a request with `logprobs=0`, without its repetitions.
+
+    An answer in which they look different is returned unchanged.
+    """
+    return ALTERNATIVES.sub(b'"top_logprobs":null', content)
 
 
 def sampling_fields(sampling: Sampling, count: int) -> dict[str, Any]:
@@ -71,6 +86,12 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
             (entry["token"], entry["logprob"], {top["token"]: top["logprob"] for top in entry["top_logprobs"]})
             for entry in logprobs["content"]
         ]
+    elif logprobs["top_logprobs"] is None:  # `without_alternatives`
+        tokens, found = logprobs["tokens"], logprobs["token_logprobs"]
+        are_sampled = tokens == [f"token_id:{token_id}" for token_id in token_ids] and len(found) == len(tokens)
+        if are_sampled and all(map(_is_logprob, found)):
+            return [[value] for value in found], [[token_id] for token_id in token_ids]
+        positions = [(token, value, {}) for token, value in zip(tokens, found, strict=True)]
     else:
         positions = list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))
     if len(positions) != len(token_ids):
@@ -80,7 +101,7 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
     for token_id, (token, logprob, alternatives) in zip(token_ids, positions, strict=True):
         if _token_id(token) != token_id:
             raise ValueError(f"token {token_id} came with the log-probability of {token!r}")
-        if logprob is None or not math.isfinite(logprob) or logprob <= -9999.0:
+        if not _is_logprob(logprob):
             raise ValueError(f"the sampled token {token_id} has the log-probability {logprob!r}")
         # NaN compares with nothing, so it is replaced before the sort, and goes last.
         numbers = {
@@ -91,6 +112,11 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
         ids.append([_token_id(name) for name, _ in ranked])
         values.append([value for _, value in ranked])
     return values, ids
+
+
+def _is_logprob(value: float | None) -> bool:
+    """Whether a sampled token can have it; vLLM sends -9999 for minus infinity."""
+    return value is not None and -9999.0 < value < math.inf
 
 
 def _token_id(token: str) -> int:

@@ -4,9 +4,7 @@ What the server answers with is a path on its own host. It is sent back to that 
 and never used as a path here.
 """
 
-import base64
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -18,8 +16,16 @@ import httpx
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.checksum import Checksum
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, bytes_of, header_of, joined_or_copied
-from trl_lora_sync.engine_plugins.vllm_push import CONFIG_KEY, DIRECTORY_VARIABLE, MAX_MB_VARIABLE, PROTOCOL, ROUTE
+from trl_lora_sync.engine_plugins.vllm_push import (
+    CHECKSUM_HEADER,
+    CONFIG_KEY,
+    DIRECTORY_VARIABLE,
+    MAX_MB_VARIABLE,
+    PROTOCOL,
+    ROUTE,
+)
 from trl_lora_sync.engines.base import Deadline, Timeouts
 from trl_lora_sync.engines.http import SizedBody, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError
@@ -91,7 +97,7 @@ class PushedAdapters:
         if len(body) > self._max_bytes:
             raise self._too_large(adapter, f"it offers {self._max_bytes / 1e6:.1f} MB")
         self._pushed[adapter.name] = None  # before the request, whose answer may be lost
-        headers = {"Content-Type": "application/octet-stream", "Content-Digest": body.digest}
+        headers = {"Content-Type": "application/octet-stream", CHECKSUM_HEADER: body.checksum}
         response = await self._retried("PUT", f"{ROUTE}/{adapter.name}", deadline, content=body, headers=headers)
         if response.status_code != 200:
             raise self._push_error(adapter, response)
@@ -171,11 +177,10 @@ class SafetensorsBody:
     def __init__(self, adapter: CanonicalAdapter) -> None:
         header = header_of(adapter.tensors, METADATA | {CONFIG_KEY: json.dumps(adapter.config())})
         self._pieces = [memoryview(header), bytes_of(joined_or_copied([*adapter.tensors.values()]))]
-        digest = hashlib.sha256()
+        checksum = Checksum()
         for piece in self._pieces:
-            digest.update(piece)
-        self.digest = f"sha-256=:{base64.b64encode(digest.digest()).decode()}:"
-        """For `Content-Digest`, see RFC 9530."""
+            checksum.update(piece)
+        self.checksum = checksum.hexdigest()
 
     def __len__(self) -> int:
         return sum(map(len, self._pieces))
