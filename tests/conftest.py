@@ -24,6 +24,23 @@ os.environ.pop("VLLM_API_KEY", None)  # a key in the developer's shell belongs t
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from support.scheduling import LongestFirst
+
+    return LongestFirst(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from support.scheduling import sort
+
+        sort(items)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Every server that a test starts in this process is a fork of one that has imported vLLM."""
