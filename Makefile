@@ -2,7 +2,8 @@
 PYTHON ?= python3
 # Passed on: make test ARGS="-k store -x", make bench ARGS="--help"
 ARGS ?=
-# Two files of tests at a time: half of the time is waiting for a server. The tests of one file share theirs.
+# Two files of tests at a time: half of the time is waiting for a server. The tests of one file share theirs. The order
+# is in tests/support/scheduling.py.
 AT_ONCE := --numprocesses 2 --dist loadfile
 
 TRAINER := .venv
@@ -50,23 +51,27 @@ demo: $(if $(IN_PROCESS),venv-colocate,venv venv-vllm)
 unit: venv
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) tests/unit -m "not outside" $(ARGS)
 
-# The colocate tests need vLLM in the trainer's environment, where the others must do without it. They come first, so that
-# the output ends with the summary of the others.
+# The colocate tests need vLLM in the trainer's environment, where the others must do without it. They run beside the
+# others and take less long, so that the output ends with the summary of those.
 test: venv venv-vllm venv-colocate trl-versions peft-versions launchers
 ifeq ($(strip $(ARGS)),)
-	@$(call twice,$(COLOCATE),tests/colocate)
-	@$(call twice,$(TRAINER),$(AT_ONCE))
+	@log=$$(mktemp); \
+	{ $(colocate) > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code; } & \
+	$(TRAINER)/bin/python -m pytest $(AT_ONCE); code=$$?; \
+	wait $$! || { $(call again,$(colocate)) || exit; }; \
+	[ $$code = 0 ] || { $(call again,$(TRAINER)/bin/python -m pytest); }
 else ifneq ($(findstring tests/colocate,$(ARGS)),)
 	@$(COLOCATE)/bin/python -m pytest $(ARGS)
 else
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) $(ARGS)
 endif
 
+# With a cache of their own for what failed.
+colocate = $(COLOCATE)/bin/python -m pytest tests/colocate -o cache_dir=.pytest_cache/colocate
+
 # A real server on a busy machine can miss a limit that it keeps otherwise. Tests that failed run once more, alone, and
 # must pass then. The first output stays.
-twice = $(1)/bin/python -m pytest $(2) || \
-	{ echo "Once more, alone, what failed:"; \
-	$(1)/bin/python -m pytest --last-failed --last-failed-no-failures none $(filter tests/%,$(2)); }
+again = echo "Once more, alone, what failed:"; $(1) --last-failed --last-failed-no-failures none
 
 test-colocate: venv-colocate launchers
 	@$(COLOCATE)/bin/python -m pytest tests/colocate $(ARGS)

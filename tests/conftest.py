@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,37 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.pop("VLLM_API_KEY", None)  # a key in the developer's shell belongs to another server
 # A shell ignores interrupts in what it starts in the background, and tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from support.scheduling import LongestFirst
+
+    return LongestFirst(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from support.scheduling import sort
+
+        sort(items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every server that a test starts in this process is a fork of one that has imported vLLM."""
+    if sys.platform != "linux":
+        yield
+        return
+    from support.forked_servers import Forks
+    from vllm_server import VLLMServer
+
+    with Forks(tmp_path_factory.mktemp("server") / "forks.log") as forks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLLMServer, "start_process", forks.starter_of(VLLMServer.start_process))
+        yield
 
 
 @pytest.fixture(scope="session")

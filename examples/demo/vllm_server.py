@@ -110,7 +110,7 @@ class VLLMServer:
         self.log_path = Path(log_path) if log_path else _new_log_path()
         self.start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._wrapper = list(wrapper)
+        self.wrapper = list(wrapper)
         self._args = [
             *("--model", self.model),
             *("--served-model-name", self.served_model_name),
@@ -157,16 +157,20 @@ class VLLMServer:
                 f"There is no Python at {self.python}, so the vLLM server cannot start. "
                 f"Run `make venv-vllm`, or set {PYTHON_VARIABLE} to the Python of an environment with vLLM."
             )
+        self._process = self.start_process(self._args, self._env)
+        return self
+
+    def start_process(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        """Start vLLM's server with these arguments, in a session of its own; the tests replace this."""
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*self._wrapper, self.python, "-c", _LAUNCHER, str(os.getpid()), *self._args],
-                env=self._env,
+            return subprocess.Popen(
+                [*self.wrapper, self.python, "-c", _LAUNCHER, str(os.getpid()), *arguments],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return self
 
     def wait_until_ready(self) -> "VLLMServer":
         """Return when the server answers; raises ServerStartError, leaving nothing running, if it does not."""

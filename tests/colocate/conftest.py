@@ -5,10 +5,12 @@ Everything is float32, in the trainer and in the engine, so that served and trai
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from vllm_server import hold_free_port
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -28,6 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_port() -> Iterator[None]:
+    """For the group of one process that vLLM makes here: the usual 29500 may be taken by another run."""
+    with hold_free_port() as held, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_PORT", str(held.getsockname()[1]))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

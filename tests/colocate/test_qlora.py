@@ -8,6 +8,7 @@ import pytest
 from support.launch import LAUNCHERS, check_launchers
 from support.policies import NOISE_MEAN
 from support.processes import run
+from vllm_server import hold_free_port
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "qlora_colocate.py"
 
@@ -16,10 +17,11 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "qlora_colocate.py"
 def test_a_4bit_base_stays_and_the_gap_is_rounding_where_a_merge_changes_both(tmp_path: Path) -> None:
     check_launchers()
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(LAUNCHERS)}
+    command = [sys.executable, SCRIPT, "--steps", "4", "--out", tmp_path / "found.json"]
 
-    ended = run(
-        [sys.executable, SCRIPT, "--steps", "4", "--out", tmp_path / "found.json"], tmp_path / "log", 400.0, environment
-    )
+    with hold_free_port() as held:  # the one in the environment is that of this process
+        environment["MASTER_PORT"] = str(held.getsockname()[1])
+        ended = run(command, tmp_path / "log", 400.0, environment)
 
     assert ended.code == 0, ended.output[-4000:]
     runs = json.loads((tmp_path / "found.json").read_text())["runs"]

@@ -1,42 +1,68 @@
 """Colocate mode with two training processes: each with an engine, or one engine for both.
 
-Run by the Python of `.venv-colocate`, which has vLLM beside the trainer. One launch per way.
+Run by the Python of `.venv-colocate`, which has vLLM beside the trainer.
 """
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import CPU_ENV, TESTS, check_launchers, launch
+from support.launch import CPU_ENV, TESTS, check_launchers, launch_each, seen_in
+from support.processes import Finished
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# The first test waits for all ways of a launch.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 Seen = dict[str, Any]
-# What a hang would exceed; a launch takes 20 to 50 s.
-TIMEOUT_S = 240.0
+# What one of them would exceed if it hung, on average.
+TIMEOUT_S = 120.0
 # Of log-probabilities; trainer and engine compute in float32.
 EXACT = 1e-4
 SHARDED = ("fsdp2", "zero3")
-ACCELERATE = {
-    "ddp": ["--multi_gpu"],
-    "fsdp2": ["--multi_gpu"],
-    "zero2": ["--use_deepspeed", "--zero_stage", "2"],
-    "zero3": ["--use_deepspeed", "--zero_stage", "3"],
+MULTI_GPU = ("--multi_gpu",)
+ZERO3 = ("--use_deepspeed", "--zero_stage", "3")
+# The arguments of accelerate launch.
+WAYS = {
+    "ddp": MULTI_GPU,
+    "ddp+tp2": MULTI_GPU,
+    "fsdp2": MULTI_GPU,
+    "ddp+tp2+fused": MULTI_GPU,
+    "ddp+fused+shared": MULTI_GPU,
+    "zero3": ZERO3,
 }
 
 
-@pytest.fixture(scope="module", params=["ddp", "ddp+tp2", "fsdp2", "zero3", "ddp+tp2+fused", "ddp+fused+shared"])
-def launched(request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return launch_way(request.param, base_model, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where each way writes."""
+    return {way: tmp_path_factory.mktemp(way) for way in WAYS}
 
 
-def launch_way(way: str, model: Path, folder: Path) -> Seen:
-    launcher = way.partition("+")[0]
-    if launcher.startswith("zero"):
+@pytest.fixture(scope="module")
+def launch_of(
+    base_model: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[tuple[str, ...]], Finished]:
+    """One launch of each kind, for all ways that are started so."""
+
+    @functools.cache
+    def launched(arguments: tuple[str, ...]) -> Finished:
         check_launchers()
-    env = {} if launcher.startswith("zero") else CPU_ENV
-    script = TESTS / "support" / "colocate_ways.py"
-    values = [way, str(folder), str(model)]
-    return launch(script, values, folder, ACCELERATE[launcher], env=env, timeout_s=TIMEOUT_S) | {"way": way}
+        env = {} if arguments == ZERO3 else CPU_ENV
+        script = TESTS / "support" / "colocate_ways.py"
+        runs = [[way, str(folders[way]), str(base_model)] for way, others in WAYS.items() if others == arguments]
+        return launch_each(script, runs, tmp_path_factory.mktemp("launch"), arguments, env=env, timeout_s=TIMEOUT_S)
+
+    return launched
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def launched(
+    request: pytest.FixtureRequest, folders: dict[str, Path], launch_of: Callable[[tuple[str, ...]], Finished]
+) -> Seen:
+    """What one way came to."""
+    way = request.param
+    return seen_in(folders[way], launch_of(WAYS[way])) | {"way": way}
 
 
 def on_all(launched: Seen, step: str) -> list[Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import two_processes
+from support.launch import CPU_ENV, TESTS, launch_each, seen_in
 from support.servers import Proxy, adapters_on, proxy_to, version_of
 from vllm_server import VLLMServer
 
@@ -31,8 +31,10 @@ def launched(
 
     with proxy_to(server.base_url) as proxy:
         proxy.after = after
-        result = two_processes("overlapping", folder, proxy.base_url, base_model, timeout_s=400)
-        yield result["seen"], proxy, adapters_on(server.base_url)
+        runs = [["overlapping", str(folder), proxy.base_url, str(base_model)]]
+        script = TESTS / "support" / "two_processes.py"
+        ended = launch_each(script, runs, folder, ["--multi_gpu"], env=CPU_ENV, timeout_s=400)
+        yield seen_in(folder, ended)["seen"], proxy, adapters_on(server.base_url)
 
 
 def result(seen: dict[str, Any], step: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import two_processes
+from support.launch import CPU_ENV, TESTS, launch_each, seen_in
 from support.policies import NOISE_MAX, NOISE_MEAN, RATIO_SPREAD
 from support.servers import adapters_on, damage, nobody_listening, proxy_to
 from support.trainers import METRICS
@@ -16,14 +16,16 @@ from vllm_server import VLLMServer
 # The first test of a launch waits for all of it, and the very first for the server as well.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 Seen = dict[str, Any]
-# What a hang would exceed; the launch itself takes 20 to 40 s.
-TIMEOUT_S = 240.0
+# What a hang would exceed; both scenarios take 20 to 60 s.
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def working(server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    """One launch through everything that works, and through failures that a run survives."""
-    folder = tmp_path_factory.mktemp("working")
+def launched(
+    server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Seen]]:
+    """One launch, through everything that works and failures that a run survives, and then through starts that fail."""
+    folder, of_failing = tmp_path_factory.mktemp("working"), tmp_path_factory.mktemp("failing")
 
     def order() -> str:
         with contextlib.suppress(FileNotFoundError):
@@ -40,10 +42,23 @@ def working(server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempP
     def after(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
         return (401, b'{"error": "Unauthorized"}') if order() == "refuse the key" else (status, answer)
 
-    with proxy_to(server.base_url) as proxy:
+    with proxy_to(server.base_url) as proxy, nobody_listening() as closed:
         proxy.before, proxy.after = before, after
-        result = two_processes("working", folder, proxy.base_url, base_model, timeout_s=TIMEOUT_S)
-        yield result | {"folder": folder, "proxy": proxy, "left": adapters_on(server.base_url)}
+        runs = [
+            ["working", str(folder), proxy.base_url, str(base_model)],
+            ["failing", str(of_failing), closed, str(base_model)],
+        ]
+        script = TESTS / "support" / "two_processes.py"
+        ended = launch_each(script, runs, folder, ["--multi_gpu"], env=CPU_ENV, timeout_s=TIMEOUT_S)
+        yield {
+            "working": seen_in(folder, ended) | {"folder": folder, "left": adapters_on(server.base_url)},
+            "failing": seen_in(of_failing, ended) | {"folder": of_failing},
+        }
+
+
+@pytest.fixture(scope="module")
+def working(launched: dict[str, Seen]) -> Seen:
+    return launched["working"]
 
 
 def both(launched: Seen, step: str) -> list[Any]:
@@ -157,11 +172,8 @@ def test_an_exception_on_both_processes_leaves_nothing_behind(working: Seen) -> 
 
 
 @pytest.fixture(scope="module")
-def failing(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """One launch through starts that fail."""
-    folder = tmp_path_factory.mktemp("failing")
-    with nobody_listening() as url:
-        return two_processes("failing", folder, url, base_model, timeout_s=TIMEOUT_S) | {"folder": folder}
+def failing(launched: dict[str, Seen]) -> Seen:
+    return launched["failing"]
 
 
 @pytest.mark.parametrize("step", ["unreachable", "unreachable_again"])

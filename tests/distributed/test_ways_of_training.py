@@ -5,19 +5,23 @@ the sharding is torch's own, with gloo. What needs a GPU (pinned memory, hence F
 is shown by `benchmarks/ways_on_gpus.py`.
 """
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import CPU_ENV, TESTS, check_launchers, launch
+from support.launch import CPU_ENV, TESTS, check_launchers, launch_each, seen_in
 from support.policies import NOISE_MEAN, OTHER_POLICY_MEAN, RATIO_SPREAD
+from support.processes import Finished
 from support.servers import adapters_on, damage, proxy_to
 from vllm_server import VLLMServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# The first test waits for all ways of a launch.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 Seen = dict[str, Any]
-# What a hang would exceed; a launch takes 15 to 30 s.
-TIMEOUT_S = 240.0
+# What one of them would exceed if it hung, on average.
+TIMEOUT_S = 60.0
 # The arguments of accelerate launch, and whether the model is sharded.
 WAYS = {
     "ddp": (["--multi_gpu"], False),
@@ -43,30 +47,58 @@ WAYS = {
 QUANTISED_MEAN = 0.3
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def launched(
-    request: pytest.FixtureRequest, server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Seen:
-    """One launch per way of training, through everything that the tests below look at."""
-    way, folder = request.param, tmp_path_factory.mktemp(request.param)
-    if way.startswith("zero") or way.endswith("qlora"):
-        check_launchers()
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where each way writes."""
+    root = tmp_path_factory.mktemp("ways")
+    made = {way: root / way for way in WAYS}
+    for folder in made.values():
+        folder.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def launch_of(
+    server: VLLMServer, base_model: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[tuple[str, ...]], Finished]:
+    """One launch of each kind, for all ways of training that are started so."""
 
     def damage_on_demand(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        order = folder / "damage-the-next-version"
-        if path == "/v1/load_lora_adapter" and order.exists():
-            order.unlink()
-            damage(body["lora_path"])
+        if path == "/v1/load_lora_adapter":
+            for order in [folder / "damage-the-next-version" for folder in folders.values()]:
+                if order.exists():
+                    order.unlink()
+                    damage(body["lora_path"])
         return body
 
-    with proxy_to(server.base_url) as proxy:
-        proxy.before = damage_on_demand
-        arguments, is_sharded = WAYS[way]
-        env = {} if way.startswith("zero") else CPU_ENV
-        script = TESTS / "support" / "ways.py"
-        values = [way, str(folder), proxy.base_url, str(base_model)]
-        result = launch(script, values, folder, arguments, env=env, timeout_s=TIMEOUT_S)
-    return result | {"way": way, "is_sharded": is_sharded, "left": adapters_on(server.base_url)}
+    @functools.cache
+    def launched(arguments: tuple[str, ...]) -> Finished:
+        ways = [way for way, (others, _) in WAYS.items() if tuple(others) == arguments]
+        check_launchers()
+        with proxy_to(server.base_url) as proxy:
+            proxy.before = damage_on_demand
+            env = {} if "--use_deepspeed" in arguments else CPU_ENV
+            script = TESTS / "support" / "ways.py"
+            runs = [[way, str(folders[way]), proxy.base_url, str(base_model)] for way in ways]
+            folder = tmp_path_factory.mktemp("launch")
+            return launch_each(script, runs, folder, arguments, env=env, timeout_s=TIMEOUT_S)
+
+    return launched
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def launched(
+    request: pytest.FixtureRequest,
+    server: VLLMServer,
+    folders: dict[str, Path],
+    launch_of: Callable[[tuple[str, ...]], Finished],
+) -> Seen:
+    """What a way of training came to, in everything that the tests below look at."""
+    way = request.param
+    arguments, is_sharded = WAYS[way]
+    ended = launch_of(tuple(arguments))
+    left = {name: path for name, path in adapters_on(server.base_url).items() if str(folders[way]) in path}
+    return seen_in(folders[way], ended) | {"way": way, "is_sharded": is_sharded, "left": left}
 
 
 def on_all(launched: Seen, step: str) -> list[Any]:

@@ -31,8 +31,9 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync import export_adapter
 
-SEEDS = range(12)
-OVERLAP_SEEDS = range(100, 108)
+# The first five have every kind of fault between them, which is tested.
+SEEDS = (53, 180, 226, 306, 307, 5, 7)
+OVERLAP_SEEDS = (101, 103, 104, 106)
 
 
 @pytest.fixture(scope="module")

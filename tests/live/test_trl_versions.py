@@ -15,7 +15,7 @@ import pytest
 from packaging.version import Version
 from support.altered import altered_copy
 from support.policies import RATIO_SPREAD
-from support.processes import run
+from support.processes import Finished, run
 from support.servers import adapters_on
 from support.short_run import other_kinds
 from support.trainers import METRICS
@@ -28,52 +28,82 @@ FOLDER_VARIABLE = "TRL_LORA_SYNC_TRL_VERSIONS_DIR"
 FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".trl-versions")
 # Those that were tested, but for the one that all other tests run on, and whatever else was unpacked there.
 VERSIONS = sorted({*TRL.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("trl")}, key=Version)
-RUN_TIMEOUT_S = 400.0  # a minute by itself
+RUN_TIMEOUT_S = 200.0  # half a minute by itself
+# A TRL to come, in which nothing has changed.
+NEWER = "1.99.0"
+# The first test waits for all runs.
+pytestmark = pytest.mark.timeout(1500)
 
 
-def short_run(trl: Path, server: VLLMServer, base_model: Path, folder: Path) -> dict[str, Any]:
-    """Train in a process of its own with the TRL in a folder."""
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where the run with each TRL writes."""
+    return {version: tmp_path_factory.mktemp(version) for version in (*VERSIONS, NEWER)}
+
+
+@pytest.fixture(scope="module")
+def trls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder with each TRL."""
+    newer = tmp_path_factory.mktemp("newer") / NEWER
+    newer.mkdir()
+    altered_copy("trl", newer, {}, version=NEWER)
+    return {**{version: FOLDER / version for version in VERSIONS}, NEWER: newer}
+
+
+@pytest.fixture(scope="module")
+def ended(
+    server: VLLMServer, base_model: Path, folders: dict[str, Path], trls: dict[str, Path], tmp_path_factory: Any
+) -> Finished:
+    """Runs with all of them, each in a process of its own."""
+    runs = [
+        [str(trl), server.base_url, str(base_model), str(folders[version])]
+        for version, trl in trls.items()
+        if (trl / "trl").is_dir()
+    ]
+    command = [sys.executable, TESTS / "support" / "short_runs.py", json.dumps(runs)]
+    path = os.pathsep.join(map(str, [TESTS, TESTS.parent / "benchmarks"]))
+    path += os.pathsep + os.environ.get("PYTHONPATH", "")
+    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return run(command, tmp_path_factory.mktemp("runs") / "log", RUN_TIMEOUT_S * len(runs), env=env)
+
+
+def short_run(trl: Path, ended: Finished, folder: Path) -> dict[str, Any]:
+    """What came of the run with the TRL in a folder."""
     version = trl.name
     if not (trl / "trl").is_dir():
         raise FileNotFoundError(
             f"TRL {version} is not in {trl}. Run `make trl-versions`, or install it there: "
             f"{sys.executable} -m pip install --no-deps --target {trl} trl=={version}"
         )
-    command = [sys.executable, TESTS / "support" / "short_run.py", server.base_url, base_model, folder]
-    path = os.pathsep.join(map(str, [trl, TESTS, TESTS.parent / "benchmarks"]))
-    path += os.pathsep + os.environ.get("PYTHONPATH", "")
-    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    ended = run(command, folder / "log", RUN_TIMEOUT_S, env=env)
     assert ended.code == 0, ended.output
+    output = (folder / "log").read_text(errors="replace")
+    assert (folder / "code").read_text() == "0", output
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return result | {"output": ended.output}
+    return result | {"output": output}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_same_run_works_on_every_supported_trl(
-    version: str, server: VLLMServer, base_model: Path, tmp_path: Path
+    version: str, server: VLLMServer, ended: Finished, folders: dict[str, Path]
 ) -> None:
-    result = short_run(FOLDER / version, server, base_model, tmp_path)
+    result = short_run(FOLDER / version, ended, folders[version])
 
     assert result["trl"] == version
     assert Path(result["trl_path"]).is_relative_to(FOLDER / version)
-    check_run(result, server, tmp_path)
+    check_run(result, server, folders[version])
     assert ("is newer than" in result["output"]) == (version not in TRL.run)
 
 
 @pytest.mark.slow
 def test_a_trl_to_come_in_which_nothing_changed_trains_with_one_warning(
-    server: VLLMServer, base_model: Path, tmp_path: Path
+    server: VLLMServer, ended: Finished, trls: dict[str, Path], folders: dict[str, Path]
 ) -> None:
-    (tmp_path / "1.99.0").mkdir()
-    altered_copy("trl", tmp_path / "1.99.0", {}, version="1.99.0")
+    result = short_run(trls[NEWER], ended, folders[NEWER])
 
-    result = short_run(tmp_path / "1.99.0", server, base_model, tmp_path)
-
-    assert result["trl"] == "1.99.0"
-    check_run(result, server, tmp_path)
-    assert result["output"].count("TRL 1.99.0 is newer than 1.16, the last that adapter sync was written for.") == 1
+    assert result["trl"] == NEWER
+    check_run(result, server, folders[NEWER])
+    assert result["output"].count(f"TRL {NEWER} is newer than 1.16, the last that adapter sync was written for.") == 1
 
 
 def check_run(result: dict[str, Any], server: VLLMServer, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Colocate mode in several processes: accelerate launch ... colocate_ways.py WAY FOLDER MODEL
+"""Colocate mode in several processes: accelerate launch ... colocate_ways.py RUNS, each of which is WAY FOLDER MODEL
 
 WAY is one of `ways.py`, with `+tp2` for one engine of both processes, `+fused` for adapters in the weights and
 `+shared` for one base. Trains a few steps, then lets one process fail in several ways. Writes what it saw to
@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from support.launch import end_process
+from support.launch import end_process, run_each
 from support.models import base_weights, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
 from support.trainers import steps_of
@@ -215,4 +215,6 @@ def main(way: str, folder: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    import vllm.entrypoints.llm  # noqa: F401 - in the process that all runs are forks of
+
+    run_each(main, sys.argv[1])

@@ -5,13 +5,15 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate import PartialState
 
-from support.processes import run
+from support.processes import Finished, run
 
 TESTS = Path(__file__).parents[1]
 # DeepSpeed and bitsandbytes, for the processes that need them; `make launchers` fills it.
@@ -49,11 +51,25 @@ def end_without_finalizing() -> NoReturn:
     os._exit(0)
 
 
-def two_processes(scenario: str, folder: Path, url: str, model: Path, *, timeout_s: float) -> dict[str, Any]:
-    """Run a scenario of `two_processes.py`; returns and raises what `launch` does."""
-    script = TESTS / "support" / "two_processes.py"
-    arguments = [scenario, str(folder), url, str(model)]
-    return launch(script, arguments, folder, ["--multi_gpu"], env=CPU_ENV, timeout_s=timeout_s)
+def run_each(main: Callable[..., Any], runs: str) -> None:
+    """What a script does that `launch_each` starts: call `main` with the arguments of each run, in a fork of its own.
+
+    So importing torch, TRL and vLLM, which takes longer than most runs, is paid for once. Each run has a group of its
+    own, on a port of its own: the store of the launcher still has the keys of the groups before (torch 2.13).
+    """
+    for port, arguments in json.loads(runs):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            try:
+                main(*arguments)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)  # `main` ends with `end_process`
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(f"{arguments} ended with status {status}")
 
 
 def launch_command(script: Path, arguments: Sequence[str], way: Sequence[str], *, processes: int = 2) -> list[str]:
@@ -87,5 +103,34 @@ def launch(
     command = launch_command(script, arguments, way, processes=processes)
     ended = run(command, folder / "log", timeout_s, {**LAUNCH_ENV, **(env or {})})
     assert ended.code == 0, ended.output
-    seen = [json.loads((folder / f"process-{index}.json").read_text()) for index in range(processes)]
-    return {"seen": seen, "output": ended.output}
+    return seen_in(folder, ended, processes)
+
+
+def launch_each(
+    script: Path,
+    runs: Sequence[Sequence[str]],
+    folder: Path,
+    way: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    timeout_s: float,
+) -> Finished:
+    """Run a script in two processes, once for each list of arguments, with one launch.
+
+    The script must hand its argument to `run_each`. A run that fails ends the launch; what the runs before wrote is
+    there for `seen_in`.
+    """
+    from vllm_server import hold_free_port  # not in the path of the processes, which import this file too
+
+    with ExitStack() as stack:
+        ports = [stack.enter_context(hold_free_port()).getsockname()[1] for _ in runs]
+        arguments = json.dumps([[port, list(one)] for port, one in zip(ports, runs, strict=True)])
+        command = launch_command(script, [arguments], way)
+        return run(command, folder / "log", timeout_s * len(runs), {**LAUNCH_ENV, **(env or {})})
+
+
+def seen_in(folder: Path, ended: Finished, processes: int = 2) -> dict[str, Any]:
+    """What `launch` returns, of a run that wrote to `folder`."""
+    files = [folder / f"process-{index}.json" for index in range(processes)]
+    assert all(file.exists() for file in files), ended.output
+    return {"seen": [json.loads(file.read_text()) for file in files], "output": ended.output}

@@ -1,7 +1,7 @@
-"""What each of two processes does in the distributed tests: accelerate launch ... two_processes.py SCENARIO FOLDER ...
+"""What each of two processes does in the distributed tests: accelerate launch ... two_processes.py RUNS
 
-Writes what it saw to FOLDER/process-<index>.json; the tests read that. Every scenario ends by itself even if one of
-its steps fails, so a test sees which process raised what.
+Each run is SCENARIO FOLDER URL MODEL. It writes what it saw to FOLDER/process-<index>.json; the tests read that. Every
+scenario ends by itself even if one of its steps fails, so a test sees which process raised what.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 from accelerate import PartialState
 
 from support.folders import largest_file
-from support.launch import end_process
+from support.launch import end_process, run_each
 from support.models import lora, randomize_adapter
 from support.policies import distance, sample, token_ids
 from support.trainers import change_settings, grpo_trainer, mean_byte, prompts, steps_of
@@ -197,4 +197,4 @@ def main(scenario: str, folder: str, url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_each(main, sys.argv[1])

@@ -1,9 +1,10 @@
-"""One way of training, end to end: accelerate launch ... ways.py WAY FOLDER URL MODEL
+"""Ways of training, end to end: accelerate launch ... ways.py RUNS, each of which is WAY FOLDER URL MODEL
 
-Trains a few steps against the real server, then looks at what a sync gathers, at the adapter it publishes and at
+Each trains a few steps against the real server, then looks at what a sync gathers, at the adapter it publishes and at
 failures of one process. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_lora_sync.adapter_generation
 import trl_lora_sync.distributed
-from support.launch import end_process
+from support.launch import end_process, run_each
 from support.models import base_weights, lora, nf4, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
 from support.trainers import grpo_trainer, steps_of
@@ -291,4 +292,6 @@ def main(way: str, folder: str, url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed  # noqa: F401 - in the process that all runs are forks of
+    run_each(main, sys.argv[1])

@@ -1,0 +1,64 @@
+"""Which process of `make test` runs what: files as a whole, since their tests share servers, and the long ones first.
+
+A long file that begins last has one of two cores wait for the other.
+"""
+
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+# Files that take a minute or more of one core, the longest first.
+LONGEST = (
+    "tests/distributed/test_ways_of_training.py",
+    "tests/live/test_trl_versions.py",
+    "tests/live/test_vision.py",
+    "tests/live/test_fault_schedules.py",
+    "tests/live/test_async_grpo.py",
+    "tests/live/test_letting_go.py",
+    "tests/unit/test_peft_versions.py",
+    "tests/live/test_fleet.py",
+    "tests/live/test_faults.py",
+    "tests/live/test_vs_weights.py",
+    "tests/live/test_trainers.py",
+    "tests/live/test_overlap.py",
+    "tests/distributed/test_two_processes.py",
+    "tests/distributed/test_accelerate_configs.py",
+    "tests/live/test_bad_servers.py",
+    "tests/live/test_quick_load.py",
+    "tests/live/test_training.py",
+    "tests/contract/test_engine_contract.py",
+    "tests/live/test_fused.py",
+    "tests/live/test_fused_extras.py",
+    "tests/live/test_qlora_bases.py",
+    "tests/live/test_two_hosts.py",
+    "tests/distributed/test_overlap.py",
+    "tests/distributed/test_three_processes.py",
+    "tests/live/test_cli.py",
+    "tests/live/test_soak.py",
+    "tests/live/test_push.py",
+)
+# Which share a server.
+TOGETHER = {
+    "tests/live/test_fused.py": "fused",
+    "tests/live/test_fused_extras.py": "fused",
+    "tests/contract/test_engine_contract.py": "fused",
+}
+
+
+class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
+    """Keeps the order of the tests, which `sort` has changed."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return TOGETHER.get(file, file)
+
+
+def sort(items: list[pytest.Item]) -> None:
+    """The longest files first; the others as they were."""
+    places = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))

@@ -1,0 +1,42 @@
+"""`short_run.py` with one TRL after the other: python short_runs.py RUNS, a JSON list of [TRL, URL, MODEL, FOLDER]
+
+TRL is the folder that it is unpacked in. Each run is a process forked from one that has loaded what all need; what
+it prints goes to FOLDER/log, and its exit code to FOLDER/code.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("short_run.py")
+# Most of what TRL's trainers take to import.
+MODULES = (
+    *("torch", "torch._dynamo", "transformers", "transformers.trainer", "transformers.models.auto.modeling_auto"),
+    *("accelerate", "datasets", "httpx", "pandas", "peft"),
+)
+
+
+def main(runs: str) -> None:
+    for module in MODULES:
+        importlib.import_module(module)
+    assert "trl" not in sys.modules, "another one could not take its place"
+    for trl, *arguments in json.loads(runs):
+        folder = Path(arguments[-1])
+        child = os.fork()
+        if child == 0:
+            log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.path.insert(0, trl)
+            sys.argv = [str(SCRIPT), *arguments]
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+            return  # to the end of Python, at which versions are taken back
+        _, status = os.waitpid(child, 0)
+        (folder / "code").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,84 @@
+"""The process of which the tests' vLLM servers are forks: python vllm_forks.py DESCRIPTOR, with the server's Python.
+
+Imports vLLM once, which is most of what a start takes. Each line of JSON on the socket of that descriptor has the
+arguments of a server, its environment and the file of its log; the answer is the process id of a fork that became that
+server. The other end of the socket is in `forked_servers.py`.
+"""
+
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+SERVER = "vllm.entrypoints.openai.api_server"
+# What the engine of a text model imports after its start, or at its first request, when it compiles its sampling.
+IMPORTED_LATER = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.lora.worker_manager",
+    "vllm.model_executor.models.qwen3",
+    "torch._inductor.compile_fx",
+)
+
+
+def main(descriptor: str) -> None:
+    sys.path[0] = str(Path.cwd())  # as `python -m` has it
+    from vllm.utils import system_utils
+
+    # On a CPU vLLM spawns its engine (0.31, vllm/platforms/cpu.py), which would then import all of it again.
+    system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for module in (SERVER, *IMPORTED_LATER):
+        importlib.import_module(module)
+    sys.modules[
+        "torch._inductor.cpu_vec_isa"
+    ].pick_vec_isa()  # tries instructions in six processes, and keeps the answer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel takes away the servers that ended
+    with socket.socket(fileno=int(descriptor)).makefile("rw") as orders:
+        for order in orders:
+            child = os.fork()
+            if child == 0:
+                serve(**json.loads(order))
+            orders.write(f"{child}\n")
+            orders.flush()
+
+
+def serve(arguments: list[str], environment: dict[str, str], log: str) -> NoReturn:
+    """What `python -m` does with the module of vLLM's server, in a session of its own."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, as in vllm_server.py
+    for number, (path, flags) in enumerate([(os.devnull, os.O_RDONLY), (log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)]):
+        opened = os.open(path, flags, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.argv = ["vllm", *arguments]
+    code: Any = 1
+    try:
+        runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
