@@ -184,7 +184,7 @@ def measure(shape: str, rank: int, args: argparse.Namespace, folder: Path) -> di
                 sys.exit(f"The fast export of {shape}, r={rank}, differs from the portable one.")
         plan = fast.buffer._plan
         assert plan is not None
-        payload_bytes = plan.flat.numel() * plan.flat.element_size()
+        payload_bytes = plan.adapter.payload_bytes
         held = {
             "buffer_bytes": payload_bytes,
             "shared_memory_bytes": ring.held_bytes,
@@ -195,7 +195,7 @@ def measure(shape: str, rank: int, args: argparse.Namespace, folder: Path) -> di
     result = {
         "shape": shape,
         "lora_rank": rank,
-        "adapter_parameters": plan.flat.numel(),
+        "adapter_parameters": plan.adapter.parameters,
         "payload_bytes": payload_bytes,
         "byte_for_byte_equal": True,
         "fast_holds": held,

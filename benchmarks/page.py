@@ -312,22 +312,49 @@ def qlora() -> str:
 
 
 def qlora_colocate() -> str:
-    header = ("`vllm_sync_strategy`", "mean gap at each step", "largest gap", "base weights changed in the run")
+    header = ("hardware", "`vllm_sync_strategy`", "mean gap at each step", "largest gap",
+              "base weights changed in the run")  # fmt: skip
     rows = []
-    for strategy, found in read("qlora-colocate-cpu")["runs"].items():
-        steps, changed = found["steps"], found["base_elements_changed"]
-        rows.append((
-            f"`{strategy}`", ", ".join(_short(step["gap_mean"]) for step in steps),
-            _short(max(step["gap_max"] for step in steps)),
-            f"{changed:,} of {found['base_elements']:,} ({changed / found['base_elements']:.0%})",
-        ))  # fmt: skip
+    for name, hardware in (("qlora-colocate-cpu", "CPU"), ("qlora-colocate-h100", "H100")):
+        for strategy, found in read(name)["runs"].items():
+            steps, changed = found["steps"], found["base_elements_changed"]
+            rows.append((
+                hardware, f"`{strategy}`", ", ".join(_short(step["gap_mean"]) for step in steps),
+                _short(max(step["gap_max"] for step in steps)),
+                f"{changed:,} of {found['base_elements']:,} ({changed / found['base_elements']:.0%})",
+            ))  # fmt: skip
+    return markdown(header, rows)
+
+
+def experts() -> str:
+    header = ("model", "trained", "mean gap to the trainer", "to the base model", "to the adapter without its experts",
+              "reward, first and last 5 of 20 steps")  # fmt: skip
+    trained = {
+        "experts_and_attention": "attention, experts",
+        "down_proj_only": "attention, `down_proj` of the experts",
+        "all_linear_with_router": "attention, experts, router",
+    }
+    rows = []
+    for family, found in read("vllm-0.26.0-h100-moe-per-expert")["cases"].items():
+        run = found["run"]
+        for case, what in trained.items():
+            if case in found:
+                gaps = found[case]
+                rewards = f"{run['reward_first_five']:.2f}, {run['reward_last_five']:.2f}"
+                rows.append((
+                    f"`{family}`", what, *(_short(gaps[name]) for name in ("trained", "base", "without_experts")),
+                    rewards if case == "experts_and_attention" else "",
+                ))  # fmt: skip
     return markdown(header, rows)
 
 
 COLOCATE_RUNS = {
     "colocate-8b-h100": "8B",
     "colocate-8b-24gb-h100": "8B, for 24 GB",
+    "colocate-8b-kv5-h100": "8B, 2 completions at a time, KV cache 5 GiB",
     "colocate-0.6b-h100": "0.6B",
+    "colocate-0.6b-sleep-h100": "0.6B, `vllm_enable_sleep_mode`, on a busy host",
+    "colocate-32b-h100": "32B, 8 x 128 tokens, not compiled",
 }
 
 
@@ -337,11 +364,14 @@ def colocate() -> str:
     rows = []
     for name, shape in COLOCATE_RUNS.items():
         for arm, found in read(name)["arms"].items():
+            if "median_sync_ms" not in found:
+                rows.append((shape, f"`{arm}`", f"{found['driver_peak_gib']:.1f} GiB, then out of memory", *[""] * 5))
+                continue
             changed = found.get("changed_share_after_syncs", found["changed_share_after_training"])
             rows.append((
                 shape, f"`{arm}`", f"{found['driver_peak_gib']:.1f} GiB", f"{found['median_sync_ms']:.0f} ms",
                 f"{found['median_generate_s']:.2f} s", f"{found['median_step_s']:.2f} s",
-                f"{found['tokens_per_s']['32']:,.0f}", f"{changed:.1%}",
+                f"{found['tokens_per_s']['32']:,.0f}" if "32" in found["tokens_per_s"] else "", f"{changed:.1%}",
             ))  # fmt: skip
     return markdown(header, rows)
 
@@ -471,6 +501,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "demo-seeds": demo_seeds,
     "qlora": qlora,
     "qlora-colocate": qlora_colocate,
+    "experts": experts,
     "colocate": colocate,
     "colocate-ratios": colocate_ratios,
     "launchers": launchers,

@@ -30,6 +30,8 @@ LONGEST = (
     "tests/contract/test_engine_contract.py",
     "tests/live/test_fused.py",
     "tests/live/test_fused_extras.py",
+    "tests/live/test_fused_experts.py",
+    "tests/live/test_fused_no_copy.py",
     "tests/live/test_qlora_bases.py",
     "tests/live/test_two_hosts.py",
     "tests/distributed/test_overlap.py",

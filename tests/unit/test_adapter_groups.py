@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
 from trl_lora_sync.adapter.groups import group_of, without_numbers
 from trl_lora_sync.adapter_generation import AdapterGeneration
@@ -127,7 +127,7 @@ def test_each_trial_adapter_changes_one_group_of_modules_as_the_trainer_computes
     assert [trial.group for trial in trials] == ["attention", "MLP"]
     untouched = served_logprobs({})
     for trial in trials:
-        changes = changes_by(trial.read(False))
+        changes = changes_by(trial.read(PLAIN))
         for path, change in changes.items():
             assert (change.abs().max() > 0.01) == (group_of(path) == trial.group), path
         served = served_logprobs(changes)
@@ -149,7 +149,7 @@ def test_an_adapter_on_one_group_has_one_trial(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_whole_trial_changes_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     (trial,) = trials_of(lora_model(target_modules="all-linear"), monkeypatch, is_whole=True)
-    changes = changes_by(trial.read(False))
+    changes = changes_by(trial.read(PLAIN))
     assert all(change.abs().max() > 0.01 for change in changes.values())
     assert {group_of(path) for path in changes} == {"attention", "MLP"}
     assert served_logprobs(changes) == pytest.approx(trial.scores.adapted, abs=1e-4)

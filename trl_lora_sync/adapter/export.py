@@ -431,7 +431,7 @@ class _Layer:
 
     @cached_property
     def _was_plain(self) -> bool:
-        """Whether nothing at all was odd when this was first asked."""
+        """Whether nothing at all was odd at the first check."""
         return _oddity(self.layer, *self.matrices, self.adapter_name, self.serving) is None
 
     @property

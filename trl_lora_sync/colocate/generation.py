@@ -22,7 +22,6 @@ from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
 from trl_lora_sync.verify import PROBE_PROMPT, Evidence, ReadAdapter, Scores, TrainedBase, Trial, base_gap, compare
-from trl_lora_sync.versions import VLLM_COLOCATE
 
 logger = logging.getLogger(__name__)
 
@@ -85,25 +84,6 @@ class ColocateGeneration(AdapterGeneration):
         if self._settings.verify != "off":
             self._prove(base, make_trials)
         self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name, base_note)))
-        self._warn_if_untried()
-
-    def _warn_if_untried(self) -> None:
-        untried = [
-            name
-            for name, is_used in (
-                ('lora_sync_serving="runtime"', self._settings.serving == "runtime"),
-                ("vllm_enable_sleep_mode=True", self.enable_sleep_mode),
-            )
-            if is_used
-        ]
-        if untried and self.accelerator.is_main_process and self.accelerator.device.type != "cpu":
-            logger.warning(
-                "Adapter sync in colocate mode with %s is experimental on a %s: no whole run was tested there. The "
-                "checks at the start and of each sync apply. Tested with vLLM %s.",
-                " and ".join(untried),
-                self.accelerator.device.type,
-                VLLM_COLOCATE.tested,
-            )
 
     def _check_serving(self) -> None:
         if self._settings.serving == "runtime":

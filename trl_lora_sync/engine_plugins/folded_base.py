@@ -146,7 +146,7 @@ class FoldedBase:
             raise
 
     def _fold_groups(self, pairs: Sequence["_Pair"]) -> list["_Pair"]:
-        """Fold with kernels, and return those of which so much has to be kept that a copy of the weight is smaller."""
+        """Fold with kernels, and return the weights of which a copy is smaller than what would have to be kept."""
         from trl_lora_sync.engine_plugins import folding_kernels
 
         counts = folding_kernels.count_lost(folding_kernels.make_table(*_columns_of(pairs)))

@@ -85,7 +85,7 @@ def fold(table: Table, counts: Sequence[int], places: Tensor, values: Tensor) ->
     Args:
         counts: what `count_lost` returned.
         places: int32 of the size of all counts together; gets the places, in the flattened weight, of the elements
-            that `take_out` will not bring back, those of each weight after those of the one before, in any order.
+            that `take_out` will not bring back, weight by weight, in any order within a weight.
         values: int16 likewise, gets the bits that these elements held.
 
     Returns:

@@ -93,7 +93,7 @@ def find_pieces(
     # All at once, as a model may look at all of itself in each call, and experts are tens of thousands of weights.
     with contextlib.suppress(Exception):
         return record(shapes)
-    # One by one, to name the one that it cannot load.
+    # Module by module, to name the module that it cannot load.
     found: dict[str, list[Piece]] = {}
     for module, shape in shapes.items():
         try:
