@@ -61,10 +61,10 @@ _TAKING_PARAMETERS = ("self", "epoch_iterator", "num_batches", "device")
 _STABLE = frozenset({"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"})
 # The beginnings of names of TRL's trainers and configurations, and why adapter sync is not for them.
 _OTHERS = {
-    "OnlineDPO": "it talks to the server through a client of its own, and merges the adapter into what it sends",
-    "AsyncGRPO": "it samples in the background through a client of its own, and has another sync. Take AsyncGRPOConfig "
+    "OnlineDPO": "it talks to the server through a separate client, and merges the adapter into what it sends",
+    "AsyncGRPO": "it samples in the background through a separate client, and has another sync. Take AsyncGRPOConfig "
     "and AsyncGRPOTrainer, or the two mixins, from trl_lora_sync.async_grpo",
-    "AsyncDistillation": "it samples in the background through a client of its own, and loads adapters by itself",
+    "AsyncDistillation": "it samples in the background through a separate client, and loads adapters by itself",
 }
 _WEIGHTS = 'Set vllm_sync_strategy="weights"'
 ASYNC_PACKAGE = "trl.experimental.async_grpo"
@@ -312,7 +312,7 @@ def _async_loop_changes(loop: type) -> Iterator[str]:
 
 
 def _async_trainer_changes(trainer: type) -> Iterator[str]:
-    """Whether the trainer builds the worker, syncs and counts versions as it is expected to."""
+    """Whether the trainer builds the worker, syncs and counts versions as expected."""
     tree = _class_tree(trainer)
     if tree is None:
         return
@@ -372,7 +372,7 @@ def refuse_others(found: type, *, is_async: bool = False) -> None:
 
 
 def check_arguments(generation_class: type, /, *args: Any, **kwargs: Any) -> None:
-    """Refuse what a trainer asks of its generation object by a parameter that was not there when this was written.
+    """Refuse what a trainer requires of its generation object by a parameter that was not there when this was written.
 
     Args:
         generation_class: ours; its base is TRL's.
@@ -432,7 +432,7 @@ def check_launcher() -> None:
 
 
 def trl_classes(found: type) -> list[type]:
-    """Those of a class and its bases that are TRL's own, in the order of resolution."""
+    """TRL's own among a class and its bases, in the order of resolution."""
     return [one for one in found.__mro__ if one.__module__.partition(".")[0] == "trl"]
 
 
@@ -668,7 +668,7 @@ def _script_changes(module_name: str, wanted: dict[str, str]) -> Iterator[str]:
 
 
 def _path(node: ast.AST) -> str:
-    """A chain of attributes as it is written, `a.b.c`, or what of its end is one."""
+    """A chain of attributes as in the source, `a.b.c`, or what of its end is one."""
     if isinstance(node, ast.Attribute):
         return f"{_path(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -681,7 +681,7 @@ def _stored(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def _own_nodes(module: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of the one function in `module`, without those of functions inside it."""
+    """The nodes of the only function in `module`, without the nodes of functions inside it."""
     left = list(ast.iter_child_nodes(next(ast.iter_child_nodes(module))))
     while left:
         node = left.pop()

@@ -151,9 +151,9 @@ def test_each_trainer_checks_the_adapter_before_it_loads_a_model(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("OnlineDPO", "it talks to the server through a client of its own, and merges the adapter"),
-        ("AsyncGRPO", "it samples in the background through a client of its own, and has another sync. Take AsyncGRPO"),
-        ("AsyncDistillation", "it samples in the background through a client of its own"),
+        ("OnlineDPO", "it talks to the server through a separate client, and merges the adapter"),
+        ("AsyncGRPO", "it samples in the background through a separate client, and has another sync. Take AsyncGRPO"),
+        ("AsyncDistillation", "it samples in the background through a separate client"),
     ],
 )
 def test_trainer_that_does_not_fit_is_refused_by_name_with_the_reason(name: str, words: str) -> None:

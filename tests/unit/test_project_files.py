@@ -22,8 +22,6 @@ PROSE = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"
 _METADATA = (ROOT / "pyproject.toml").read_text().partition("[project]\n")[2].partition("\n[")[0]
 PROJECT = dict(re.findall(r'^([\w-]+) = "(.*)"$', _METADATA, re.MULTILINE))
 SOURCES = sorted(docs_hooks.PACKAGE.rglob("*.py"))
-# Not yet held to them.
-EXEMPT = {docs_hooks.PACKAGE / "trl_checks.py"}
 
 
 @cache
@@ -76,7 +74,7 @@ def test_structure_is_counted() -> None:
     }
 
 
-@pytest.mark.parametrize("file", [file for file in SOURCES if file not in EXEMPT], ids=lambda file: file.name)
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
 def test_messages_docstrings_and_comments_are_plain(file: Path) -> None:
     assert marker_words(file.read_text()) == []
 
