@@ -17,16 +17,18 @@ base differ from the checkpoint after training and after `--syncs` further syncs
 """
 
 import argparse
+import cProfile
 import faulthandler
 import json
 import os
+import pstats
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,9 +96,10 @@ def run(arm: str, model: Path, folder: Path, *, on_gpu: bool, limit_s: float) ->
             failed = f"still running after {limit_s:.0f} s"
     found = json.loads(out.read_text()) if out.exists() else {}
     found |= {"driver_peak_gib": peak["gib"], "process_s": time.perf_counter() - started}
-    if failed:
+    if failed or "--profile" in sys.argv:
         text = log.read_text(errors="replace")
         print(text[-6000:], flush=True)
+    if failed:
         found |= {"failed": failed, "error": error_of(text)}
     return found
 
@@ -187,6 +190,8 @@ def measure(args: argparse.Namespace) -> None:
         str(count): tokens_per_s(trainer, count, length(count, args.tokens)) for count in args.at_once
     }
     found |= folding(trainer)
+    if args.profile:
+        print_profile(trainer.vllm_generation.sync_weights)
     args.out.write_text(json.dumps(found))
     if args.syncs:
         del syncs[:]
@@ -204,7 +209,12 @@ def folding(trainer: Any) -> dict[str, Any]:
     base = getattr(getattr(trainer.vllm_generation, "_holder", None), "_folded", None)
     if base is None:
         return {}
-    folds, unfolds, kept = timed(base, "fold"), timed(base, "unfold"), []
+    folds, unfolds, kept, parts = timed(base, "fold"), timed(base, "unfold"), [], {}
+    if base.has_kernels:
+        from trl_lora_sync.engine_plugins import folding_kernels
+
+        names = ("make_table", "count_lost", "fold", "take_out", "restore", "bit_sums")
+        parts = {name: timed(folding_kernels, name) for name in names}
     holder = trainer.vllm_generation._holder
     for _ in range(3):
         with holder.serving(trainer.vllm_generation._active):
@@ -212,8 +222,19 @@ def folding(trainer: Any) -> dict[str, Any]:
     return {
         "fold_ms": 1e3 * statistics.median(folds),
         "unfold_ms": 1e3 * statistics.median(unfolds),
+        "fold_parts_ms": {name: 1e3 * statistics.median(seconds) for name, seconds in parts.items()},
         "kept_mib": kept[-1] / 2**20,
     }
+
+
+def print_profile(sync: Callable[[], None]) -> None:
+    """Where the time of syncs goes in Python; the GPU's part is in what waits for it."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(10):
+        sync()
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 
 
 def perturb(model: Any, seed: int) -> None:
@@ -364,6 +385,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--utilisation", type=float, default=0.3, help="vllm_gpu_memory_utilization")
     parser.add_argument("--kv-gib", type=float, help="size of the KV cache, instead of what is left of --utilisation")
+    parser.add_argument("--profile", action="store_true", help="print where the time of ten syncs goes")
     parser.add_argument("--eager", action="store_true", help="vLLM without compiling and CUDA graphs, to start faster")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each arm")
     parser.add_argument("--model-length", type=int, default=1024, help="vllm_max_model_length")

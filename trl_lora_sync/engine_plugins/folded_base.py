@@ -108,7 +108,7 @@ class FoldedBase:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
-        self._has_kernels = _has_kernels(self._weights)
+        self.has_kernels = _has_kernels(self._weights)
         self._sums = self._bit_sums()
         self._kept_bytes = 0
         self._device_bytes = int(_SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
@@ -134,7 +134,7 @@ class FoldedBase:
         pairs = list(zip(self._weights, matrices, strict=True))
         try:
             with _signals_deferred(), _plain_arithmetic(self._weights):
-                if self._has_kernels and _is_uniform(pairs):
+                if self.has_kernels and _is_uniform(pairs):
                     pairs = self._fold_groups(pairs)
                 for weight, (lora_A, lora_B) in pairs:
                     step = max(1, _ELEMENTS_OF_FLOATS // weight.shape[1])
@@ -222,7 +222,7 @@ class FoldedBase:
 
     def _bit_sums(self) -> Tensor:
         """For each weight, a sum over its bits as integers, modulo 2 to the 64; shape `(weights,)`."""
-        if self._has_kernels:
+        if self.has_kernels:
             from trl_lora_sync.engine_plugins import folding_kernels
 
             return folding_kernels.bit_sums(folding_kernels.make_table(self._weights))
