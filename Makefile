@@ -51,15 +51,12 @@ demo: $(if $(IN_PROCESS),venv-colocate,venv venv-vllm)
 unit: venv
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) tests/unit -m "not outside" $(ARGS)
 
-# The colocate tests need vLLM in the trainer's environment, where the others must do without it. They run beside the
-# others and take less long, so that the output ends with the summary of those.
+# The colocate tests need vLLM in the trainer's environment, where the others must do without it. They come first, so that
+# the output ends with the summary of the others; beside them, they would need more than 24 GB of memory.
 test: venv venv-vllm venv-colocate trl-versions peft-versions launchers
 ifeq ($(strip $(ARGS)),)
-	@log=$$(mktemp); \
-	{ $(colocate) > $$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code; } & \
-	$(TRAINER)/bin/python -m pytest $(AT_ONCE); code=$$?; \
-	wait $$! || { $(call again,$(colocate)) || exit; }; \
-	[ $$code = 0 ] || { $(call again,$(TRAINER)/bin/python -m pytest); }
+	@$(call twice,$(colocate),$(AT_ONCE))
+	@$(call twice,$(TRAINER)/bin/python -m pytest,$(AT_ONCE))
 else ifneq ($(findstring tests/colocate,$(ARGS)),)
 	@$(COLOCATE)/bin/python -m pytest $(ARGS)
 else
@@ -71,7 +68,7 @@ colocate = $(COLOCATE)/bin/python -m pytest tests/colocate -o cache_dir=.pytest_
 
 # A real server on a busy machine can miss a limit that it keeps otherwise. Tests that failed run once more, alone, and
 # must pass then. The first output stays.
-again = echo "Once more, alone, what failed:"; $(1) --last-failed --last-failed-no-failures none
+twice = $(1) $(2) || { echo "Once more, alone, what failed:"; $(1) --last-failed --last-failed-no-failures none; }
 
 test-colocate: venv-colocate launchers
 	@$(COLOCATE)/bin/python -m pytest tests/colocate $(ARGS)

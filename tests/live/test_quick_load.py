@@ -306,7 +306,7 @@ def test_the_benchmark_of_the_floor_measures_a_running_server(quick: Quick, base
     [case] = json.loads(out.read_text())["cases"]
     assert case["syncs"] >= 50
     assert case["base_is_bit_identical"]
-    assert case["served"]["same_bits_by_all_ways"]
+    assert case["served"]["largest_difference_between_ways"] == 0  # as is usual on a CPU
     assert case["served"]["gap_to_peft"] < quick.reference.tolerance < case["served"]["effect"]
     timed = case["syncs_in_turns"]
     assert timed["ms"].keys() == {"ipc", "slots", "files", "vllm"}
