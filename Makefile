@@ -52,10 +52,10 @@ unit: venv
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) tests/unit -m "not outside" $(ARGS)
 
 # The colocate tests need vLLM in the trainer's environment, where the others must do without it. They come first, so that
-# the output ends with the summary of the others; beside them, they would need more than 24 GB of memory.
+# the output ends with the summary of the others, and in one process: their engines take several GB.
 test: venv venv-vllm venv-colocate trl-versions peft-versions launchers
 ifeq ($(strip $(ARGS)),)
-	@$(call twice,$(colocate),$(AT_ONCE))
+	@$(call twice,$(colocate),)
 	@$(call twice,$(TRAINER)/bin/python -m pytest,$(AT_ONCE))
 else ifneq ($(findstring tests/colocate,$(ARGS)),)
 	@$(COLOCATE)/bin/python -m pytest $(ARGS)
