@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get
 
 import trl
 
+from trl_lora_sync.engines.registry import ENGINES
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
 from trl_lora_sync.trl_checks import refuse_others
@@ -251,10 +253,11 @@ def check_sync_fields(args: Any) -> None:
             "lora_sync_verify_tolerance must be a positive, finite number, got "
             f'{args.lora_sync_verify_tolerance:g}. To verify nothing, set lora_sync_verify="off".'
         )
-    if args.lora_sync_serving == "fused" and args.vllm_server_engine == "sglang":
+    spec = ENGINES.get(args.vllm_server_engine)
+    if args.lora_sync_serving == "fused" and spec is not None and not spec.fused_engine:
         raise UnsupportedSettingError(
-            'lora_sync_serving="fused" cannot be used with vllm_server_engine="sglang": SGLang cannot add an adapter '
-            'to its weights while it runs. Set lora_sync_serving="runtime", or sample on vLLM.'
+            f'lora_sync_serving="fused" cannot be used with vllm_server_engine="{spec.name}": {spec.versions.title} '
+            'cannot add an adapter to its weights while it runs. Set lora_sync_serving="runtime", or sample on vLLM.'
         )
     if is_async:
         _check_async(args)
@@ -289,8 +292,6 @@ _SERVER_ONLY: dict[str, tuple[Any, ...]] = {
 
 def _check_colocate(args: Any) -> None:
     """Refuse what adapter sync cannot do with an engine in the trainer's process."""
-    from trl_lora_sync.engines.known import serve_command
-
     if args.vllm_server_sleep != "off":
         raise UnsupportedSettingError(
             f'vllm_server_sleep={args.vllm_server_sleep!r} is for vllm_mode="server". In colocate mode, give the KV '
@@ -303,7 +304,7 @@ def _check_colocate(args: Any) -> None:
             raise UnsupportedSettingError(
                 f'{name}={value!r} cannot be used with vllm_mode="colocate"{default}: vLLM runs in the trainer\'s '
                 f'process there. Set {name}={allowed[0]!r}, or set vllm_mode="server" and start a server with '
-                f"{serve_command('vllm', 'MODEL')}, where MODEL is the base model; for an adapter of a rank above 16, "
+                f"{VLLM.serve_command('MODEL')}, where MODEL is the base model; for an adapter of a rank above 16, "
                 "add --lora-rank."
             )
     size, processes = args.vllm_tensor_parallel_size, args.world_size
@@ -477,7 +478,7 @@ def _check_start(args: Any) -> None:
 
 
 def _check_generation_kwargs(generation_kwargs: dict[str, Any]) -> None:
-    from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
+    from trl_lora_sync.engines.vllm.completions import RESERVED_FIELDS
 
     reserved = sorted(RESERVED_FIELDS & generation_kwargs.keys())
     if reserved:
@@ -532,7 +533,7 @@ def sync_settings(args: Any) -> "PolicySettings":
     # Only vLLM applies adapters to modules that see images, and only a proof shows whether a server does.
     proves_groups = (
         args.vllm_mode == "server"
-        and args.vllm_server_engine != "sglang"
+        and ENGINES.get(args.vllm_server_engine, VLLM).proves_groups
         and args.lora_sync_serving == "runtime"
         and args.lora_sync_verify != "off"
     )

@@ -13,7 +13,7 @@ from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
 from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine, reason_to_be_down, wait_until_up
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterRejectedError,
@@ -151,9 +151,9 @@ class ServerHandle:
                 f"server{'' if staleness is not None else f', or {way_out}'}."
             )
         if served.max_loras is not None and served.max_loras < needed:
-            flag, for_base = ("--max-loras", 0) if served.engine == "vllm" else ("--max-loras-per-batch", 1)
-            restart = serve_command(
-                served.engine,
+            spec = ENGINES[served.engine]
+            flag, for_base = spec.max_loras_flag, int(spec.counts_base)
+            restart = spec.serve_command(
                 served.base_root,
                 engine_options=[flag, str(needed + for_base)],
                 base_url=self.base_url,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form, widened
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, ServerSetupError
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.mixed_batches import score_base
@@ -204,8 +204,7 @@ class StartupChecks:
     @staticmethod
     def _command(server: "ServerHandle", model: str, engine_options: Sequence[str] = ()) -> str:
         address, served = server.address, server.engine.capabilities
-        return serve_command(
-            served.engine,
+        return ENGINES[served.engine].serve_command(
             model,
             served.serve_options,
             engine_options=engine_options,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, model_folder
 from trl_lora_sync.cli.peft_config import served_modules
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.mixed_batches import SharedCPUServerError, score_base
 from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.runtime import run
@@ -38,6 +38,7 @@ class Examination:
         self._diagnosis = diagnosis
         self._scores = scores
         self._served = engine.capabilities
+        self._spec = ENGINES[self._served.engine]
         self._transport: Transport | None = None
 
     def run(self) -> None:
@@ -65,9 +66,7 @@ class Examination:
                 run(self._transport.close())
 
     def _check_version(self) -> None:
-        from trl_lora_sync.engines.known import KNOWN_VERSIONS
-
-        known = KNOWN_VERSIONS[self._served.engine]
+        known = self._spec.versions
         doubt = known.doubt(self._served.version)
         if doubt:
             self._diagnosis.add("version", NOTE, f"{doubt}; verify an adapter with --adapter")
@@ -78,15 +77,12 @@ class Examination:
     def _check_logprobs_mode(self) -> None:
         mode = self._served.logprobs_mode
         if mode == "raw_logprobs":
-            fix = {
-                "vllm": f"Restart the server with {self._serve_command()}",
-                "sglang": "Restart the server without SGLANG_RETURN_ORIGINAL_LOGPROB",
-            }
+            fix = self._spec.processed_logprobs.format(command=self._serve_command())
             self._diagnosis.add(
                 "log-probabilities",
                 PROBLEM,
                 "they come before the temperature, and TRL compares them with its own after it, so importance ratios "
-                f"are wrong at any temperature but 1. {fix[self._served.engine]}.",
+                f"are wrong at any temperature but 1. {fix}",
             )
         elif mode == "unknown":
             self._diagnosis.add("log-probabilities", NOTE, "unknown whether they come before or after the temperature")
@@ -126,8 +122,7 @@ class Examination:
 
     def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
         url = self._engine.base_url
-        return serve_command(
-            self._served.engine,
+        return self._spec.serve_command(
             self._served.base_root,
             (*self._served.serve_options, *options),
             engine_options=engine_options,
