@@ -17,7 +17,7 @@ class EngineSpec:
 
     Attributes:
         name: as in `vllm_server_engine` and `trl-lora-sync serve`.
-        versions: those that this package was written for; their title is the engine's.
+        versions: what this package was written for and run with; their title is what people call the engine.
         description: what a server of it is, in messages.
         distributions: the packages that hold it; the first that is installed counts.
         api_key_variable: the environment variable with the key of its servers.
