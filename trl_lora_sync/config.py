@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get
 
 import trl
 
-from trl_lora_sync.engines.registry import ENGINES
-from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
 from trl_lora_sync.trl_checks import refuse_others
@@ -234,6 +232,8 @@ def check_sync_fields(args: Any) -> None:
     Raises:
         UnsupportedSettingError: naming the field, the value seen and the one expected.
     """
+    from trl_lora_sync.engines.registry import ENGINES
+
     is_async = isinstance(args, AsyncLoRASyncConfig)
     refuse_others(type(args), is_async=is_async)
     _check_fields(args)
@@ -292,6 +292,8 @@ _SERVER_ONLY: dict[str, tuple[Any, ...]] = {
 
 def _check_colocate(args: Any) -> None:
     """Refuse what adapter sync cannot do with an engine in the trainer's process."""
+    from trl_lora_sync.engines.vllm.spec import VLLM
+
     if args.vllm_server_sleep != "off":
         raise UnsupportedSettingError(
             f'vllm_server_sleep={args.vllm_server_sleep!r} is for vllm_mode="server". In colocate mode, give the KV '
@@ -528,6 +530,8 @@ def sync_settings(args: Any) -> "PolicySettings":
     """The trainer's arguments as the one object that is passed down."""
     import torch
 
+    from trl_lora_sync.engines.registry import ENGINES
+    from trl_lora_sync.engines.vllm.spec import VLLM
     from trl_lora_sync.settings import ColocateSettings, ServerAddress, SyncSettings
 
     # Only vLLM applies adapters to modules that see images, and only a proof shows whether a server does.
