@@ -103,7 +103,7 @@ def client(args: argparse.Namespace) -> None:
     """Read the batch once for each line of the standard input, and print what it took."""
     import trl_lora_sync
     from trl_lora_sync.engines.base import TIMEOUTS, Deadline, PromptGroup, Sampling
-    from trl_lora_sync.engines.vllm import VLLMEngine
+    from trl_lora_sync.engines.vllm.engine import VLLMEngine
     from trl_lora_sync.runtime import Blocking
 
     where = Path(trl_lora_sync.__file__).resolve()

@@ -50,9 +50,9 @@ from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins import vllm_fused, vllm_quick_load  # noqa: E402
-from trl_lora_sync.engines import vllm as vllm_engine  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
+from trl_lora_sync.engines.vllm import engine as vllm_engine  # noqa: E402
 from trl_lora_sync.errors import LoRASyncError  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 

@@ -42,8 +42,8 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canoni
 from trl_lora_sync.adapter.store import StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
-from trl_lora_sync.engines.vllm import VLLMEngine  # noqa: E402
-from trl_lora_sync.engines.vllm_push import SafetensorsBody  # noqa: E402
+from trl_lora_sync.engines.vllm.engine import VLLMEngine  # noqa: E402
+from trl_lora_sync.engines.vllm.push import SafetensorsBody  # noqa: E402
 from trl_lora_sync.places import is_local_url  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 

@@ -51,7 +51,7 @@ from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
-from trl_lora_sync.engines.vllm_images import data_url  # noqa: E402
+from trl_lora_sync.engines.vllm.images import data_url  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 
 LARGE = ("0.6b", "8b")

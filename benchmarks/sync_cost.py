@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.urls import checked_url
-from trl_lora_sync.engines.known import allowed_max_lora_rank
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import LoRASyncError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ def server_url(args: argparse.Namespace, folder: Path) -> Iterator[str]:
         yield args.url
         return
     key = os.environ.get("VLLM_API_KEY")
-    with VLLMServer(folder, max_lora_rank=allowed_max_lora_rank(max(args.ranks)), api_key=key) as server:
+    with VLLMServer(folder, max_lora_rank=VLLM.allowed_max_lora_rank(max(args.ranks)), api_key=key) as server:
         yield server.base_url
         Path(server.log_path).unlink(missing_ok=True)
 

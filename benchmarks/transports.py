@@ -30,7 +30,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.http import SizedBody
-from trl_lora_sync.engines.sglang import SGLangEngine
+from trl_lora_sync.engines.sglang.engine import SGLangEngine
 from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.transports import DiskTransport, HTTPTransport

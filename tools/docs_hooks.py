@@ -20,7 +20,7 @@ from trl_lora_sync import errors
 from trl_lora_sync.adapter.experts import FAMILIES, Family
 from trl_lora_sync.adapter.support import supported_features
 from trl_lora_sync.cli.main import COMMANDS, TRAINING, main
-from trl_lora_sync.engines.known import KNOWN_VERSIONS
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.versions import PEFT, TRL
 
 PACKAGE = Path(errors.__file__).parent
@@ -191,7 +191,7 @@ def version_table() -> str:
     lines = ["| software | run with this release | known from its source |", "|---|---|---|"]
     lines += [
         f"| {one.title} | {', '.join(one.run)} | {one.oldest} to {one.newest} |"
-        for one in (*KNOWN_VERSIONS.values(), TRL, PEFT)
+        for one in (*(spec.versions for spec in ENGINES.values()), TRL, PEFT)
     ]
     return "\n".join(lines)
 

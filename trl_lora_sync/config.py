@@ -232,6 +232,8 @@ def check_sync_fields(args: Any) -> None:
     Raises:
         UnsupportedSettingError: naming the field, the value seen and the one expected.
     """
+    from trl_lora_sync.engines.registry import ENGINES
+
     is_async = isinstance(args, AsyncLoRASyncConfig)
     refuse_others(type(args), is_async=is_async)
     _check_fields(args)
@@ -251,10 +253,11 @@ def check_sync_fields(args: Any) -> None:
             "lora_sync_verify_tolerance must be a positive, finite number, got "
             f'{args.lora_sync_verify_tolerance:g}. To verify nothing, set lora_sync_verify="off".'
         )
-    if args.lora_sync_serving == "fused" and args.vllm_server_engine == "sglang":
+    spec = ENGINES.get(args.vllm_server_engine)
+    if args.lora_sync_serving == "fused" and spec is not None and not spec.fused_engine:
         raise UnsupportedSettingError(
-            'lora_sync_serving="fused" cannot be used with vllm_server_engine="sglang": SGLang cannot add an adapter '
-            'to its weights while it runs. Set lora_sync_serving="runtime", or sample on vLLM.'
+            f'lora_sync_serving="fused" cannot be used with vllm_server_engine="{spec.name}": {spec.versions.title} '
+            'cannot add an adapter to its weights while it runs. Set lora_sync_serving="runtime", or sample on vLLM.'
         )
     if is_async:
         _check_async(args)
@@ -289,7 +292,7 @@ _SERVER_ONLY: dict[str, tuple[Any, ...]] = {
 
 def _check_colocate(args: Any) -> None:
     """Refuse what adapter sync cannot do with an engine in the trainer's process."""
-    from trl_lora_sync.engines.known import serve_command
+    from trl_lora_sync.engines.vllm.spec import VLLM
 
     if args.vllm_server_sleep != "off":
         raise UnsupportedSettingError(
@@ -303,7 +306,7 @@ def _check_colocate(args: Any) -> None:
             raise UnsupportedSettingError(
                 f'{name}={value!r} cannot be used with vllm_mode="colocate"{default}: vLLM runs in the trainer\'s '
                 f'process there. Set {name}={allowed[0]!r}, or set vllm_mode="server" and start a server with '
-                f"{serve_command('vllm', 'MODEL')}, where MODEL is the base model; for an adapter of a rank above 16, "
+                f"{VLLM.serve_command('MODEL')}, where MODEL is the base model; for an adapter of a rank above 16, "
                 "add --lora-rank."
             )
     size, processes = args.vllm_tensor_parallel_size, args.world_size
@@ -477,7 +480,7 @@ def _check_start(args: Any) -> None:
 
 
 def _check_generation_kwargs(generation_kwargs: dict[str, Any]) -> None:
-    from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
+    from trl_lora_sync.engines.vllm.completions import RESERVED_FIELDS
 
     reserved = sorted(RESERVED_FIELDS & generation_kwargs.keys())
     if reserved:
@@ -527,12 +530,14 @@ def sync_settings(args: Any) -> "PolicySettings":
     """The trainer's arguments as the one object that is passed down."""
     import torch
 
+    from trl_lora_sync.engines.registry import ENGINES
+    from trl_lora_sync.engines.vllm.spec import VLLM
     from trl_lora_sync.settings import ColocateSettings, ServerAddress, SyncSettings
 
     # Only vLLM applies adapters to modules that see images, and only a proof shows whether a server does.
     proves_groups = (
         args.vllm_mode == "server"
-        and args.vllm_server_engine != "sglang"
+        and ENGINES.get(args.vllm_server_engine, VLLM).proves_groups
         and args.lora_sync_serving == "runtime"
         and args.lora_sync_verify != "off"
     )

@@ -16,7 +16,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.dispatch import Worker, dispatch
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.known import KNOWN_VERSIONS
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.errors import DeadlineExceededError, GenerationError, LoRASyncError
 from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.places import is_gone
@@ -124,7 +124,7 @@ class Fleet:
         """Once for each version that no test ran on, however many servers have it."""
         served = {(server.engine.capabilities.engine, server.engine.capabilities.version) for server in self.servers}
         for engine, version in sorted(served):
-            caution = KNOWN_VERSIONS[engine].caution(version)
+            caution = ENGINES[engine].versions.caution(version)
             if caution:
                 logger.warning("%s Look closer with: trl-lora-sync doctor %s", caution, self.servers[0].base_url)
 

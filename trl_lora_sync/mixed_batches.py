@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import DeadlineExceededError, GenerationError, ServerSetupError
 from trl_lora_sync.places import is_local_url, next_port
 from trl_lora_sync.verify import PROBE_PROMPT
@@ -93,7 +93,7 @@ async def _wait_until_quiet(engine: "Engine", deadline: "Deadline") -> None:
 def _shared(engine: "Engine", deadline: "Deadline") -> SharedCPUServerError:
     served: Any = engine.capabilities
     url = next_port(engine.base_url)
-    command = serve_command("vllm", served.base_root, base_url=url, is_local=is_local_url(url))
+    command = VLLM.serve_command(served.base_root, base_url=url, is_local=is_local_url(url))
     gpu = "" if served.is_cpu_build else " If this server runs on a GPU, it serves another base model."
     return SharedCPUServerError(
         f"Another client samples from an adapter at {engine.base_url}, and did not pause within "

@@ -11,9 +11,9 @@ from functools import partial
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
-from trl_lora_sync.engines.base import Capabilities, Deadline, Engine
+from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine, reason_to_be_down, wait_until_up
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.registry import ENGINES, restart_command
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterRejectedError,
@@ -125,7 +125,7 @@ class ServerHandle:
                 "now. Adapters are written for the engines of the start. Start the same server again."
             )
         if self._settings.versions_at_once > 1 and not served.is_fused:
-            self._check_room(served)
+            self._check_room(engine)
         self.sends_content = is_sent_content(self._settings, self.address, served)
         if self._engine is not None:
             self._retries_before += self._engine.retries
@@ -136,8 +136,9 @@ class ServerHandle:
         if self.state is ServerState.CONNECTING:
             self.state = ServerState.READY
 
-    def _check_room(self, served: Capabilities) -> None:
+    def _check_room(self, engine: Engine) -> None:
         """Refuse a server that cannot load an adapter while it samples from others."""
+        served = engine.capabilities
         needed, staleness = self._settings.versions_at_once, self._settings.staleness
         setting, way_out = (
             ("lora_sync_overlap=1", "set lora_sync_overlap=0")
@@ -151,14 +152,9 @@ class ServerHandle:
                 f"server{'' if staleness is not None else f', or {way_out}'}."
             )
         if served.max_loras is not None and served.max_loras < needed:
-            flag, for_base = ("--max-loras", 0) if served.engine == "vllm" else ("--max-loras-per-batch", 1)
-            restart = serve_command(
-                served.engine,
-                served.base_root,
-                engine_options=[flag, str(needed + for_base)],
-                base_url=self.base_url,
-                is_local=self.address.is_local,
-            )
+            spec = ENGINES[served.engine]
+            flag, for_base = spec.max_loras_flag, int(spec.counts_base)
+            restart = restart_command(engine, engine_options=[flag, str(needed + for_base)])
             raise ServerSetupError(
                 f"{self.base_url} was started with {flag} {served.max_loras + for_base}, so the load of a version may "
                 f"wait for what is sampled from the versions before. {setting} needs room for {needed} adapters. "

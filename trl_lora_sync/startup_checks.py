@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form, widened
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup, Sampling
+from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, ServerSetupError
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.mixed_batches import score_base
@@ -118,7 +118,7 @@ class StartupChecks:
         engine = server.engine.capabilities
         served, written = engine.dtype, str(self._wider.dtype).removeprefix("torch.")
         if served is not None and served != written and written != "float32":
-            command = self._command(server, engine.base_root, ["--dtype", written])
+            command = restart_command(server.engine, engine_options=["--dtype", written])
             raise ServerSetupError(
                 f"{server.base_url} was started with --dtype {served}, and the adapter is written in {written}, "
                 f"the dtype of the trainer's base model. Both must compute in the same one. Restart the server with "
@@ -169,9 +169,7 @@ class StartupChecks:
         self, stored: StoredAdapter, deadline: Deadline, server: "ServerHandle", trial: Trial | None = None
     ) -> None:
         try:
-            await server.load(stored, deadline)  # as each sync will, a pause included
-            await server.warm_up(stored, deadline)
-            await server.engine.generate(stored.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, deadline)
+            await load_and_sample(server, server.engine, stored, deadline)  # as each sync will, a pause included
         except AdapterNotVisibleError:
             raise
         except AdapterRejectedError as error:
@@ -194,24 +192,26 @@ class StartupChecks:
     @staticmethod
     def _other_base(server: "ServerHandle", name: str | None, evidence: str, words: str = "") -> ServerSetupError:
         served = server.engine.capabilities
+        restart = restart_command(server.engine, model=name or "MODEL")
         return ServerSetupError(
             f"{server.base_url} serves {served.base_model!r} ({served.base_root}), which is not the base model "
             f"of the trainer, {name!r}: {evidence}. The adapter would be applied to the wrong weights. Restart the "
-            f"server with the model that is being trained, {StartupChecks._command(server, name or 'MODEL')}, or point "
+            f"server with the model that is being trained, {restart}, or point "
             f"vllm_server_base_url at the right server. {words}".rstrip()
         )
 
-    @staticmethod
-    def _command(server: "ServerHandle", model: str, engine_options: Sequence[str] = ()) -> str:
-        address, served = server.address, server.engine.capabilities
-        return serve_command(
-            served.engine,
-            model,
-            served.serve_options,
-            engine_options=engine_options,
-            base_url=address.base_url,
-            is_local=address.is_local,
-        )
+
+async def load_and_sample(
+    server: "ServerHandle | Engine", engine: Engine, stored: StoredAdapter, deadline: Deadline
+) -> None:
+    """Load an adapter and sample a token from it, as the start and `doctor` do; errors as of `Engine`.
+
+    Args:
+        server: what loads it on `engine`.
+    """
+    await server.load(stored, deadline)
+    await server.warm_up(stored, deadline)
+    await engine.generate(stored.name, [_TRIAL_PROMPT], _TRIAL_SAMPLING, deadline)
 
 
 async def each(servers: Sequence["ServerHandle"], act: Callable[["ServerHandle"], Awaitable[T]]) -> list[T]:

@@ -16,7 +16,7 @@ from typing import Any
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.ledger import VersionLedger
@@ -107,7 +107,7 @@ class AdapterSync:
             logger.warning(
                 "A server returns raw log-probabilities, which do not know the temperature. At other temperatures than "
                 "1 TRL's importance ratios are wrong. Restart vLLM with "
-                f"{serve_command('vllm', served.base_root, served.serve_options)}, or SGLang without "
+                f"{VLLM.serve_command(served.base_root, served.serve_options)}, or SGLang without "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB."
             )
 

@@ -11,7 +11,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers
 from trl_lora_sync.engines.base import Capabilities, Deadline
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.origin import install_command, install_elsewhere
 from trl_lora_sync.runtime import BlockingThread
@@ -256,7 +256,7 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
 def _no_way(seen: str, address: ServerAddress, served: Capabilities) -> ServerSetupError:
     here = f"run `{install_command('python')}` in the server's environment"
     installing = here if address.is_local else install_elsewhere()
-    command = serve_command("vllm", served.base_root, ["--push"], base_url=address.base_url, is_local=address.is_local)
+    command = VLLM.serve_command(served.base_root, ["--push"], base_url=address.base_url, is_local=address.is_local)
     return ServerSetupError(
         f"{seen}. Choose one of two ways. To push adapters to vLLM, install this package beside it: {installing}. Then "
         f"restart the server with {command}. Or let both see one folder, and set lora_sync_dir to it "

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from peft import PeftModel
 
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.places import default_sync_dir

@@ -21,7 +21,7 @@ import httpx
 import psutil
 from vllm_server import CPU_ARGS, CPU_ENV, hold_free_port
 
-from trl_lora_sync.engines.known import allowed_max_lora_rank
+from trl_lora_sync.engines.vllm.spec import VLLM
 from versus.clock import Clock
 from versus.sampler import FOLDER_VARIABLE, profile_folder
 from versus.shapes import adapter_parameters, model_bytes
@@ -79,7 +79,9 @@ class ServerSpec:
     def memory_bytes(self) -> int:
         """About what it takes of a GPU."""
         weights = model_bytes(self.shape) * (2 if self.kind == "fused" else 1)  # a copy of the base to fuse into
-        slots = 2 * 2 * adapter_parameters(self.shape, allowed_max_lora_rank(self.lora_rank)) if self.lora_rank else 0
+        slots = (
+            2 * 2 * adapter_parameters(self.shape, VLLM.allowed_max_lora_rank(self.lora_rank)) if self.lora_rank else 0
+        )
         return weights + slots + self.kv_bytes + _OVERHEAD
 
 

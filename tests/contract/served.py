@@ -10,8 +10,8 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engines.base import Completion, Deadline, Engine, PromptGroup, Sampling
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.engines.sglang import SGLangEngine
-from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.engines.sglang.engine import SGLangEngine
+from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.runtime import Blocking, run
 
 SMALL = Shapes(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, layers=2, vocab=260)

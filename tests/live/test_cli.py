@@ -21,7 +21,7 @@ from trl_lora_sync import export_adapter
 from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Deadline
-from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.runtime import Blocking
 
 CLI = [sys.executable, "-m", "trl_lora_sync.cli.main"]

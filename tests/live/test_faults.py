@@ -141,7 +141,7 @@ def test_files_that_a_network_file_system_shows_late_and_in_part_are_waited_for(
     make_trainer: Make, proxy: Proxy, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory with half of its files was taken for a refusal of the adapter, and ended the run."""
-    monkeypatch.setattr("trl_lora_sync.engines.vllm.VLLMEngine.local_visibility_grace_s", 60.0)
+    monkeypatch.setattr("trl_lora_sync.engines.vllm.engine.VLLMEngine.local_visibility_grace_s", 60.0)
     shown, seen = tmp_path / "sync", tmp_path / "seen"
     seen.mkdir()
     trainer = make_trainer(proxy.base_url, base_model, lora_sync_server_dir=str(tmp_path / "sync"))

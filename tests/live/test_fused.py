@@ -30,7 +30,7 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
+from trl_lora_sync.engines.vllm.fused import VLLMFusedEngine
 from trl_lora_sync.errors import AdapterRejectedError, ServerSetupError
 from trl_lora_sync.runtime import Blocking, run
 

@@ -23,7 +23,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engine_plugins.vllm_fused_worker import PLACE_VARIABLE
-from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
+from trl_lora_sync.engines.vllm.fused import VLLMFusedEngine
 from trl_lora_sync.errors import AdapterRejectedError, ServerSetupError
 from trl_lora_sync.runtime import Blocking
 

@@ -18,7 +18,7 @@ from trl_lora_sync.cli.diagnosis import NOTE, PROBLEM, Case
 from trl_lora_sync.cli.doctor import diagnose
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.engines.vllm_metrics import read_metrics
+from trl_lora_sync.engines.vllm.metrics import read_metrics
 from trl_lora_sync.errors import GenerationError
 from trl_lora_sync.mixed_batches import SharedCPUServerError, score_base
 from trl_lora_sync.runtime import Blocking, run

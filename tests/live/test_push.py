@@ -30,7 +30,7 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.engine_plugins.vllm_push import DIRECTORY_VARIABLE, MAX_MB_VARIABLE, MIDDLEWARE, ROUTE
-from trl_lora_sync.engines.vllm_push import SafetensorsBody
+from trl_lora_sync.engines.vllm.push import SafetensorsBody
 from trl_lora_sync.errors import ServerAuthError, ServerSetupError
 
 ROOT = Path(__file__).parents[2]

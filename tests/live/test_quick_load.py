@@ -39,7 +39,7 @@ from trl_lora_sync.adapter.flat import FlatAdapter, flat_adapter
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import vllm_quick_load
-from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError
 from trl_lora_sync.runtime import Blocking
 

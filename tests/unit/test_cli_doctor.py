@@ -96,7 +96,7 @@ def test_adapter_that_is_not_served_is_a_problem(
     start: Start, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM does with tensor names that match no layer: the load succeeds, and the base answers."""
-    from trl_lora_sync.engines.sglang import SGLangEngine
+    from trl_lora_sync.engines.sglang.engine import SGLangEngine
 
     monkeypatch.setattr(SGLangEngine, "_lora_path", lambda self, model: None)
     fake = start()

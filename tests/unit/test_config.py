@@ -22,7 +22,7 @@ import trl_lora_sync
 from trl_lora_sync import DistillationConfig, GRPOConfig, LoRASyncConfig, RLOOConfig
 from trl_lora_sync.config import check_reference, check_sync_fields, server_urls, sync_settings
 from trl_lora_sync.engines.base import TIMEOUTS
-from trl_lora_sync.engines.vllm_completions import RESERVED_FIELDS
+from trl_lora_sync.engines.vllm.completions import RESERVED_FIELDS
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 from trl_lora_sync.places import default_sync_dir, is_local_url
 

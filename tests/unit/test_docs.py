@@ -25,7 +25,7 @@ from trl_lora_sync.adapter.store import AdapterStore, write_adapter
 from trl_lora_sync.adapter.support import check_peft_config, supported_features
 from trl_lora_sync.config import check_choice, server_urls
 from trl_lora_sync.engines.base import Deadline
-from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.runtime import Blocking
 from unit.servers import Request, nobody_listening, serving
 

@@ -16,8 +16,8 @@ from PIL import Image
 from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
-from trl_lora_sync.engines.vllm import VLLMEngine, _batches
+from trl_lora_sync.engines.vllm.engine import VLLMEngine, _batches
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
@@ -553,5 +553,5 @@ def test_few_groups_are_sent_one_by_one_and_many_together() -> None:
 
 @pytest.mark.parametrize(("rank", "flag"), [(1, 1), (2, 8), (8, 8), (17, 32), (512, 512), (600, 600)])
 def test_suggested_max_lora_rank_is_one_that_vllm_accepts(rank: int, flag: int) -> None:
-    assert allowed_max_lora_rank(rank) == flag
-    assert flag in ALLOWED_MAX_LORA_RANKS or rank > max(ALLOWED_MAX_LORA_RANKS)
+    assert VLLM.allowed_max_lora_rank(rank) == flag
+    assert flag in VLLM.max_lora_ranks or rank > max(VLLM.max_lora_ranks)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trl_lora_sync.engines.base import PromptGroup, Sampling
-from trl_lora_sync.engines.vllm_completions import (
+from trl_lora_sync.engines.vllm.completions import (
     FORCES,
     RESERVED_FIELDS,
     read_completion,

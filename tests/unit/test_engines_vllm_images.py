@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.vllm_images import data_url, place_images, request_for
+from trl_lora_sync.engines.vllm.images import data_url, place_images, request_for
 from trl_lora_sync.errors import GenerationError, ServerSetupError
 from trl_lora_sync.runtime import run
 

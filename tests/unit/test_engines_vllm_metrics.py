@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trl_lora_sync.engines.vllm_metrics import read_metrics
+from trl_lora_sync.engines.vllm.metrics import read_metrics
 
 IDLE = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
 BUSY = IDLE.replace('running{engine="0"} 0.0', 'running{engine="0"} 3.0')

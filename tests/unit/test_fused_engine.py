@@ -11,7 +11,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
+from trl_lora_sync.engines.vllm.fused import VLLMFusedEngine
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from trl_lora_sync.client import openai_messages
-from trl_lora_sync.engines.vllm_images import data_url
+from trl_lora_sync.engines.vllm.images import data_url
 from trl_lora_sync.generation import group_rows
 from trl_lora_sync.startup_checks import is_same_model
 

@@ -342,7 +342,7 @@ def test_a_server_that_cannot_load_while_it_samples_is_refused(
 ) -> None:
     fields = {"engine": "vllm", "version": "0.31.0", "base_model": "Q", "base_root": "Q", "max_model_len": None}
     capabilities = Capabilities(**{**fields, "logprobs_mode": "unknown", **served})
-    engine = SimpleNamespace(capabilities=capabilities, retries=0)
+    engine = SimpleNamespace(base_url="http://127.0.0.1:8000", capabilities=capabilities, retries=0)
 
     async def connected(*args: Any, **kwargs: Any) -> Any:
         return engine

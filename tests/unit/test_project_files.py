@@ -11,7 +11,7 @@ import yaml
 from structure import MARKERS, counts, marker_words, plain, sentences, texts_of
 from versus import table
 
-from trl_lora_sync.engines.known import KNOWN_VERSIONS
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.versions import PEFT, TRL
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,7 @@ PROSE = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"
 _METADATA = (ROOT / "pyproject.toml").read_text().partition("[project]\n")[2].partition("\n[")[0]
 PROJECT = dict(re.findall(r'^([\w-]+) = "(.*)"$', _METADATA, re.MULTILINE))
 SOURCES = sorted(docs_hooks.PACKAGE.rglob("*.py"))
+ENGINE_VERSIONS = [spec.versions for spec in ENGINES.values()]
 
 
 @cache
@@ -108,9 +109,9 @@ def test_readme_has_six_guarantees_and_ten_rows_of_support() -> None:
 
 
 def test_readme_names_the_versions_that_the_code_knows() -> None:
-    for known in (*KNOWN_VERSIONS.values(), TRL, PEFT):
+    for known in (*ENGINE_VERSIONS, TRL, PEFT):
         assert f"| {known.title} {known.oldest} to {known.newest} |" in README
-    for known in KNOWN_VERSIONS.values():
+    for known in ENGINE_VERSIONS:
         [row] = re.findall(rf"^\| {known.title} .*$", README, re.MULTILINE)
         assert all(version in row for version in known.run)
 

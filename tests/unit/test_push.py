@@ -13,7 +13,7 @@ from support.bodies import bytes_of_body, checksum_of
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline
-from trl_lora_sync.engines.vllm_push import PushedAdapters, SafetensorsBody
+from trl_lora_sync.engines.vllm.push import PushedAdapters, SafetensorsBody
 from trl_lora_sync.errors import ServerError, ServerSetupError, ServerUnreachableError
 from trl_lora_sync.origin import install_command, install_elsewhere
 from trl_lora_sync.runtime import Blocking

@@ -135,7 +135,7 @@ def test_the_trainer_s_side_needs_no_web_framework(run_python: Callable[..., str
     source = """
 import sys
 sys.modules["starlette"] = None
-import trl_lora_sync.cli.launch_vllm, trl_lora_sync.engines.connect, trl_lora_sync.engines.vllm_push
+import trl_lora_sync.cli.launch_vllm, trl_lora_sync.engines.connect, trl_lora_sync.engines.vllm.push
 from trl_lora_sync.engine_plugins import vllm_push
 try:
     vllm_push.PushMiddleware

@@ -19,8 +19,8 @@ from trl_lora_sync.config import GRPOConfig, sync_settings
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.engines.http import APIKey, HTTPClient
-from trl_lora_sync.engines.sglang import SGLangEngine
-from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.engines.sglang.engine import SGLangEngine
+from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupError, UnsupportedSettingError
 from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.sync import AdapterSync

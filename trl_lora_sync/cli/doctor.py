@@ -20,6 +20,7 @@ from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, mode
 from trl_lora_sync.cli.examination import Examination
 from trl_lora_sync.cli.peft_config import read_peft_config
 from trl_lora_sync.cli.urls import check_listening, checked_urls, start_command
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.places import is_local_url
 
 if TYPE_CHECKING:
@@ -192,19 +193,14 @@ def _identify(diagnosis: Diagnosis, case: Case) -> None:
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
     from trl_lora_sync.errors import LoRASyncError
 
-    # vLLM sends its version without a key, so SGLang's key never goes to vLLM.
-    for engine, route, key in (
-        ("vllm", "/version", NO_KEY),
-        ("sglang", "/server_info", NO_KEY),
-        ("sglang", "/server_info", APIKey("SGLANG_API_KEY")),
-    ):
-        client = HTTPClient(diagnosis.url, api_key=key, is_local=is_local_url(diagnosis.url))
-        with contextlib.suppress(LoRASyncError, ValueError, AttributeError):
-            version = (
-                runtime.run(client.request("GET", route, case.deadline("Asking for the version"))).json().get("version")
-            )
-            if version:
-                diagnosis.engine, diagnosis.version = engine, str(version)
-        runtime.run(client.close())
-        if diagnosis.engine:
-            return
+    # vLLM, which is first, sends its version without a key, so SGLang's key never goes to vLLM.
+    for spec in ENGINES.values():
+        for key in (NO_KEY, APIKey(spec.api_key_variable)) if spec.guards_version else (NO_KEY,):
+            client = HTTPClient(diagnosis.url, api_key=key, is_local=is_local_url(diagnosis.url))
+            with contextlib.suppress(LoRASyncError, ValueError, AttributeError):
+                asked = client.request("GET", spec.version_route, case.deadline("Asking for the version"))
+                if version := runtime.run(asked).json().get("version"):
+                    diagnosis.engine, diagnosis.version = spec.name, str(version)
+            runtime.run(client.close())
+            if diagnosis.engine:
+                return

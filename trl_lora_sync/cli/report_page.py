@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.cli.figures import Line, line_figure, outliers, share_steps, stack_top, stacked_figure, sums
 from trl_lora_sync.cli.run_history import Point, Run
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.metrics import GENERATE, PREFIX, VERIFY_GAP, percentile
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ _CONFIG = {
     "showSendToCloud": False,
     "plotlyServerURL": "",
 }
-_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _MOST_OUTLIERS = 30
 _EDGE_STEPS = 5  # averaged at either end of a run to show how much the reward rose
 
@@ -304,10 +304,11 @@ def _about(run: Run) -> dict[str, str]:
     progress = f"step {run.last_step} of {header['max_steps']}"
     if not run.has_ended:
         progress += f", last log {_moment(run.rows[-1].get('time', header['started']))}; running, or it was ended"
+    engine = ENGINES.get(header["engine"])
     return {
         "model": str(header["model"]),
         "adapter": f"rank {header['lora_rank']}, alpha {header['lora_alpha']}",
-        "engine": f"{_ENGINES.get(header['engine'], header['engine'])} {header['engine_version']}, "
+        "engine": f"{engine.versions.title if engine else header['engine']} {header['engine_version']}, "
         f"{servers} server{'' if servers == 1 else 's'}",
         "trainer": f"{header['processes']} process{'' if header['processes'] == 1 else 'es'}",
         "versions": ", ".join(known),

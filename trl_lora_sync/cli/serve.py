@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
@@ -21,11 +22,9 @@ from trl_lora_sync.adapter.support import check_saved_config, saved_rank
 from trl_lora_sync.cli.console import UsageError, err, out
 from trl_lora_sync.cli.installed import Installed, find_engine
 from trl_lora_sync.cli.launch import Launch, Wanted
-from trl_lora_sync.cli.launch_sglang import plan_sglang
-from trl_lora_sync.cli.launch_vllm import plan_vllm
 from trl_lora_sync.cli.peft_config import adapts_experts, adapts_vision, read_peft_config, served_modules
 from trl_lora_sync.cli.unknown import explain_unknown
-from trl_lora_sync.engines.known import KNOWN_VERSIONS
+from trl_lora_sync.engines.registry import ENGINES
 
 _DEFAULT_RANK = 16
 # A name on the Hub has one slash at most. Source: huggingface_hub/utils/_validators.py `validate_repo_id`, 1.2.
@@ -95,7 +94,7 @@ def run(
     if peft_config:
         saved = read_peft_config(peft_config)
         # The trainer proves experts at its start.
-        check_saved_config(saved, "fused" if fused else "runtime", proves_groups=engine == "vllm")
+        check_saved_config(saved, "fused" if fused else "runtime", proves_groups=ENGINES[engine].proves_groups)
         rank, modules = saved_rank(saved), served_modules(saved.get("target_modules"))
         has_vision, has_experts = adapts_vision(peft_config, saved), adapts_experts(saved)
     request = Wanted(
@@ -168,14 +167,14 @@ def plan(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> L
     Raises:
         UsageError: the combination is known to break, and what to change.
     """
-    engine = "sglang" if installed.distribution == "sglang" else "vllm"
-    known = KNOWN_VERSIONS[engine]
+    spec = next(spec for spec in ENGINES.values() if installed.distribution in spec.distributions)
+    known = spec.versions
     if installed.parsed() < known.oldest:
         raise UsageError(
             f"{known.title} {installed.version} is installed, and adapter sync needs {known.oldest} or later. Upgrade "
             "it in its environment."
         )
-    launch = (plan_vllm if engine == "vllm" else plan_sglang)(installed, request, environ)
+    launch: Launch = resolve_name(spec.launch)(installed, request, environ)
     doubt = known.doubt(installed.version)
     notes = (*launch.notes, f"{doubt}. Run `trl-lora-sync doctor` once it is up.") if doubt else launch.notes
     return Launch(command=launch.command, env=launch.env, notes=notes)

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from itertools import islice
 
 from trl_lora_sync.cli.launch import without_keys
-from trl_lora_sync.engines.known import KNOWN_VERSIONS
+from trl_lora_sync.engines.registry import ENGINES
 
 # `--lora-rnak` is as close to `--lora-rank` as 0.91, and `--max-lora-rank` of vLLM 0.85.
 _CLOSE = 0.86
@@ -38,7 +38,7 @@ def explain_unknown(serve: str, known: Mapping[str, bool], typed: Sequence[str],
     shown = f"{', '.join(flags)} {'is' if len(flags) == 1 else 'are'} not known"
     for most_values in (len(typed), 1, 0):
         kept, others, places = _separate(known, typed, most_values)
-        if len(places) == 2 and places[0] in KNOWN_VERSIONS:
+        if len(places) == 2 and places[0] in ENGINES:
             command = [*shlex.split(serve), *kept, "--", *others, *rest]
             return f"{shown}. Arguments of the engine follow --: {shlex.join(without_keys(command))}"
     return f"{shown}. See `{serve} --help`."

@@ -66,13 +66,13 @@ def _version(package: str) -> str | None:
 
 def lora_options(rank: int) -> dict[str, Any]:
     """Arguments of `LLM` for serving one adapter of this rank at run time, beside the arguments of TRL."""
-    from trl_lora_sync.engines.known import allowed_max_lora_rank
+    from trl_lora_sync.engines.vllm.spec import VLLM
 
     return {
         "enable_lora": True,
         "max_loras": SLOTS,
         "max_cpu_loras": SLOTS,
-        "max_lora_rank": allowed_max_lora_rank(rank),
+        "max_lora_rank": VLLM.allowed_max_lora_rank(rank),
     }
 
 

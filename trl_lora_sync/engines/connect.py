@@ -1,23 +1,21 @@
 """Find out which engine answers at a URL, and connect to it."""
 
 import logging
+from pkgutil import resolve_name
 
 from httpx import Auth
 
-from trl_lora_sync.engine_plugins.vllm_fused import ROUTE as FUSED_ROUTE
-from trl_lora_sync.engines import sglang_server, vllm
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, Timeouts
 from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying, unthrottled
-from trl_lora_sync.engines.sglang import SGLangEngine
-from trl_lora_sync.engines.vllm import VLLMEngine
-from trl_lora_sync.engines.vllm_fused import VLLMFusedEngine
+from trl_lora_sync.engines.registry import ENGINES
+from trl_lora_sync.engines.sglang.spec import SGLANG
+from trl_lora_sync.engines.spec import EngineSpec
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupError, ServerUnreachableError
 
 logger = logging.getLogger(__name__)
 
 _STILL_STARTING = frozenset({502, 503, 504})
-# Routes that one engine alone has; vLLM guards its own with no key (0.22 to 0.33).
-_SGLANG_ROUTE, _VLLM_ROUTE = "/model_info", "/version"
 
 
 async def connect_engine(
@@ -43,20 +41,17 @@ async def connect_engine(
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts)
     try:
         await _wait_until_up(http, deadline)
-        is_sglang = engine == "sglang" or (engine == "auto" and await _is_sglang(http, deadline))
+        spec = await recognise(http, deadline) if engine == "auto" else ENGINES[engine]
     finally:
         await http.close()
-    if is_sglang and serving == "fused":
+    if serving == "fused" and not spec.fused_engine:
         raise ServerSetupError(
-            f"{base_url} runs SGLang, which cannot add an adapter to its weights while it runs. Set "
+            f"{base_url} runs {spec.versions.title}, which cannot add an adapter to its weights while it runs. Set "
             'lora_sync_serving="runtime", or sample on vLLM.'
         )
-    connected: Engine
-    if is_sglang:
-        connected = SGLangEngine(base_url, is_local=is_local, timeouts=timeouts)
-    else:
-        is_fused = serving == "fused" or (serving == "auto" and await _is_fused(base_url, is_local, deadline))
-        connected = (VLLMFusedEngine if is_fused else VLLMEngine)(base_url, is_local=is_local, timeouts=timeouts)
+    is_fused = serving == "fused" or (serving == "auto" and await _is_fused(spec, base_url, is_local, deadline))
+    engine_class = resolve_name(spec.fused_engine if is_fused else spec.engine)
+    connected: Engine = engine_class(base_url, is_local=is_local, timeouts=timeouts)
     try:
         await connected.connect(deadline)
     except BaseException:
@@ -65,10 +60,12 @@ async def connect_engine(
     return connected
 
 
-async def _is_fused(base_url: str, is_local: bool, deadline: Deadline) -> bool:
-    http = HTTPClient(base_url, api_key=APIKey(vllm.API_KEY_VARIABLE), is_local=is_local)
+async def _is_fused(spec: EngineSpec, base_url: str, is_local: bool, deadline: Deadline) -> bool:
+    if not spec.fused_route:
+        return False
+    http = HTTPClient(base_url, api_key=APIKey(spec.api_key_variable), is_local=is_local)
     try:
-        response = await unthrottled(lambda: http.request("GET", FUSED_ROUTE, deadline), deadline)
+        response = await unthrottled(lambda: http.request("GET", spec.fused_route, deadline), deadline)
         return response.status_code == 200
     finally:
         await http.close()
@@ -124,28 +121,30 @@ async def _probe(http: HTTPClient, deadline: Deadline) -> None:
         )
 
 
-async def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
-    """Send a request without a key, then with each engine's, because SGLang and any gateway answer 401 on any route.
+async def recognise(http: HTTPClient, deadline: Deadline) -> EngineSpec:
+    """Which engine a server is.
+
+    Send a request without a key, then with each engine's, because SGLang and any gateway answer 401 on any route.
 
     Never send a key to a server that identifies itself without one.
 
     Raises:
         ServerAuthError: no key opens a route that identifies the engine.
     """
-    keys = [APIKey(sglang_server.API_KEY_VARIABLE), APIKey(vllm.API_KEY_VARIABLE)]
+    keys = [APIKey(spec.api_key_variable) for spec in (SGLANG, VLLM)]
 
     async def status_of(route: str, key: Auth) -> int:
         response = await unthrottled(lambda: http.request("GET", route, deadline, api_key=key), deadline)
         return response.status_code
 
     for key in (NO_KEY, *keys):
-        status = await status_of(_SGLANG_ROUTE, key)
+        status = await status_of(SGLANG.own_route, key)
         if status != 401:
-            return status == 200
-    if await status_of(_VLLM_ROUTE, keys[1]) == 200:
-        return False
+            return SGLANG if status == 200 else VLLM
+    if await status_of(VLLM.own_route, keys[1]) == 200:
+        return VLLM
     raise ServerAuthError(
         f"{http.base_url} answers nothing without another key, so the engine is unknown. In the trainer's "
-        f"environment, {keys[0]!r} and {keys[1]!r}. Export {sglang_server.API_KEY_VARIABLE} with the --api-key of an "
-        f"SGLang server, or {vllm.API_KEY_VARIABLE} with that of vLLM; for a gateway, set vllm_server_engine as well."
+        f"environment, {keys[0]!r} and {keys[1]!r}. Export {SGLANG.api_key_variable} with the --api-key of an "
+        f"SGLang server, or {VLLM.api_key_variable} with that of vLLM; for a gateway, set vllm_server_engine as well."
     )

@@ -19,7 +19,7 @@ import httpx
 import tenacity
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreachableError
 from trl_lora_sync.runtime import spawn
 
@@ -193,7 +193,7 @@ class HTTPClient:
             return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
                 f"A running server was expected there. Start it on its host, for vLLM with "
-                f"{serve_command('vllm', 'MODEL', base_url=self.base_url)}, or correct vllm_server_base_url."
+                f"{VLLM.serve_command('MODEL', base_url=self.base_url)}, or correct vllm_server_base_url."
             )
         if isinstance(error, httpx.TimeoutException):
             return deadline.error(f"waiting for {method} {self.base_url}{path}")

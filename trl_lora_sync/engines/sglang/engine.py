@@ -1,7 +1,7 @@
 """What a stock SGLang server accepts, answers and drops (0.5.11 to 0.5.23).
 
 Samples through `/generate` only: the OpenAI routes serve the base model, with HTTP 200, for an adapter that is named
-without a colon. Four rules keep the server alive and unblocked, beside those in `sglang_server`. An adapter's weights
+without a colon. Four rules keep the server alive and unblocked, beside those in `sglang.server`. An adapter's weights
 are copied at its first batch, and a misfit kills the scheduler there, so every load is followed by one token, while
 nothing else waits for it. Samples are sent one by one (`n=1`), because up to 0.5.21 `n>1` leaves a reference behind
 that no unload ever sees released. A request that the server would refuse is not sent, or first to the base model,
@@ -34,9 +34,10 @@ from trl_lora_sync.engines.base import (
 )
 from trl_lora_sync.engines.http import collector_paused, json_object, server_words
 from trl_lora_sync.engines.server import logprobs_mode
-from trl_lora_sync.engines.sglang_completions import read_completion, sampling_params
-from trl_lora_sync.engines.sglang_payload import LoadBody, TensorPayload
-from trl_lora_sync.engines.sglang_server import SGLangServer
+from trl_lora_sync.engines.sglang.completions import read_completion, sampling_params
+from trl_lora_sync.engines.sglang.payload import LoadBody, TensorPayload
+from trl_lora_sync.engines.sglang.server import SGLangServer
+from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
@@ -91,7 +92,7 @@ class SGLangEngine(SGLangServer):
         base_model = str(server.get("served_model_name") or model.get("model_path"))
         self._tp_size = int(server.get("tp_size") or 1)
         self._capabilities = Capabilities(
-            engine="sglang",
+            engine=SGLANG.name,
             version=str(server.get("version", "unknown")),
             base_model=base_model,
             base_root=str(model.get("model_path", base_model)),
@@ -102,9 +103,7 @@ class SGLangEngine(SGLangServer):
             # SGLang counts the base model as one.
             max_loras=int(server["max_loras_per_batch"]) - 1 if server.get("max_loras_per_batch") else None,
             target_modules=_target_modules(server.get("lora_target_modules")),
-            needs_fused_siblings=True,
-            survives_misfit=False,
-            takes_tensors=True,
+            **SGLANG.capabilities,
         )
         self._has_memory_saver = bool(server.get("enable_memory_saver"))
         if server.get("enable_deterministic_inference"):

@@ -14,7 +14,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import json_object, server_words
-from trl_lora_sync.engines.vllm import VLLMEngine
+from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
     AdapterRejectedError,

@@ -15,15 +15,14 @@ from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
 from trl_lora_sync.engines.http import APIKey, SizedBody, json_object, server_words, unthrottled
-from trl_lora_sync.engines.known import KNOWN_VERSIONS
 from trl_lora_sync.engines.server import ServerEngine
+from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError
 
 logger = logging.getLogger(__name__)
 
-API_KEY_VARIABLE = "SGLANG_API_KEY"
-ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
-OLDEST = KNOWN_VERSIONS["sglang"].oldest
+_ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
+_OLDEST = SGLANG.versions.oldest
 _ADMIN_TENSORS_FROM = Version("0.5.22")
 _POLL_S = 0.05
 
@@ -31,15 +30,13 @@ _POLL_S = 0.05
 class SGLangServer(ServerEngine):
     """What `SGLangEngine` knows of its server besides adapters and tokens; see `ServerEngine` for the arguments."""
 
-    title = f"an SGLang server of {OLDEST} or later"
-    engine_name = "sglang"
-    key_variable = API_KEY_VARIABLE
+    spec = SGLANG
     local_visibility_grace_s = 0.0
 
     def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         super().__init__(base_url, is_local=is_local, timeouts=timeouts)
-        self._admin_key = APIKey(ADMIN_KEY_VARIABLE)
-        self._version = OLDEST
+        self._admin_key = APIKey(_ADMIN_KEY_VARIABLE)
+        self._version = _OLDEST
         self._has_memory_saver = False
         self._is_paused = False
         self._is_released = False
@@ -52,9 +49,9 @@ class SGLangServer(ServerEngine):
         try:
             self._version = Version(version)
         except InvalidVersion:
-            logger.warning("%s reports the SGLang version %r; %s is assumed.", self.base_url, version, OLDEST)
-        if self._version < OLDEST:
-            raise self._setup_error(f"runs SGLang {version}", f"SGLang {OLDEST} or later is needed", "Upgrade it")
+            logger.warning("%s reports the SGLang version %r; %s is assumed.", self.base_url, version, _OLDEST)
+        if self._version < _OLDEST:
+            raise self._setup_error(f"runs SGLang {version}", f"SGLang {_OLDEST} or later is needed", "Upgrade it")
         if not server.get("enable_lora"):
             raise self._setup_error(
                 "was started without LoRA support",
@@ -213,6 +210,6 @@ class SGLangServer(ServerEngine):
     def _key_words(self, path: str) -> str:
         return (
             f"{self.base_url}{path} wants another key. In the trainer's environment, "
-            f"{self._api_key!r} and {self._admin_key!r}. Export {API_KEY_VARIABLE} with the server's "
-            f"--api-key, and {ADMIN_KEY_VARIABLE} with its --admin-api-key if it has one."
+            f"{self._api_key!r} and {self._admin_key!r}. Export {SGLANG.api_key_variable} with the server's "
+            f"--api-key, and {_ADMIN_KEY_VARIABLE} with its --admin-api-key if it has one."
         )

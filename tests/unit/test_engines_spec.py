@@ -1,16 +1,35 @@
-"""The command that messages give to start a server."""
+"""What is known of the engines without a server: references to code, and the command that messages give."""
 
 import shlex
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from trl_lora_sync.cli.installed import Installed
+from trl_lora_sync.cli.launch import Wanted
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
-from trl_lora_sync.engines.known import serve_command
+from trl_lora_sync.engines.base import Capabilities
+from trl_lora_sync.engines.registry import ENGINES
+from trl_lora_sync.engines.spec import EngineSpec
+from trl_lora_sync.engines.vllm.spec import VLLM
+
+
+@pytest.mark.parametrize("spec", ENGINES.values(), ids=ENGINES)
+def test_what_a_spec_refers_to_belongs_to_its_engine(spec: EngineSpec) -> None:
+    for reference in filter(None, (spec.engine, spec.fused_engine)):
+        assert resolve_name(reference).spec is spec
+    planned = resolve_name(spec.launch)(
+        Installed(python=Path("/env/bin/python"), distribution=spec.distributions[0], version="9999"),
+        Wanted(model="M", lora_rank=16, modules=(), keep=2),
+        {},
+    )
+    assert spec.max_loras_flag in planned.command
+    assert {*spec.capabilities} <= {field.name for field in fields(Capabilities)}
 
 
 @pytest.fixture
@@ -48,12 +67,12 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_command_starts_a_server_at_the_url_that_the_trainer_has(settings: dict[str, Any], command: str) -> None:
-    assert serve_command("vllm", "M", **settings) == f"`{command}`"
+    assert VLLM.serve_command("M", **settings) == f"`{command}`"
 
 
 @pytest.mark.parametrize("model", ["org/model", "/models/a base", "/tmp/$(touch x); `id`"])
 def test_a_name_that_a_server_gives_stays_one_word_of_the_command(model: str) -> None:
-    assert shlex.split(serve_command("vllm", model)[1:-1])[3] == model
+    assert shlex.split(VLLM.serve_command(model)[1:-1])[3] == model
 
 
 @pytest.mark.parametrize(
@@ -78,5 +97,5 @@ def test_a_command_in_a_message_works_as_printed(
     flags: list[str],
     carried_out: Callable[[str], list[str]],
 ) -> None:
-    started = carried_out(serve_command(engine, "M", options, engine_options=engine_options))
+    started = carried_out(ENGINES[engine].serve_command("M", options, engine_options=engine_options))
     assert all(started.count(flag) == 1 for flag in flags)

@@ -17,7 +17,7 @@ import httpx
 
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.http import json_object, server_words
-from trl_lora_sync.engines.vllm_completions import sampling_fields
+from trl_lora_sync.engines.vllm.completions import sampling_fields
 from trl_lora_sync.errors import GenerationError, ServerSetupError
 from trl_lora_sync.runtime import offload
 

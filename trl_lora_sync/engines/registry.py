@@ -1,0 +1,31 @@
+"""The engines that there are, by name, and the command that starts a server of the same kind again."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trl_lora_sync.engines.sglang.spec import SGLANG
+from trl_lora_sync.engines.vllm.spec import VLLM
+from trl_lora_sync.places import is_local_url
+
+if TYPE_CHECKING:
+    from trl_lora_sync.engines.base import Engine
+
+ENGINES = {spec.name: spec for spec in (VLLM, SGLANG)}
+
+
+def restart_command(
+    engine: "Engine", *options: str, engine_options: Sequence[str] = (), model: str | None = None
+) -> str:
+    """The command that starts this server with other options, see `EngineSpec.serve_command`.
+
+    Args:
+        model: what it is to serve, if not the same as now.
+    """
+    served, url = engine.capabilities, engine.base_url
+    return ENGINES[served.engine].serve_command(
+        model or served.base_root,
+        (*served.serve_options, *options),
+        engine_options=engine_options,
+        base_url=url,
+        is_local=is_local_url(url),
+    )

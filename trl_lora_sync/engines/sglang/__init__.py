@@ -1,0 +1,1 @@
+"""SGLang: `spec` describes it, `engine` talks to a server."""
