@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contract.reference import FakeReference, adapter_for
+from contract.reference import FakeReference
 from contract.served import SMALL, sampling, soon
-from fakes.sglang import FakeSGLang
 from support.settings import plain_settings
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
@@ -16,6 +15,7 @@ from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import run
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang, random_adapter
 from trl_lora_sync.verify import TrainedBase
 
 GROUPS = [PromptGroup(prompt=[10 + row, 20, 30 + row], count=2) for row in range(12)]
@@ -71,7 +71,7 @@ class FleetRun:
         return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, logprobs=logprobs)
 
     def _read(self, form: Form) -> CanonicalAdapter:
-        self.read.append(adapter_for(SMALL, self.step, rank=8))
+        self.read.append(random_adapter(SMALL, self.step, rank=8))
         return self.read[-1]
 
     def wait_for_unloads(self) -> None:

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contract.reference import adapter_for
 from contract.served import SMALL, engine_at, soon
-from fakes.sglang import FakeSGLang
 
 from trl_lora_sync import places
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, run_states
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Engine
 from trl_lora_sync.runtime import run
+from trl_lora_sync.testing import FakeSGLang, random_adapter
 from trl_lora_sync.transports import HTTPTransport
 from unit.servers import nobody_listening
 
-ADAPTER = adapter_for(SMALL, 1, rank=8)
+ADAPTER = random_adapter(SMALL, 1, rank=8)
 
 
 @pytest.fixture

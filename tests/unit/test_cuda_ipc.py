@@ -16,7 +16,6 @@ import pytest
 import torch
 from contract.served import SMALL
 from contract.served import soon as within
-from fakes.sglang import FakeSGLang
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.shared_memory import shared_folder
 from torch import Tensor
@@ -31,6 +30,7 @@ from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.version_note import VersionNote
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.testing import FakeSGLang
 from trl_lora_sync.transports import DiskTransport
 from unit.test_fleet import handle_of
 from unit.test_slot_writer import BF16, Served, damage_tensors, flat

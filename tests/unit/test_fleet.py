@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from contract.served import PROMPT, SMALL, sampling, soon
-from fakes.sglang import FakeSGLang
 
 import trl_lora_sync.server_handle
 from trl_lora_sync.adapter.store import StoredAdapter
@@ -31,6 +30,7 @@ from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.server_handle import ServerHandle, ServerState
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang
 from unit.fleets import GROUPS, FleetRun, settings_for
 
 pytestmark = pytest.mark.outside
