@@ -63,9 +63,9 @@ class PeftReference:
         from transformers import AutoModelForCausalLM
 
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self._device)
-        self.vocab = int(self._base.config.vocab_size)
-        self._shapes = Shapes.of_config(self._base.config)
+        self.base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self._device)
+        self.vocab = int(self.base.config.vocab_size)
+        self._shapes = Shapes.of_config(self.base.config)
         # bfloat16 on the server rounds in every layer. Seen: 0.007 to 0.035 with 2 layers, up to 0.110 with
         # 28 layers (SGLang 0.5.15 on an H200), where adapters move the policy by more than 1.
         self.tolerance = 0.03 * max(2.0, self._shapes.layers**0.5)
@@ -82,12 +82,12 @@ class PeftReference:
     ) -> list[float]:
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-        model: Any = self._base
+        model: Any = self.base
         if adapter is not None:
             config = LoraConfig(
                 r=adapter.rank, lora_alpha=adapter.rank, target_modules=list(adapter.target_modules), bias="none"
             )
-            model = get_peft_model(self._base, config)
+            model = get_peft_model(self.base, config)
             set_peft_model_state_dict(model, adapter.tensors)
         try:
             ids = torch.tensor([[*prompt_ids, *completion_ids]], device=self._device)
@@ -95,6 +95,6 @@ class PeftReference:
                 rows = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
         finally:
             if adapter is not None:
-                self._base = model.unload()
+                self.base = model.unload()
         rows = rows[len(prompt_ids) - 1 : -1]
         return [float(row[token]) for row, token in zip(rows, completion_ids, strict=True)]

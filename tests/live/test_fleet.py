@@ -65,7 +65,7 @@ def urls(*servers: VLLMServer | Proxy) -> str:
 def reported(trainer: GRPOTrainer) -> list[SyncReport]:
     """Collects the report of each sync from here on."""
     reports: list[SyncReport] = []
-    trainer.vllm_generation._on_sync = reports.append
+    trainer.vllm_generation.on_sync = reports.append
     return reports
 
 
@@ -185,7 +185,7 @@ async def time_is_over(*args: Any, deadline: Deadline, **kwargs: Any) -> None:
 
 def sampled_by(trainer: GRPOTrainer, place: int, adapter_name: str) -> list[Row]:
     """Samples of one server of the fleet, asked by itself."""
-    engine = Blocking(trainer.vllm_generation._sync.fleet.servers[place].engine)
+    engine = Blocking(trainer.vllm_generation.sync.fleet.servers[place].engine)
     groups = [PromptGroup(prompt=prompt, count=1) for prompt in PROMPTS]
     answers = engine.generate(adapter_name, groups, sampling(max_tokens=16), soon(60))
     return [

@@ -32,11 +32,11 @@ class FleetRun:
     scored: int = 0
 
     def start(self) -> str:
-        return self.sync.start(self._read, self.base())
+        return self.sync.start(self.read_next, self.base())
 
     def publish(self) -> SyncReport:
         self.step += 1
-        return self.sync.publish(self._read(self.sync.form))
+        return self.sync.publish(self.read_next(self.sync.form))
 
     def generate(self, groups: Sequence[PromptGroup] = GROUPS) -> list[list[Completion]]:
         assert self.sync.active is not None
@@ -70,7 +70,7 @@ class FleetRun:
 
         return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, logprobs=logprobs)
 
-    def _read(self, form: Form) -> CanonicalAdapter:
+    def read_next(self, form: Form) -> CanonicalAdapter:
         self.read.append(random_adapter(SMALL, self.step, rank=8))
         return self.read[-1]
 

@@ -290,7 +290,7 @@ def test_request_ends_by_the_shorter_of_two_settings(
     request_timeout: int, generation_timeout: float, named: str, training: FleetRun
 ) -> None:
     assert training.sync.settings.generation_timeout_s == generation_timeout
-    deadline = worker_for(training, request_timeout=request_timeout)._deadline()
+    deadline = worker_for(training, request_timeout=request_timeout).deadline()
     assert deadline.budget_s == min(request_timeout, generation_timeout)
     assert named in deadline.task
 

@@ -97,7 +97,7 @@ def test_adapter_that_is_not_served_is_a_problem(
     """As vLLM does with tensor names that match no layer: the load succeeds, and the base answers."""
     from trl_lora_sync.engines.sglang import SGLangEngine
 
-    monkeypatch.setattr(SGLangEngine, "_lora_path", lambda self, model: None)
+    monkeypatch.setattr(SGLangEngine, "lora_path", lambda self, model: None)
     fake = start()
     code, [server] = diagnose(capsys, fake.base_url, "--adapter", adapter, "--dir", tmp_path / "shared")
     assert code == 1
@@ -303,7 +303,7 @@ def test_a_gpu_that_the_server_does_not_see_is_named(
     served = replace(CAPABILITIES, gpus=theirs)
     engine: Any = SimpleNamespace(base_url="http://localhost:8000", capabilities=served)
     diagnosis = Diagnosis(engine.base_url)
-    Examination(engine, make_case(None, None, None, None, None, 1.0), diagnosis, [])._check_gpus()
+    Examination(engine, make_case(None, None, None, None, None, 1.0), diagnosis, []).check_gpus()
     found = [(one.status, one.words) for one in diagnosis.findings if one.name == "GPU to GPU"]
     assert len(found) == (expected is not None)
     for status, said in found:

@@ -46,8 +46,8 @@ def dead_run(root: Path) -> tuple[AdapterStore, StoredAdapter]:
     """A run that was killed: its folder is there, and its lock is free."""
     store = AdapterStore(root)
     stored = store.write(1, ADAPTER)
-    assert store._lock is not None
-    os.close(store._lock)
+    assert store.lock is not None
+    os.close(store.lock)
     return store, stored
 
 
@@ -106,7 +106,7 @@ def test_runs_below_an_output_dir_are_found(tmp_path: Path, capsys: pytest.Captu
 def test_without_an_argument_the_default_folder_is_swept(
     is_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(places, "SHARED_MEMORY", tmp_path)
     root = tmp_path / f"trl-lora-sync-{os.getuid()}"
     dead = dead_run(root)[0] if is_there else None
     assert main(["sweep"]) == 0

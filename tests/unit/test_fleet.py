@@ -143,7 +143,7 @@ def test_a_server_with_another_base_model_is_named_before_anything_is_loaded(run
 
 def test_a_server_of_another_dtype_is_named(run: StartRun) -> None:
     training = run(start=False, servers=[{}, {"dtype": "half"}])
-    adapter = training._read(True)
+    adapter = training.read_next(True)
     half = replace(
         adapter, dtype=torch.bfloat16, tensors={name: value.bfloat16() for name, value in adapter.tensors.items()}
     )
@@ -510,7 +510,7 @@ def test_a_server_that_stays_away_is_an_error_and_nobody_has_the_new_version(run
 def test_a_single_server_that_stays_away_is_an_error_in_time(run: StartRun, is_generating: bool) -> None:
     training = run(servers=1)
     training.publish()
-    training.sync.settings = training.sync.fleet._settings = replace(training.sync.settings, sync_timeout_s=1.0)
+    training.sync.settings = training.sync.fleet.settings = replace(training.sync.settings, sync_timeout_s=1.0)
     training.fakes[0].stop()
     with pytest.raises(ServerUnreachableError, match=f"No server answers at {training.fakes[0].base_url}"):
         training.generate() if is_generating else training.publish()

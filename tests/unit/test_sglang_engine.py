@@ -431,10 +431,10 @@ def test_the_engine_is_told_behind_a_gateway_that_asks_for_a_key(
         try:
             if is_sglang is None:
                 with pytest.raises(ServerAuthError, match=r"SGLANG_API_KEY.*VLLM_API_KEY") as caught:
-                    run(connect._is_sglang(http.wrapped, soon()))
+                    run(connect.runs_sglang(http.wrapped, soon()))
                 assert "wrong" not in str(caught.value)
             else:
-                assert run(connect._is_sglang(http.wrapped, soon())) is is_sglang
+                assert run(connect.runs_sglang(http.wrapped, soon())) is is_sglang
         finally:
             http.close()
 
@@ -448,6 +448,6 @@ def test_no_key_goes_to_a_server_that_tells_its_engine_without_one(
     with serving(lambda request: request.send(200 if request.path in {*routes, "/health"} else 404)) as server:
         http = Blocking(HTTPClient(server.url, api_key=NO_KEY, is_local=True))
         run(connect.wait_until_up(server.url, is_local=True, deadline=soon()))
-        assert run(connect._is_sglang(http.wrapped, soon())) is (routes is SGLANG)
+        assert run(connect.runs_sglang(http.wrapped, soon())) is (routes is SGLANG)
         http.close()
         assert [request.headers.get("Authorization") for request in server.requests] == [None, None]

@@ -117,7 +117,7 @@ class VerifiedRun(FleetRun):
     sizes: Mapping[str, float] = MappingProxyType({})
 
     def start(self) -> str:
-        return self.sync.start(self._read, self.base(), self.trials() if self.trial_size else ())
+        return self.sync.start(self.read_next, self.base(), self.trials() if self.trial_size else ())
 
     def trials(self) -> list[Trial]:
         return [self.trial("attention", "self_attn"), self.trial("MLP", "mlp")]
@@ -136,7 +136,7 @@ class VerifiedRun(FleetRun):
 
     def publish(self) -> SyncReport:
         self.step += 1
-        return self.sync.publish(self._read(self.sync.form), self.score)
+        return self.sync.publish(self.read_next(self.sync.form), self.score)
 
     def score(self) -> Scores:
         self.asked += 1
@@ -404,7 +404,7 @@ def test_a_server_that_is_restarted_while_it_is_verified_is_given_the_version_ag
 
 def test_without_a_score_nothing_is_verified_and_the_next_sync_wants_one(run: StartRun) -> None:
     training = run(verify="first", trial_size=0)
-    training.sync.publish(training._read(PLAIN), lambda: None)
+    training.sync.publish(training.read_next(PLAIN), lambda: None)
     assert training.sync.needs_verification
     assert training.publish().is_verified
     assert not training.sync.needs_verification

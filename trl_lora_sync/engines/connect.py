@@ -43,7 +43,7 @@ async def connect_engine(
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts)
     try:
         await _wait_until_up(http, deadline)
-        is_sglang = engine == "sglang" or (engine == "auto" and await _is_sglang(http, deadline))
+        is_sglang = engine == "sglang" or (engine == "auto" and await runs_sglang(http, deadline))
     finally:
         await http.close()
     if is_sglang and serving == "fused":
@@ -124,7 +124,7 @@ async def _probe(http: HTTPClient, deadline: Deadline) -> None:
         )
 
 
-async def _is_sglang(http: HTTPClient, deadline: Deadline) -> bool:
+async def runs_sglang(http: HTTPClient, deadline: Deadline) -> bool:
     """Send a request without a key, then with each engine's, because SGLang and any gateway answer 401 on any route.
 
     Never send a key to a server that identifies itself without one.
