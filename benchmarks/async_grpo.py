@@ -175,13 +175,13 @@ class Clients:
 def ours(trainer: Any, _: dict[str, int]) -> tuple[str, dict[str, float]]:
     """The name of the new version, and the seconds of its sync by their parts."""
     found: list[Any] = []
-    record = trainer.vllm_generation._on_sync
-    trainer.vllm_generation._on_sync = lambda report: (found.append(report), record(report))
+    record = trainer.vllm_generation.on_sync
+    trainer.vllm_generation.on_sync = lambda report: (found.append(report), record(report))
     started = time.perf_counter()
     try:
         trainer._sync_weight()
     finally:
-        trainer.vllm_generation._on_sync = record
+        trainer.vllm_generation.on_sync = record
     total_s = time.perf_counter() - started
     (report,) = found
     parts = {"gather_s": report.gather_s, "write_s": report.write_s, "load_s": report.load_s}

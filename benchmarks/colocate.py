@@ -206,7 +206,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def folding(trainer: Any) -> dict[str, Any]:
     """The cost of putting the adapter into a shared base and of taking it out, and what is kept meanwhile."""
-    base = getattr(getattr(trainer.vllm_generation, "_holder", None), "_folded", None)
+    base = getattr(getattr(trainer.vllm_generation, "holder", None), "_folded", None)
     if base is None:
         return {}
     folds, unfolds, kept, parts = timed(base, "fold"), timed(base, "unfold"), [], {}
@@ -215,9 +215,9 @@ def folding(trainer: Any) -> dict[str, Any]:
 
         names = ("make_table", "count_lost", "fold", "take_out", "restore", "bit_sums")
         parts = {name: timed(folding_kernels, name) for name in names}
-    holder = trainer.vllm_generation._holder
+    holder = trainer.vllm_generation.holder
     for _ in range(3):
-        with holder.serving(trainer.vllm_generation._active):
+        with holder.serving(trainer.vllm_generation.active):
             kept.append(base.kept_bytes)
     return {
         "fold_ms": 1e3 * statistics.median(folds),

@@ -182,7 +182,7 @@ def measure(shape: str, rank: int, args: argparse.Namespace, folder: Path) -> di
                     digests[name] = hashlib.sha256(file.read_bytes()).hexdigest()
             if digests["fast"] != digests["portable"]:
                 sys.exit(f"The fast export of {shape}, r={rank}, differs from the portable one.")
-        plan = fast.buffer._plan
+        plan = fast.buffer.plan
         assert plan is not None
         payload_bytes = plan.adapter.payload_bytes
         held = {

@@ -234,7 +234,7 @@ def check_family(family: str, args: argparse.Namespace, folder: Path, *, fused: 
             for name, (peft, form) in layouts.items():
                 with form:
                     trainer = trainer_for(url, model, folder / name, peft, **config)
-                stacked = trainer.vllm_generation._sync.form.stacked_experts
+                stacked = trainer.vllm_generation.sync.form.stacked_experts
                 seen[name] = {**compare(trainer), "one_tensor_for_all_experts_of_a_layer": stacked}
                 print(family, name, json.dumps(seen[name]), flush=True)
                 trainer.vllm_generation.close()

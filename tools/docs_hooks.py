@@ -267,12 +267,17 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 # Messages in the source
 
 
+def sources(root: Path = PACKAGE) -> list[Path]:
+    """The files that a run of a user may execute; not `trl_lora_sync.testing`, which stands in for servers."""
+    return [file for file in sorted(root.rglob("*.py")) if file.parent != PACKAGE / "testing"]
+
+
 def collect_messages(root: Path = PACKAGE) -> dict[str, list[str]]:
     """Class name to the messages it is raised with; what differs from case to case is `…`.
 
     A message that a helper puts together from its arguments is taken once for each call of the helper.
     """
-    trees = [ast.parse(file.read_text()) for file in sorted(root.rglob("*.py"))]
+    trees = [ast.parse(file.read_text()) for file in sources(root)]
     texts = {name: found for tree in trees for name, found in _text_functions(tree).items()}
     texts |= {"_key_words": [text for tree in trees for text in _text_functions(tree).get("_key_words", [])]}
     # Several files may call one helper; of two with the same name, a file means its own.

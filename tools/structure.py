@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_lora_sync"
+TESTING = PACKAGE / "testing"  # the servers of a traced run, and in no run of a user
 SERVERS, REQUESTS = 4, 256
 TOKEN_DELAY_S = 0.05
 # Words that a plain sentence about software does without.
@@ -104,11 +105,15 @@ def readme_figures(text: str) -> dict[str, float]:
     return {"bytes": len(text.encode()), "words_per_sentence": round(sum(lengths) / len(lengths), 1)}
 
 
+def is_of_package(file: str) -> bool:
+    return file.startswith(str(PACKAGE)) and not file.startswith(str(TESTING))
+
+
 def package_frames(frame: FrameType | None) -> int:
     """How many frames of the package are on the stack that ends in `frame`."""
     count = 0
     while frame is not None:
-        count += frame.f_code.co_filename.startswith(str(PACKAGE))
+        count += is_of_package(frame.f_code.co_filename)
         frame = frame.f_back
     return count
 
@@ -172,7 +177,7 @@ class Tracing:
         if not self._records or event != "call":
             return
         file = frame.f_code.co_filename
-        if file.startswith(str(PACKAGE)):
+        if is_of_package(file):
             self.files.add(str(Path(file).relative_to(PACKAGE)))
         elif file.endswith("httpx/_client.py") and frame.f_code.co_name == "send":
             self.frames = max(self.frames, self._frames_to(frame))
@@ -209,10 +214,10 @@ def threads_of_generation() -> int:
 def fleet_run(servers: int) -> Iterator[Any]:
     """A sync with servers of the tests, started."""
     from contract.served import SMALL
-    from fakes.sglang import FakeSGLang
     from unit.fleets import FleetRun, settings_for
 
     from trl_lora_sync.sync import AdapterSync
+    from trl_lora_sync.testing import FakeSGLang
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -225,7 +230,8 @@ def fleet_run(servers: int) -> Iterator[Any]:
 
 def measure() -> dict[str, Any]:
     return {
-        "package": counts([file.read_text() for file in sorted(PACKAGE.rglob("*.py"))]),
+        "package": counts([file.read_text() for file in sorted(PACKAGE.rglob("*.py")) if is_of_package(str(file))]),
+        "testing": counts([file.read_text() for file in sorted(TESTING.rglob("*.py"))]),
         "readme": readme_figures((ROOT / "README.md").read_text()),
         "one_sync_to_one_server": trace_sync(),
         f"threads_of_ours_with_{REQUESTS}_requests_to_{SERVERS}_servers": threads_of_generation(),

@@ -62,6 +62,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         on_sync: called on every process with the report of each accepted sync.
         is_new: whether TRL has just made the adapter; else the model came with one, which may have been trained.
         *args, **kwargs: arguments of TRL's class, unchanged.
+
+    Attributes:
+        settings, on_sync: the arguments.
+        active_name: the adapter that new samples come from; None before the first sync and after `close`.
+        dtype: in which adapters are written.
     """
 
     def __init__(
@@ -72,11 +77,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         is_new: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._settings: Any = settings
-        self._on_sync = on_sync
+        self.settings: Any = settings
+        self.on_sync = on_sync
         self._is_new = is_new
         self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
-        self._active_name: str | None = None
+        self.active_name: str | None = None
         self._reader = AdapterReader(settings.reads, proves_groups=settings.proves_groups)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
@@ -92,8 +97,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             UnsupportedSettingError, UnsupportedAdapterError: the adapter cannot be read from it.
         """
         check_launcher(self.accelerator)
-        self._dtype = self._settings.dtype or base_dtype(self.model)
-        settings = self._settings
+        self.dtype = self.settings.dtype or base_dtype(self.model)
+        settings = self.settings
         self._initial = run_on_all(
             self.accelerator,
             lambda: remember_initial_adapter(
@@ -136,9 +141,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         Raises:
             UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
         """
-        linears = self._linears()
+        linears = self.linears()
         self._reader.check()
-        return not self._settings.samples_older and self._fingerprint(linears) != self._published
+        return not self.settings.samples_older and self._fingerprint(linears) != self._published
 
     def _sync_if_changed(self) -> None:
         """For what samples on process 0 alone, such as a rollout function.
@@ -146,7 +151,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         Raises:
             LoRASyncError: the adapter has changed since the last sync, and the other processes do not take part in one.
         """
-        if self._active_name is None or not self._has_changed_here():
+        if self.active_name is None or not self._has_changed_here():
             return
         if self.accelerator.num_processes > 1:
             raise LoRASyncError(
@@ -155,7 +160,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             )
         self.sync_weights()
 
-    def _scores(self, forward: Any = None, device: torch.device | None = None) -> Scores:
+    def scores(self, forward: Any = None, device: torch.device | None = None) -> Scores:
         """The policy's log-probabilities of `PROBE_PROMPT`, with the current adapter and without one.
 
         The base is computed again when accelerate has wrapped the model: its autocast rounds both, and the base alone
@@ -213,7 +218,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         def read(form: Form) -> CanonicalAdapter:
             return self._reader.read(
                 self.model,
-                dtype=self._dtype,
+                dtype=self.dtype,
                 fused_siblings=form.fused_siblings,
                 stacked_experts=form.stacked_experts,
                 gathered=gathered,
@@ -223,12 +228,12 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _gather_matrices(self) -> tuple[Sequence[nn.Linear], dict[nn.Module, Tensor]]:
         """**Collective.** The linear modules of the adapter and, on process 0, the whole weights of sharded ones."""
-        linears = run_on_all(self.accelerator, self._linears)
+        linears = run_on_all(self.accelerator, self.linears)
         if not self._sharded:
             return linears, {}
         return linears, gather_weights(self.accelerator, linears, outermost(self.accelerator, self.model))
 
-    def _linears(self) -> Sequence[nn.Linear]:
+    def linears(self) -> Sequence[nn.Linear]:
         self._look_at_layout()
         linears = self._reader.linears(self.model)
         if self._sharded and self._reader.reads_parameters:
@@ -254,15 +259,15 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             if module in wanted
         }
 
-    def _trials(self, base: TrainedBase, *, is_whole: bool = False) -> Callable[[TrainedBase], tuple[Trial, ...]]:
+    def trials(self, base: TrainedBase, *, is_whole: bool = False) -> Callable[[TrainedBase], tuple[Trial, ...]]:
         """**Collective** if the model is sharded. What makes the trial adapters on process 0, given its base.
 
         Args:
             is_whole: whether one adapter is to change all modules, instead of one adapter for each group of them.
         """
-        if self._settings.verify == "off":
+        if self.settings.verify == "off":
             return lambda base: ()
-        reader, model, dtype, device = self._reader, self.model, self._dtype, self.accelerator.device
+        reader, model, dtype, device = self._reader, self.model, self.dtype, self.accelerator.device
         initial = self._initial
 
         def groups() -> dict[str, dict[str, tuple[nn.Linear, ...]]]:
@@ -344,7 +349,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         model = self.model
         is_collective = run_on_all(self.accelerator, self._is_sharded)
         initial: Mapping[Any, Tensor | None] = self._initial
-        if run_on_all(self.accelerator, self._linears) and self._reader.extras:
+        if run_on_all(self.accelerator, self.linears) and self._reader.extras:
             initial = self._base_weights()
         computed = self._base_logprobs_on_all() if is_collective else None
         return TrainedBase(

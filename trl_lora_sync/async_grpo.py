@@ -22,7 +22,6 @@ trls: Any = check_async_exports()
 if TYPE_CHECKING:
     from trl_lora_sync.metrics import SyncReport
     from trl_lora_sync.rollouts import RolloutWorker
-    from trl_lora_sync.sync import AdapterSync
 
 
 class AsyncGeneration(LoRASyncGeneration):
@@ -31,12 +30,6 @@ class AsyncGeneration(LoRASyncGeneration):
     def _init_vllm(self) -> None:
         with _trl.plain_forward(self.model):
             super()._init_vllm()
-
-    @property
-    def sync(self) -> "AdapterSync":
-        """Has the servers and the versions, which only process 0 knows."""
-        assert self._sync is not None
-        return self._sync
 
     def sync_weights(self) -> None:
         """**Collective.** As for other trainers; the servers go on sampling meanwhile."""

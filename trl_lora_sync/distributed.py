@@ -36,7 +36,7 @@ def run_on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     if accelerator.is_main_process:
         outcome = [_attempt(act)]
     if accelerator.num_processes > 1:
-        shared = [_sendable(outcome[0])] if accelerator.is_main_process else [None]
+        shared = [sendable(outcome[0])] if accelerator.is_main_process else [None]
         broadcast_object_list(shared, from_process=0)
         if not accelerator.is_main_process:
             outcome = [shared[0]]  # type: ignore[list-item]
@@ -58,7 +58,7 @@ def run_on_all(accelerator: Accelerator, act: Callable[[], T]) -> T:
     result, error = _attempt(act)
     errors = [error]
     if accelerator.num_processes > 1:
-        errors = gather_object([_sendable((None, error), accelerator.process_index)[1]])
+        errors = gather_object([sendable((None, error), accelerator.process_index)[1]])
     failed = next((number for number, failure in enumerate(errors) if failure is not None), None)
     if failed is None:
         return result  # type: ignore[return-value]
@@ -213,7 +213,7 @@ def _words_of(error: BaseException) -> str:
         return "an exception that cannot be shown"
 
 
-def _sendable(outcome: tuple[Any, BaseException | None], process_index: int = 0) -> tuple[Any, BaseException | None]:
+def sendable(outcome: tuple[Any, BaseException | None], process_index: int = 0) -> tuple[Any, BaseException | None]:
     error = outcome[1]
     if error is None:
         return outcome

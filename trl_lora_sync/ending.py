@@ -26,17 +26,17 @@ class Ending:
         self._pid = os.getpid()
         self._turn = threading.Lock()
         self._is_over = False
-        weakref.finalize(owner, _leave_to_thread, self._run).atexit = False
-        atexit.register(self._run)
+        weakref.finalize(owner, _leave_to_thread, self.run).atexit = False
+        atexit.register(self.run)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         if os.getpid() != self._pid:
             return
         with self._turn:
             if not self._is_over:
                 self._is_over = True
                 self._end()
-        atexit.unregister(self._run)
+        atexit.unregister(self.run)
 
 
 def _leave_to_thread(act: Callable[[], None]) -> None:

@@ -37,12 +37,13 @@ class Fleet:
 
     Attributes:
         servers: all of them, excluded ones included, in the order of the setting.
+        settings: of the run.
     """
 
     def __init__(self, settings: SyncSettings, ledger: VersionLedger) -> None:
         self.servers = [ServerHandle(address, settings, ledger) for address in settings.servers]
         self._ledger = ledger
-        self._settings = settings
+        self.settings = settings
         self._checks: StartupChecks | None = None
 
     @property
@@ -109,8 +110,8 @@ class Fleet:
             adapter,
             transport,
             self._ledger,
-            clean_up_s=self._settings.timeouts.close_s,
-            is_strict=self._settings.verify != "off",
+            clean_up_s=self.settings.timeouts.close_s,
+            is_strict=self.settings.verify != "off",
             trials=trials,
         )
         await each(self.servers, lambda server: server.check(checks, deadline))
@@ -131,7 +132,7 @@ class Fleet:
     async def sweep(self, transport: Transport, deadline: Deadline) -> list[str]:
         """Remove what dead runs left in the transport's folder and on these servers; returns their run ids."""
         silent: set[ServerHandle] = set()  # skipped from then on, so that the start is held up once only
-        unload_s = self._settings.timeouts.close_s
+        unload_s = self.settings.timeouts.close_s
 
         async def unload(adapter_name: str) -> bool:
             for server in set(self.servers) - silent:
@@ -201,7 +202,7 @@ class Fleet:
 
         excluded = [server for server in self.servers if server.is_excluded]
         patience = deadline
-        if self._settings.on_server_loss == "drop" and len(self.in_service) > 1:
+        if self.settings.on_server_loss == "drop" and len(self.in_service) > 1:
             # The servers that are left need time for what follows.
             patience = Deadline.after(deadline.remaining_s() / 2, f"{deadline.task}, half of it for lost servers,")
         await in_parallel(
@@ -303,7 +304,7 @@ class Fleet:
                 raise failures[server]
 
     def _may_exclude(self, error: LoRASyncError) -> bool:
-        return self._settings.on_server_loss == "drop" and (is_loss(error) or isinstance(error, DeadlineExceededError))
+        return self.settings.on_server_loss == "drop" and (is_loss(error) or isinstance(error, DeadlineExceededError))
 
     def _exclude(self, server: ServerHandle, error: LoRASyncError) -> None:
         """Go on without a server, unless it is the last one."""
@@ -435,7 +436,7 @@ class Fleet:
 
     async def _recover(self, server: ServerHandle, deadline: Deadline) -> bool:
         """During a generation: wait for a lost server as long as a sync may take. False if it is excluded."""
-        patience = Deadline.after(self._settings.sync_timeout_s, f"Waiting for {server.base_url} (lora_sync_timeout)")
+        patience = Deadline.after(self.settings.sync_timeout_s, f"Waiting for {server.base_url} (lora_sync_timeout)")
         try:
             await server.recover(self._checks, min(patience, deadline, key=lambda one: one.ends_at))
         except LoRASyncError as error:

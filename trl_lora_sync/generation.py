@@ -49,13 +49,16 @@ class LoRASyncGeneration(AdapterGeneration):
         on_sync: called on every process with the report of each accepted sync.
         is_new: whether TRL has just made the adapter; else the model came with one, which may have been trained.
         *args, **kwargs: the arguments of TRL's class, unchanged.
+
+    Attributes:
+        overlap: samples ahead; None on processes other than 0.
     """
 
-    _settings: SyncSettings
+    settings: SyncSettings
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._sync: AdapterSync | None = None
-        self._overlap: Overlap | None = None
+        self.overlap: Overlap | None = None
         self._batch: TrainingBatch | None = None  # with overlap, what is being sampled
         super().__init__(*args, **kwargs)
 
@@ -63,8 +66,8 @@ class LoRASyncGeneration(AdapterGeneration):
         """**Collective.** Connect instead of starting vLLM or joining an NCCL group."""
         self._look_at_model()
         if self.accelerator.is_main_process:
-            self._sync = sync = AdapterSync(self._settings)
-            self._overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
+            self._sync = sync = AdapterSync(self.settings)
+            self.overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
 
             def end() -> None:
                 overlap.cancel()
@@ -73,19 +76,18 @@ class LoRASyncGeneration(AdapterGeneration):
             Ending(self, end)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline, self._sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
-        make_trials = self._trials(base)
+        make_trials = self.trials(base)
         summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trials))
         self._print_start(summary)
 
     def _start(
         self, read: ReadAdapter, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
     ) -> str:
-        assert self._sync is not None
         try:
             base = base.remembered()
-            return self._sync.start(read, base, make_trials(base))
+            return self.sync.start(read, base, make_trials(base))
         except BaseException:
-            self._sync.close()
+            self.sync.close()
             raise
 
     def sync_weights(self) -> None:
@@ -94,7 +96,7 @@ class LoRASyncGeneration(AdapterGeneration):
         Raises:
             LoRASyncError: on every process alike.
         """
-        if self._settings.overlap and self._settings.loads_wait:
+        if self.settings.overlap and self.settings.loads_wait:
             # A separate wait, as a load that waits for a whole batch would take the time of the sync.
             run_on_main(self.accelerator, self._settle)
         timer = PhaseTimer()
@@ -102,31 +104,29 @@ class LoRASyncGeneration(AdapterGeneration):
         with timer.phase("gather"):
             current = run_on_all(self.accelerator, lambda: self._fingerprint(self._reader.last_linears))
         report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score))
-        self._active_name, self._published = report.adapter_name, current
-        self._on_sync(report)
+        self.active_name, self._published = report.adapter_name, current
+        self.on_sync(report)
 
     def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
-        assert self._sync is not None
         with timer.phase("gather"):
-            adapter = read(self._sync.form)
-        return self._sync.publish(adapter, score, timer)
+            adapter = read(self.sync.form)
+        return self.sync.publish(adapter, score, timer)
 
     def _settle(self) -> None:
-        assert self._overlap is not None
-        self._overlap.settle()
+        assert self.overlap is not None
+        self.overlap.settle()
 
     def _needs_verification(self) -> bool:
-        assert self._sync is not None
-        return self._sync.needs_verification
+        return self.sync.needs_verification
 
     def _score_adapter(self, timer: PhaseTimer) -> ScoreAdapter:
         """**Collective** if the model is sharded, as its forward pass is then, and a server is to be verified."""
-        if self._settings.verify == "off" or not self._is_sharded():
-            return self._scores
+        if self.settings.verify == "off" or not self._is_sharded():
+            return self.scores
         if not run_on_main(self.accelerator, self._needs_verification):
             return lambda: None
         with timer.phase("verify"), self._computing() as forward:
-            computed = run_on_all(self.accelerator, lambda: self._scores(forward, self.accelerator.device))
+            computed = run_on_all(self.accelerator, lambda: self.scores(forward, self.accelerator.device))
         return lambda: computed
 
     def generate(
@@ -186,8 +186,8 @@ class LoRASyncGeneration(AdapterGeneration):
             yield self._batch
         finally:
             self._batch = None
-            if self._overlap is not None:
-                self._overlap.end_batch()
+            if self.overlap is not None:
+                self.overlap.end_batch()
 
     @property
     def engine_summary(self) -> dict[str, Any]:
@@ -200,20 +200,24 @@ class LoRASyncGeneration(AdapterGeneration):
         }
 
     @property
+    def sync(self) -> AdapterSync:
+        """Has the servers and the versions, which only process 0 knows."""
+        assert self._sync is not None
+        return self._sync
+
+    @property
     def fleet(self) -> Fleet:
         """The servers, which only process 0 knows."""
-        assert self._sync is not None
-        return self._sync.fleet
+        return self.sync.fleet
 
     def _can_sample(self) -> bool:
         """**Collective** if the server sleeps between steps. Whether the active version is there to sample from."""
-        if self._active_name is None:  # evaluation after training has ended and cleaned up
+        if self.active_name is None:  # evaluation after training has ended and cleaned up
             return False
-        return not self._settings.frees_kv_cache or run_on_main(self.accelerator, self._wake)
+        return not self.settings.frees_kv_cache or run_on_main(self.accelerator, self._wake)
 
     def _wake(self) -> bool:
-        assert self._sync is not None
-        return self._sync.wake()
+        return self.sync.wake()
 
     def sleep(self) -> None:
         """Let the server give back its KV cache while the trainer works. Not collective, never fails."""
@@ -223,21 +227,20 @@ class LoRASyncGeneration(AdapterGeneration):
     def _sample(
         self, shares: list[tuple[list[list[int]], list[Any], list[list[int]] | None]], profiler: Any
     ) -> tuple[list[Completion], BatchFigures | None]:
-        assert self._sync is not None
-        assert self._overlap is not None
-        assert self._active_name is not None
+        assert self.overlap is not None
+        assert self.active_name is not None
         groups = group_rows(
             [row for rows, *_ in shares for row in rows], [image for _, images, _ in shares for image in images]
         )
         with profiler or nullcontext():
             if self._batch is not None:
-                answers = self._overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in shares]))
+                answers = self.overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in shares]))
             else:
-                answers = self._sync.generate(self._active_name, groups, self._sampling(), self._generation_deadline())
-        return [completion for answer in answers for completion in answer], self._overlap.figures
+                answers = self.sync.generate(self.active_name, groups, self._sampling(), self._generation_deadline())
+        return [completion for answer in answers for completion in answer], self.overlap.figures
 
     def _generation_deadline(self) -> Deadline:
-        return _generation_deadline(self._settings)
+        return _generation_deadline(self.settings)
 
     def _sampling(self) -> Sampling:
         return Sampling(
@@ -255,9 +258,9 @@ class LoRASyncGeneration(AdapterGeneration):
 
     def close(self) -> None:
         """Unload and delete all versions; the next `generate` publishes again. Not collective, never fails."""
-        self._active_name = None
-        if self._overlap is not None:
-            self._overlap.cancel()
+        self.active_name = None
+        if self.overlap is not None:
+            self.overlap.cancel()
         if self._sync is not None:
             self._sync.close()
         self._reader.release()

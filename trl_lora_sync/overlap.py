@@ -75,14 +75,18 @@ class Overlap:
     Args:
         sync: has the servers and the versions, and leases these.
         deadline: makes the deadline of one batch.
+
+    Attributes:
+        ahead: the batch that is being sampled ahead, if one is.
+        figures: of the batch that was taken last.
     """
 
     def __init__(self, sync: AdapterSync, deadline: Callable[[], Deadline]) -> None:
         self._sync = sync
         self._deadline = deadline
-        self._ahead: _Ahead | None = None
+        self.ahead: _Ahead | None = None
         self._turns_of: StoredAdapter | None = None  # the version of the batch whose turns are being sampled
-        self.figures: BatchFigures | None = None  # of the batch that was taken last
+        self.figures: BatchFigures | None = None
 
     def sample(
         self, groups: Sequence[PromptGroup], sampling: Sampling, following: Sequence[PromptGroup] | None
@@ -112,19 +116,19 @@ class Overlap:
 
     def settle(self) -> None:
         """Wait for what is sampled ahead; how it went shows when it is taken."""
-        if self._ahead is not None:
-            self._ahead.wait()
+        if self.ahead is not None:
+            self.ahead.wait()
 
     def cancel(self) -> None:
         """Cancel what is sampled ahead, and release all leases; never fails, and may be called again."""
-        ahead, self._ahead = self._ahead, None
+        ahead, self.ahead = self.ahead, None
         if ahead is not None:
             ahead.task.cancel()
             self._release(ahead.stored)
         self.end_batch()
 
     def _take(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers | None:
-        ahead = self._ahead
+        ahead = self.ahead
         if ahead is None:
             return None
         if (list(ahead.groups), ahead.sampling) != (list(groups), sampling):
@@ -135,7 +139,7 @@ class Overlap:
             self.cancel()
             return None
         ahead.wait()  # interrupted, it stays here for `cancel`
-        self._ahead, self._turns_of = None, ahead.stored
+        self.ahead, self._turns_of = None, ahead.stored
         answers, seconds = ahead.task.result()
         self.figures = BatchFigures(version_lag=1, wait_s=ahead.waited_s, generation_s=seconds)
         return answers
@@ -150,7 +154,7 @@ class Overlap:
         """Begin to sample a batch ahead from the newest version."""
         stored = self._sync.ledger.lease()
         task = Task(self._timed(stored, groups, sampling))
-        self._ahead = _Ahead(groups=groups, sampling=sampling, stored=stored, task=task)
+        self.ahead = _Ahead(groups=groups, sampling=sampling, stored=stored, task=task)
 
     async def _timed(
         self, stored: StoredAdapter, groups: Sequence[PromptGroup], sampling: Sampling

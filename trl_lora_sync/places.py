@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _REFUSED_WITHIN_S = 1.0
 
 
@@ -84,6 +84,6 @@ def is_gone(url: str) -> bool:
 
 def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
     """Where versions are written if `lora_sync_dir` is not given."""
-    if is_local and _SHARED_MEMORY.is_dir():
-        return _SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
+    if is_local and SHARED_MEMORY.is_dir():
+        return SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
     return Path(output_dir) / "lora_sync"

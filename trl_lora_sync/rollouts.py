@@ -247,7 +247,7 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         self._heartbeat.value = time.time()
         self._rollouts = RolloutLoop(
             sync=self._sync(),
-            deadline=self._deadline,
+            deadline=self.deadline,
             oldest=self._oldest,
             rollout_buffer=self.rollout_buffer,
             metrics_queue=self.metrics_queue,
@@ -259,7 +259,7 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         # Nothing keeps the thread, so it ends with this call.
         self._run = BlockingThread("lora-sync-rollouts").submit(self._rollouts.run)
 
-    def _deadline(self) -> Deadline:
+    def deadline(self) -> Deadline:
         seconds, setting = min(
             (float(self._loop_kwargs["request_timeout"]), "request_timeout"),
             (self._settings.generation_timeout_s, "lora_sync_generation_timeout"),

@@ -61,6 +61,7 @@ class ServerHandle:
         speed: samples per second in earlier generations.
         under_way: single requests that it works on.
         is_asleep: whether its KV cache is released.
+        settings: of the run.
     """
 
     def __init__(self, address: ServerAddress, settings: SyncSettings, ledger: VersionLedger) -> None:
@@ -73,7 +74,7 @@ class ServerHandle:
         self.speed: float | None = None
         self.under_way = 0
         self.is_asleep = False
-        self._settings = settings
+        self.settings = settings
         self._timeouts = settings.timeouts
         self._ledger = ledger
         self._engine: Engine | None = None
@@ -112,10 +113,10 @@ class ServerHandle:
         """
         engine = await connect_engine(
             self.base_url,
-            engine=self._settings.engine,
+            engine=self.settings.engine,
             is_local=self.address.is_local,
             deadline=deadline,
-            serving=self._settings.serving,
+            serving=self.settings.serving,
             timeouts=self._timeouts,
         )
         served = engine.capabilities
@@ -124,9 +125,9 @@ class ServerHandle:
                 f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
                 "now. Adapters are written for the engines of the start. Start the same server again."
             )
-        if self._settings.versions_at_once > 1 and not served.is_fused:
+        if self.settings.versions_at_once > 1 and not served.is_fused:
             self._check_room(engine)
-        self.sends_content = is_sent_content(self._settings, self.address, served)
+        self.sends_content = is_sent_content(self.settings, self.address, served)
         if self._engine is not None:
             self._retries_before += self._engine.retries
             await self._engine.close()  # as soon as its requests have ended
@@ -139,7 +140,7 @@ class ServerHandle:
     def _check_room(self, engine: Engine) -> None:
         """Refuse a server that cannot load an adapter while it samples from others."""
         served = engine.capabilities
-        needed, staleness = self._settings.versions_at_once, self._settings.staleness
+        needed, staleness = self.settings.versions_at_once, self.settings.staleness
         setting, way_out = (
             ("lora_sync_overlap=1", "set lora_sync_overlap=0")
             if staleness is None
@@ -347,12 +348,12 @@ class ServerHandle:
 
         Unloads end first: an unload that waits for a paused request would keep the load waiting as well.
         """
-        if self._settings.pause == "off":
+        if self.settings.pause == "off":
             yield
             return
         await self.wait_for_unloads(deadline)
         try:
-            await self.engine.pause(self._settings.pause, deadline)
+            await self.engine.pause(self.settings.pause, deadline)
             yield
         finally:
             await self.engine.resume(Deadline.after(self._timeouts.unload_s, "Resuming generation"))
@@ -404,8 +405,8 @@ class ServerHandle:
 
         An adapter that is still too small to show will be so for a while, so the pauses between attempts grow.
         """
-        if self._settings.verify != "first":
-            return self._settings.verify == "every"
+        if self.settings.verify != "first":
+            return self.settings.verify == "every"
         is_power_of_two = not self._versions & (self._versions - 1)
         return not self._versions or (not self.is_verified and (self._versions < _PROOFS_IN_A_ROW or is_power_of_two))
 
@@ -449,7 +450,7 @@ class ServerHandle:
                 await self.engine.score_image(name, one.prompt_ids, one.image, one.image_token_id, one.scored, deadline)
                 for name in names
             ]
-        tolerance = self._settings.verify_tolerance
+        tolerance = self.settings.verify_tolerance
         evidence = compare(Scores(base=base, adapted=adapted), trained, tolerance=tolerance)
         if evidence.contradicts:
             where = "" if trial is None else f", which is zero outside {trial}"
@@ -480,7 +481,7 @@ class ServerHandle:
         return spawn(self._wake_in_turn())
 
     async def _wake_in_turn(self) -> None:
-        deadline = Deadline.after(self._settings.sync_timeout_s, f"Waking {self.base_url} (lora_sync_timeout)")
+        deadline = Deadline.after(self.settings.sync_timeout_s, f"Waking {self.base_url} (lora_sync_timeout)")
         async with self._unloads:
             try:
                 await self.wake(deadline)

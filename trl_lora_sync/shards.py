@@ -95,7 +95,7 @@ def check_quantised(model: nn.Module, device: torch.device) -> None:
         weight = getattr(module, "weight", None)
         if not isinstance(weight, DTensor) or not hasattr(module, "quant_state"):
             continue
-        if weight.dtype.itemsize == 2 and not _copies_bits(device, weight.dtype):
+        if weight.dtype.itemsize == 2 and not copies_bits(device, weight.dtype):
             name = str(weight.dtype).removeprefix("torch.")
             raise UnsupportedSettingError(
                 f"FSDP2 shards the 4-bit base as {name}, and torch {torch.__version__} changes some of its bits each "
@@ -106,7 +106,7 @@ def check_quantised(model: nn.Module, device: torch.device) -> None:
 
 
 @cache
-def _copies_bits(device: torch.device, dtype: torch.dtype) -> bool:
+def copies_bits(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the copy that FSDP2 gathers with leaves every pattern of 16 bits unchanged."""
     patterns = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16)
     copied = torch.empty_like(patterns)

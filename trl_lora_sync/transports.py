@@ -18,7 +18,7 @@ from trl_lora_sync.runtime import BlockingThread
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 
 # Clean-up is worth waiting for, but not for long.
-_CLEAN_UP_S = 5.0
+CLEAN_UP_S = 5.0
 
 T = TypeVar("T")
 
@@ -84,6 +84,9 @@ class DiskTransport:
 
     Args:
         servers, slots, has_checksums: see `AdapterStore`.
+
+    Attributes:
+        store: what the thread writes with.
     """
 
     def __init__(
@@ -95,39 +98,39 @@ class DiskTransport:
         slots: SlotRing | None = None,
         has_checksums: bool = False,
     ) -> None:
-        self._store = AdapterStore(
+        self.store = AdapterStore(
             root, server_root=server_root, servers=servers, slots=slots, has_checksums=has_checksums
         )
         self._files = BlockingThread("lora-sync-files")
 
     @property
     def run_id(self) -> str:
-        return self._store.run_id
+        return self.store.run_id
 
     @property
     def root(self) -> Path:
-        return self._store.root
+        return self.store.root
 
     @property
     def directory(self) -> Path:
-        return self._store.directory
+        return self.store.directory
 
     @property
     def where(self) -> str:
-        seen = "" if self._store.is_seen_alike else f" (the server sees {self._store.server_root})"
+        seen = "" if self.store.is_seen_alike else f" (the server sees {self.store.server_root})"
         return f"{self.directory}{seen}"
 
     async def open(self, deadline: Deadline | None = None) -> None:
-        await self._wait(self._files.submit(self._store.open), deadline)
+        await self._wait(self._files.submit(self.store.open), deadline)
 
     async def write(
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
-        return await self._keep(lambda: self._store.write(version, adapter), deadline)
+        return await self._keep(lambda: self.store.write(version, adapter), deadline)
 
     async def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline | None) -> StoredAdapter:
         writing = self._files.submit(write)
-        self._files.submit(self._store.finish)
+        self._files.submit(self.store.finish)
         try:
             return await self._wait(writing, deadline)
         except BaseException:
@@ -148,16 +151,16 @@ class DiskTransport:
 
     def _delete_late(self, writing: "Future[StoredAdapter]") -> None:
         if not writing.cancelled() and writing.exception() is None:
-            self._store.delete(writing.result())
+            self.store.delete(writing.result())
 
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
-        await self._wait(self._files.submit(lambda: self._store.check(stored, adapter)), deadline)
+        await self._wait(self._files.submit(lambda: self.store.check(stored, adapter)), deadline)
 
     def prepare(self) -> None:
-        self._files.submit(self._store.prepare)
+        self._files.submit(self.store.prepare)
 
     async def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
-        await self._clean_up(lambda: self._store.delete(stored, keep_name=keep_name))
+        await self._clean_up(lambda: self.store.delete(stored, keep_name=keep_name))
 
     async def sweep(
         self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
@@ -165,11 +168,11 @@ class DiskTransport:
         return await self._wait(self._files.submit(lambda: sweep_leftovers(self.root, unload, knows)), deadline)
 
     async def close(self, names: Collection[str] = ()) -> None:
-        await self._clean_up(lambda: self._store.close(names))
+        await self._clean_up(lambda: self.store.close(names))
 
     async def _clean_up(self, act: Callable[[], None]) -> None:
         # Done as soon as the file system answers again.
-        await asyncio.wait({asyncio.wrap_future(self._files.submit(act))}, timeout=_CLEAN_UP_S)
+        await asyncio.wait({asyncio.wrap_future(self._files.submit(act))}, timeout=CLEAN_UP_S)
 
 
 class DiskAndHTTPTransport(DiskTransport):
@@ -183,7 +186,7 @@ class DiskAndHTTPTransport(DiskTransport):
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
         return await self._keep(
-            lambda: replace(self._store.write(version, adapter), content=adapter.on_host()), deadline
+            lambda: replace(self.store.write(version, adapter), content=adapter.on_host()), deadline
         )
 
 
@@ -200,9 +203,7 @@ class HTTPTransport(DiskTransport):
     async def write(
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
-        return await self._keep(
-            lambda: replace(self._store.note(version, adapter), content=adapter.on_host()), deadline
-        )
+        return await self._keep(lambda: replace(self.store.note(version, adapter), content=adapter.on_host()), deadline)
 
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         """Does nothing: a push carries a digest that the server compares, and there is no file."""

@@ -261,7 +261,7 @@ class OurArm:
 
     @property
     def engine(self) -> Blocking:
-        return Blocking(self.generation._sync.fleet.servers[0].engine)
+        return Blocking(self.generation.sync.fleet.servers[0].engine)
 
     def sync(self) -> Phases:
         self.generation.sync_weights()
@@ -276,14 +276,14 @@ class OurArm:
     split = sync
 
     def sample(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[list[Completion]]:
-        return self.generation._sync.generate(self.model_name, groups, sampling, deadline("Sampling"))
+        return self.generation.sync.generate(self.model_name, groups, sampling, deadline("Sampling"))
 
     def use(self, model: PeftModel) -> None:
         self.generation.model = model
         self.generation.accelerator = self._bench.accelerator
 
     def close(self) -> None:
-        self.generation._sync.end()
+        self.generation.sync.end()
 
 
 @contextlib.contextmanager

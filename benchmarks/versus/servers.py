@@ -134,7 +134,7 @@ class ServerPool:
         self._work = work
         self._clock = clock
         self._keep = keep
-        self._running: dict[str, Running] = {}
+        self.running: dict[str, Running] = {}
         self._troubles: dict[str, str] = {}
         self._ports: list[Any] = []
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -148,19 +148,19 @@ class ServerPool:
             for fields in json.loads(self._list.read_text()):
                 found = Running(**fields)
                 if found.is_alive() and found.is_healthy():
-                    self._running[found.name] = found
-            self._clock.say(f"still running: {', '.join(self._running) or 'no server'}")
+                    self.running[found.name] = found
+            self._clock.say(f"still running: {', '.join(self.running) or 'no server'}")
             self._list.unlink()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for name, server in list(self._running.items()):
+        for name, server in list(self.running.items()):
             # Nobody would know of one that is still starting.
             if not (self._keep and server.is_alive() and server.is_healthy()):
                 self.stop(name)
-        if self._running:
-            self._list.write_text(json.dumps([asdict(server) for server in self._running.values()]))
-            self._clock.say(f"left running: {', '.join(self._running)}")
+        if self.running:
+            self._list.write_text(json.dumps([asdict(server) for server in self.running.values()]))
+            self._clock.say(f"left running: {', '.join(self.running)}")
 
     def start_what_fits(self, specs: Sequence[ServerSpec]) -> None:
         """Start servers, without waiting for them, as long as there is room."""
@@ -170,7 +170,7 @@ class ServerPool:
 
     def settle(self) -> None:
         """Wait for all servers that were started; whoever needs one that does not come up is told by `wait`."""
-        for server in list(self._running.values()):
+        for server in list(self.running.values()):
             with contextlib.suppress(ServerTroubleError):
                 self._wait(server)
 
@@ -192,7 +192,7 @@ class ServerPool:
 
     def runs(self, specs: Sequence[ServerSpec]) -> bool:
         """Whether all of them have been started and are not stopped yet."""
-        return all(spec.name in self._running for spec in specs)
+        return all(spec.name in self.running for spec in specs)
 
     def has_room(self, spec: ServerSpec) -> bool:
         """Whether it would fit if nothing else were running."""
@@ -211,9 +211,9 @@ class ServerPool:
                 if gpu is not None:
                     self._launch(spec, gpu)
                     continue
-                others = [name for name in self._running if name not in wanted]
+                others = [name for name in self.running if name not in wanted]
                 if not others:
-                    raise ServerTroubleError(f"{spec.name} has no room beside {', '.join(self._running)}")
+                    raise ServerTroubleError(f"{spec.name} has no room beside {', '.join(self.running)}")
                 self.stop(others[-1])
 
     def wait(self, spec: ServerSpec) -> None:
@@ -224,35 +224,35 @@ class ServerPool:
         """
         if spec.name in self._troubles:
             raise ServerTroubleError(self._troubles[spec.name])
-        self._wait(self._running[spec.name])
+        self._wait(self.running[spec.name])
 
     def clear_trainer(self, keep: Sequence[ServerSpec]) -> None:
         """Stop the servers on the trainer's GPU, except those that are still needed now."""
         kept = {spec.name for spec in keep}
-        for name, server in list(self._running.items()):
+        for name, server in list(self.running.items()):
             if server.gpu == self._trainer_gpu and name not in kept:
                 self.stop(name)
 
     def url(self, spec: ServerSpec) -> str:
-        return self._running[spec.name].url
+        return self.running[spec.name].url
 
     def memory(self, spec: ServerSpec) -> dict[str, Any]:
         """Where a server is, and the bytes that it has of its GPU, or of the host's memory on a CPU.
 
         The bytes are left out where the driver does not tell those of a process.
         """
-        server = self._running[spec.name]
+        server = self.running[spec.name]
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         if server.gpu == HOST:
             return {"bytes": sum(process.memory_info().rss for process in family)}
         pids = {str(process.pid) for process in family}
         apps = _nvidia_smi("--query-compute-apps=pid,used_memory")
         used = sum(int(mib) * 1024**2 for pid, mib in apps if pid in pids and mib.isdigit())
-        beside = [name for name, other in self._running.items() if other.gpu == server.gpu and name != spec.name]
+        beside = [name for name, other in self.running.items() if other.gpu == server.gpu and name != spec.name]
         return {"gpu": server.gpu, "beside": beside} | ({"bytes": used} if used else {})
 
     def stop(self, name: str) -> None:
-        server = self._running.pop(name)
+        server = self.running.pop(name)
         self._clock.say(f"stopping {name}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(server.pid, signal.SIGTERM)
@@ -283,14 +283,14 @@ class ServerPool:
 
     def _place(self, spec: ServerSpec) -> int | None:
         free = self._capacity()
-        for server in self._running.values():
+        for server in self.running.values():
             free[server.gpu] -= server.memory_bytes
         return _roomiest(spec, free, self._trainer_gpu)
 
     # Processes
 
     def _is_missing(self, spec: ServerSpec) -> bool:
-        return spec.name not in self._running and spec.name not in self._troubles
+        return spec.name not in self.running and spec.name not in self._troubles
 
     def _launch(self, spec: ServerSpec, gpu: int) -> None:
         holder = hold_free_port()
@@ -312,7 +312,7 @@ class ServerPool:
                 start_new_session=True,
             )
         self._processes[process.pid] = process
-        self._running[spec.name] = Running(
+        self.running[spec.name] = Running(
             name=spec.name,
             pid=process.pid,
             port=port,

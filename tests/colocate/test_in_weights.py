@@ -107,7 +107,7 @@ def _request(name: str) -> Any:
 def test_base_is_scored_without_the_adapter_and_the_policy_stays(trainer: Any) -> None:
     generation = trainer.vllm_generation
     prompt = tuple(ASKED[0])
-    served = engine.prompt_logprobs(generation.llm, generation._gate, None, prompt)
+    served = engine.prompt_logprobs(generation.llm, generation.gate, None, prompt)
     with trainer.model.disable_adapter():
         assert is_exact(trainer.model, [(list(prompt[:1]), list(prompt[1:]), torch.tensor(served))])
     assert samples_policy(trainer)
@@ -117,14 +117,14 @@ def test_base_is_scored_without_the_adapter_and_the_policy_stays(trainer: Any) -
 
 
 def contradicted(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
-    generation, scores = trainer.vllm_generation, trainer.vllm_generation._scores
+    generation, scores = trainer.vllm_generation, trainer.vllm_generation.scores
 
     def others(*args: Any) -> Scores:
         found = scores(*args)
         return replace(found, adapted=[value - 0.5 for value in found.adapted])
 
-    monkeypatch.setattr(generation, "_settings", replace(generation._settings, verify="every"))
-    monkeypatch.setattr(generation, "_scores", others)
+    monkeypatch.setattr(generation, "settings", replace(generation.settings, verify="every"))
+    monkeypatch.setattr(generation, "scores", others)
     return VerificationError
 
 
@@ -143,7 +143,7 @@ def interrupted_write(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exc
 
     fuse = in_weights.fuse_piece
     monkeypatch.setattr(in_weights, "fuse_piece", fails)
-    if not isinstance(generation._holder, in_weights.MergedIntoOwnWeights):
+    if not isinstance(generation.holder, in_weights.MergedIntoOwnWeights):
         monkeypatch.setattr(torch, "_foreach_copy_", copies)
     return torch.OutOfMemoryError
 
@@ -153,18 +153,18 @@ def test_failed_sync_leaves_the_previous_version_in_force(
     fault: Callable[..., type[Exception]], trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generation = trainer.vllm_generation
-    active = generation._active_name
+    active = generation.active_name
     adapter = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora_" in name}
     change(trainer)
     with monkeypatch.context() as patch:
         error = fault(trainer, patch)
         with pytest.raises(error):
             generation.sync_weights()
-    assert generation._active_name == active
+    assert generation.active_name == active
     assert base_is_as_before(trainer)
     trainer.model.load_state_dict(adapter, strict=False)
     assert samples_policy(trainer)
-    assert generation._active_name == active, "the previous version was loaded again"
+    assert generation.active_name == active, "the previous version was loaded again"
     change(trainer)
     assert samples_policy(trainer)
 
@@ -177,11 +177,11 @@ def test_fifty_versions_leave_the_base_bit_for_bit(trainer: Any, way: str) -> No
     for _ in range(50):
         change(trainer)
         generation.sync_weights()
-        with generation._gate.open():
+        with generation.gate.open():
             assert base_is_as_before(trainer) == (way != "fused, shared"), "folded while it samples, and only then"
         assert base_is_as_before(trainer)
     prompt = tuple(ASKED[1])
-    served = engine.prompt_logprobs(generation.llm, generation._gate, None, prompt)
+    served = engine.prompt_logprobs(generation.llm, generation.gate, None, prompt)
     with trainer.model.disable_adapter():
         assert is_exact(trainer.model, [(list(prompt[:1]), list(prompt[1:]), torch.tensor(served))])
 

@@ -53,7 +53,7 @@ def change(trainer: Any) -> None:
 
 
 def version(trainer: Any) -> int:
-    return int(trainer.vllm_generation._active_name.removeprefix("version-"))
+    return int(trainer.vllm_generation.active_name.removeprefix("version-"))
 
 
 # Every way to ask
@@ -288,7 +288,7 @@ def not_finite(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]
 def damaged_slot(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """One bit of one value is another one once the adapter has been copied into the slot."""
     generation = trainer.vllm_generation
-    copy, target = torch._foreach_copy_, generation._holder._copies[generation._idle_id()].targets[3]
+    copy, target = torch._foreach_copy_, generation.holder.copies[generation.idle_id()].targets[3]
 
     def damaged(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         copy(targets, sources)
@@ -302,7 +302,7 @@ def damaged_slot(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exceptio
 def lost_copy(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """One matrix never arrives in the slot."""
     generation = trainer.vllm_generation
-    copy, target = torch._foreach_copy_, generation._holder._copies[generation._idle_id()].targets[4]
+    copy, target = torch._foreach_copy_, generation.holder.copies[generation.idle_id()].targets[4]
 
     def incomplete(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0] is not target]
@@ -314,21 +314,21 @@ def lost_copy(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
 
 def contradiction(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """The engine computes something else with the version than the trainer."""
-    generation, scores = trainer.vllm_generation, trainer.vllm_generation._scores
+    generation, scores = trainer.vllm_generation, trainer.vllm_generation.scores
 
     def others(*args: Any) -> Scores:
         found = scores(*args)
         return replace(found, adapted=[value - 0.5 for value in found.adapted])
 
-    monkeypatch.setattr(generation, "_settings", replace(generation._settings, verify="every"))
-    monkeypatch.setattr(generation, "_scores", others)
+    monkeypatch.setattr(generation, "settings", replace(generation.settings, verify="every"))
+    monkeypatch.setattr(generation, "scores", others)
     return VerificationError
 
 
 def refused_file(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """vLLM's own loading fails."""
     generation = trainer.vllm_generation
-    monkeypatch.setattr(generation._holder, "_copies", {})
+    monkeypatch.setattr(generation.holder, "copies", {})
 
     def refuse(request: Any) -> None:
         raise ValueError("no room")
@@ -411,11 +411,11 @@ def evicted(trainer: Any, load_another: Callable[..., None]) -> None:
 
 
 def overwritten(trainer: Any, load_another: Callable[..., None]) -> None:
-    load_another(trainer.vllm_generation._active.adapter_id, load_inplace=True)
+    load_another(trainer.vllm_generation.active.adapter_id, load_inplace=True)
 
 
 def removed(trainer: Any, load_another: Callable[..., None]) -> None:
-    trainer.vllm_generation.llm.llm_engine.remove_lora(trainer.vllm_generation._active.adapter_id)
+    trainer.vllm_generation.llm.llm_engine.remove_lora(trainer.vllm_generation.active.adapter_id)
 
 
 @pytest.mark.parametrize("lose", [evicted, overwritten, removed])
@@ -449,7 +449,7 @@ def test_idle_slot_that_is_lost_is_loaded_again(trainer: Any, load_another: Call
 @pytest.fixture
 def unlearned(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The trainer as if no adapter had been loaded yet."""
-    monkeypatch.setattr(trainer.vllm_generation, "_holder", AdapterSlots(trainer.vllm_generation.llm))
+    monkeypatch.setattr(trainer.vllm_generation, "holder", AdapterSlots(trainer.vllm_generation.llm))
     return trainer
 
 
@@ -462,19 +462,19 @@ def raises(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     def fail(*args: Any) -> None:
         raise AttributeError("no such layer")
 
-    monkeypatch.setattr(AdapterSlots, "_set_layers", fail)
+    monkeypatch.setattr(AdapterSlots, "set_layers", fail)
     return "no such layer"
 
 
 def writes_something_else(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """A layer copies one value to another place than vLLM does when it loads a file."""
-    layer, set_layers = some_layer(trainer), AdapterSlots._set_layers
+    layer, set_layers = some_layer(trainer), AdapterSlots.set_layers
 
     def misplaced(self: AdapterSlots, manager: Any, slot: int, sources: Any) -> None:
         set_layers(self, manager, slot, sources)
         layer.lora_b_stacked[0][slot, 0, 0, :1].copy_(sources.flat[:1])
 
-    monkeypatch.setattr(AdapterSlots, "_set_layers", misplaced)
+    monkeypatch.setattr(AdapterSlots, "set_layers", misplaced)
     return "other values"
 
 
@@ -504,7 +504,7 @@ def test_adapter_is_written_into_slots_without_files_once_each_is_known(
     for _ in range(2):
         change(trainer)
         trainer.vllm_generation.sync_weights()
-    monkeypatch.setattr(AdapterSlots, "_load_file", lambda *_: pytest.fail("a file was written"))
+    monkeypatch.setattr(AdapterSlots, "load_file", lambda *_: pytest.fail("a file was written"))
     for _ in range(3):
         change(trainer)
         assert samples_policy(trainer)
@@ -512,7 +512,7 @@ def test_adapter_is_written_into_slots_without_files_once_each_is_known(
 
 def test_adapter_that_moves_in_memory_is_served_exactly(trainer: Any) -> None:
     for _ in range(3):
-        trainer.vllm_generation._holder._stage = None  # another memory is taken for the next version
+        trainer.vllm_generation.holder.stage = None  # another memory is taken for the next version
         change(trainer)
         assert samples_policy(trainer)
         change(trainer)

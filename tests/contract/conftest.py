@@ -1,4 +1,4 @@
-"""Fixtures of the contract tier: the fakes of every version, and real servers where there are any.
+"""Fixtures of the contract tier: fakes of every version, an engine in memory, and real servers where there are any.
 
 Real servers are those at TRL_LORA_SYNC_TEST_SGLANG_URL and TRL_LORA_SYNC_TEST_VLLM_URL, which must serve the model in
 the folder TRL_LORA_SYNC_TEST_MODEL with --max-lora-rank 16; without the latter, the shared vLLM on this CPU.
@@ -14,12 +14,13 @@ import certifi
 import pytest
 import torch
 from conftest import FUSED_KEY
-from fakes.sglang import VERSIONS, FakeSGLang
 
 from contract.fleets import FleetAsEngine
 from contract.reference import FakeReference, PeftReference
 from contract.served import SMALL, Served, engine_at, soon
 from trl_lora_sync.adapter.store import AdapterStore
+from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.testing import VERSIONS, FakeSGLang, InMemoryEngine, ServerArgs
 
 KEYS = ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY", "VLLM_API_KEY")
 
@@ -82,6 +83,7 @@ def few(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
 @pytest.fixture(
     params=[
         *(pytest.param(version, id=f"fake-{version}") for version in VERSIONS),
+        "in-memory",
         "fleet",
         pytest.param("sglang", marks=pytest.mark.sglang),
         pytest.param("vllm", marks=pytest.mark.vllm),
@@ -97,6 +99,11 @@ def served(
     """Every server there is, and two as one. Real ones are shared, so no adapter may be left on them."""
     if request.param in VERSIONS:
         yield serve(request.param)
+        return
+    if request.param == "in-memory":
+        engine = InMemoryEngine(ServerArgs(shapes=SMALL))
+        run(engine.connect(soon()))
+        yield Served(Blocking(engine), FakeReference(engine), store)
         return
     if request.param == "fleet":
         fakes = [serve(connect=False).fake for _ in range(2)]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fakes.sglang import FakeSGLang
 from support.settings import plain_settings
 
 from trl_lora_sync.adapter.store import StoredAdapter
@@ -12,6 +11,7 @@ from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, Promp
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.runtime import run
+from trl_lora_sync.testing import FakeSGLang
 
 
 class FleetAsEngine:

@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from fakes.policy import MODULES, Shapes, tensor_name
-from fakes.sglang import FakeSGLang
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
-
-STD = 0.08  # moves the policy clearly
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.testing import MODULES, FakeSGLang, InMemoryEngine, Shapes, random_adapter
 
 
 class Reference(Protocol):
@@ -37,31 +34,17 @@ class Reference(Protocol):
         """Log-probability of each completion token; of the base for None."""
 
 
-def adapter_for(shapes: Shapes, seed: int, *, rank: int, modules: Sequence[str] = MODULES) -> CanonicalAdapter:
-    """A canonical adapter of the given shapes, with random matrices."""
-    random = torch.Generator().manual_seed(seed)
-    layers = []
-    for layer in range(shapes.layers):
-        for module in modules:
-            out, inside = shapes.of(module)
-            name = tensor_name(layer, module, "A").removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            lora_A = torch.randn(rank, inside, generator=random) * STD
-            lora_B = torch.randn(out, rank, generator=random) * STD
-            layers.append(LoRAModule(name=name, lora_A=lora_A, lora_B=lora_B, scaling=4.0))
-    return canonicalize(layers, dtype=torch.float32, base_model="tiny-qwen3")
-
-
 class FakeReference:
-    """The formula of a fake server, which knows nothing of what was loaded there."""
+    """The formula of a fake server or of an engine in memory, which knows nothing of what was loaded there."""
 
     tolerance = 1e-4
 
-    def __init__(self, fake: FakeSGLang) -> None:
+    def __init__(self, fake: FakeSGLang | InMemoryEngine) -> None:
         self._fake = fake
         self.vocab = fake.args.shapes.vocab
 
     def adapter(self, seed: int, *, rank: int = 8, modules: Sequence[str] = MODULES) -> CanonicalAdapter:
-        return adapter_for(self._fake.args.shapes, seed, rank=rank, modules=modules)
+        return random_adapter(self._fake.args.shapes, seed, rank=rank, modules=modules)
 
     def logprobs(
         self,
@@ -80,15 +63,15 @@ class PeftReference:
         from transformers import AutoModelForCausalLM
 
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self._device)
-        self.vocab = int(self._base.config.vocab_size)
-        self._shapes = _shapes_of(self._base.config)
+        self.base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self._device)
+        self.vocab = int(self.base.config.vocab_size)
+        self._shapes = Shapes.of_config(self.base.config)
         # bfloat16 on the server rounds in every layer. Seen: 0.007 to 0.035 with 2 layers, up to 0.110 with
         # 28 layers (SGLang 0.5.15 on an H200), where adapters move the policy by more than 1.
         self.tolerance = 0.03 * max(2.0, self._shapes.layers**0.5)
 
     def adapter(self, seed: int, *, rank: int = 8, modules: Sequence[str] = MODULES) -> CanonicalAdapter:
-        return adapter_for(self._shapes, seed, rank=rank, modules=modules)
+        return random_adapter(self._shapes, seed, rank=rank, modules=modules)
 
     def logprobs(
         self,
@@ -99,12 +82,12 @@ class PeftReference:
     ) -> list[float]:
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-        model: Any = self._base
+        model: Any = self.base
         if adapter is not None:
             config = LoraConfig(
                 r=adapter.rank, lora_alpha=adapter.rank, target_modules=list(adapter.target_modules), bias="none"
             )
-            model = get_peft_model(self._base, config)
+            model = get_peft_model(self.base, config)
             set_peft_model_state_dict(model, adapter.tensors)
         try:
             ids = torch.tensor([[*prompt_ids, *completion_ids]], device=self._device)
@@ -112,19 +95,6 @@ class PeftReference:
                 rows = (model(input_ids=ids).logits[0].float() / temperature).log_softmax(-1)
         finally:
             if adapter is not None:
-                self._base = model.unload()
+                self.base = model.unload()
         rows = rows[len(prompt_ids) - 1 : -1]
         return [float(row[token]) for row, token in zip(rows, completion_ids, strict=True)]
-
-
-def _shapes_of(config: Any) -> Shapes:
-    heads = config.num_attention_heads
-    return Shapes(
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        heads=heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        layers=config.num_hidden_layers,
-        vocab=config.vocab_size,
-    )

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fakes.policy import Shapes
-from fakes.sglang import FakeSGLang
+import torch
 
 from contract.reference import Reference
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -13,6 +12,9 @@ from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.engines.sglang.engine import SGLangEngine
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.testing import FakeSGLang, Shapes
+
+torch.set_num_threads(1)  # fakes share their cores with the trainer under test
 
 SMALL = Shapes(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, layers=2, vocab=260)
 MAX_LORA_RANK = 16

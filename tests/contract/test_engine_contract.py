@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.policy import MODULES
-from fakes.sglang import VERSIONS
 
 from contract.served import (
     MAX_LORA_RANK,
@@ -40,6 +38,7 @@ from trl_lora_sync.errors import (
     ServerSetupError,
     ServerUnreachableError,
 )
+from trl_lora_sync.testing import MODULES, VERSIONS
 
 Serve = Callable[..., Served]
 
@@ -541,7 +540,7 @@ def test_samples_that_another_client_aborts_are_errors(few: Served) -> None:
     with ThreadPoolExecutor() as pool, few.fake.hold():
         sampled = pool.submit(few.sample, few.base, 2)
         few.fake.wait_until(lambda: few.fake.running == 2)  # type: ignore[union-attr]
-        few.fake._abort(lambda run: True)
+        few.fake.abort_all()
         with pytest.raises(GenerationError, match="abort"):
             sampled.result(10)
 
@@ -608,7 +607,7 @@ def test_an_unload_that_hangs_ends_with_its_deadline_and_holds_nobody_up(few: Se
         assert stored.name not in few.engine.loaded(soon())
         assert unload.result(30) is False
         assert time.monotonic() - started < 10
-        few.fake._holding = None
+        few.fake.let_go()
         assert held.result(10)
 
 
@@ -655,15 +654,14 @@ def test_a_slow_unload_that_ends_after_all_lets_later_versions_load(few: Served)
 def _begun_unload(served: Served, adapter_name: str, pool: ThreadPoolExecutor) -> "Future[bool]":
     """An unload with a short deadline, which the server has taken up and which something else there holds up."""
     unload = pool.submit(served.engine.unload, adapter_name, soon(1))
-    served.fake.wait_until(lambda: adapter_name not in served.fake._workers[0].registry)  # type: ignore[union-attr]
+    served.fake.wait_until(lambda: adapter_name not in served.fake.registered)  # type: ignore[union-attr]
     return unload
 
 
 def _leak(fake: Served, adapter_name: str) -> None:
     """Leave a reference behind, as the bugs of several versions do."""
     assert fake.fake is not None
-    (worker,) = fake.fake._workers
-    worker.counters[worker.registry[adapter_name].lora_id] -= 1
+    fake.fake.add_references(adapter_name, -1)
 
 
 def test_unloading_never_raises(few: Served) -> None:

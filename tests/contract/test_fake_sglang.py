@@ -13,14 +13,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fakes.policy import MODULES
-from fakes.sglang import VERSIONS, FakeSGLang
 
-from contract.reference import adapter_for
 from contract.served import SMALL, Served, soon
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.errors import ServerSetupError
+from trl_lora_sync.testing import MODULES, VERSIONS, FakeSGLang, random_adapter
 
 ONE = {"max_new_tokens": 1}
 
@@ -36,7 +34,7 @@ class Client:
         return self._http.post(path, json=body, timeout=timeout_s)
 
     def load(self, adapter: CanonicalAdapter | int = 1, **body: Any) -> StoredAdapter:
-        adapter = adapter_for(SMALL, adapter, rank=8) if isinstance(adapter, int) else adapter
+        adapter = random_adapter(SMALL, adapter, rank=8) if isinstance(adapter, int) else adapter
         stored = self._store.write(len(self.fake.requests), adapter)
         answer = self.post("/load_lora_adapter", lora_name=stored.name, lora_path=stored.server_path, **body)
         assert answer.status_code == 200, answer.text
@@ -79,7 +77,7 @@ def changed(adapter: CanonicalAdapter, change: Callable[[str, torch.Tensor], tor
 
 
 def tensor_body(version: str, payload: str, ranks: int = 1) -> dict[str, Any]:
-    config = adapter_for(SMALL, 1, rank=8).config()
+    config = random_adapter(SMALL, 1, rank=8).config()
     is_list = version >= "0.5.17"
     field = {"serialized_named_tensors": [payload] * ranks} if is_list else {"serialized_tensors": payload}
     return {"lora_name": "sent", "config_dict": config, **field}
@@ -111,7 +109,7 @@ def test_missing_siblings_kill_the_server_at_the_first_batch(
     start: Callable[..., Client], missing: tuple[str, ...]
 ) -> None:
     client = start()
-    name = client.load(without(adapter_for(SMALL, 1, rank=8), *missing)).name
+    name = client.load(without(random_adapter(SMALL, 1, rank=8), *missing)).name
     assert client.generate(None).status_code == 200
     with pytest.raises(httpx.TransportError):
         client.generate(name)
@@ -121,7 +119,7 @@ def test_missing_siblings_kill_the_server_at_the_first_batch(
 
 def test_a_missing_v_is_refused_at_the_load_with_its_key(start: Callable[..., Client], store: AdapterStore) -> None:
     client = start()
-    stored = store.write(1, without(adapter_for(SMALL, 1, rank=8), "v_proj"))
+    stored = store.write(1, without(random_adapter(SMALL, 1, rank=8), "v_proj"))
     answer = client.post("/load_lora_adapter", lora_name="a", lora_path=stored.server_path)
     assert answer.status_code == 400
     assert "v_proj.lora_A" in answer.json()["error_message"]
@@ -129,7 +127,7 @@ def test_a_missing_v_is_refused_at_the_load_with_its_key(start: Callable[..., Cl
 
 def test_missing_k_or_up_are_zero(start: Callable[..., Client]) -> None:
     client = start()
-    adapter = without(adapter_for(SMALL, 1, rank=8), "k_proj", "up_proj")
+    adapter = without(random_adapter(SMALL, 1, rank=8), "k_proj", "up_proj")
     answer = client.generate(client.load(adapter).name, return_logprob=True).json()
     expected = client.fake.expected_logprobs(adapter, [1, 2, 3], answer["output_ids"])
     assert answer["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(expected[0], abs=1e-5)
@@ -146,7 +144,7 @@ def test_missing_k_or_up_are_zero(start: Callable[..., Client]) -> None:
 )
 def test_other_shapes_load_and_kill_the_server_at_the_first_batch(start: Callable[..., Client], change: Any) -> None:
     client = start()
-    adapter = adapter_for(SMALL, 1, rank=8)
+    adapter = random_adapter(SMALL, 1, rank=8)
     if change("model.q_proj.lora_A", torch.zeros(2, 2)).shape[1] == 1:  # q, k and v share their width
         adapter = changed(adapter, lambda n, v: v[:, :-1] if ".lora_A" in n and "self_attn.o" not in n else v)
     else:
@@ -160,7 +158,7 @@ def test_other_shapes_load_and_kill_the_server_at_the_first_batch(start: Callabl
 def test_matrices_that_are_too_large_where_they_are_sharded_are_cut_off_silently(start: Callable[..., Client]) -> None:
     """lora/layers.py slices lora_B of gate and up, and lora_A of o and down, even for a single rank."""
     client = start()
-    right = adapter_for(SMALL, 1, rank=8)
+    right = random_adapter(SMALL, 1, rank=8)
     wide = changed(right, lambda name, value: torch.cat([value, value], 1) if "down_proj.lora_A" in name else value)
     answer = client.generate(client.load(wide).name, return_logprob=True).json()
     expected = client.fake.expected_logprobs(right, [1, 2, 3], answer["output_ids"])
@@ -190,7 +188,7 @@ def test_the_vocabulary_can_be_asked_through_logit_bias(start: Callable[..., Cli
 @pytest.mark.parametrize("version", VERSIONS)
 def test_tensors_are_taken_in_the_versions_own_form_only(start: Callable[..., Client], version: str) -> None:
     client = start(version)
-    payload = pickled(adapter_for(SMALL, 1, rank=8).tensors)
+    payload = pickled(random_adapter(SMALL, 1, rank=8).tensors)
     other = "0.5.17" if version < "0.5.17" else "0.5.16"
     assert client.post("/load_lora_adapter_from_tensors", **tensor_body(other, payload)).status_code == 400
     assert client.post("/load_lora_adapter_from_tensors", **tensor_body(version, payload)).status_code == 200
@@ -204,7 +202,7 @@ def test_tensors_are_taken_in_the_versions_own_form_only(start: Callable[..., Cl
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
 def test_one_payload_for_two_ranks_kills_the_server(start: Callable[..., Client], version: str) -> None:
     client = start(version, tp_size=2)
-    payload = pickled(adapter_for(SMALL, 1, rank=8).tensors)
+    payload = pickled(random_adapter(SMALL, 1, rank=8).tensors)
     with pytest.raises(httpx.TransportError):
         client.post("/load_lora_adapter_from_tensors", **tensor_body(version, payload))
     assert "IndexError" in (client.fake.death or "")
@@ -235,7 +233,7 @@ def test_n_above_one_leaves_a_negative_counter_up_to_0_5_21(start: Callable[...,
         return
     with pytest.raises(httpx.ReadTimeout):
         client.unload(name, 0.2)
-    client.fake.wait_until(lambda: not client.fake._workers[0].registry)
+    client.fake.wait_until(lambda: not client.fake.registered)
     with pytest.raises(httpx.ReadTimeout):  # the lock is held
         client.post("/load_lora_adapter", 0.2, lora_name="b", lora_path="/x/y")
     assert client.generate(None).status_code == 200
@@ -250,7 +248,7 @@ def test_an_unload_waits_for_running_requests(start: Callable[..., Client], vers
             running = pool.submit(client.generate, name)
             client.fake.wait_until(lambda: client.fake.in_flight[name] == 1)
             unload = pool.submit(client.unload, name)
-            client.fake.wait_until(lambda: not client.fake._workers[0].registry)
+            client.fake.wait_until(lambda: not client.fake.registered)
             assert not unload.done()
         assert running.result().status_code == 200
         assert unload.result().status_code == 200
@@ -307,7 +305,7 @@ def test_too_many_adapters_are_evicted_through_the_unload_that_waits(start: Call
         running = pool.submit(client.generate, first)
         client.fake.wait_until(lambda: client.fake.in_flight[first] == 1)
         client.load(4)  # `third` is now the one that was used longest ago
-        client.fake._holding = None
+        client.fake.let_go()
         running.result()
     assert second not in client.fake.host_adapters
 
@@ -335,7 +333,7 @@ def test_an_unload_while_paused_waits_until_generation_continues(start: Callable
             assert client.post("/pause_generation", mode=mode).json()["status"] == "ok"
         unload = pool.submit(client.unload, name)
         blocked = pool.submit(client.generate, None)
-        client.fake.wait_until(lambda: not client.fake._workers[0].registry)  # it has the lock that a load wants
+        client.fake.wait_until(lambda: not client.fake.registered)  # it has the lock that a load wants
         with pytest.raises(httpx.ReadTimeout):
             client.post("/load_lora_adapter", 0.2, lora_name="b", lora_path="/x/y")
         assert not any(future.done() for future in (unload, running, blocked))
@@ -385,7 +383,7 @@ def test_another_tokenizer_worker_does_not_know_an_adapter(start: Callable[..., 
 
 def test_a_module_outside_of_the_target_modules_is_refused(start: Callable[..., Client], store: AdapterStore) -> None:
     client = start(lora_target_modules=MODULES[:3])
-    stored = store.write(1, adapter_for(SMALL, 1, rank=8))
+    stored = store.write(1, random_adapter(SMALL, 1, rank=8))
     answer = client.post("/load_lora_adapter", lora_name="a", lora_path=stored.server_path)
     assert answer.status_code == 400
     assert "--lora-target-modules" in answer.json()["error_message"]

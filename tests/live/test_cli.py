@@ -139,7 +139,7 @@ def test_sweep_unloads_what_a_killed_run_left_and_nothing_else(
         body = {"lora_name": path.name, "lora_path": str(path)}
         url = f"{clean_server.base_url}/v1/load_lora_adapter"
         httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()
-    lock = stores["dead"]._lock
+    lock = stores["dead"].lock
     assert lock is not None
     os.close(lock)
 

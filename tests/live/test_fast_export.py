@@ -29,14 +29,14 @@ Make = Callable[..., GRPOTrainer]
 @pytest.fixture
 def make_fast_trainer(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Builds trainers that take the way of a GPU, through shared memory, in the server's dtype: it casts copies."""
-    monkeypatch.setattr(AdapterReader, "_is_on_gpu", lambda *_: True)
+    monkeypatch.setattr(AdapterReader, "is_on_gpu", lambda *_: True)
     with shared_folder() as folder:
         chosen = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}
         yield lambda *args, **kwargs: make_trainer(*args, **{**chosen, **kwargs})
 
 
 def ring_of(trainer: GRPOTrainer) -> SlotRing:
-    ring = trainer.vllm_generation._sync.transport._store._slots
+    ring = trainer.vllm_generation.sync.transport.store.slots
     assert isinstance(ring, SlotRing)
     return ring
 
@@ -49,9 +49,9 @@ def test_the_server_samples_from_every_version_that_goes_through_slots(
     for seed in range(1, 13):
         randomize_adapter(trainer.model, seed=seed)
         generation.sync_weights()
-        assert set(ring_of(trainer)._lent) >= {generation._active_name}
-        run(generation._sync.transport.open())  # after what has been left to its thread
-        assert ring_of(trainer)._new or ring_of(trainer)._free, "the next sync has to wait for a slot"
+        assert ring_of(trainer).lent(generation.active_name) is not None
+        run(generation.sync.transport.open())  # after what has been left to its thread
+        assert ring_of(trainer).new or ring_of(trainer).free, "the next sync has to wait for a slot"
         rows = sample(generation, [token_ids(seed), token_ids(seed + 100)])
         assert is_policy_of(trainer.model, rows), (seed, distance(trainer.model, rows))
     wait_for_unloads(trainer)
@@ -105,7 +105,7 @@ def test_a_request_that_outlives_its_version_keeps_its_policy(
     randomize_adapter(trainer.model, seed=1)
     generation.sync_weights()
     prompt, started, answers = token_ids(1), threading.Event(), []
-    name = generation._active_name
+    name = generation.active_name
     other = threading.Thread(target=lambda: answers.append(stream(cramped_server, name, prompt, started)))
     other.start()
     assert started.wait(120)

@@ -145,7 +145,7 @@ def test_files_that_a_network_file_system_shows_late_and_in_part_are_waited_for(
     shown, seen = tmp_path / "sync", tmp_path / "seen"
     seen.mkdir()
     trainer = make_trainer(proxy.base_url, base_model, lora_sync_server_dir=str(tmp_path / "sync"))
-    trainer.vllm_generation._sync.transport._store.server_root = str(seen)
+    trainer.vllm_generation.sync.transport.store.server_root = str(seen)
     attempts: list[str] = []
 
     def show_more(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ import pytest
 import torch
 from contract.reference import FakeReference
 from contract.served import sampling, soon
-from fakes.policy import Shapes
-from fakes.sglang import FakeSGLang
 from support.models import peft_model, randomize_adapter
 from support.policies import RATIO_SPREAD, Row, is_policy_of, sample, token_ids
 from support.servers import Proxy, adapters_on, proxy_to
@@ -28,6 +26,7 @@ from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang, Shapes
 from trl_lora_sync.verify import TrainedBase
 
 # Several servers start and restart here, which takes minutes where the cores are busy.
@@ -66,7 +65,7 @@ def urls(*servers: VLLMServer | Proxy) -> str:
 def reported(trainer: GRPOTrainer) -> list[SyncReport]:
     """Collects the report of each sync from here on."""
     reports: list[SyncReport] = []
-    trainer.vllm_generation._on_sync = reports.append
+    trainer.vllm_generation.on_sync = reports.append
     return reports
 
 
@@ -186,7 +185,7 @@ async def time_is_over(*args: Any, deadline: Deadline, **kwargs: Any) -> None:
 
 def sampled_by(trainer: GRPOTrainer, place: int, adapter_name: str) -> list[Row]:
     """Samples of one server of the fleet, asked by itself."""
-    engine = Blocking(trainer.vllm_generation._sync.fleet.servers[place].engine)
+    engine = Blocking(trainer.vllm_generation.sync.fleet.servers[place].engine)
     groups = [PromptGroup(prompt=prompt, count=1) for prompt in PROMPTS]
     answers = engine.generate(adapter_name, groups, sampling(max_tokens=16), soon(60))
     return [
@@ -199,7 +198,7 @@ def test_vllm_and_sglang_serve_one_adapter_together(clean_server: VLLMServer, ba
     """The SGLang is a fake with a policy of its own, which it computes from the tensors that it was given."""
     model = peft_model(base_model, target_modules=["q_proj", "up_proj"])  # SGLang wants their siblings as well
     randomize_adapter(model, seed=1)
-    with FakeSGLang(shapes=shapes_of(model.config)) as fake:
+    with FakeSGLang(shapes=Shapes.of_config(model.config)) as fake:
         sync = AdapterSync(mixed_settings(clean_server, fake, tmp_path))
         try:
             line = sync.start(lambda served: read(model, served), any_base(model))
@@ -251,18 +250,6 @@ def mixed_settings(server: VLLMServer, fake: FakeSGLang, folder: Path) -> SyncSe
         timeout_s=60.0,
         are_local=[True, False],  # so the fake is sent tensors
         dtype=torch.float32,
-    )
-
-
-def shapes_of(config: Any) -> Shapes:
-    return Shapes(
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        layers=config.num_hidden_layers,
-        vocab=config.vocab_size,
     )
 
 

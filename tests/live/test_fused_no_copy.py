@@ -107,7 +107,7 @@ def test_the_base_is_bit_identical_after_many_versions_without_a_copy_of_it(
     stored = store.write(SYNCS + 1, small(reference.adapter(1), 0.002))
     engine.load(stored, soon(60))
     kept = sum(worker["base_copy_bytes"] for worker in state(server)["workers"])
-    linears = sum(one.numel() * 2 for name, one in reference._base.named_parameters() if "_proj" in name)
+    linears = sum(one.numel() * 2 for name, one in reference.base.named_parameters() if "_proj" in name)
     assert 0 < kept < 0.05 * linears
 
     for each in engine.loaded(soon()):

@@ -51,14 +51,14 @@ def test_an_adapter_that_the_trainer_does_not_compute_with_is_not_sampled(
     model, generation = trainer.model, trainer.vllm_generation
     randomize_adapter(model, seed=1)
     generation.sync_weights()
-    name = generation._active_name
+    name = generation.active_name
     acts = {"disable": model.base_model.disable_adapter_layers, "enable": model.base_model.enable_adapter_layers}
 
     acts.get(act, getattr(model, act, None))()
     for attempt in (generation.sync_weights, lambda: sample(generation, [token_ids(1)])):
         with pytest.raises(UnsupportedAdapterError, match=rf"at the moment \(call model\.{undo}"):
             attempt()
-    assert generation._active_name == name
+    assert generation.active_name == name
 
     acts.get(undo, getattr(model, undo, None))()
     assert is_policy_of(model, sample(generation, [token_ids(1)]))

@@ -400,7 +400,7 @@ def test_other_prompts_than_were_sampled_ahead_are_sampled_now_with_a_warning(
     assert prompt_ids == [[4, 4, 4]] * 4
     assert batch.figures.version_lag == 0
     assert "Other prompts or sampling settings are due" in caplog.text
-    assert generation._sync.ledger.leased == []
+    assert generation.sync.ledger.leased == []
 
 
 # Set-ups
@@ -469,7 +469,7 @@ def test_fused_serving_loads_only_between_batches(
     load, under_way = generation.fleet.load, []
 
     async def watched(*args: Any) -> Any:
-        ahead = generation._overlap._ahead
+        ahead = generation.overlap.ahead
         under_way.append(ahead is not None and not ahead.task.done())
         return await load(*args)
 
@@ -490,13 +490,12 @@ def test_a_load_that_drains_the_server_waits_for_the_batch_first(
     """The shared server does not offer pauses, so what would be asked for is noted."""
     trainer = make_trainer(clean_server.base_url, base_model, max_steps=3, **overlapping())
     generation, order = trainer.vllm_generation, []
-    settings = replace(generation._settings, pause=pause)
-    monkeypatch.setattr(generation, "_settings", settings)
-    settle = generation._overlap.settle
-    monkeypatch.setattr(generation._overlap, "settle", lambda: (order.append("settle"), settle()))
-    monkeypatch.setattr(
-        generation, "_publish", lambda *args, publish=generation._publish: (order.append("publish"), publish(*args))[1]
-    )
+    settings = replace(generation.settings, pause=pause)
+    monkeypatch.setattr(generation, "settings", settings)
+    settle = generation.overlap.settle
+    monkeypatch.setattr(generation.overlap, "settle", lambda: (order.append("settle"), settle()))
+    sync, publish = generation.sync, generation.sync.publish
+    monkeypatch.setattr(sync, "publish", lambda *args: (order.append("publish"), publish(*args))[1])
 
     trainer.train()
 

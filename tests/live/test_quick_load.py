@@ -209,7 +209,7 @@ def test_a_run_trains_on_what_it_serves(
     quick: Quick, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exported as on a GPU, with a buffer and page-locked files, both of which work without one."""
-    monkeypatch.setattr(AdapterReader, "_is_on_gpu", lambda *_: True)
+    monkeypatch.setattr(AdapterReader, "is_on_gpu", lambda *_: True)
     before = quick.counts()["written"]
     with shared_folder() as folder:
         settings = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}  # which is that of the slots

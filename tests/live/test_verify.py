@@ -120,7 +120,7 @@ def test_a_stale_version_is_refused(make_trainer: Make, proxy: Proxy, base_model
     randomize_adapter(trainer.model, seed=1)
     trainer.vllm_generation.sync_weights()
     stale = tmp_path / "stale"
-    shutil.copytree(trainer.vllm_generation._sync.active.path, stale)
+    shutil.copytree(trainer.vllm_generation.sync.active.path, stale)
     randomize_adapter(trainer.model, seed=2)
     interfere(proxy, lambda directory: shutil.copy(stale / WEIGHTS, directory / WEIGHTS) and None)
 

@@ -54,7 +54,7 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
     )
     generation, process = trainer.vllm_generation, trainer.accelerator.process_index
     prompts = [token_ids(2 * process + number) for number in range(2)]
-    with generation._holder.serving(None):  # without the adapter, if that is in the weights
+    with generation.holder.serving(None):  # without the adapter, if that is in the weights
         served_base = served_weights(generation.llm)
     randomize_adapter(generation.model, seed=1)  # before it is sharded
     seen = {"train": attempt(lambda: trainer.train() and steps_of(trainer))}
@@ -64,14 +64,14 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
         copy_policy(trainer, copy)
         rows = sample(generation, prompts)
         return {
-            "active": generation._active_name,
+            "active": generation.active_name,
             "distance": distance(copy, rows).max().item(),
             "moved": distance(untrained, rows).mean().item(),
         }
 
     def bases() -> Outcome:
         copy_policy(trainer, copy)
-        with generation._holder.serving(None):
+        with generation.holder.serving(None):
             served = served_weights(generation.llm)
         return {
             "served": same_tensors(served, served_base),
@@ -82,7 +82,7 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
     def traffic() -> Outcome:
         with Traffic() as counted:
             generation.sync_weights()
-        layout = generation._layout
+        layout = generation.layout
         return {
             "is_sharded": is_sharded(generation.model),
             "bytes": counted.bytes,
@@ -111,32 +111,32 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
         def compare(*_: Any) -> None:
             raise VerificationError("the slot holds other bits")
 
-        generation._is_proven = False  # so that the version would be verified next, by the engine of all
-        return replaced(generation._holder, "_compare", compare)
+        generation.is_proven = False  # so that the version would be verified next, by the engine of all
+        return replaced(generation.holder, "compare", compare)
 
     @contextmanager
     def disproved() -> Iterator[None]:
         """What the trainer computes is another thing than what is served, on process 1 alone."""
-        scores = generation._scores
+        scores = generation.scores
 
         def shifted(*args: Any) -> Any:
             found = scores(*args)
             return type(found)(base=found.base, adapted=[value - 2 for value in found.adapted])
 
-        generation._is_proven = False
-        with replaced(generation, "_scores", shifted):
+        generation.is_proven = False
+        with replaced(generation, "scores", shifted):
             yield
 
     def lost_slot() -> None:
         """Something else is loaded into the active slot on process 1."""
-        slots = generation._holder
-        record = slots._contents[generation._active.adapter_id]
+        slots = generation.holder
+        record = slots.contents[generation.active.adapter_id]
         if process == 1:
-            slots._contents[generation._active.adapter_id] = None
+            slots.contents[generation.active.adapter_id] = None
         try:
             sample(generation, prompts)
         finally:
-            slots._contents[generation._active.adapter_id] = record
+            slots.contents[generation.active.adapter_id] = record
 
     def different() -> None:
         with changed(trainer, lambda values: values.mul_(1.25), processes=[1]):
@@ -144,7 +144,7 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
 
     seen["trained"] = attempt(sampled)
     seen["traffic"] = attempt(traffic)
-    seen["active"] = attempt(lambda: generation._active_name)
+    seen["active"] = attempt(lambda: generation.active_name)
     faults = {"not_finite": not_finite, "wrong_slot": wrong_slot, "disproved": disproved}
     if "fused" in parts:
         del faults["wrong_slot"]
@@ -170,7 +170,7 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
 def changed(trainer: Any, act: Callable[[Tensor], Any], processes: Any = (0, 1)) -> Iterator[None]:
     """The parts of the adapter that some processes hold are others while the block lasts."""
     generation = trainer.vllm_generation
-    linears = generation._linears()
+    linears = generation.linears()
     shards = shards_of(linears, trainer.model_wrapped)
     held = [linear.weight if one is None else one.values for linear, one in zip(linears, shards, strict=True)]
     values = [one.detach() for one in held]

@@ -33,7 +33,7 @@ def wait_at(point: str, sync: AdapterSync) -> None:
         threading.Event().wait()
 
     if point == "writing":
-        store._fsync = wait
+        store.fsync = wait
         return
     engine = sync.fleet.servers[0].engine
     load = engine.load

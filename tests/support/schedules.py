@@ -537,7 +537,7 @@ def prompts_of(step: Step, number: int) -> list[list[int]]:
 
 def servers_of(trainer: SmallTrainer) -> list[ServerHandle]:
     assert trainer.generation is not None
-    servers: list[ServerHandle] = trainer.generation._sync.fleet.servers
+    servers: list[ServerHandle] = trainer.generation.sync.fleet.servers
     return servers
 
 
@@ -559,8 +559,8 @@ def sampled_directly(base_url: str, model: str, prompt: list[int]) -> Row | None
 def give_time(generation: Any, timeout_s: float) -> None:
     """Let everything that follows take longer."""
     changed = {"sync_timeout_s": timeout_s, "startup_timeout_s": timeout_s, "generation_timeout_s": timeout_s}
-    generation._settings = replace(generation._settings, **changed)
-    change_settings(generation._sync, **changed)
+    generation.settings = replace(generation.settings, **changed)
+    change_settings(generation.sync, **changed)
 
 
 @contextlib.contextmanager

@@ -98,19 +98,19 @@ def grpo_trainer(
 
 def shorten(trainer: GRPOTrainer, **timeouts: float) -> None:
     """Change `SyncSettings` of a trainer that is there, so that they do not bound the checks at its start as well."""
-    change_settings(trainer.vllm_generation._sync, **timeouts)
+    change_settings(trainer.vllm_generation.sync, **timeouts)
 
 
 def change_settings(sync: AdapterSync, **changes: Any) -> None:
     """Change `SyncSettings` of a sync that has started."""
-    sync.settings = sync.fleet._settings = replace(sync.settings, **changes)
+    sync.settings = sync.fleet.settings = replace(sync.settings, **changes)
     for server in sync.fleet.servers:
-        server._settings = sync.settings
+        server.settings = sync.settings
 
 
 def wait_for_unloads(trainer: GRPOTrainer) -> None:
     """Until the server has been asked to forget the versions that are retired; this happens beside the training."""
-    run(trainer.vllm_generation._sync.fleet.wait_for_unloads(Deadline.after(60, "the test")))
+    run(trainer.vllm_generation.sync.fleet.wait_for_unloads(Deadline.after(60, "the test")))
 
 
 def steps_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
     def sync(seed: int) -> str | None:
         randomize_adapter(policy, seed)
         generation.sync_weights()
-        return generation._active_name
+        return generation.active_name
 
     @contextlib.contextmanager
     def proxy_does(order: str) -> Iterator[None]:
@@ -80,13 +80,13 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
 
     def server_gone() -> str | None:
         if index == 0:
-            change_settings(generation._sync, sync_timeout_s=3.0)
+            change_settings(generation.sync, sync_timeout_s=3.0)
         with proxy_does("break all connections"):
             try:
                 return sync(seed=2)
             finally:
                 if index == 0:
-                    change_settings(generation._sync, sync_timeout_s=60.0)
+                    change_settings(generation.sync, sync_timeout_s=60.0)
 
     def wrong_key() -> None:
         with proxy_does("refuse the key"):
@@ -99,7 +99,7 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         if index == 0:
             next(value for name, value in policy.named_parameters() if "lora_B" in name).data.fill_(float("nan"))
         generation.sync_weights()
-        return generation._active_name
+        return generation.active_name
 
     def back_to_first() -> Outcome:
         randomize_adapter(policy, seed=1)
@@ -176,7 +176,7 @@ def overlapping(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
             ddp_timeout=400,
         )
         trainer.train()
-        leased = trainer.vllm_generation._sync.ledger.leased if PartialState().is_main_process else []
+        leased = trainer.vllm_generation.sync.ledger.leased if PartialState().is_main_process else []
         return {"batches": batches, "states": states, "steps": steps_of(trainer), "leased": len(leased)}
 
     def broken() -> None:

@@ -198,21 +198,21 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         outcome["distance"] = distance(copy, rows).mean().item()
         outcome["moved"] = distance(untrained, rows).mean().item()
         if process == 0:
-            alone = export_adapter(copy, folder / "alone", dtype=generation._dtype).path
-            stored = generation._sync.active.path
+            alone = export_adapter(copy, folder / "alone", dtype=generation.dtype).path
+            stored = generation.sync.active.path
             names = sorted(file.name for file in alone.iterdir())
             outcome["files"] = names
             outcome["same"] = {name: (alone / name).read_bytes() == (stored / name).read_bytes() for name in names}
-            outcome["adapter_bytes"] = generation._sync.active.payload_bytes
+            outcome["adapter_bytes"] = generation.sync.active.payload_bytes
         return outcome
 
     def verified() -> Outcome:
         """What a sync logs that has to prove itself anew."""
         reports: list[SyncReport] = []
-        generation._on_sync, log = reports.append, generation._on_sync
+        generation.on_sync, log = reports.append, generation.on_sync
         set_proof(generation, is_proven=False)
         generation.sync_weights()
-        generation._on_sync = log
+        generation.on_sync = log
         return reports[0].metrics()
 
     def disproved() -> None:
@@ -247,7 +247,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     def failing_gather() -> None:
         """The last process cannot read its part of the adapter, which is a shard or all of it."""
         owner, name = (
-            (trl_lora_sync.distributed, "shards_of") if is_sharded(generation.model) else (generation, "_linears")
+            (trl_lora_sync.distributed, "shards_of") if is_sharded(generation.model) else (generation, "linears")
         )
         original = getattr(owner, name)
         if process == trainer.accelerator.num_processes - 1:
@@ -276,8 +276,8 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
 
 def set_proof(generation: Any, *, is_proven: bool) -> None:
     """Make the next sync verify its version, or not."""
-    if generation._sync is not None:
-        for server in generation._sync.fleet.servers:
+    if generation.accelerator.is_main_process:
+        for server in generation.sync.fleet.servers:
             server.is_verified = is_proven
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contract.reference import FakeReference, adapter_for
+from contract.reference import FakeReference
 from contract.served import SMALL, sampling, soon
-from fakes.sglang import FakeSGLang
 from support.settings import plain_settings
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
@@ -16,6 +15,7 @@ from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import run
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang, random_adapter
 from trl_lora_sync.verify import TrainedBase
 
 GROUPS = [PromptGroup(prompt=[10 + row, 20, 30 + row], count=2) for row in range(12)]
@@ -32,11 +32,11 @@ class FleetRun:
     scored: int = 0
 
     def start(self) -> str:
-        return self.sync.start(self._read, self.base())
+        return self.sync.start(self.read_next, self.base())
 
     def publish(self) -> SyncReport:
         self.step += 1
-        return self.sync.publish(self._read(self.sync.form))
+        return self.sync.publish(self.read_next(self.sync.form))
 
     def generate(self, groups: Sequence[PromptGroup] = GROUPS) -> list[list[Completion]]:
         assert self.sync.active is not None
@@ -70,8 +70,8 @@ class FleetRun:
 
         return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, logprobs=logprobs)
 
-    def _read(self, form: Form) -> CanonicalAdapter:
-        self.read.append(adapter_for(SMALL, self.step, rank=8))
+    def read_next(self, form: Form) -> CanonicalAdapter:
+        self.read.append(random_adapter(SMALL, self.step, rank=8))
         return self.read[-1]
 
     def wait_for_unloads(self) -> None:

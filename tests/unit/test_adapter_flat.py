@@ -154,7 +154,7 @@ def test_memory_is_kept_between_exports_and_given_back_at_the_end() -> None:
     assert first.flat.data_ptr() == second.flat.data_ptr()
     assert first.flat.numel() * 2 == first.payload_bytes  # one adapter, and no more
     buffer.release()
-    assert buffer._plan is None
+    assert buffer.plan is None
     assert_same(buffer.export([lora_module()], dtype=torch.float16), [lora_module()], torch.float16)
 
 
@@ -168,7 +168,7 @@ def test_copy_on_the_host_outlives_the_next_export() -> None:
 def test_large_adapters_are_folded_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [lora_module(f"layer.{number}", rank=1 + number % 3, seed=number) for number in range(9)]
     for elements in (1, 70, 100, 10**6):
-        monkeypatch.setattr(flat_module, "_SCRATCH_ELEMENTS", elements)
+        monkeypatch.setattr(flat_module, "SCRATCH_ELEMENTS", elements)
         assert_same(FlatBuffer().export(modules, dtype=torch.bfloat16), modules, torch.bfloat16)
 
 
@@ -212,7 +212,7 @@ def test_adapter_of_a_cpu_trainer_is_not_put_into_the_buffer() -> None:
     reader, model = AdapterReader(), lora_model()
     reader.linears(model)
     assert type(reader.read(model, dtype=torch.float32)) is CanonicalAdapter
-    assert reader._buffer._plan is None
+    assert reader.buffer.plan is None
 
 
 def test_header_is_what_the_installed_safetensors_writes(tmp_path: Path) -> None:

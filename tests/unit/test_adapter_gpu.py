@@ -94,13 +94,13 @@ def test_values_that_are_not_finite_are_refused_in_the_same_words() -> None:
 def test_slot_is_page_locked_until_it_is_discarded(folder: Path) -> None:
     """CUDA refuses to lock memory twice, so a refusal says that it is locked."""
     slot = Slot(folder / "slot", 1 << 20, GPU)
-    assert slot._bytes.is_pinned()
+    assert slot.memory.is_pinned()
     with pytest.raises(PageLockError, match="already"):
-        lock_pages(slot._bytes, GPU)
-    address = slot._bytes.data_ptr()
+        lock_pages(slot.memory, GPU)
+    address = slot.memory.data_ptr()
     slot.discard()
     again = Slot(folder / "slot", 1 << 20, GPU)  # often at the same address
-    assert again._bytes.is_pinned(), address
+    assert again.memory.is_pinned(), address
     again.discard()
 
 
@@ -108,7 +108,7 @@ def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
     """The next kernel of the training reported it as its own."""
     slot = Slot(folder / "slot", 1 << 20, GPU)
     with pytest.raises(PageLockError):
-        lock_pages(slot._bytes, GPU)
+        lock_pages(slot.memory, GPU)
     assert torch.ones(8, device=GPU).sum().item() == 8
     torch.cuda.synchronize()
     slot.discard()
@@ -117,7 +117,7 @@ def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
 def test_copy_is_done_when_it_returns(folder: Path) -> None:
     source = torch.randn(1 << 24, device=GPU)
     slot = Slot(folder / "slot", source.numel() * 4, GPU)
-    target = slot._bytes.view(torch.float32)
+    target = slot.memory.view(torch.float32)
     for _ in range(5):
         source.normal_()
         copy_to_host(target, source)

@@ -80,9 +80,9 @@ def trials_of(model: Any, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool = F
     monkeypatch.setattr("trl_lora_sync.adapter_generation.PROBE_PROMPT", PROBE)
     initial = remember_initial_adapter(model, is_new=True)
     generation: Any = SimpleNamespace(
-        _settings=SimpleNamespace(verify="first"),
+        settings=SimpleNamespace(verify="first"),
         _reader=AdapterReader(),
-        _dtype=torch.float32,
+        dtype=torch.float32,
         _initial=initial,
         _is_sharded=lambda: False,
         model=model,
@@ -90,7 +90,7 @@ def trials_of(model: Any, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool = F
     )
     logprobs = base_logprobs(model, PROBE, initial=initial)
     base = TrainedBase(name=None, vocab_size=VOCABULARY, logprobs=lambda prompt_ids: logprobs)
-    return AdapterGeneration._trials(generation, base, is_whole=is_whole)(base)
+    return AdapterGeneration.trials(generation, base, is_whole=is_whole)(base)
 
 
 def pissa_model() -> Any:

@@ -255,16 +255,16 @@ def test_a_sharded_model_with_an_adapter_on_what_sees_images_is_refused() -> Non
         AdapterReader(proves_groups=True),
     )
     generation: Any = SimpleNamespace(
-        _settings=SimpleNamespace(verify="first"),
+        settings=SimpleNamespace(verify="first"),
         _reader=reader,
-        _dtype=torch.float32,
+        dtype=torch.float32,
         _initial={},
         _is_sharded=lambda: True,
         model=model,
         accelerator=SimpleNamespace(device=torch.device("cpu")),
     )
     with pytest.raises(UnsupportedSettingError, match=r"ZeRO-3 shards.*exclude_modules='\.\*\(visual\)"):
-        AdapterGeneration._trials(generation, None)  # type: ignore[arg-type]
+        AdapterGeneration.trials(generation, None)  # type: ignore[arg-type]
 
 
 # Mixtures of experts

@@ -53,8 +53,8 @@ def test_a_model_that_is_not_in_the_table_keeps_its_names(model: Any) -> None:
 
 
 def test_all_families_in_the_table_are_tested() -> None:
-    from trl_lora_sync.adapter.names import _LANGUAGE_MODEL
+    from trl_lora_sync.adapter.names import LANGUAGE_MODELS
 
     elsewhere = {"qwen3_vl_moe"}  # in test_adapter_experts
-    assert {build(name).config.model_type for name in FAMILIES} | elsewhere == set(_LANGUAGE_MODEL)
+    assert {build(name).config.model_type for name in FAMILIES} | elsewhere == set(LANGUAGE_MODELS)
     assert set(FAMILIES) < set(MODELS)

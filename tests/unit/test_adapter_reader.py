@@ -94,7 +94,7 @@ def test_modules_are_named_once_as_long_as_they_stay(monkeypatch: pytest.MonkeyP
     def fail(*_: object) -> None:
         raise AssertionError("the modules were named again")
 
-    monkeypatch.setattr(export, "_find_layers", fail)
+    monkeypatch.setattr(export, "find_layers", fail)
     for seed in range(3):
         randomize_adapters(model, seed=seed)
         reader.linears(model)

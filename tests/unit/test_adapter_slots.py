@@ -602,7 +602,7 @@ def test_a_slot_that_was_damaged_after_it_was_written_is_found_out(
 
 
 def test_large_slots_are_compared_in_parts(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(slots, "CHUNK_BYTES", 1000)
     adapter = big_flat(100_001 // 8 * 8)
     stored = store.write(1, adapter)
     store.check(stored, adapter)

@@ -554,8 +554,8 @@ def dead_run(root: Path, run_id: str = RUN, **owner: str) -> Path:
     """The folder of a run whose process is gone; `owner` replaces what it noted about itself."""
     store = AdapterStore(root, run_id=run_id)
     store.write(1, canonical())
-    assert store._lock is not None
-    os.close(store._lock)
+    assert store.lock is not None
+    os.close(store.lock)
     note = store.directory / "owner.json"
     note.write_text(json.dumps(json.loads(note.read_text()) | owner))
     return store.directory

@@ -16,7 +16,6 @@ import torch
 from accelerate import PartialState
 from contract.served import SMALL
 from datasets import Dataset
-from fakes.sglang import FakeSGLang
 from make_model import make_tokenizer
 from peft import LoraConfig
 from support.async_runs import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -31,6 +30,7 @@ from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, Unsuppo
 from trl_lora_sync.rollouts import RolloutWorker
 from trl_lora_sync.scoring import adapter_logprobs
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang
 from trl_lora_sync.verify import PROBE_PROMPT
 from unit.fleets import FleetRun, settings_for
 
@@ -290,7 +290,7 @@ def test_request_ends_by_the_shorter_of_two_settings(
     request_timeout: int, generation_timeout: float, named: str, training: FleetRun
 ) -> None:
     assert training.sync.settings.generation_timeout_s == generation_timeout
-    deadline = worker_for(training, request_timeout=request_timeout)._deadline()
+    deadline = worker_for(training, request_timeout=request_timeout).deadline()
     assert deadline.budget_s == min(request_timeout, generation_timeout)
     assert named in deadline.task
 

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.reference import adapter_for
 from contract.served import SMALL
-from fakes.sglang import FakeSGLang
 
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.cli.diagnosis import Diagnosis
@@ -24,6 +22,7 @@ from trl_lora_sync.cli.examination import Examination
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins import cuda_ipc
 from trl_lora_sync.engines.base import Capabilities
+from trl_lora_sync.testing import FakeSGLang, random_adapter
 from unit.servers import Request, nobody_listening, serving
 
 pytestmark = pytest.mark.outside
@@ -49,7 +48,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    write_adapter(tmp_path / "adapter", adapter_for(SMALL, 1, rank=8))
+    write_adapter(tmp_path / "adapter", random_adapter(SMALL, 1, rank=8))
     return tmp_path / "adapter"
 
 
@@ -82,7 +81,7 @@ def test_good_server_and_adapter_pass_and_nothing_is_left(
 def test_untrained_adapter_is_expected_to_change_nothing(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    zero = adapter_for(SMALL, 1, rank=8)
+    zero = random_adapter(SMALL, 1, rank=8)
     for name, tensor in zero.tensors.items():
         if "lora_B" in name:
             tensor.zero_()
@@ -98,7 +97,7 @@ def test_adapter_that_is_not_served_is_a_problem(
     """As vLLM does with tensor names that match no layer: the load succeeds, and the base answers."""
     from trl_lora_sync.engines.sglang.engine import SGLangEngine
 
-    monkeypatch.setattr(SGLangEngine, "_lora_path", lambda self, model: None)
+    monkeypatch.setattr(SGLangEngine, "lora_path", lambda self, model: None)
     fake = start()
     code, [server] = diagnose(capsys, fake.base_url, "--adapter", adapter, "--dir", tmp_path / "shared")
     assert code == 1
@@ -187,7 +186,7 @@ def test_adapters_of_others_are_mentioned(
 
     fake, store = start(), AdapterStore(tmp_path / "sync")
     engine = engine_at(fake.base_url, "sglang")
-    engine.load(store.write(3, adapter_for(SMALL, 1, rank=8)), soon())
+    engine.load(store.write(3, random_adapter(SMALL, 1, rank=8)), soon())
     code, [server] = diagnose(capsys, fake.base_url)
     assert code == 0
     said = words(server, "note")["loaded adapters"]
@@ -304,7 +303,7 @@ def test_a_gpu_that_the_server_does_not_see_is_named(
     served = replace(CAPABILITIES, gpus=theirs)
     engine: Any = SimpleNamespace(base_url="http://localhost:8000", capabilities=served)
     diagnosis = Diagnosis(engine.base_url)
-    Examination(engine, make_case(None, None, None, None, None, 1.0), diagnosis, [])._check_gpus()
+    Examination(engine, make_case(None, None, None, None, None, 1.0), diagnosis, []).check_gpus()
     found = [(one.status, one.words) for one in diagnosis.findings if one.name == "GPU to GPU"]
     assert len(found) == (expected is not None)
     for status, said in found:

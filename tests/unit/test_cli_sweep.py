@@ -7,19 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contract.reference import adapter_for
 from contract.served import SMALL, engine_at, soon
-from fakes.sglang import FakeSGLang
 
 from trl_lora_sync import places
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, run_states
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Engine
 from trl_lora_sync.runtime import run
+from trl_lora_sync.testing import FakeSGLang, random_adapter
 from trl_lora_sync.transports import HTTPTransport
 from unit.servers import nobody_listening
 
-ADAPTER = adapter_for(SMALL, 1, rank=8)
+ADAPTER = random_adapter(SMALL, 1, rank=8)
 
 
 @pytest.fixture
@@ -47,8 +46,8 @@ def dead_run(root: Path) -> tuple[AdapterStore, StoredAdapter]:
     """A run that was killed: its folder is there, and its lock is free."""
     store = AdapterStore(root)
     stored = store.write(1, ADAPTER)
-    assert store._lock is not None
-    os.close(store._lock)
+    assert store.lock is not None
+    os.close(store.lock)
     return store, stored
 
 
@@ -107,7 +106,7 @@ def test_runs_below_an_output_dir_are_found(tmp_path: Path, capsys: pytest.Captu
 def test_without_an_argument_the_default_folder_is_swept(
     is_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(places, "SHARED_MEMORY", tmp_path)
     root = tmp_path / f"trl-lora-sync-{os.getuid()}"
     dead = dead_run(root)[0] if is_there else None
     assert main(["sweep"]) == 0

@@ -16,7 +16,6 @@ import pytest
 import torch
 from contract.served import SMALL
 from contract.served import soon as within
-from fakes.sglang import FakeSGLang
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.shared_memory import shared_folder
 from torch import Tensor
@@ -31,6 +30,7 @@ from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.version_note import VersionNote
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.testing import FakeSGLang
 from trl_lora_sync.transports import DiskTransport
 from unit.test_fleet import handle_of
 from unit.test_slot_writer import BF16, Served, damage_tensors, flat
@@ -49,7 +49,7 @@ class OnOneHost(Served):
         self.trainer = StandInProcess(self.gpu)
         self.worker = StandInProcess(self.gpu) if visible is None else StandInProcess(self.gpu, visible)
         self.store = AdapterStore(folder / "root", slots=SlotRing(driver_for=self.trainer, shares_gpu=True))
-        self.writer._files = MappedFiles(CPU, self.worker)
+        self.writer.files = MappedFiles(CPU, self.worker)
 
     def publish(self, seed: int, rank: int = 2) -> StoredAdapter:
         """As a run does: the file is completed while the worker loads."""
@@ -129,9 +129,9 @@ def test_a_load_of_a_known_kind_needs_no_file(served: OnOneHost) -> None:
 def test_a_version_that_is_withdrawn_at_once_leaves_its_slot_complete(served: OnOneHost) -> None:
     stored = served.write(1)
     served.store.delete(stored)
-    ring = served.store._slots
+    ring = served.store.slots
     assert ring is not None
-    assert [slot.is_unfinished for slot in ring._free] == [False]
+    assert [slot.is_unfinished for slot in ring.free] == [False]
     assert served.serves(served.publish(2))
 
 
@@ -205,9 +205,9 @@ def test_a_larger_adapter_gets_other_memory(served: OnOneHost) -> None:
     [second] = served.gpu.owners
     assert served.gpu.opened == {second: 1}
     started = time.monotonic()
-    with served.writer._files.opened(1, socket_of(older)) as memory:
+    with served.writer.files.opened(1, socket_of(older)) as memory:
         assert memory is None
-    assert time.monotonic() - started < shared_files._PATIENCE_S  # no memory of the past is waited for
+    assert time.monotonic() - started < shared_files.PATIENCE_S  # no memory of the past is waited for
     assert first != second
     mapped = served.writer.counts["mapped"]
     assert served.serves(served.publish(3))  # a smaller one fits
@@ -218,7 +218,7 @@ def test_a_larger_adapter_gets_other_memory(served: OnOneHost) -> None:
 def test_a_worker_closes_the_memory_once_the_trainer_is_gone(served: OnOneHost) -> None:
     served.publish(1)
     assert served.gpu.opened
-    [connection] = served.store._slots._shared._workers  # type: ignore[union-attr]
+    [connection] = served.store.slots._shared._workers  # type: ignore[union-attr]
     connection.close()
     assert soon(lambda: not served.gpu.opened)
 
@@ -226,9 +226,9 @@ def test_a_worker_closes_the_memory_once_the_trainer_is_gone(served: OnOneHost) 
 def test_memory_that_a_worker_does_not_close_is_not_freed(
     served: OnOneHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shared_files, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(shared_files, "PATIENCE_S", 0.2)
     stored = served.publish(1)
-    with served.writer._files.opened(1, socket_of(stored)) as memory:
+    with served.writer.files.opened(1, socket_of(stored)) as memory:
         assert memory is not None
         served.store.close()
         assert served.gpu.owners
@@ -240,7 +240,7 @@ def test_memory_that_a_worker_does_not_close_is_not_freed(
 def test_an_offer_of_another_form_is_no_reason_to_fail(
     served: OnOneHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shared_files, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(shared_files, "PATIENCE_S", 0.2)
     monkeypatch.setattr(Offer, "encode", lambda self: b'[1, 5, "GPU-x", "abcd"]')
     assert served.serves(served.publish(1))
     assert "offers memory of its GPU in another form" in caplog.text

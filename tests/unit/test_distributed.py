@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from trl_lora_sync.distributed import (
-    _sendable,
     check_launcher,
     check_layouts,
     check_same_start,
     run_on_all,
     run_on_main,
+    sendable,
 )
 from trl_lora_sync.errors import AdapterRejectedError, RemoteProcessError, UnsupportedSettingError
 
@@ -73,11 +73,11 @@ def test_cause_of_an_exception_is_kept_on_process_0(accelerator: Accelerator) ->
 
 def test_exception_that_pickles_is_sent_as_it_is() -> None:
     error = AdapterRejectedError("words")
-    assert _sendable((None, error)) == (None, error)
+    assert sendable((None, error)) == (None, error)
 
 
 def test_result_is_sent_as_it_is() -> None:
-    assert _sendable(("result", None)) == ("result", None)
+    assert sendable(("result", None)) == ("result", None)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_result_is_sent_as_it_is() -> None:
     ids=["cannot be unpickled", "cannot be pickled"],
 )
 def test_exception_that_does_not_pickle_is_sent_by_its_name_and_words(error: Exception, name: str) -> None:
-    result, sent = pickle.loads(pickle.dumps(_sendable((None, error))))
+    result, sent = pickle.loads(pickle.dumps(sendable((None, error))))
     assert result is None
     assert isinstance(sent, RemoteProcessError)
     assert str(sent) == f"Process 0 failed with {name}"

@@ -14,7 +14,6 @@ import docs_hooks
 import pytest
 import torch
 import trl
-from contract.reference import adapter_for
 from contract.served import SMALL
 from peft import IA3Config, LoraConfig
 
@@ -27,6 +26,7 @@ from trl_lora_sync.config import check_choice, server_urls
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.runtime import Blocking
+from trl_lora_sync.testing import random_adapter
 from unit.servers import Request, nobody_listening, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -143,7 +143,7 @@ def literals_of_errors() -> set[str]:
     names = {name for name, _ in inspect.getmembers(errors, inspect.isclass)}
     calls = [
         call
-        for file in sorted(docs_hooks.PACKAGE.rglob("*.py"))
+        for file in docs_hooks.sources()
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call) and call.args and getattr(call.func, "id", "") in names
     ]
@@ -172,7 +172,7 @@ def unset(setting: dict[str, Any]) -> Callable[[], Any]:
 def full_folder(folder: Path) -> None:
     (folder / "taken").mkdir()
     (folder / "taken" / "file").touch()
-    write_adapter(folder / "taken", adapter_for(SMALL, 1, rank=2))
+    write_adapter(folder / "taken", random_adapter(SMALL, 1, rank=2))
 
 
 def unreachable() -> None:

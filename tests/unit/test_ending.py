@@ -97,9 +97,9 @@ def test_forked_child_ends_nothing() -> None:
     ending = Ending(owner, ends)
     child = os.fork()
     if not child:
-        ending._run()
+        ending.run()
         os._exit(ends.count)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    ending._run()
-    ending._run()
+    ending.run()
+    ending.run()
     assert ends.count == 1

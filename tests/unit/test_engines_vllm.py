@@ -16,7 +16,7 @@ from PIL import Image
 from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.vllm.engine import VLLMEngine, _batches
+from trl_lora_sync.engines.vllm.engine import VLLMEngine, in_batches
 from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import (
     AdapterLostError,
@@ -539,7 +539,7 @@ def test_metrics_that_are_not_to_be_had_are_not_needed(status: int, metrics: str
 
 def test_batches_hold_every_group_once_and_equal_counts() -> None:
     groups = [PromptGroup(prompt=[i] if i % 5 else "text", count=1 + i % 2) for i in range(300)]
-    batches = _batches(groups)
+    batches = in_batches(groups)
     assert sorted(index for batch in batches for index in batch) == list(range(300))
     for batch in batches:
         assert len({groups[index].count for index in batch}) == 1
@@ -547,8 +547,8 @@ def test_batches_hold_every_group_once_and_equal_counts() -> None:
 
 
 def test_few_groups_are_sent_one_by_one_and_many_together() -> None:
-    assert [len(b) for b in _batches([PromptGroup(prompt=[i], count=1) for i in range(64)])] == [1] * 64
-    assert len(_batches([PromptGroup(prompt=[i], count=1) for i in range(1000)])) <= 64
+    assert [len(b) for b in in_batches([PromptGroup(prompt=[i], count=1) for i in range(64)])] == [1] * 64
+    assert len(in_batches([PromptGroup(prompt=[i], count=1) for i in range(1000)])) <= 64
 
 
 @pytest.mark.parametrize(("rank", "flag"), [(1, 1), (2, 8), (8, 8), (17, 32), (512, 512), (600, 600)])

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from contract.served import PROMPT, SMALL, sampling, soon
-from fakes.sglang import FakeSGLang
 
 import trl_lora_sync.server_handle
 from trl_lora_sync.adapter.store import StoredAdapter
@@ -31,6 +30,7 @@ from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.server_handle import ServerHandle, ServerState
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang
 from unit.fleets import GROUPS, FleetRun, settings_for
 
 pytestmark = pytest.mark.outside
@@ -143,7 +143,7 @@ def test_a_server_with_another_base_model_is_named_before_anything_is_loaded(run
 
 def test_a_server_of_another_dtype_is_named(run: StartRun) -> None:
     training = run(start=False, servers=[{}, {"dtype": "half"}])
-    adapter = training._read(True)
+    adapter = training.read_next(True)
     half = replace(
         adapter, dtype=torch.bfloat16, tensors={name: value.bfloat16() for name, value in adapter.tensors.items()}
     )
@@ -510,7 +510,7 @@ def test_a_server_that_stays_away_is_an_error_and_nobody_has_the_new_version(run
 def test_a_single_server_that_stays_away_is_an_error_in_time(run: StartRun, is_generating: bool) -> None:
     training = run(servers=1)
     training.publish()
-    training.sync.settings = training.sync.fleet._settings = replace(training.sync.settings, sync_timeout_s=1.0)
+    training.sync.settings = training.sync.fleet.settings = replace(training.sync.settings, sync_timeout_s=1.0)
     training.fakes[0].stop()
     with pytest.raises(ServerUnreachableError, match=f"No server answers at {training.fakes[0].base_url}"):
         training.generate() if is_generating else training.publish()

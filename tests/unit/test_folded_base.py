@@ -117,7 +117,7 @@ def test_rows_are_folded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     base.fold(matrices)
     at_once = bits(weights)
     base.unfold()
-    monkeypatch.setattr(folded_base, "_ELEMENTS_OF_FLOATS", 64)
+    monkeypatch.setattr(folded_base, "ELEMENTS_OF_FLOATS", 64)
     base.fold(matrices)
     assert same(bits(weights), at_once)
     base.unfold()
@@ -142,7 +142,7 @@ def test_failure_while_folding_leaves_the_weights_as_they_were(
 ) -> None:
     weights = weights_of(torch.bfloat16, "cpu")
     before, base = bits(weights), FoldedBase(weights)
-    product, calls = folded_base._product, []
+    product, calls = folded_base.product_of, []
 
     def fails(*matrices: Tensor) -> Tensor:
         calls.append(1)
@@ -150,7 +150,7 @@ def test_failure_while_folding_leaves_the_weights_as_they_were(
             raise torch.OutOfMemoryError("no memory left")
         return product(*matrices)
 
-    monkeypatch.setattr(folded_base, "_product", fails)
+    monkeypatch.setattr(folded_base, "product_of", fails)
     with pytest.raises(torch.OutOfMemoryError):
         base.fold(matrices_of(torch.bfloat16, "cpu"))
     assert not base.is_folded
@@ -163,7 +163,7 @@ def test_failure_while_unfolding_can_be_made_good(monkeypatch: pytest.MonkeyPatc
     base.fold(matrices_of(torch.bfloat16, "cpu"))
     with monkeypatch.context() as patch:
         patch.setattr(
-            folded_base, "_product", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory left"))
+            folded_base, "product_of", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory left"))
         )
         with pytest.raises(torch.OutOfMemoryError):
             base.unfold()
@@ -175,21 +175,21 @@ def test_failure_while_unfolding_can_be_made_good(monkeypatch: pytest.MonkeyPatc
 def test_interrupt_waits_until_the_weights_are_in_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = weights_of(torch.bfloat16, "cpu")
     before, base = bits(weights), FoldedBase(weights)
-    product: Any = folded_base._product
+    product: Any = folded_base.product_of
 
     def interrupted(*matrices: Tensor) -> Tensor:
         os.kill(os.getpid(), signal.SIGINT)
         return product(*matrices)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folded_base, "_product", interrupted)
+        patch.setattr(folded_base, "product_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             base.fold(matrices_of(torch.bfloat16, "cpu"))
     assert not base.is_folded
     assert same(bits(weights), before)
     base.fold(matrices_of(torch.bfloat16, "cpu"))
     with monkeypatch.context() as patch:
-        patch.setattr(folded_base, "_product", interrupted)
+        patch.setattr(folded_base, "product_of", interrupted)
         with pytest.raises(KeyboardInterrupt):
             base.unfold()
     assert not base.is_folded

@@ -116,7 +116,7 @@ def test_a_parameter_that_is_changed_for_the_first_time_while_another_one_holds_
 
 def test_a_version_for_which_there_is_no_memory_leaves_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, before = parameters(), parameters()
-    served, add, calls = folded(weights), folded_base._add, []
+    served, add, calls = folded(weights), folded_base.add_to, []
     served.write(adapter(1), PIECES)
 
     def fails(*given: object) -> None:
@@ -126,7 +126,7 @@ def test_a_version_for_which_there_is_no_memory_leaves_the_base(monkeypatch: pyt
         add(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folded_base, "_add", fails)
+        patch.setattr(folded_base, "add_to", fails)
         with pytest.raises(torch.OutOfMemoryError):
             served.write(adapter(2), PIECES)
     assert same(weights, before)

@@ -196,13 +196,13 @@ def test_extras_follow_the_matrices_in_one_flat_file() -> None:
     reader = AdapterReader("fused")
     reader.linears(model)
     plain = reader.read(model, dtype=torch.bfloat16)
-    reader._is_on_gpu = lambda modules: True  # type: ignore[method-assign]
+    reader.is_on_gpu = lambda modules: True  # type: ignore[method-assign]
     flat: Any = reader.read(model, dtype=torch.bfloat16)
     assert (flat.tokens, flat.config()) == (plain.tokens, plain.config())
     assert flat.tensors.keys() == plain.tensors.keys()
     assert all(torch.equal(flat.tensors[key], plain.tensors[key]) for key in plain.tensors)
     assert sum(one.numel() for one in flat.tensors.values()) == flat.flat.numel()
-    assert isinstance(reader._buffer, FlatBuffer)
+    assert isinstance(reader.buffer, FlatBuffer)
     assert set(widened(plain).tensors) == {key for key in widened(plain).tensors if ".lora_" in key}
 
 
@@ -247,7 +247,7 @@ def test_a_sharded_model_with_more_than_matrices_is_refused() -> None:
     for is_sharded in (False, True):
         generation._sharded = is_sharded
         with pytest.raises(UnsupportedSettingError, match="Use DDP or ZeRO-2") if is_sharded else nullcontext():
-            generation._linears()
+            generation.linears()
 
 
 def damaged(change: Callable[[dict[str, Tensor]], None], folder: Path) -> None:

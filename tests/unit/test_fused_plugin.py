@@ -255,7 +255,7 @@ def test_a_version_whose_files_are_gone_does_not_exist() -> None:
         server = Server()
         await server.load("v1")
         await server.load("v2")
-        server.middleware._adapters["v1"] = "/gone"
+        server.middleware.adapters["v1"] = "/gone"
         status, answer, _ = await server.sample("v1")
         assert (status, "does not exist" in answer["error"]["message"]) == (404, True)
         assert (await server.sample("v2"))[::2] == (200, "v2")
@@ -325,10 +325,10 @@ def test_requests_that_are_cancelled_wherever_they_are_hold_nobody_up() -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert (server.middleware._gate._running, server.middleware._gate._waiting) == (0, [])
+            assert (server.middleware.gate.running, server.middleware.gate.waiting) == (0, [])
             assert (await server.load("v1"))[0] == (await server.load("v2"))[0] == 200
             assert not server.engine.paused
-            assert server.middleware._broken is None
+            assert server.middleware.broken is None
 
     run(test())
 
@@ -492,7 +492,7 @@ def test_what_would_change_the_base_is_refused(path: str) -> None:
 def test_routes_that_sample_nothing_are_never_held_back(path: str) -> None:
     async def test() -> None:
         server = Server()
-        async with server.middleware._gate.changing(1.0):
+        async with server.middleware.gate.changing(1.0):
             assert (await server.ask("POST", path))[0] == 200
 
     run(test())

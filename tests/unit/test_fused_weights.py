@@ -92,7 +92,7 @@ def test_on_a_gpu_too_product_and_sum_are_rounded_once(dtype: torch.dtype, rank:
     weight, lora_A, lora_B = normal(700, 333, 0.02), normal(rank, 2 * 333, 0.05), normal(350, rank, 0.05)
     (base,), kept_in = copies_of([weight], place)
     assert kept_in == place
-    assert fused_weights._kernel(weight.device, dtype) is not None
+    assert fused_weights.kernel_on(weight.device, dtype) is not None
     piece = Piece("w", (0, 350), (333, 666), 350, 0)
     before = weight.clone()
     fuse(FusedAdapter("a", 0.3, {"m": (lora_A, lora_B)}), {"w": InPlace(weight, base)}, {"m": [piece]})

@@ -20,7 +20,7 @@ def config(**changes: Any) -> Any:
 
 
 def test_a_plain_server_is_taken() -> None:
-    worker._check_server(config())
+    worker.check_server(config())
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_a_plain_server_is_taken() -> None:
     ],
 )
 def test_a_server_whose_weights_cannot_be_replaced_is_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(worker._UnsuitableError, match=words):
-        worker._check_server(config(**changes))
+    with pytest.raises(worker.UnsuitableError, match=words):
+        worker.check_server(config(**changes))
 
 
 class FusedMoE(torch.nn.Module):
@@ -65,34 +65,34 @@ class Model(torch.nn.Module):
 
 def test_a_linear_layer_is_taken() -> None:
     model = Model()
-    worker._check_layer(model, "q_proj", {"q_proj": model.q_proj})
+    worker.check_layer(model, "q_proj", {"q_proj": model.q_proj})
 
 
 def test_a_norm_and_a_bias_are_taken_and_those_with_another_form_are_not() -> None:
     model = Model()
     model.norm = torch.nn.LayerNorm(4)
-    worker._check_layer(model, "norm", {})
-    worker._check_layer(model, "q_proj.bias", {"q_proj": model.q_proj})
+    worker.check_layer(model, "norm", {})
+    worker.check_layer(model, "q_proj.bias", {"q_proj": model.q_proj})
     model.norm.quant_method = LatentAttention(model.q_proj)
-    with pytest.raises(worker._UnsuitableError, match="'norm', which is a LayerNorm and no unquantised"):
-        worker._check_layer(model, "norm", {})
+    with pytest.raises(worker.UnsuitableError, match="'norm', which is a LayerNorm and no unquantised"):
+        worker.check_layer(model, "norm", {})
 
 
 def test_dora_is_refused_where_a_worker_has_a_part_of_each_row() -> None:
-    fused = worker._FusedModel.__new__(worker._FusedModel)
-    fused._pieces = {
+    fused = worker.FusedModel.__new__(worker.FusedModel)
+    fused.pieces = {
         "q_proj": [Piece("qkv_proj", (0, 4), (0, 8), 0, 0)],
         "o_proj": [Piece("o_proj", (0, 8), (4, 8), 0, 0)],
     }
     shapes: dict[str, tuple[int, ...]] = {"q_proj": (8, 8), "o_proj": (8, 8)}
-    fused._check_whole_rows(["q_proj"], shapes)
-    with pytest.raises(worker._UnsuitableError, match=r"'o_proj' is trained with DoRA.*--tensor-parallel-size"):
-        fused._check_whole_rows(["q_proj", "o_proj"], shapes)
+    fused.check_whole_rows(["q_proj"], shapes)
+    with pytest.raises(worker.UnsuitableError, match=r"'o_proj' is trained with DoRA.*--tensor-parallel-size"):
+        fused.check_whole_rows(["q_proj", "o_proj"], shapes)
 
 
 def test_experts_without_plain_weights_are_refused_by_name() -> None:
-    with pytest.raises(worker._UnsuitableError, match=r"'experts\.w13_weight', which is a FusedMoE.*target_modules"):
-        worker._check_layer(Model(), "experts.w13_weight", {})
+    with pytest.raises(worker.UnsuitableError, match=r"'experts\.w13_weight', which is a FusedMoE.*target_modules"):
+        worker.check_layer(Model(), "experts.w13_weight", {})
 
 
 class UnquantizedFusedMoEMethod:
@@ -104,26 +104,26 @@ class UnquantizedFusedMoEMethod:
 def test_experts_are_taken_with_kernels_that_keep_the_order_of_their_weights(backend: str) -> None:
     model = Model()
     model.experts.quant_method = UnquantizedFusedMoEMethod(backend)  # type: ignore[assignment]
-    experts = worker._experts_of(model)
+    experts = worker.experts_of(model)
     assert experts == {"experts.w13_weight": model.experts}
     if backend in ("TRITON", "CPU"):
-        worker._check_layer(model, "experts.w13_weight", {}, experts)
+        worker.check_layer(model, "experts.w13_weight", {}, experts)
     else:
-        with pytest.raises(worker._UnsuitableError, match=rf"\({backend}\).*--moe-backend triton"):
-            worker._check_layer(model, "experts.w13_weight", {}, experts)
+        with pytest.raises(worker.UnsuitableError, match=rf"\({backend}\).*--moe-backend triton"):
+            worker.check_layer(model, "experts.w13_weight", {}, experts)
 
 
 def test_a_layer_that_is_kept_in_another_form_as_well_is_refused() -> None:
     model = Model()
-    with pytest.raises(worker._UnsuitableError, match=r"LatentAttention \('attention'\) also keeps"):
-        worker._check_layer(model, "kv_b_proj", {"kv_b_proj": model.kv_b_proj})
+    with pytest.raises(worker.UnsuitableError, match=r"LatentAttention \('attention'\) also keeps"):
+        worker.check_layer(model, "kv_b_proj", {"kv_b_proj": model.kv_b_proj})
 
 
 def test_what_goes_wrong_in_a_worker_is_an_answer() -> None:
     def fail() -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    answer = worker._answer(fail)
+    answer = worker.answered(fail)
     assert (answer["ok"], answer["status"], answer["error"]) == (False, 500, "OutOfMemoryError: CUDA out of memory")
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 from contract.served import PROMPT, SMALL, sampling, soon
-from fakes.sglang import FakeSGLang
 
 from trl_lora_sync.engines.base import TIMEOUTS, PromptGroup
 from trl_lora_sync.engines.http import unthrottled
@@ -22,6 +21,7 @@ from trl_lora_sync.errors import GenerationError
 from trl_lora_sync.runtime import in_parallel
 from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang
 from unit.fleets import FleetRun, settings_for
 from unit.servers import nobody_listening
 
@@ -70,7 +70,7 @@ def wait_until_generating(training: FleetRun) -> None:
     Before, threads are started, and an asynchronous exception for the thread that starts another one may hit that
     instead, for which the first then waits for ever (CPython 3.11, whose new threads have the id of the old at first).
     """
-    training.fakes[0].wait_until(lambda: sum(len(fake._running) for fake in training.fakes) == ROWS)
+    training.fakes[0].wait_until(lambda: sum(fake.running for fake in training.fakes) == ROWS)
 
 
 def interrupt_main_thread(training: FleetRun) -> None:
@@ -124,7 +124,7 @@ def test_an_interrupt_ends_a_generation_at_once_and_the_servers_abort_it(
 
         assert time.monotonic() - started < AT_ONCE_S
         for fake in training.fakes:
-            fake.wait_until(lambda fake=fake: not fake._running and set(fake.in_flight.values()) == {0})
+            fake.wait_until(lambda fake=fake: not fake.running and set(fake.in_flight.values()) == {0})
     started = time.monotonic()
     training.sync.close()
     assert time.monotonic() - started < AT_ONCE_S
@@ -145,7 +145,7 @@ def test_a_server_that_is_slow_to_abort_is_not_left_before_it_has(
     interrupt(training)
 
     assert time.monotonic() - started < AT_ONCE_S
-    fake.wait_until(lambda: not fake._running and set(fake.in_flight.values()) == {0})
+    fake.wait_until(lambda: not fake.running and set(fake.in_flight.values()) == {0})
     training.sync.close()
     assert training.adapters() == [[]]
 
@@ -160,7 +160,7 @@ def test_a_request_that_fails_ends_the_others_at_once(run: StartRun) -> None:
     with pytest.raises(GenerationError, match="could not sample"):
         generate_for_long(training)
     assert time.monotonic() - started < AT_ONCE_S
-    fake.wait_until(lambda: not fake._running)
+    fake.wait_until(lambda: not fake.running)
 
 
 def test_a_request_that_fails_ends_the_pauses_of_limited_ones_at_once() -> None:

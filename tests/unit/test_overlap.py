@@ -12,7 +12,6 @@ import pytest
 import trl
 from contract.served import SMALL, sampling, soon
 from datasets import Dataset
-from fakes.sglang import FakeSGLang
 from peft import LoraConfig
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer, LoRASyncConfig, LoRASyncTrainer, RLOOConfig
@@ -29,6 +28,7 @@ from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.server_handle import ServerHandle
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang
 from trl_lora_sync.trl_checks import check_overlap
 from unit.fleets import GROUPS, FleetRun, settings_for
 
@@ -72,7 +72,7 @@ def batch(overlap: Overlap, groups: list[PromptGroup], following: list[PromptGro
 
 def wait_until_sampling(run: FleetRun, tokens: int = 1) -> None:
     for fake in run.fakes:
-        fake.wait_until(lambda fake=fake: len(fake._running) >= tokens)
+        fake.wait_until(lambda fake=fake: fake.running >= tokens)
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensors"])
@@ -173,7 +173,7 @@ def test_cancelling_ends_the_requests_at_once_and_leaves_nothing(start: Start, t
 
     assert time.monotonic() - started < AT_ONCE_S
     for fake in run.fakes:
-        fake.wait_until(lambda fake=fake: not fake._running)
+        fake.wait_until(lambda fake=fake: not fake.running)
     assert run.sync.ledger.leased == []
     assert run.adapters() == [[], []]
     assert not (tmp_path / "sync").exists()

@@ -106,9 +106,9 @@ def test_wheel_holds_no_benchmark_and_no_module_that_only_benchmarks_use(wheel: 
         if name.endswith(".py")
     }
     assert [name for name, source in sources.items() if is_benchmark(source)] == []
-    # What users start: the commands, the scripts, the plugins inside an engine, and the package's own names, which
-    # `trl_lora_sync` imports for the type checker.
-    used = {"trl_lora_sync", "trl_lora_sync.cli.main"}
+    # What users start: the commands, the scripts, the plugins inside an engine, what their tests import, and the
+    # package's own names, which `trl_lora_sync` imports for the type checker.
+    used = {"trl_lora_sync", "trl_lora_sync.cli.main", "trl_lora_sync.testing"}
     used |= {f"trl_lora_sync.cli.{'training' if name in TRAINING else name}" for name in COMMANDS}
     used |= {name for name in sources if name.startswith(("trl_lora_sync.scripts.", "trl_lora_sync.engine_plugins."))}
     new = set(used)

@@ -107,7 +107,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     yield start
     for server in started:
-        server.middleware._store.close()
+        server.middleware.store.close()
     assert list(tmp_path.iterdir()) == [root]
     assert list(root.iterdir()) == []
 
@@ -226,13 +226,13 @@ def test_a_body_that_is_not_what_was_announced_is_refused_and_leaves_nothing(
     assert seen == status
     assert words in answer["error"]["message"]
     assert server.files() == []
-    assert server.middleware._store._arriving == 0
+    assert server.middleware.store.arriving == 0
 
 
 def test_an_upload_that_takes_too_long_is_broken_off_and_leaves_nothing(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_middleware, "_UPLOAD_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(push_middleware, "UPLOAD_TIMEOUT_S", 0.01)
     server, body, answer = serve(), safetensors(), []
 
     async def receive() -> Any:
@@ -274,7 +274,7 @@ def test_of_two_uploads_of_one_name_the_second_to_end_is_refused(tmp_path: Path)
     second.abort()
 
     assert caught.value.status == 409
-    assert [path.name for path in store._open_folder().iterdir()] == ["a"]
+    assert [path.name for path in store.open_folder().iterdir()] == ["a"]
     store.close()
 
 

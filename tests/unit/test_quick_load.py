@@ -132,8 +132,8 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def test_from_the_second_of_a_kind_on_tensors_are_read_here_and_are_the_same(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int, buffers: int
 ) -> None:
-    monkeypatch.setattr(vllm_quick_load_worker, "_BUFFER_BYTES", buffer_bytes)
-    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(vllm_quick_load_worker, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", 100)
     for seed in range(4):
         tensors = adapter(seed)
         way, found = worker.load(tensors)
@@ -157,7 +157,7 @@ def test_kinds_may_alternate(worker: Worker) -> None:
 
 
 def test_the_kinds_that_were_not_seen_for_long_are_forgotten(worker: Worker) -> None:
-    ranks = range(1, vllm_quick_load_worker._KINDS + 2)
+    ranks = range(1, vllm_quick_load_worker.KINDS + 2)
     for rank in ranks:
         worker.load(adapter(0, rank=rank))
     assert worker.load(adapter(0, rank=ranks[0]))[0] == USUALLY
@@ -222,9 +222,9 @@ def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first part is missing as a whole, and those that follow are still being read."""
-    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", 100)
     (tmp_path / "file").write_bytes(bytes(1000))
-    read_now, reading = safetensors_file._read_into, []
+    read_now, reading = safetensors_file.read_into, []
 
     def read_slowly(file: int, view: memoryview, offset: int) -> None:
         reading.append(offset)
@@ -235,7 +235,7 @@ def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
         finally:
             reading.remove(offset)
 
-    monkeypatch.setattr(safetensors_file, "_read_into", read_slowly)
+    monkeypatch.setattr(safetensors_file, "read_into", read_slowly)
     with (tmp_path / "file").open("rb") as file:
         with pytest.raises(ShortFileError, match="shorter than its header promises"):
             list(ParallelReader().read(file.fileno(), memoryview(bytearray(1000)), 1000))
@@ -243,7 +243,7 @@ def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
 
 
 def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", 7)
     content = bytes(range(250)) * 4
     (tmp_path / "file").write_bytes(content)
     into = bytearray(900)
@@ -407,9 +407,9 @@ def test_memory_for_all_adapters_that_vllm_keeps_is_allocated_with_the_first_one
 ) -> None:
     """Else each of the first syncs of a run would wait for pinned memory."""
     asked: list[int] = []
-    allocate = vllm_quick_load_worker._memory_for
+    allocate = vllm_quick_load_worker.memory_for
     monkeypatch.setattr(
-        vllm_quick_load_worker, "_memory_for", lambda buffer: asked.append(buffer.size) or allocate(buffer)
+        vllm_quick_load_worker, "memory_for", lambda buffer: asked.append(buffer.size) or allocate(buffer)
     )
     worker, tensors = Worker(tmp_path), adapter(1)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

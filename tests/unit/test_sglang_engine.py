@@ -15,10 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from contract.reference import adapter_for
 from contract.served import PROMPT, SMALL, sampling, soon
-from fakes.sglang import VERSIONS, FakeSGLang
-from fakes.sglang_scheduler import ServerArgs, StrictUnpickler
 from support.bodies import bytes_of_body
 
 from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize, complete_siblings
@@ -31,6 +28,8 @@ from trl_lora_sync.engines.sglang.engine import SGLangEngine
 from trl_lora_sync.engines.sglang.payload import TensorPayload
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, GenerationError, ServerAuthError
 from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.testing import VERSIONS, FakeSGLang, ServerArgs, random_adapter
+from trl_lora_sync.testing.sglang_scheduler import StrictUnpickler
 from trl_lora_sync.transports import HTTPTransport
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
 from unit.servers import serving
@@ -71,7 +70,7 @@ Serve = Callable[..., tuple[FakeSGLang, SGLangEngine]]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_payload_unpickles_under_the_strictest_allow_list(version: str, dtype: torch.dtype, tp_size: int) -> None:
-    adapter = adapter_for(SMALL, 1, rank=R)
+    adapter = random_adapter(SMALL, 1, rank=R)
     adapter = replace(adapter, tensors={name: value.to(dtype) for name, value in adapter.tensors.items()}, dtype=dtype)
     per_rank = version >= "0.5.17"
     body = TensorPayload().body("a-v1", adapter, per_rank=per_rank, tp_size=tp_size)
@@ -92,7 +91,7 @@ def test_a_payload_unpickles_under_the_strictest_allow_list(version: str, dtype:
 
 
 def test_a_payload_writes_the_shared_buffer_once() -> None:
-    adapter = adapter_for(SMALL, 1, rank=R)
+    adapter = random_adapter(SMALL, 1, rank=R)
     size = sum(len(piece) for piece in TensorPayload().pickle(adapter.tensors))
     assert adapter.payload_bytes < size < 1.2 * adapter.payload_bytes + 10_000
 
@@ -100,7 +99,7 @@ def test_a_payload_writes_the_shared_buffer_once() -> None:
 def test_payloads_of_growing_and_shrinking_adapters_reuse_one_maker() -> None:
     maker = TensorPayload()
     for rank in (2, 8, 4):
-        adapter = adapter_for(SMALL, rank, rank=rank)
+        adapter = random_adapter(SMALL, rank, rank=rank)
         data = b"".join(maker.pickle(adapter.tensors))
         found = StrictUnpickler(io.BytesIO(data), ServerArgs()).load()
         assert all(torch.equal(found[name], value) for name, value in adapter.tensors.items())
@@ -115,7 +114,7 @@ def test_tensors_are_sent_once_with_the_key_the_version_wants(
     monkeypatch.setenv("SGLANG_API_KEY", "api")
     monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "admin")
     fake, engine = serve(version, api_key="api", admin_api_key="admin")
-    stored = Blocking(HTTPTransport(tmp_path)).write(1, adapter_for(SMALL, 1, rank=R))
+    stored = Blocking(HTTPTransport(tmp_path)).write(1, random_adapter(SMALL, 1, rank=R))
     engine.load(stored, soon())
     assert engine.unload(stored.name, soon())
     sent = [(request.path, request.token) for request in fake.requests if request.method == "POST"]
@@ -134,7 +133,7 @@ def test_an_admin_key_that_the_server_does_not_have_does_no_harm(serve: Serve, m
 
 def part(*modules: str) -> list[LoRAModule]:
     """The modules of an adapter, as the trainer would hold them."""
-    tensors = adapter_for(SMALL, 1, rank=R, modules=modules).tensors
+    tensors = random_adapter(SMALL, 1, rank=R, modules=modules).tensors
     names = [key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")]
     return [
         LoRAModule(
@@ -327,7 +326,7 @@ def refusal(words: str) -> tuple[int, Any]:
 
 
 def stored_at(tmp_path: Path) -> StoredAdapter:
-    return AdapterStore(tmp_path / "sync").write(1, adapter_for(SMALL, 1, rank=R))
+    return AdapterStore(tmp_path / "sync").write(1, random_adapter(SMALL, 1, rank=R))
 
 
 @pytest.mark.parametrize(
@@ -352,7 +351,7 @@ def test_the_same_words_about_tensors_are_a_refusal(serve: Serve, tmp_path: Path
     fake, engine = serve()
     fake.canned["/load_lora_adapter_from_tensors"] = [refusal("No such file")]
     with pytest.raises(AdapterRejectedError) as caught:
-        engine.load(Blocking(HTTPTransport(tmp_path)).write(1, adapter_for(SMALL, 1, rank=R)), soon())
+        engine.load(Blocking(HTTPTransport(tmp_path)).write(1, random_adapter(SMALL, 1, rank=R)), soon())
     assert not isinstance(caught.value, AdapterNotVisibleError)
 
 

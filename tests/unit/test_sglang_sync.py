@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract.reference import FakeReference, adapter_for
+from contract.reference import FakeReference
 from contract.served import PROMPT, SMALL, sampling, soon
-from fakes.sglang import FakeSGLang
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.engines.base import TIMEOUTS, PromptGroup
@@ -22,6 +21,7 @@ from trl_lora_sync.errors import AdapterRejectedError, GenerationError, LoRASync
 from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import FakeSGLang, random_adapter
 from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from trl_lora_sync.verify import TrainedBase
 from unit.fleets import settings_for
@@ -48,7 +48,7 @@ class Run:
         return self.sync.publish(self._read(self.sync.form)).adapter_name
 
     def _read(self, form: Form) -> CanonicalAdapter:
-        adapter = adapter_for(SMALL, self.step, rank=8)
+        adapter = random_adapter(SMALL, self.step, rank=8)
         if self.dtype is not None:
             tensors = {name: tensor.to(self.dtype) for name, tensor in adapter.tensors.items()}
             adapter = replace(adapter, tensors=tensors, dtype=self.dtype)
@@ -67,7 +67,7 @@ class Run:
 
     def wait_until_unloading(self, adapter_name: str) -> None:
         """Until the server has taken the unload up, which something there may then hold up."""
-        self.fake.wait_until(lambda: adapter_name not in self.fake._workers[0].registry)
+        self.fake.wait_until(lambda: adapter_name not in self.fake.registered)
 
     def paths(self) -> list[str]:
         """Control requests and samples since the last `clear`."""
@@ -131,9 +131,9 @@ def test_what_a_killed_run_left_on_the_server_is_unloaded_by_the_next_one(run: S
     """A run that sends tensors writes no files, so nothing told of it."""
     killed = run(transport=transport)
     left = killed.publish()
-    lock = killed.sync.transport._store._lock
+    lock = killed.sync.transport.store.lock
     os.close(lock)  # as the kernel does
-    killed.sync.transport._store._lock = None
+    killed.sync.transport.store.lock = None
     next_run = Run(AdapterSync(killed.sync.settings), killed.fake, trained(killed.fake))
     next_run.start()
     assert left not in killed.fake.host_adapters
@@ -297,7 +297,7 @@ def test_a_pause_waits_for_the_unload_that_runs(run: StartRun, monkeypatch: pyte
     """Paused under it, the unload would wait for requests that do not go on, and the load for the unload."""
     training = run(pause="drain", keep=1)
     first = training.publish()
-    leak(training.fake, first, 1)
+    training.fake.add_references(first, 1)
     training.publish()
     training.wait_until_unloading(first)
     assert first in training.fake.host_adapters
@@ -309,7 +309,7 @@ def test_a_pause_waits_for_the_unload_that_runs(run: StartRun, monkeypatch: pyte
         await pause(*args)
 
     monkeypatch.setattr(engine, "pause", watched)
-    end_of_unload = threading.Timer(0.3, leak, (training.fake, first, -1))
+    end_of_unload = threading.Timer(0.3, training.fake.add_references, (first, -1))
     end_of_unload.start()
     training.publish()
     end_of_unload.join()
@@ -367,10 +367,9 @@ def test_a_server_with_other_clients_keeps_its_kv_cache(
     monkeypatch.setitem(vars(TIMEOUTS), "idle_s", 0.2)
     training = run(**ASLEEP)
     name = training.publish()
-    training.fake._running.append(object())  # type: ignore[arg-type]
-    monkeypatch.setattr(training.fake, "_counts", lambda: (1, 0))
+    training.fake.other_clients = 1
     training.sync.sleep()
-    training.fake._running.clear()
+    training.fake.other_clients = 0
     assert "keeps its KV cache" in caplog.text
     assert "/release_memory_occupation" not in training.paths()
     assert training.sync.wake()
@@ -384,14 +383,6 @@ def test_a_server_without_the_memory_saver_is_refused_at_the_start(run: StartRun
 
 
 # Unloads that do not end
-
-
-def leak(fake: FakeSGLang, adapter_name: str, count: int) -> None:
-    """Change the number of requests that the server believes to be running; an unload waits until it is 0."""
-    (worker,) = fake._workers
-    with fake._cond:
-        worker.counters[worker.ref_cache[adapter_name].lora_id] += count
-        fake._cond.notify_all()
 
 
 @pytest.fixture
@@ -427,7 +418,7 @@ def test_a_stuck_unload_is_reported_and_holds_nobody_up(
     training = run(server={"version": version})
     first = training.publish()
     training.publish()
-    leak(training.fake, first, -1)
+    training.fake.add_references(first, -1)
     with hasty():
         third = training.publish()  # retires the first
         assert reports() == [], "the unload was waited for until it was given up"
@@ -449,13 +440,13 @@ def test_an_unload_that_ends_after_all_lets_the_run_go_on_and_catch_up(
     training = run(server={"version": version})
     first = training.publish()
     training.publish()
-    leak(training.fake, first, 1)
+    training.fake.add_references(first, 1)
     with hasty():
         training.publish()
         training.wait_until_unloading(first)
         training.wait_for_unloads()
         publish_in_vain(training, match="restart")
-    leak(training.fake, first, -1)
+    training.fake.add_references(first, -1)
     for _ in range(2):
         name = training.publish()
     assert training.is_served(name, training.read[-1])
@@ -467,7 +458,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_stuck_unload(run: StartRun, monkey
     """The unload itself is given up after 30 s."""
     training = run()
     name = training.publish()
-    leak(training.fake, name, -1)
+    training.fake.add_references(name, -1)
     monkeypatch.setitem(vars(TIMEOUTS), "close_s", 0.3)
     started = time.monotonic()
     training.sync.close()
@@ -481,14 +472,14 @@ def test_a_server_is_not_put_to_sleep_under_an_unload(
 ) -> None:
     training = run(**ASLEEP, keep=1)
     first = training.publish()
-    leak(training.fake, first, 1)
+    training.fake.add_references(first, 1)
     name = training.publish()
     with monkeypatch.context() as patch:
         patch.setitem(vars(TIMEOUTS), "close_s", 0.1)
         training.sync.sleep()
     assert "keeps its KV cache" in caplog.text
     assert "/release_memory_occupation" not in training.paths()
-    leak(training.fake, first, -1)
+    training.fake.add_references(first, -1)
     training.wait_for_unloads()
     training.sync.sleep()
     assert training.fake.scheduler.offloaded == {"kv_cache"}

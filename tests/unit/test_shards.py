@@ -36,20 +36,20 @@ def test_a_4_bit_base_that_gathering_would_change_is_refused(model: nn.Module, m
             target.copy_(torch.where(source.isnan(), torch.nan, source.float()))
 
     monkeypatch.setattr(torch, "_foreach_copy_", copies)
-    shards._copies_bits.cache_clear()
+    shards.copies_bits.cache_clear()
     try:
         with pytest.raises(UnsupportedSettingError, match=r"4-bit base as bfloat16.*Leave out bnb_4bit_quant_storage"):
             shards.check_quantised(model, CPU)
     finally:
-        shards._copies_bits.cache_clear()
+        shards.copies_bits.cache_clear()
 
 
 def test_a_4_bit_base_is_taken_where_a_copy_keeps_all_bits(model: nn.Module) -> None:
-    assert shards._copies_bits(CPU, torch.bfloat16)
+    assert shards.copies_bits(CPU, torch.bfloat16)
     shards.check_quantised(model, CPU)
 
 
 def test_other_sharded_layers_are_taken_in_any_case(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_copies_bits", lambda device, dtype: False)
+    monkeypatch.setattr(shards, "copies_bits", lambda device, dtype: False)
     del model[0].quant_state
     shards.check_quantised(model, CPU)

@@ -112,7 +112,7 @@ def test_an_engine_that_does_more_than_to_copy_is_noticed(load: Load) -> None:
 
 
 def test_an_engine_that_scatters_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trl_lora_sync.engine_plugins.slot_layout._MOST_BOXES", 8)
+    monkeypatch.setattr("trl_lora_sync.engine_plugins.slot_layout.MOST_BOXES", 8)
     with pytest.raises(LayoutError, match="pieces"):
         boxes_of(scattered, (1, 40, 16), 1_000)
 

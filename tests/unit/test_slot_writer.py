@@ -337,7 +337,7 @@ def test_a_slot_that_does_not_hold_what_was_written_is_not_served(
 
     def damaging(targets: list[Tensor], sources: list[Tensor]) -> None:
         copy(targets, sources)
-        if targets[0].untyped_storage().data_ptr() != served.writer._stage.untyped_storage().data_ptr():
+        if targets[0].untyped_storage().data_ptr() != served.writer.stage.untyped_storage().data_ptr():
             targets[-1][..., -1:] += 1
 
     monkeypatch.setattr(torch, "_foreach_copy_", damaging)

@@ -81,7 +81,7 @@ def test_what_is_written_too_late_is_deleted_again(transport: Blocking, hang: Ha
 def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(
     transport: Blocking, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trl_lora_sync.transports._CLEAN_UP_S", 0.1)
+    monkeypatch.setattr("trl_lora_sync.transports.CLEAN_UP_S", 0.1)
     with pytest.raises(DeadlineExceededError):
         transport.write(1, adapter(), soon(0.2))
     started = time.monotonic()

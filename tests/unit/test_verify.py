@@ -9,15 +9,14 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from contract.reference import FakeReference, adapter_for
+from contract.reference import FakeReference
 from contract.served import SMALL
-from fakes.policy import MODULES
-from fakes.sglang import FakeSGLang
 
 from trl_lora_sync.adapter.canonical import PLAIN
 from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import MODULES, FakeSGLang, random_adapter
 from trl_lora_sync.verify import PROBE_PROMPT, TOLERANCE, Evidence, Scores, Trial, compare
 from unit.fleets import FleetRun, settings_for
 
@@ -118,7 +117,7 @@ class VerifiedRun(FleetRun):
     sizes: Mapping[str, float] = MappingProxyType({})
 
     def start(self) -> str:
-        return self.sync.start(self._read, self.base(), self.trials() if self.trial_size else ())
+        return self.sync.start(self.read_next, self.base(), self.trials() if self.trial_size else ())
 
     def trials(self) -> list[Trial]:
         return [self.trial("attention", "self_attn"), self.trial("MLP", "mlp")]
@@ -137,7 +136,7 @@ class VerifiedRun(FleetRun):
 
     def publish(self) -> SyncReport:
         self.step += 1
-        return self.sync.publish(self._read(self.sync.form), self.score)
+        return self.sync.publish(self.read_next(self.sync.form), self.score)
 
     def score(self) -> Scores:
         self.asked += 1
@@ -177,7 +176,7 @@ def run(tmp_path: Path) -> Iterator[StartRun]:
 
 
 def another_adapter() -> Any:
-    return adapter_for(SMALL, 99, rank=8)
+    return random_adapter(SMALL, 99, rank=8)
 
 
 def ignoring(fake: FakeSGLang, modules: Collection[str] = MODULES) -> None:
@@ -279,7 +278,7 @@ def test_a_server_that_ignores_adapters_after_a_restart_is_not_taken_back(run: S
 def test_an_adapter_of_other_modules_than_the_trial_adapter_has_to_be_proved_again(run: StartRun) -> None:
     training = run(verify="first")
     assert training.publish_zero().is_verified
-    fewer = adapter_for(SMALL, 7, rank=8, modules=["q_proj", "v_proj"])
+    fewer = random_adapter(SMALL, 7, rank=8, modules=["q_proj", "v_proj"])
     zero = replace(fewer, tensors={name: value * 0 for name, value in fewer.tensors.items()})
     base = training.logprobs(None)
 
@@ -405,7 +404,7 @@ def test_a_server_that_is_restarted_while_it_is_verified_is_given_the_version_ag
 
 def test_without_a_score_nothing_is_verified_and_the_next_sync_wants_one(run: StartRun) -> None:
     training = run(verify="first", trial_size=0)
-    training.sync.publish(training._read(PLAIN), lambda: None)
+    training.sync.publish(training.read_next(PLAIN), lambda: None)
     assert training.sync.needs_verification
     assert training.publish().is_verified
     assert not training.sync.needs_verification

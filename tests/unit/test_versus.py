@@ -278,7 +278,7 @@ def test_kept_servers_are_those_that_answer_and_the_next_run_ends_them(tmp_path:
     with ServerPool({}, 0, Path(sys.executable), tmp_path, Clock(60), keep=True) as first:
         first.start([starting, answering])
         first.wait(answering)
-        processes = [psutil.Process(first._running[spec.name].pid) for spec in (starting, answering)]
+        processes = [psutil.Process(first.running[spec.name].pid) for spec in (starting, answering)]
         url = first.url(answering)
     assert not processes[0].is_running()
 

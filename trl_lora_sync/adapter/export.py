@@ -172,7 +172,7 @@ class AdapterReader:
         self._proves_groups = proves_groups
         self._extras: list[Extra] = []
         self._experts: list[ExpertLayer] = []
-        self._buffer = FlatBuffer()
+        self.buffer = FlatBuffer()
         self._tree = ModuleTree()
         self._layers: list[_Layer] = []
         self._linears: list[nn.Linear] = []
@@ -189,7 +189,7 @@ class AdapterReader:
         adapter_name = _checked_name(model, None, self._serving, proves_groups=self._proves_groups)
         if self._tree.has_changed(model) or adapter_name != self._adapter_name:
             self._adapter_name, self._modules = "", None  # nothing is known if the next lines fail
-            self._layers = _find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
+            self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
             self._experts = _find_experts(model, adapter_name, self._serving)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
@@ -260,7 +260,7 @@ class AdapterReader:
         Args:
             stacked_experts: whether all experts of a layer may go into one tensor.
         """
-        return self._read(model, self._buffer, dtype, fused_siblings, stacked_experts, gathered)
+        return self._read(model, self.buffer, dtype, fused_siblings, stacked_experts, gathered)
 
     def read_trial(
         self,
@@ -289,7 +289,7 @@ class AdapterReader:
     ) -> CanonicalAdapter:
         modules = self.modules(gathered)
         # Experts are many tensors, which are filled in few copies there.
-        export = buffer.export if self._is_on_gpu(modules) or self._experts else canonicalize
+        export = buffer.export if self.is_on_gpu(modules) or self._experts else canonicalize
         extras = read_extras(self._extras, gathered or {}, dtype) if self._extras else NO_EXTRAS
         if self._experts:
             extras = self._with_experts(modules, extras, gathered or {}, fused_siblings, stacked_experts)
@@ -319,10 +319,10 @@ class AdapterReader:
 
     def release(self) -> None:
         """Release the memory; the next read allocates it again."""
-        self._buffer.release()
+        self.buffer.release()
 
     @staticmethod
-    def _is_on_gpu(modules: Sequence[LoRAModule]) -> bool:
+    def is_on_gpu(modules: Sequence[LoRAModule]) -> bool:
         return modules[0].lora_A.is_cuda
 
 
@@ -340,7 +340,7 @@ def lora_linears(model: "PeftModel") -> list[nn.Linear]:
     Raises:
         UnsupportedAdapterError: as for `read_adapter`.
     """
-    return [matrix for layer in _find_layers(model, _checked_name(model, None)) for matrix in layer.matrices]
+    return [matrix for layer in find_layers(model, _checked_name(model, None)) for matrix in layer.matrices]
 
 
 def collect_modules(
@@ -354,7 +354,7 @@ def collect_modules(
     Raises:
         UnsupportedAdapterError: a layer computes something other than `scaling * lora_B @ lora_A`.
     """
-    return _read(_find_layers(model, adapter_name), gathered)
+    return _read(find_layers(model, adapter_name), gathered)
 
 
 def remember_initial_adapter(
@@ -464,7 +464,7 @@ def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None) -> 
         return [layer.read(gathered or {}) for layer in layers]
 
 
-def _find_layers(
+def find_layers(
     model: nn.Module, adapter_name: str, serving: Serving = "runtime", *, proves_groups: bool = False
 ) -> list[_Layer]:
     """The linear layers that carry the adapter, in model order, all of them plain LoRA, and served as such."""

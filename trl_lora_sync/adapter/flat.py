@@ -25,7 +25,7 @@ from trl_lora_sync.adapter.canonical import (
 from trl_lora_sync.engine_plugins.safetensors_file import DTYPES, METADATA, header_of
 
 # Bounds the float32 copies of lora_B that exist at a time, to 64 MB.
-_SCRATCH_ELEMENTS = 1 << 24
+SCRATCH_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class FlatBuffer:
     """Memory for one adapter, in the dtype that is served and on the device of the matrices, kept between exports."""
 
     def __init__(self) -> None:
-        self._plan: _Plan | None = None
+        self.plan: _Plan | None = None
         self._copies: tuple[Sequence[LoRAModule], list[_Copies]] | None = None
 
     def export(
@@ -115,7 +115,7 @@ class FlatBuffer:
                 modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out, extras=extras
             )
         is_known = self._copies is not None and self._copies[0] is modules and isinstance(modules, tuple)
-        plan = self._plan
+        plan = self.plan
         if plan is None or not is_known or extras is not NO_EXTRAS or plan.adapter.dtype != dtype:
             plan = self._plan_for(modules, dtype, extras)
             self._copies = modules, _copies(plan.places, modules)
@@ -141,22 +141,22 @@ class FlatBuffer:
                 tokens=extras.tokens,
                 has_stacked_experts=extras.has_stacked_experts,
             )
-            self._plan = replace(plan, adapter=known)
+            self.plan = replace(plan, adapter=known)
         return known
 
     def release(self) -> None:
         """Release the memory; the next export allocates it again."""
-        self._plan = self._copies = None
+        self.plan = self._copies = None
 
     def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype, extras: ExtraTensors) -> _Plan:
         shapes = tuple((module.name, module.lora_A.shape, module.lora_B.shape) for module in modules)
         others = tuple((name, tensor.shape) for name, tensor in extras.tensors.items())
         blocks = tuple((block.keys[0], block.shape, block.values.shape) for block in extras.blocks)
         key = (dtype, modules[0].lora_A.device, shapes, others, blocks)
-        if self._plan is None or self._plan.key != key:
+        if self.plan is None or self.plan.key != key:
             self.release()  # before the new one, so that there are never two
-            self._plan = _make_plan(key, modules, dtype, extras)
-        return self._plan
+            self.plan = _make_plan(key, modules, dtype, extras)
+        return self.plan
 
 
 def _make_plan(
@@ -246,7 +246,7 @@ def _chunks(pairs: list[tuple[Tensor, LoRAModule]]) -> Iterator[list[tuple[Tenso
     chunk: list[tuple[Tensor, LoRAModule]] = []
     elements = 0
     for target, module in pairs:
-        if chunk and elements + target.numel() > _SCRATCH_ELEMENTS:
+        if chunk and elements + target.numel() > SCRATCH_ELEMENTS:
             yield chunk
             chunk, elements = [], 0
         chunk.append((target, module))

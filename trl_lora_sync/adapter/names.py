@@ -13,7 +13,7 @@ from typing import Any
 WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PEFT_PREFIX = "base_model.model."
 # What servers call the language model, by `model_type` of the whole model.
-_LANGUAGE_MODEL = dict.fromkeys(("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "model.language_model")
+LANGUAGE_MODELS = dict.fromkeys(("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "model.language_model")
 KNOWN_VISION = frozenset({"gemma3", "qwen2_5_vl", "qwen3_vl"})
 """The types of models whose modules that see images are known by their names on a server."""
 # Transformers 5 leaves a level out of the tower's names that vLLM (0.26 and 0.31) has. Under the shorter name it
@@ -45,7 +45,7 @@ class ServedNames:
     def of(cls, model: Any) -> "ServedNames":
         """The names of a model, with or without the wrapper of PEFT."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        served = _LANGUAGE_MODEL.get(getattr(getattr(base, "config", None), "model_type", ""))
+        served = LANGUAGE_MODELS.get(getattr(getattr(base, "config", None), "model_type", ""))
         if served is None:
             return cls()
         language_model = base.get_decoder()

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _MODE = 0o600
 # Bounds what comparing a file takes of the device's memory.
-_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 LockPages = Callable[[Tensor, torch.device], Callable[[], None]]
 
 
@@ -77,8 +77,8 @@ class Slot:
             os.posix_fallocate(self._file, 0, size)
             self._map = mmap.mmap(self._file, size)
             undo.callback(self._unmap)
-            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-            undo.callback(lock(self._bytes, device))
+            self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+            undo.callback(lock(self.memory, device))
             if shared is not None:
                 shared.offer(self._file)
                 undo.callback(shared.withdraw, self._file)
@@ -87,13 +87,13 @@ class Slot:
     def fill(self, header: bytes, flat: Tensor) -> None:
         """Write `header` and then `flat`, which together are as large as the slot."""
         self._map[: len(header)] = header
-        copy_to_host(self._bytes[len(header) :].view(flat.dtype), flat)
+        copy_to_host(self.memory[len(header) :].view(flat.dtype), flat)
         self._end()
 
     def begin(self, header: bytes, memory: GPUMemory) -> None:
         """Write `header`, and begin to write what follows it from the memory of a GPU; readers wait for `finish`."""
         self._map[: len(header)] = header
-        self._copying = memory.copy_to(self._bytes[len(header) :])
+        self._copying = memory.copy_to(self.memory[len(header) :])
         unfinished.begin(self._file)
 
     @property
@@ -122,8 +122,8 @@ class Slot:
         if self._map[: len(header)] != header:
             return False
         expected = flat.view(torch.uint8)
-        parts = torch.split(self._bytes[len(header) :], _CHUNK_BYTES)
-        pairs = zip(parts, torch.split(expected, _CHUNK_BYTES), strict=True)
+        parts = torch.split(self.memory[len(header) :], CHUNK_BYTES)
+        pairs = zip(parts, torch.split(expected, CHUNK_BYTES), strict=True)
         return all(torch.equal(part.to(flat.device, non_blocking=True), there) for part, there in pairs)
 
     def fits(self, size: int, device: torch.device) -> bool:
@@ -165,7 +165,7 @@ class Slot:
             self.path.unlink(missing_ok=True)
 
     def _unmap(self) -> None:
-        del self._bytes
+        del self.memory
         with contextlib.suppress(BufferError):  # an error's traceback may still hold a view; it goes with that
             self._map.close()
 
@@ -198,9 +198,9 @@ class SlotRing:
         self._shares_gpu = shares_gpu
         self._memory: GPUMemory | None = None
         self._memories = itertools.count(1)
-        self._free: list[Slot] = []
+        self.free: list[Slot] = []  # lent to no version
         self._lent: dict[str, Slot] = {}
-        self._new: list[Slot] = []  # the next one, if it was made ahead of its use
+        self.new: list[Slot] = []  # the next one, if it was made ahead of its use
         self._wanted: tuple[int, torch.device] | None = None  # by the last `take`
         self._numbers = itertools.count()
         self._is_given_up = False
@@ -218,12 +218,12 @@ class SlotRing:
         self._wanted = size, device
         slot = self._idle(size, device)
         if slot is not None:
-            self._free.remove(slot)
+            self.free.remove(slot)
             return slot
-        self._discard(self._free)  # of another size, or still read
-        if self._new and self._new[0].fits(size, device):
-            return self._new.pop()
-        self._discard(self._new)
+        self._discard(self.free)  # of another size, or still read
+        if self.new and self.new[0].fits(size, device):
+            return self.new.pop()
+        self._discard(self.new)
         return self._make(pool, size, device)
 
     def prepare(self, pool: Path) -> None:
@@ -231,13 +231,13 @@ class SlotRing:
 
         Page-locking takes longer than the rest of a sync. Arguments and errors as for `take`.
         """
-        if self._wanted is None or self._new:
+        if self._wanted is None or self.new:
             return
         if self._idle(*self._wanted) is None:
-            self._discard(self._free)
+            self._discard(self.free)
             slot = self._make(pool, *self._wanted)
             if slot is not None:
-                self._new.append(slot)
+                self.new.append(slot)
 
     def lend(self, name: str, slot: Slot) -> None:
         """Let the version `name` have a slot, until `take_back`."""
@@ -323,13 +323,13 @@ class SlotRing:
         except OSError:
             slot.discard()
         else:
-            self._free.append(slot)
+            self.free.append(slot)
 
     def close(self) -> None:
         """Give up all slots, lent ones included; never fails, and a later `take` makes new ones."""
         lent = list(self._lent.values())
         self._lent.clear()
-        for slots in (self._free, self._new, lent):
+        for slots in (self.free, self.new, lent):
             self._discard(slots)
         if self._shared is not None:
             self._release_memory(self._shared.close())
@@ -338,10 +338,10 @@ class SlotRing:
     @property
     def held_bytes(self) -> int:
         """Size of all slots."""
-        return sum(slot.size for slot in [*self._free, *self._new, *self._lent.values()])
+        return sum(slot.size for slot in [*self.free, *self.new, *self._lent.values()])
 
     def _idle(self, size: int, device: torch.device) -> Slot | None:
-        return next((slot for slot in self._free if slot.fits(size, device) and slot.is_idle()), None)
+        return next((slot for slot in self.free if slot.fits(size, device) and slot.is_idle()), None)
 
     def _make(self, pool: Path, size: int, device: torch.device) -> Slot | None:
         if self._is_given_up:

@@ -126,7 +126,7 @@ def write_adapter(
         _write_files(partial, adapter, private, write_tensors)
         partial.rename(directory)
         renamed = True
-        _fsync(directory.parent)
+        fsync(directory.parent)
     except BaseException as error:
         shutil.rmtree(directory if renamed else partial, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError) and not isinstance(error, AdapterExportError):
@@ -152,10 +152,10 @@ def _write_files(
     for file in (tensors, config, note) if note.exists() else (tensors, config):
         # safetensors makes its file 0600 whatever the umask, so the other one shows the process's default.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
-        _fsync(file)
+        fsync(file)
     if private:
         partial.chmod(_PRIVATE_DIRECTORY)
-    _fsync(partial)
+    fsync(partial)
 
 
 def _config_text(adapter: CanonicalAdapter) -> str:
@@ -183,7 +183,7 @@ def _changed(stored: StoredAdapter) -> str:
     )
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -218,6 +218,9 @@ class AdapterStore:
         slots: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because a
             process outside this kernel may read it.
         has_checksums: whether each version has a checksum beside it, by which a worker can compare it.
+
+    Attributes:
+        lock: descriptor of the locked file by which other runs see that this one lives; None while nothing is open.
     """
 
     def __init__(
@@ -234,9 +237,9 @@ class AdapterStore:
         self.root = root.expanduser().absolute()
         self.server_root = (server_root or str(self.root)).rstrip("/")
         self._servers = list(servers)
-        self._slots = slots
+        self.slots = slots
         self._has_checksums = has_checksums
-        self._lock: int | None = None
+        self.lock: int | None = None
         self._has_record = False
         self._pid = os.getpid()
 
@@ -255,7 +258,7 @@ class AdapterStore:
         Raises:
             AdapterExportError: `root` cannot be created or written.
         """
-        if self._lock is not None:
+        if self.lock is not None:
             return
         if self._has_record:  # which the sweep of another run may be reading
             self.run_id, self._has_record = new_run_id(), False
@@ -265,10 +268,10 @@ class AdapterStore:
             self.root.mkdir(mode=_PRIVATE_DIRECTORY, parents=True, exist_ok=True)
             _check_owner(self.root)
             starting.mkdir(mode=_PRIVATE_DIRECTORY)
-            self._lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
+            self.lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
             owner = {"pid": os.getpid(), "host": _host(), "boot": _boot_id(), "servers": self._servers}
-            os.write(self._lock, json.dumps(owner).encode())
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self.lock, json.dumps(owner).encode())
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # What `close` could not delete, on a file system that was read-only then, would be in the way.
             shutil.rmtree(self.directory, ignore_errors=True)
             starting.rename(self.directory)
@@ -289,10 +292,10 @@ class AdapterStore:
         try:
             write_adapter(stored.path, adapter, private=True, write_tensors=partial(self._write_tensors, stored.name))
         except BaseException:
-            if self._slots is not None:
-                self._slots.drop(stored.name)
+            if self.slots is not None:
+                self.slots.drop(stored.name)
             raise
-        slot = None if self._slots is None else self._slots.lent(stored.name)
+        slot = None if self.slots is None else self.slots.lent(stored.name)
         return replace(
             stored,
             server_path=f"{self.server_root}/{self.run_id}/{stored.name}",
@@ -303,16 +306,16 @@ class AdapterStore:
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
         """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
         slot, memory = None, ""
-        if self._slots is not None and isinstance(adapter, FlatAdapter):
+        if self.slots is not None and isinstance(adapter, FlatAdapter):
             size = len(adapter.header) + adapter.payload_bytes
-            slot = self._slots.take(self.directory / _SLOTS, size, adapter.flat.device)
+            slot = self.slots.take(self.directory / _SLOTS, size, adapter.flat.device)
         if slot is None:
             write_tensors(file, adapter)
         else:
-            assert self._slots is not None
+            assert self.slots is not None
             assert isinstance(adapter, FlatAdapter)
-            self._slots.lend(name, slot)
-            memory = self._slots.fill(slot, adapter.header, adapter.flat)
+            self.slots.lend(name, slot)
+            memory = self.slots.fill(slot, adapter.header, adapter.flat)
             slot.move(file)
         if not self._has_checksums or adapter.dtype not in DTYPES.values():
             return
@@ -327,8 +330,8 @@ class AdapterStore:
 
         A process that reads one before that must wait for it, see `engine_plugins.unfinished`.
         """
-        if self._slots is not None:
-            self._slots.finish()
+        if self.slots is not None:
+            self.slots.finish()
 
     def check(self, stored: StoredAdapter, adapter: CanonicalAdapter) -> None:
         """Compare the files of a version with `adapter`, from which they were written.
@@ -347,7 +350,7 @@ class AdapterStore:
 
     def _holds(self, name: str, file: Path, adapter: CanonicalAdapter) -> bool:
         self.finish()
-        slot = None if self._slots is None else self._slots.lent(name)
+        slot = None if self.slots is None else self.slots.lent(name)
         if slot is not None and isinstance(adapter, FlatAdapter):
             return slot.is_at(file) and slot.holds(adapter.header, adapter.flat)
         written, expected = load_file(file), adapter.on_host().tensors
@@ -355,9 +358,9 @@ class AdapterStore:
 
     def prepare(self) -> None:
         """Prepare the memory of the next version between syncs; never fails."""
-        if self._slots is not None and self._lock is not None:
+        if self.slots is not None and self.lock is not None:
             with contextlib.suppress(OSError):  # `write` will raise it
-                self._slots.prepare(self.directory / _SLOTS)
+                self.slots.prepare(self.directory / _SLOTS)
 
     def note(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Note the name of a version that is not to be written, so that a sweep finds it.
@@ -393,8 +396,8 @@ class AdapterStore:
             keep_name: leave an empty folder, because a server may still have the name.
         """
         if stored.path is not None:
-            if self._slots is not None:
-                self._slots.take_back(stored.name, self.directory / _SLOTS, stored.path / TENSORS_FILE)
+            if self.slots is not None:
+                self.slots.take_back(stored.name, self.directory / _SLOTS, stored.path / TENSORS_FILE)
             shutil.rmtree(stored.path, ignore_errors=True)
             if keep_name:
                 _make_record(stored.path)
@@ -405,22 +408,22 @@ class AdapterStore:
         Args:
             names: names that a server may still have. Their folders stay, empty, for the sweep of the next run.
         """
-        is_over = self._lock is None and not self._has_record
+        is_over = self.lock is None and not self._has_record
         if is_over or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
         # Names of another run id come from a record that an earlier `close` has left.
         names = [name for name in names if name.startswith(f"{self.run_id}-v")]
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
-        if self._slots is not None:
-            self._slots.close()
+        if self.slots is not None:
+            self.slots.close()
         self._has_record = bool(names)
         if not names:
             shutil.rmtree(self.directory, ignore_errors=True)
-        elif self._lock is not None:
+        elif self.lock is not None:
             _delete_all_but(self.directory, names)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
         with contextlib.suppress(OSError):  # other runs may still use the root
             self.root.rmdir()
 

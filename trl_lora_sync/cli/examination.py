@@ -51,7 +51,7 @@ class Examination:
         self._check_version()
         self._check_logprobs_mode()
         self._check_modules()
-        self._check_gpus()
+        self.check_gpus()
         self._check_leftovers()
         with found.reporting("base model"):
             self._check_base()
@@ -89,7 +89,7 @@ class Examination:
         else:
             self._diagnosis.add("log-probabilities", OK, "after the temperature, as TRL compares them")
 
-    def _check_gpus(self) -> None:
+    def check_gpus(self) -> None:
         """Whether a server on this host sees the GPUs that a trainer in this shell may use."""
         from trl_lora_sync.engine_plugins.cuda_ipc import visible_gpus
 

@@ -34,16 +34,23 @@ class ColocateGeneration(AdapterGeneration):
 
     Args:
         waits_on_host: whether the model is on the host, so that there are never two copies of the base on the GPU.
+
+    Attributes:
+        gate: what every request to `llm` passes.
+        holder: has the adapters, in vLLM's slots or in its weights.
+        active: the version that is sampled from.
+        layout: names and shapes of the tensors that the engine was proved with.
+        is_proven: whether the engine was seen to sample from what it was given.
     """
 
-    _settings: ColocateSettings
+    settings: ColocateSettings
 
     def __init__(self, *args: Any, waits_on_host: bool = False, **kwargs: Any) -> None:
         self._waits_on_host = waits_on_host
         self._next_version = 1
-        self._active: Policy | None = None
-        self._layout: Any = None  # names and shapes of the tensors that the engine was proved with
-        self._is_proven = False
+        self.active: Policy | None = None
+        self.layout: Any = None
+        self.is_proven = False
         self._shared: SharedBase | None = None
         self._received: torch.Tensor | None = None  # memory for the adapter that process 0 sends
         super().__init__(*args, **kwargs)
@@ -63,8 +70,8 @@ class ColocateGeneration(AdapterGeneration):
     def _init_vllm(self) -> None:
         """**Collective.** Start vLLM in this process, and prove that it samples from what it is given."""
         self._look_at_model()
-        self._gate = engine.SamplingGate(self._before_sampling, lambda policy: self._holder.serving(policy))
-        linears = run_on_all(self.accelerator, self._linears)
+        self.gate = engine.SamplingGate(self._before_sampling, lambda policy: self.holder.serving(policy))
+        linears = run_on_all(self.accelerator, self.linears)
         run_on_all(self.accelerator, self._check_serving)
         reason = self._reason_against_sharing()
         if reason is None and not self._waits_on_host:
@@ -72,21 +79,21 @@ class ColocateGeneration(AdapterGeneration):
             torch.cuda.empty_cache()
             self._waits_on_host = True
         rank = max(linear.out_features for linear in linears[::2]) * (2 if self._initial else 1)
-        options = engine.lora_options(rank) if self._settings.serving == "runtime" else {}
-        options |= {"dtype": self._settings.dtype} if self._settings.dtype else {}
-        with _trl.engine_class(lambda **given: engine.build(options, self._gate, **given)):
+        options = engine.lora_options(rank) if self.settings.serving == "runtime" else {}
+        options |= {"dtype": self.settings.dtype} if self.settings.dtype else {}
+        with _trl.engine_class(lambda **given: engine.build(options, self.gate, **given)):
             super()._init_vllm()
         base_note = self._share_base(reason)
-        self._dtype = engine.lora_dtype(self.llm) if options.get("enable_lora") else engine.model_dtype(self.llm)
-        self._holder = run_on_all(self.accelerator, self._make_holder)
+        self.dtype = engine.lora_dtype(self.llm) if options.get("enable_lora") else engine.model_dtype(self.llm)
+        self.holder = run_on_all(self.accelerator, self._make_holder)
         base = self._trained_base()
-        make_trials = self._trials(base, is_whole=True)
-        if self._settings.verify != "off":
+        make_trials = self.trials(base, is_whole=True)
+        if self.settings.verify != "off":
             self._prove(base, make_trials)
         self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name, base_note)))
 
     def _check_serving(self) -> None:
-        if self._settings.serving == "runtime":
+        if self.settings.serving == "runtime":
             return
         if self._is_sharded():
             raise _no_fused("the launcher shards the trainer's base model, from which the served weights are computed")
@@ -100,7 +107,7 @@ class ColocateGeneration(AdapterGeneration):
             UnsupportedSettingError: a shared base was requested.
         """
         reason = shared_base.reason_against(
-            self.model, self._settings.base, self._settings.dtype, self.accelerator, self.tensor_parallel_size
+            self.model, self.settings.base, self.settings.dtype, self.accelerator, self.tensor_parallel_size
         )
         if reason is None and self._initial:
             reason = "the initialisation of the adapter has changed the trainer's base"
@@ -109,7 +116,7 @@ class ColocateGeneration(AdapterGeneration):
     def _agree_on_sharing(self, reason: str | None) -> str | None:
         """**Collective.** The first reason of any process against sharing."""
         reason = next((one for one in gather_object([reason]) if one is not None), None)
-        if reason is not None and self._settings.base == "shared":
+        if reason is not None and self.settings.base == "shared":
             raise shared_base.refusal(reason)
         return reason
 
@@ -130,7 +137,7 @@ class ColocateGeneration(AdapterGeneration):
         return f"a second copy of the base ({reason})"
 
     def _make_holder(self) -> AdapterSlots | MergedIntoOwnWeights | FoldedIntoSharedWeights:
-        if self._settings.serving == "runtime":
+        if self.settings.serving == "runtime":
             return AdapterSlots(self.llm)
         if self._shared is not None:
             return FoldedIntoSharedWeights(self.llm, self._shared.views)
@@ -139,12 +146,12 @@ class ColocateGeneration(AdapterGeneration):
     def _summary(self, base_name: str | None, base_note: str) -> str:
         runner_dtype = str(engine.model_dtype(self.llm)).removeprefix("torch.")
         how = "are written into its slots"
-        if self._settings.serving == "fused":
+        if self.settings.serving == "fused":
             how = "are folded into the weights while it samples" if self._shared else "are merged into its weights"
         return (
             f"LoRA adapter sync: vLLM {engine.installed_version()} in the trainer's process, serving {base_name} in "
             f"{runner_dtype} with {base_note}; adapters {how}; checked: adapter features, base model, rank"
-            + ("." if self._settings.verify == "off" else ", a trial adapter.")
+            + ("." if self.settings.verify == "off" else ", a trial adapter.")
         )
 
     def _prove(self, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]) -> None:
@@ -158,8 +165,8 @@ class ColocateGeneration(AdapterGeneration):
         trial, policy = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trials))
         trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.scores.adapted)
         found = run_on_all(self.accelerator, lambda: self._compared(policy, trained))
-        self._is_proven = self._prove_all(found)
-        if not self._is_proven:
+        self.is_proven = self._prove_all(found)
+        if not self.is_proven:
             logger.warning(
                 "A trial adapter does not prove that vLLM samples from what it loads, because its effect is too small "
                 "beside the difference of the base models: %s. The first versions are verified instead, and "
@@ -172,7 +179,7 @@ class ColocateGeneration(AdapterGeneration):
         return all(gather_object([found.proves]))
 
     def _check_base(self, base: TrainedBase) -> None:
-        served = engine.prompt_logprobs(self.llm, self._gate, None, PROBE_PROMPT)
+        served = engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT)
         gap = base_gap(base, served)
         if gap.is_suspicious:
             raise VerificationError(
@@ -185,7 +192,7 @@ class ColocateGeneration(AdapterGeneration):
         self, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
     ) -> tuple[Trial, Policy]:
         (trial,) = make_trials(base)  # none only for lora_sync_verify="off"
-        return trial, self._holder.load("trial", self._idle_id(), trial.read(PLAIN))
+        return trial, self.holder.load("trial", self.idle_id(), trial.read(PLAIN))
 
     def _compared(self, policy: Policy, trained: Scores) -> Evidence:
         """Compare what vLLM computes with what the trainer does.
@@ -194,10 +201,10 @@ class ColocateGeneration(AdapterGeneration):
             VerificationError: it is something else.
         """
         served = Scores(
-            base=engine.prompt_logprobs(self.llm, self._gate, None, PROBE_PROMPT),
-            adapted=engine.prompt_logprobs(self.llm, self._gate, policy, PROBE_PROMPT),
+            base=engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT),
+            adapted=engine.prompt_logprobs(self.llm, self.gate, policy, PROBE_PROMPT),
         )
-        found = compare(served, trained, tolerance=self._settings.verify_tolerance)
+        found = compare(served, trained, tolerance=self.settings.verify_tolerance)
         if found.contradicts:
             raise VerificationError(
                 f"vLLM in this process computes something else with {policy.name} than the trainer: {found}. "
@@ -225,11 +232,11 @@ class ColocateGeneration(AdapterGeneration):
         policy = run_on_all(self.accelerator, lambda: self._load(f"version-{version}", adapter, timer))
         # Not before every process has loaded it, see `_prove`.
         evidence = None if trained is None else self._verify(policy, trained, timer)
-        self._gate.policy, self._gate.is_ready = policy, True
-        self._active, self._active_name, self._published = policy, policy.name, current
-        self._layout = adapter.layout
-        self._is_proven = self._is_proven or (evidence is not None and self._prove_all(evidence))
-        self._on_sync(self._report(version, adapter, timer, evidence))
+        self.gate.policy, self.gate.is_ready = policy, True
+        self.active, self.active_name, self._published = policy, policy.name, current
+        self.layout = adapter.layout
+        self.is_proven = self.is_proven or (evidence is not None and self._prove_all(evidence))
+        self.on_sync(self._report(version, adapter, timer, evidence))
 
     def _on_every_process(self, read: ReadAdapter) -> CanonicalAdapter:
         """**Collective.** The adapter, with the same bits on each process.
@@ -280,28 +287,28 @@ class ColocateGeneration(AdapterGeneration):
 
     def _scores_to_compare(self, timer: PhaseTimer, adapter: CanonicalAdapter) -> Scores | None:
         """**Collective** if the model is sharded. The trainer's log-probabilities, if they are to be compared."""
-        verify = self._settings.verify
-        is_new = not self._is_proven or self._active is None or adapter.layout != self._layout
+        verify = self.settings.verify
+        is_new = not self.is_proven or self.active is None or adapter.layout != self.layout
         if verify == "off" or not (verify == "every" or is_new):
             return None
         with timer.phase("verify"):
             if not self._is_sharded():
-                return run_on_all(self.accelerator, self._scores)
+                return run_on_all(self.accelerator, self.scores)
             with self._computing() as forward:
-                return run_on_all(self.accelerator, lambda: self._scores(forward, self.accelerator.device))
+                return run_on_all(self.accelerator, lambda: self.scores(forward, self.accelerator.device))
 
     def _load(self, name: str, adapter: CanonicalAdapter, timer: PhaseTimer) -> Policy:
         with timer.phase("load"):
-            return self._holder.load(name, self._idle_id(), adapter)
+            return self.holder.load(name, self.idle_id(), adapter)
 
     def _verify(self, policy: Policy, trained: Scores, timer: PhaseTimer) -> Evidence:
         """**Collective.** Compare what vLLM computes with a version, before it is active."""
         with timer.phase("verify"):
             return run_on_all(self.accelerator, lambda: self._compared(policy, trained))
 
-    def _idle_id(self) -> int:
+    def idle_id(self) -> int:
         """The number of an adapter that nothing samples from."""
-        return 1 if self._active is None else self._active.adapter_id % engine.SLOTS + 1
+        return 1 if self.active is None else self.active.adapter_id % engine.SLOTS + 1
 
     def _report(
         self, version: int, adapter: CanonicalAdapter, timer: PhaseTimer, evidence: Evidence | None
@@ -318,14 +325,14 @@ class ColocateGeneration(AdapterGeneration):
             servers=self.accelerator.num_processes // self.tensor_parallel_size,
             verify_gap=evidence.gap_mean if evidence else None,
             verify_gap_max=evidence.gap_max if evidence else None,
-            is_verified=None if self._settings.verify == "off" else self._is_proven,
+            is_verified=None if self.settings.verify == "off" else self.is_proven,
         )
 
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any = None
     ) -> Any:
         """**Collective.** TRL's `generate`, from the active version; arguments and result are TRL's."""
-        if self._active_name is None or self._has_changed():
+        if self.active_name is None or self._has_changed():
             self.sync_weights()
         run_on_all(self.accelerator, self._check_active)
         timer = PhaseTimer()
@@ -336,7 +343,7 @@ class ColocateGeneration(AdapterGeneration):
 
     def _before_sampling(self) -> None:
         """Before each call of `llm` that samples; of rollout functions and tools, too."""
-        if self._active_name is None and self.accelerator.num_processes == 1:
+        if self.active_name is None and self.accelerator.num_processes == 1:
             self.sync_weights()
         else:
             self._sync_if_changed()
@@ -344,16 +351,16 @@ class ColocateGeneration(AdapterGeneration):
 
     def _check_active(self) -> None:
         """Make sure that vLLM still holds the active version, if there is one."""
-        if self._active is not None:
-            self._holder.check(self._active)
+        if self.active is not None:
+            self.holder.check(self.active)
 
     def sleep(self) -> None:
         """Nothing: TRL's `generate` gives the KV cache back by itself, if `vllm_enable_sleep_mode` is set."""
 
     def close(self) -> None:
         """Withdraw the active version; the next `generate` loads the adapter again. Not collective, never fails."""
-        self._active_name, self._active, self._gate.is_ready, self._gate.policy = None, None, False, None
-        self._holder.release()
+        self.active_name, self.active, self.gate.is_ready, self.gate.policy = None, None, False, None
+        self.holder.release()
         self._received = None
         self._reader.release()
 

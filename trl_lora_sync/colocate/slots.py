@@ -62,10 +62,10 @@ class AdapterSlots:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._copies: dict[int, _Copies] = {}
+        self.copies: dict[int, _Copies] = {}
         self._unfamiliar: set[Layout] = set()
-        self._stage: FlatTensors | None = None
-        self._contents: dict[int, Any] = {}  # vLLM's own record of what is in a slot, by which a change is noticed
+        self.stage: FlatTensors | None = None
+        self.contents: dict[int, Any] = {}  # vLLM's own record of what is in a slot, by which a change is noticed
 
     def load(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Policy:
         """Have the engine hold `adapter`, and return what to sample from it with.
@@ -80,15 +80,15 @@ class AdapterSlots:
         """
         layout = adapter.layout
         if layout in self._unfamiliar:
-            return Policy(name, adapter_id, self._load_file(name, adapter_id, adapter))
+            return Policy(name, adapter_id, self.load_file(name, adapter_id, adapter))
         sources = self._sources(adapter)
-        copies = self._copies.get(adapter_id)
+        copies = self.copies.get(adapter_id)
         if copies is None or not copies.fits(layout, sources.flat) or not self._is_held(adapter_id):
-            self._load_file(name, adapter_id, adapter)
+            self.load_file(name, adapter_id, adapter)
             copies = self._learn(adapter_id, layout, sources)
         if copies is not None:
             torch._foreach_copy_(copies.targets, copies.sources)
-            self._compare(name, copies)
+            self.compare(name, copies)
         return Policy(name, adapter_id, engine.lora_request(name, adapter_id, f"/{name}"))
 
     @contextmanager
@@ -111,32 +111,32 @@ class AdapterSlots:
 
     def release(self) -> None:
         """Give the staging memory back."""
-        self._copies.clear()
-        self._stage = None
+        self.copies.clear()
+        self.stage = None
 
     def _is_held(self, adapter_id: int) -> bool:
-        return adapter_id in self._contents and self._contents[adapter_id] == self._record(adapter_id)
+        return adapter_id in self.contents and self.contents[adapter_id] == self._record(adapter_id)
 
     def _record(self, adapter_id: int) -> tuple[int | None, Any]:
         """What vLLM itself has noted of an adapter; another one if it was evicted or loaded again."""
         manager = engine.adapter_manager(self._llm)
         return engine.slot_of(manager, adapter_id), manager.list_adapters().get(adapter_id)
 
-    def _load_file(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Any:
+    def load_file(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Any:
         """vLLM's own way: from a file, which is deleted once it is loaded."""
         llm_engine = self._llm.llm_engine
         folder = Path(tempfile.mkdtemp(prefix="trl-lora-sync-", dir=_SHM if _SHM.is_dir() else None))
         request = engine.lora_request(name, adapter_id, str(folder / name))
         try:
             write_adapter(folder / name, adapter.on_host(), private=True)
-            self._copies.pop(adapter_id, None)
+            self.copies.pop(adapter_id, None)
             llm_engine.remove_lora(adapter_id)
             llm_engine.add_lora(request)
         except (ValueError, RuntimeError, AssertionError, OSError, KeyError, IndexError) as error:
             raise AdapterRejectedError(f"vLLM refused the adapter: {type(error).__name__}: {error}") from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self._contents[adapter_id] = self._record(adapter_id)
+        self.contents[adapter_id] = self._record(adapter_id)
         return request
 
     def _sources(self, adapter: CanonicalAdapter) -> "FlatTensors":
@@ -145,10 +145,10 @@ class AdapterSlots:
         device, dtype = slot.device, slot.dtype
         if isinstance(adapter, FlatAdapter) and adapter.flat.device == device and adapter.dtype == dtype:
             return FlatTensors(adapter.flat, adapter.tensors, adapter.layout)
-        if self._stage is None or self._stage.layout != adapter.layout:
-            self._stage = FlatTensors.like(adapter, device, dtype)
-        self._stage.fill(adapter)
-        return self._stage
+        if self.stage is None or self.stage.layout != adapter.layout:
+            self.stage = FlatTensors.like(adapter, device, dtype)
+        self.stage.fill(adapter)
+        return self.stage
 
     def _learn(self, adapter_id: int, layout: Layout, sources: "FlatTensors") -> _Copies | None:
         """Record how the layers take the adapter that vLLM has just loaded; None if the copies leave other bits.
@@ -162,7 +162,7 @@ class AdapterSlots:
         try:
             loaded = [part.clone() for part in _parts(manager, slot)]
             with _recording(sources.flat) as (targets, from_where):
-                self._set_layers(manager, slot, sources)
+                self.set_layers(manager, slot, sources)
             torch._foreach_zero_(list(_parts(manager, slot)))
             torch._foreach_copy_(targets, from_where)
             is_same = all(map(_same_bits, loaded, _parts(manager, slot)))
@@ -179,10 +179,10 @@ class AdapterSlots:
             for part, value in zip(_parts(manager, slot) if loaded else (), loaded, strict=True):
                 part.copy_(value)
             return None
-        self._copies[adapter_id] = _Copies(layout, sources.flat, from_where, targets)
-        return self._copies[adapter_id]
+        self.copies[adapter_id] = _Copies(layout, sources.flat, from_where, targets)
+        return self.copies[adapter_id]
 
-    def _set_layers(self, manager: Any, slot: int, sources: "FlatTensors") -> None:
+    def set_layers(self, manager: Any, slot: int, sources: "FlatTensors") -> None:
         """As `LoRAModelManager.activate_adapter` does, with the tensors of `sources`."""
         matrices: dict[str, list[Tensor]] = {}
         for key, tensor in sources.tensors.items():
@@ -199,7 +199,7 @@ class AdapterSlots:
             raise AdapterRejectedError(f"vLLM has no layer for {', '.join(sorted(matrices))}")
 
     @staticmethod
-    def _compare(name: str, copies: _Copies) -> None:
+    def compare(name: str, copies: _Copies) -> None:
         """Compare what lies in the slot with what was copied, bit by bit."""
         flat = copies.flat
         held = flat.clone()  # what other processes of tensor parallelism hold is not in the slot, and stays equal

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Of the weights' own memory, what is kept on their device while they are folded; the rest is kept on the host.
 _SHARE_ON_DEVICE = 1 / 32
 # Bounds what is computed in float32 at a time; a linear layer of an 8B model has up to 50 million elements.
-_ELEMENTS_OF_FLOATS = 1 << 24
+ELEMENTS_OF_FLOATS = 1 << 24
 # What is kept of an element that subtraction does not bring back: its place and its 16 bits.
 _KEPT_BYTES = 6
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -64,7 +64,7 @@ class FoldedRows:
             return
         # Before anything is written, as there may be no memory for them.
         places, values = self.places.to(self.weight.device).long(), self.values.to(self.weight.device)
-        _add(self.weight, self.lora_A, self.lora_B, -1.0)
+        add_to(self.weight, self.lora_A, self.lora_B, -1.0)
         self.weight.view(-1).index_copy_(0, places, values)
 
 
@@ -137,7 +137,7 @@ class FoldedBase:
                 if self.has_kernels and _is_uniform(pairs):
                     pairs = self._fold_groups(pairs)
                 for weight, (lora_A, lora_B) in pairs:
-                    step = max(1, _ELEMENTS_OF_FLOATS // weight.shape[1])
+                    step = max(1, ELEMENTS_OF_FLOATS // weight.shape[1])
                     for start in range(0, weight.shape[0], step):
                         rows = slice(start, start + step)
                         self._fold_rows(weight[rows], lora_A, lora_B[rows])
@@ -192,7 +192,7 @@ class FoldedBase:
         kept_bytes = self._kept_bytes + kept.nbytes
         if kept_bytes > self._device_bytes:
             kept.values, kept.places = kept.values.cpu(), None if kept.places is None else kept.places.cpu()
-        _add(weight, lora_A, lora_B, 1.0)  # all of the rows, or none if it fails
+        add_to(weight, lora_A, lora_B, 1.0)  # all of the rows, or none if it fails
         self._folded.append(kept)
         self._kept_bytes = kept_bytes
 
@@ -282,22 +282,22 @@ def _words(weight: Tensor) -> Tensor:
     return flat.view(torch.int64) if is_aligned else flat.view(_INTEGERS[flat.itemsize]).long()
 
 
-def _product(lora_A: Tensor, lora_B: Tensor) -> Tensor:
+def product_of(lora_A: Tensor, lora_B: Tensor) -> Tensor:
     return lora_B.float() @ lora_A.float()
 
 
 def _not_restored(weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
     """Which elements do not come back by subtraction; changes nothing."""
-    product = _product(lora_A, lora_B)
+    product = product_of(lora_A, lora_B)
     there = (weight.float() + product).to(weight.dtype)
     back = (there.float() - product).to(weight.dtype)
     bits = _INTEGERS[weight.element_size()]
     return back.view(bits) != weight.view(bits)
 
 
-def _add(weight: Tensor, lora_A: Tensor, lora_B: Tensor, sign: float) -> None:
+def add_to(weight: Tensor, lora_A: Tensor, lora_B: Tensor, sign: float) -> None:
     """Add `sign` times the product to the weight, rounded once, in one write per element."""
-    product = _product(lora_A, lora_B)
+    product = product_of(lora_A, lora_B)
     weight.copy_(weight.float() + product if sign > 0 else weight.float() - product)
 
 

@@ -32,14 +32,20 @@ class _Waiting:
 
 
 class Gate:
-    """See the module. `current` is what the weights hold, and is set by the code that changes them."""
+    """See the module.
+
+    Attributes:
+        current: what the weights hold; set by the code that changes them.
+        running: how many requests sample.
+        waiting: the requests that do not sample yet, in the order of their turns.
+    """
 
     def __init__(self, current: str) -> None:
         self.current = current
-        self._running = 0
+        self.running = 0
         self._is_changing = False
         self._changes = 0
-        self._waiting: list[_Waiting] = []
+        self.waiting: list[_Waiting] = []
 
     @property
     def at_rest(self) -> int | None:
@@ -63,11 +69,11 @@ class Gate:
             assert wanted is not None
             with self._changed():
                 await change(wanted)
-                self._running += 1
+                self.running += 1
         try:
             yield self.current
         finally:
-            self._running -= 1
+            self.running -= 1
             self._let_in()
 
     @asynccontextmanager
@@ -79,7 +85,7 @@ class Gate:
 
     async def _wait(self, me: _Waiting, timeout_s: float) -> bool:
         """Wait until it may sample (True), or may change the weights (False); counted in either case."""
-        self._waiting.append(me)
+        self.waiting.append(me)
         self._let_in()
         try:
             async with timeout(timeout_s):
@@ -90,16 +96,16 @@ class Gate:
                 raise
             raise Refused(
                 409,
-                f"{self._running} other requests were still being answered after {timeout_s:.0f} s, and the weights "
+                f"{self.running} other requests were still being answered after {timeout_s:.0f} s, and the weights "
                 "cannot change under them. Wait for them, or end them.",
             ) from error
 
     def _leave(self, me: _Waiting) -> None:
         """Remove a request that does not wait any longer, even if it was let in at that moment."""
-        if me in self._waiting:
-            self._waiting.remove(me)
+        if me in self.waiting:
+            self.waiting.remove(me)
         elif me.is_let_in.result():
-            self._running -= 1
+            self.running -= 1
         else:
             self._is_changing = False
         self._let_in()
@@ -111,7 +117,7 @@ class Gate:
         finally:
             self._is_changing = False
             self._changes += 1
-            for one in self._waiting:
+            for one in self.waiting:
                 one.goes_next = self._fits(one)
             self._let_in()
 
@@ -122,17 +128,17 @@ class Gate:
         """Let requests in: those with `goes_next`, then the others in order up to the first for another version."""
         if self._is_changing:
             return
-        for one in [one for one in self._waiting if one.goes_next]:
+        for one in [one for one in self.waiting if one.goes_next]:
             self._admit(one, samples=True)
-        while self._waiting and self._fits(self._waiting[0]):
-            self._admit(self._waiting[0], samples=True)
-        if self._waiting and not self._running:
-            self._admit(self._waiting[0], samples=False)
+        while self.waiting and self._fits(self.waiting[0]):
+            self._admit(self.waiting[0], samples=True)
+        if self.waiting and not self.running:
+            self._admit(self.waiting[0], samples=False)
 
     def _admit(self, one: _Waiting, *, samples: bool) -> None:
-        self._waiting.remove(one)
+        self.waiting.remove(one)
         if samples:
-            self._running += 1
+            self.running += 1
         else:
             self._is_changing = True
         if one.is_let_in.cancelled():  # the request is gone, and its task has not run since

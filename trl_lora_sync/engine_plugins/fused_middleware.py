@@ -69,9 +69,9 @@ class FusedMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._adapters: dict[str, str] = {}
-        self._gate = Gate(BASE)
-        self._broken: str | None = None
+        self.adapters: dict[str, str] = {}
+        self.gate = Gate(BASE)
+        self.broken: str | None = None
         self._is_asleep = False
         self._weights = asyncio.Lock()  # who may touch their memory: a fuse, or vLLM's sleep
         logger.info("Adapters can be fused into the weights of this server, at %s.", ROUTE)
@@ -141,13 +141,13 @@ class FusedMiddleware:
                     raise Refused(404, f"The model `{name}` does not exist any more: {refused.message}") from refused
                 raise
 
-        async with self._gate.sampling(wanted, change, _CHANGE_TIMEOUT_S) as current:
-            if self._broken is not None:
-                raise Refused(500, self._broken)
+        async with self.gate.sampling(wanted, change, _CHANGE_TIMEOUT_S) as current:
+            if self.broken is not None:
+                raise Refused(500, self.broken)
             await self.app(scope, receive, _naming(send, current))
 
     def _check_known(self, name: str) -> None:
-        if name != BASE and name not in self._adapters:
+        if name != BASE and name not in self.adapters:
             raise Refused(404, f"The model `{name}` does not exist.")
 
     # The fused routes
@@ -165,20 +165,20 @@ class FusedMiddleware:
         raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
 
     async def _state(self, engine: Any, *, compares: bool) -> dict[str, Any]:
-        before = self._gate.at_rest
+        before = self.gate.at_rest
         workers = _good(await _call(engine, "lora_sync_state"))
-        current, is_at_rest = self._gate.current, before is not None and before == self._gate.at_rest
-        if is_at_rest and self._broken is None and any((worker["active"] or BASE) != current for worker in workers):
-            self._broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
+        current, is_at_rest = self.gate.current, before is not None and before == self.gate.at_rest
+        if is_at_rest and self.broken is None and any((worker["active"] or BASE) != current for worker in workers):
+            self.broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
         state = {
             "protocol": PROTOCOL,
             "current": current,
-            "adapters": dict(self._adapters),
+            "adapters": dict(self.adapters),
             "workers": workers,
-            "broken": self._broken,
+            "broken": self.broken,
         }
         if compares:
-            async with self._gate.changing(_LOAD_TIMEOUT_S):
+            async with self.gate.changing(_LOAD_TIMEOUT_S):
                 state["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
         return state
 
@@ -189,35 +189,35 @@ class FusedMiddleware:
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
             raise Refused(400, "timeout_s must be a number of seconds.")
         started = time.perf_counter()
-        async with self._gate.changing(timeout_s):
+        async with self.gate.changing(timeout_s):
             waited_s = time.perf_counter() - started
-            known = self._adapters.get(name)
+            known = self.adapters.get(name)
             if known not in (None, path):
                 raise Refused(409, f"{name} is registered already, with the path {known}. A name is used once.")
-            if self._gate.current == name and self._broken is None:
+            if self.gate.current == name and self.broken is None:
                 seconds = {}  # a request that is repeated because its answer was lost
             else:
                 seconds = await self._fuse(engine, name, path, timeout_s)
-            self._adapters[name] = path
+            self.adapters[name] = path
         return {
             "name": name,
             "path": path,
-            "current": self._gate.current,
-            "adapters": dict(self._adapters),
+            "current": self.gate.current,
+            "adapters": dict(self.adapters),
             "seconds": {"wait": waited_s, **seconds},
         }
 
     async def _forget(self, engine: Any, name: str) -> dict[str, Any]:
-        if self._gate.current == name:
-            async with self._gate.changing(_LOAD_TIMEOUT_S):
-                if self._gate.current == name:
+        if self.gate.current == name:
+            async with self.gate.changing(_LOAD_TIMEOUT_S):
+                if self.gate.current == name:
                     await self._change(engine, BASE)
-        return {"name": name, "deleted": self._adapters.pop(name, None) is not None, "current": self._gate.current}
+        return {"name": name, "deleted": self.adapters.pop(name, None) is not None, "current": self.gate.current}
 
     # Changing the weights, while no request is sampled
 
     async def _change(self, engine: Any, name: str) -> None:
-        path = self._adapters[name] if name != BASE else None
+        path = self.adapters[name] if name != BASE else None
         await self._fuse(engine, name, path, _CHANGE_TIMEOUT_S)
 
     async def _fuse(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
@@ -244,7 +244,7 @@ class FusedMiddleware:
             except BaseException as error:
                 await self._undo(engine, error)
                 raise
-            self._gate.current, self._broken = name, None
+            self.gate.current, self.broken = name, None
             await _call(engine, "lora_sync_commit")
         done = time.perf_counter()
         seconds = {
@@ -265,11 +265,11 @@ class FusedMiddleware:
         try:
             _good(await _call(engine, "lora_sync_undo"))
         except BaseException as second:
-            self._broken = (
+            self.broken = (
                 f"The weights of this server are in an unknown state: changing them failed ({error}), and so did "
                 f"changing them back ({second}). Fuse an adapter, or restart the server."
             )
-            logger.exception("%s", self._broken)
+            logger.exception("%s", self.broken)
 
 
 # The engine

@@ -253,7 +253,7 @@ def fuse_piece(
         and {one.dtype for one in operands} in _KERNEL_DTYPES
         and all(one.stride(1) == 1 for one in operands)
     ):
-        kernel = _kernel(weight.device, weight.dtype)
+        kernel = kernel_on(weight.device, weight.dtype)
         if kernel is not None:
             kernel(*operands, scaling)
             return
@@ -265,7 +265,7 @@ def fuse_piece(
 
 
 @cache
-def _kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     """What fuses on a GPU in one pass, if Triton is there and it works."""
     try:
         from trl_lora_sync.engine_plugins.fused_kernel import fuse_tiles

@@ -30,7 +30,7 @@ _DEFAULT_MAX_MB, _DEFAULT_DIRECTORY = "4096", "/dev/shm"
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 # Checked and written off the event loop in pieces of this size, so that no other request waits for an upload.
 _BATCH_BYTES = 2 * ROW_BYTES
-_UPLOAD_TIMEOUT_S = 600.0
+UPLOAD_TIMEOUT_S = 600.0
 
 
 class PushMiddleware:
@@ -42,16 +42,16 @@ class PushMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._store = PushStore(
+        self.store = PushStore(
             Path(os.environ.get(DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY), max_bytes=_max_bytes_from_environment()
         )
-        for folder in sweep_dead_servers(self._store.root):
+        for folder in sweep_dead_servers(self.store.root):
             logger.info("Removed %s, which a server that was killed had left behind.", folder)
-        atexit.register(self._store.close)
+        atexit.register(self.store.close)
         logger.info(
             "Adapters of up to %.0f MB can be pushed to this server, into %s.",
-            self._store.max_bytes / 1e6,
-            self._store.root,
+            self.store.max_bytes / 1e6,
+            self.store.root,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +67,7 @@ class PushMiddleware:
     def _closing(self, send: Send) -> Send:
         async def send_and_close(message: Message) -> None:
             if message["type"].startswith("lifespan.shutdown"):
-                self._store.close()
+                self.store.close()
             await send(message)
 
         return send_and_close
@@ -75,25 +75,25 @@ class PushMiddleware:
     async def _answer(self, request: Request, rest: str) -> dict[str, Any]:
         check_key(request.scope)
         if not rest and request.method == "GET":
-            return {"protocol": PROTOCOL, "max_bytes": self._store.max_bytes, "adapters": self._store.sizes()}
+            return {"protocol": PROTOCOL, "max_bytes": self.store.max_bytes, "adapters": self.store.sizes()}
         name = rest.removeprefix("/")
         check_name(name)
         if request.method == "PUT":
             return await self._take(name, request)
         if request.method == "DELETE":
-            return {"name": name, "deleted": await asyncio.to_thread(self._store.delete, name)}
+            return {"name": name, "deleted": await asyncio.to_thread(self.store.delete, name)}
         raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
 
     async def _take(self, name: str, request: Request) -> dict[str, Any]:
         checksum, size = _checksum_in(request.scope), _length_in(request.scope)
-        path = self._store.path_of(name, checksum)  # a push that is repeated because its answer was lost
+        path = self.store.path_of(name, checksum)  # a push that is repeated because its answer was lost
         if path is None:
-            upload = self._store.begin(name, size)
+            upload = self.store.begin(name, size)
             try:
-                async with timeout(_UPLOAD_TIMEOUT_S):
+                async with timeout(UPLOAD_TIMEOUT_S):
                     path = await _receive_into(upload, request.stream(), checksum)
             except asyncio.TimeoutError as error:
-                raise Refused(408, f"The upload took more than {_UPLOAD_TIMEOUT_S:.0f} s.") from error
+                raise Refused(408, f"The upload took more than {UPLOAD_TIMEOUT_S:.0f} s.") from error
             finally:
                 upload.abort()
         return {"name": name, "path": str(path), "bytes": size, "checksum": checksum}

@@ -47,7 +47,7 @@ class PushStore:
         self._pid = os.getpid()
         self._checksums: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
-        self._arriving = 0  # bytes that were promised and are not in the file system yet
+        self.arriving = 0  # bytes that were promised and are not in the file system yet
         self._lock = threading.Lock()
 
     def sizes(self) -> dict[str, int]:
@@ -67,7 +67,7 @@ class PushStore:
                 return None
             if self._checksums[name] != checksum:
                 raise Refused(409, f"{name} is there already, with other bytes. A name is used once.")
-            return self._open_folder() / name
+            return self.open_folder() / name
 
     def begin(self, name: str, size: int) -> "Upload":
         """Make room for an adapter of `size` bytes.
@@ -80,7 +80,7 @@ class PushStore:
             raise Refused(413, f"{size} bytes are more than the {self.max_bytes} that this server takes.")
         with self._lock:
             try:
-                folder = self._open_folder()
+                folder = self.open_folder()
                 self._check_room(folder, size)
                 return Upload(self, folder, name, size)
             except OSError as error:
@@ -93,7 +93,7 @@ class PushStore:
             if self._checksums.pop(name, None) is None:
                 return False
             del self._sizes[name]
-            shutil.rmtree(self._open_folder() / name, ignore_errors=True)
+            shutil.rmtree(self.open_folder() / name, ignore_errors=True)
             return True
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class PushStore:
             self._checksums.clear()
             self._sizes.clear()
 
-    def _open_folder(self) -> Path:
+    def open_folder(self) -> Path:
         if self._folder is None:
             name = f"{FOLDER_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
             # Locked under another name first, so that no sweep meets it without its lock.
@@ -121,18 +121,18 @@ class PushStore:
 
     def _check_room(self, folder: Path, size: int) -> None:
         system = os.statvfs(folder)
-        free = system.f_frsize * (system.f_bavail - system.f_blocks * _SHARE_LEFT_FREE) - self._arriving
+        free = system.f_frsize * (system.f_bavail - system.f_blocks * _SHARE_LEFT_FREE) - self.arriving
         if size > free:
             raise OSError(errno.ENOSPC, f"{size} bytes were announced, {max(0, int(free))} are free")
 
     # Called by uploads
 
     def reserve(self, size: int) -> None:
-        self._arriving += size
+        self.arriving += size
 
     def release(self, size: int) -> None:
         with self._lock:
-            self._arriving -= size
+            self.arriving -= size
 
     def admit(self, upload: "Upload", checksum: str) -> Path:
         with self._lock:

@@ -31,7 +31,7 @@ _MAX_HEADER_BYTES = 64 << 20
 _HEADER_ALIGNMENT = 8
 # Reading is copying out of the page cache, which one thread does at a fraction of the memory's speed.
 _READERS = 8
-_CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 
 
 class ShortFileError(ValueError):
@@ -157,8 +157,8 @@ class ParallelReader:
         Raises:
             ShortFileError: the file has less.
         """
-        parts = [slice(place, min(place + _CHUNK_BYTES, len(into))) for place in range(0, len(into), _CHUNK_BYTES)]
-        reads = [self._pool.submit(_read_into, file, into[part], start + part.start) for part in parts]
+        parts = [slice(place, min(place + CHUNK_BYTES, len(into))) for place in range(0, len(into), CHUNK_BYTES)]
+        reads = [self._pool.submit(read_into, file, into[part], start + part.start) for part in parts]
         try:
             for part, read in zip(parts, reads, strict=True):
                 read.result()
@@ -171,7 +171,7 @@ class ParallelReader:
                     read.exception()
 
 
-def _read_into(file: int, view: memoryview, offset: int) -> None:
+def read_into(file: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if not count:

@@ -37,7 +37,7 @@ SOCKET = "files"
 _OFFER, _WITHDRAW, _MEMORY, _ALL = b"+", b"-", b"*", b"."
 _MESSAGE_BYTES = 1024
 # Locking the pages of a large file takes a part of a second.
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -121,7 +121,7 @@ class SharedFiles:
             self._memory, had_memory = None, self._memory is not None
             is_confirmed = self._disconnect(waits=had_memory)
         # The thread's call holds the socket, and with it the file system of the folder, until it returns.
-        self._accepting.join(_PATIENCE_S)
+        self._accepting.join(PATIENCE_S)
         return is_confirmed
 
     def _disconnect(self, *, waits: bool = True) -> bool:
@@ -129,7 +129,7 @@ class SharedFiles:
         for worker in workers:
             with contextlib.suppress(OSError):
                 worker.shutdown(socket.SHUT_WR)
-        given_up_at = time.monotonic() + _PATIENCE_S
+        given_up_at = time.monotonic() + PATIENCE_S
         is_confirmed = True
         for worker in workers:
             if waits:
@@ -252,7 +252,7 @@ class _Trainer:
     def mapped(self, key: FileKey) -> Iterator[Tensor | None]:
         with self._changed:
             # The first file is needed while it is still on its way.
-            self._changed.wait_for(lambda: self.is_gone or key in self._maps or self._has_all, _PATIENCE_S)
+            self._changed.wait_for(lambda: self.is_gone or key in self._maps or self._has_all, PATIENCE_S)
             found = self._maps.get(key)
             yield None if found is None else found.data
 
@@ -260,7 +260,7 @@ class _Trainer:
     def opened(self, number: int) -> Iterator[OpenedMemory | None]:
         with self._changed:
             # The offer was made before any version in that memory.
-            self._changed.wait_for(lambda: self.is_gone or self._heard >= number, _PATIENCE_S)
+            self._changed.wait_for(lambda: self.is_gone or self._heard >= number, PATIENCE_S)
             yield self._memory if self._heard == number else None
 
     def _listen(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Every dtype of adapters holds the integers up to here exactly. Zero stands for an element that was not written.
 _BASE = 255
-_MOST_BOXES = 4096
+MOST_BOXES = 4096
 
 
 class LayoutError(Exception):
@@ -131,8 +131,8 @@ def _regular(places: Tensor, corner: tuple[int, ...]) -> Iterator[Found]:
     if not cuts:
         raise LayoutError("the engine scatters what it loads")
     dim, chosen = min(cuts, key=lambda one: len(one[1]))
-    if len(chosen) > _MOST_BOXES:
-        raise LayoutError(f"the engine takes what it loads apart into more than {_MOST_BOXES} pieces")
+    if len(chosen) > MOST_BOXES:
+        raise LayoutError(f"the engine takes what it loads apart into more than {MOST_BOXES} pieces")
     for start, end in zip([0, *chosen], [*chosen, places.shape[dim]], strict=True):
         moved = (*corner[:dim], corner[dim] + start, *corner[dim + 1 :])
         yield from _regular(places.narrow(dim, start, end - start), moved)

@@ -122,10 +122,10 @@ class SlotWriter:
         self._tables.remove_adapter, self._tables.remove_oldest_adapter, manager._load_adapter  # noqa: B018
         self._parts = slot_parts(self._tables.modules.values(), len(self._index))
         self._device = self._parts[0].device
-        self._files = MappedFiles(self._device)
+        self.files = MappedFiles(self._device)
         self._reader = ParallelReader()
         self._plans: OrderedDict[_Kind, _Plan | None] = OrderedDict()
-        self._stage = torch.empty(0, dtype=torch.uint8)
+        self.stage = torch.empty(0, dtype=torch.uint8)
         self._staged: _Kind | None = None
         self._host = torch.empty(0, dtype=torch.uint8)
         # Slots that hold an adapter of a kind and nothing else, so that another one of that kind may go over it.
@@ -244,7 +244,7 @@ class SlotWriter:
         for group in self._views(plan, slot):
             for targets, sources in group:
                 torch._foreach_copy_(sources, targets)
-            found = checksum(self._stage)
+            found = checksum(self.stage)
             if found != note.checksum:
                 self._primed.pop(slot, None)
                 raise DamagedError(
@@ -255,7 +255,7 @@ class SlotWriter:
     def _views(self, plan: _Plan, slot: int) -> list[list[_Batch]]:
         if slot not in plan.views:
             parts = [part[slot] for part in self._parts]
-            flat = self._stage.view(self._parts[0].dtype)
+            flat = self.stage.view(self._parts[0].dtype)
             plan.views[slot] = [
                 _in_batches([(box.in_slot(parts), box.in_file(flat)) for box in group]) for group in plan.groups
             ]
@@ -281,12 +281,12 @@ class SlotWriter:
         unfinished.wait(file)
         with self._mapped(file, folder / note.files if note.files else None) as mapped:
             if mapped is not None:
-                self._stage.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
+                self.stage.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
                 self.counts["mapped"] += 1
             else:
                 self._read(file, head)
                 self.counts["read"] += 1
-            found = checksum(self._stage)  # waits until the mapping is not used any more
+            found = checksum(self.stage)  # waits until the mapping is not used any more
         if found != note.checksum:
             raise DamagedError(
                 f"The file of {request.lora_name!r} {DAMAGED}its tensors have the checksum {found}, and the trainer "
@@ -297,21 +297,21 @@ class SlotWriter:
     def _fetch_from_gpu(self, socket_path: Path, note: VersionNote) -> bool:
         """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
         try:
-            with self._files.opened(int(note.memory), socket_path) as memory:
+            with self.files.opened(int(note.memory), socket_path) as memory:
                 if memory is None:
                     return False
-                memory.copy_to(self._stage)
+                memory.copy_to(self.stage)
         except IPCError as error:
             logger.warning("A version is read from its file instead of the trainer's GPU: %s.", error)
             return False
-        return checksum(self._stage) == note.checksum  # else a later version is there, and the file decides
+        return checksum(self.stage) == note.checksum  # else a later version is there, and the file decides
 
     @contextmanager
     def _mapped(self, file: int, socket_path: Path | None) -> Iterator[Tensor | None]:
         if socket_path is None:
             yield None
         else:
-            with self._files.mapped(file, socket_path) as found:
+            with self.files.mapped(file, socket_path) as found:
                 yield found
 
     def _read(self, file: int, head: Head) -> None:
@@ -319,7 +319,7 @@ class SlotWriter:
             self._host = torch.empty(0, dtype=torch.uint8)
             self._host = torch.empty(head.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         for part in self._reader.read(file, bytes_of(self._host), head.start):
-            self._stage[part].copy_(self._host[part], non_blocking=True)
+            self.stage[part].copy_(self._host[part], non_blocking=True)
 
     def _prepare_stage(self, kind: _Kind) -> None:
         """Have memory on the device for one kind at a time."""
@@ -327,9 +327,9 @@ class SlotWriter:
             for plan in self._plans.values():
                 if plan is not None:
                     plan.views.clear()
-            if self._stage.numel() != kind.head.size:
-                self._stage = torch.empty(0, dtype=torch.uint8)
-                self._stage = torch.empty(kind.head.size, dtype=torch.uint8, device=self._device)
+            if self.stage.numel() != kind.head.size:
+                self.stage = torch.empty(0, dtype=torch.uint8)
+                self.stage = torch.empty(kind.head.size, dtype=torch.uint8, device=self._device)
             self._staged = kind
 
     # What vLLM does meanwhile
@@ -427,7 +427,7 @@ class SlotWriter:
         size = self._parts[0].element_size()
         placed = torch.zeros(len(spans), dtype=torch.int64)
         if plan is not None:
-            held = torch.zeros(self._stage.numel() // size, dtype=torch.bool, device=self._device)
+            held = torch.zeros(self.stage.numel() // size, dtype=torch.bool, device=self._device)
             for group in plan.groups:
                 for box in group:
                     box.in_file(held).fill_(True)
@@ -443,7 +443,7 @@ class SlotWriter:
         values = _random_values(count, self._parts[0].dtype)
         slot = self._load_values(request, spans, values.clone())
         loaded = [part[slot].cpu() for part in self._parts]
-        self._stage.copy_(values.view(torch.uint8))
+        self.stage.copy_(values.view(torch.uint8))
         torch._foreach_zero_([part[slot] for part in self._parts])
         for targets, sources in chain(*self._views(plan, slot)):
             torch._foreach_copy_(targets, sources)

@@ -50,53 +50,53 @@ class FusedWorker:
 
     def lora_sync_state(self) -> Answer:
         """Which adapter is in the weights of this worker, and where the base is kept."""
-        return _answer(lambda: _model_of(self).state())
+        return answered(lambda: _model_of(self).state())
 
     def lora_sync_prepare(self, name: str, path: str) -> Answer:
         """Read and check an adapter and find where it goes; touches no weight."""
-        return _answer(lambda: _model_of(self).prepare(name, path))
+        return answered(lambda: _model_of(self).prepare(name, path))
 
     def lora_sync_apply(self, name: str | None) -> Answer:
         """Put the prepared adapter into the weights, or the base for None."""
-        return _answer(lambda: _model_of(self).apply(name))
+        return answered(lambda: _model_of(self).apply(name))
 
     def lora_sync_undo(self) -> Answer:
         """Put back what was there before `lora_sync_apply`; nothing to do if it did not come to that."""
-        return _answer(lambda: _model_of(self).undo())
+        return answered(lambda: _model_of(self).undo())
 
     def lora_sync_commit(self) -> Answer:
         """Drop what `lora_sync_undo` would put back."""
-        return _answer(lambda: _model_of(self).commit())
+        return answered(lambda: _model_of(self).commit())
 
     def lora_sync_equals_base(self) -> Answer:
         """Whether all weights that were ever changed are W0, bit for bit."""
-        return _answer(lambda: _model_of(self).equals_base())
+        return answered(lambda: _model_of(self).equals_base())
 
 
-def _answer(act: Callable[[], Answer]) -> Answer:
+def answered(act: Callable[[], Answer]) -> Answer:
     try:
         return {"ok": True, **act()}
     except AdapterFileError as error:
         return {"ok": False, "status": 404 if error.is_missing else 422, "error": str(error)}
-    except (PlacementError, _UnsuitableError) as error:
+    except (PlacementError, UnsuitableError) as error:
         return {"ok": False, "status": 422, "error": str(error)}
     except Exception as error:  # the client gets the error, and the worker goes on
         logger.error("%s", traceback.format_exc())
         return {"ok": False, "status": 500, "error": f"{type(error).__name__}: {error}"}
 
 
-class _UnsuitableError(Exception):
+class UnsuitableError(Exception):
     """The served model is none whose weights can be replaced."""
 
 
-def _model_of(worker: Any) -> "_FusedModel":
+def _model_of(worker: Any) -> "FusedModel":
     if not hasattr(worker, "_lora_sync_model"):
-        worker._lora_sync_model = _FusedModel(worker)
-    model: _FusedModel = worker._lora_sync_model
+        worker._lora_sync_model = FusedModel(worker)
+    model: FusedModel = worker._lora_sync_model
     return model
 
 
-class _FusedModel:
+class FusedModel:
     """The served model of one worker.
 
     All of its adapters are in the memory of the device: the one in the weights, to go back to, and the next one.
@@ -105,15 +105,15 @@ class _FusedModel:
     def __init__(self, worker: Any) -> None:
         self._config = worker.vllm_config
         self._model: Any = worker.get_model()
-        _check_server(self._config)
+        check_server(self._config)
         place = os.environ.get(PLACE_VARIABLE) or "auto"
         if place not in _PLACES:
-            raise _UnsuitableError(f"{PLACE_VARIABLE}={place!r} is not known. Set it to one of {', '.join(_PLACES)}.")
+            raise UnsuitableError(f"{PLACE_VARIABLE}={place!r} is not known. Set it to one of {', '.join(_PLACES)}.")
         self._place = place
         self._kept_in = ""
         self._linears = _linears_of(self._model)
         self._embeddings = _embeddings_of(self._model)
-        self._experts = _experts_of(self._model)
+        self._experts = experts_of(self._model)
         self._packed = {owner for owner, layer in self._linears.items() if layer.weight.numel() == 0}
         self._packed |= {owner for owner, layer in self._experts.items() if _backend_of(layer) == "CPU"}
         self._packed_experts: dict[int, _PackedExperts] = {}
@@ -121,7 +121,7 @@ class _FusedModel:
         self._targets: dict[str, Target] = {}
         # Instead of targets, where no copy of the base is kept.
         self._folded = FoldedWeights() if place == "none" else None
-        self._pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[Piece]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         # What was placed last, as the head of its file lists it.
         self._fitting: object = None
@@ -138,7 +138,7 @@ class _FusedModel:
             "active": self._active.name if self._active is not None else None,
             "base_copy": self._kept_in,
             "base_copy_bytes": copied if self._folded is None else self._folded.kept_bytes,
-            "modules": sorted(self._pieces),
+            "modules": sorted(self.pieces),
         }
 
     def prepare(self, name: str, path: str) -> Answer:
@@ -151,7 +151,7 @@ class _FusedModel:
                 self._folded.check_content(adapter.content)
             self._place_new(changed)
             self._check_overlaps(changed)
-            self._check_whole_rows(adapter.content.magnitudes, changed)
+            self.check_whole_rows(adapter.content.magnitudes, changed)
             self._fitting = adapter.content
         placed = time.perf_counter()
         self._prepared = self._reader.read(name, adapter)
@@ -162,7 +162,7 @@ class _FusedModel:
             "placed": {
                 module: {
                     "shape": [1, *self._shapes[module]][-2:],
-                    "pieces": [[*piece.rows, *piece.columns] for piece in self._pieces[module]],
+                    "pieces": [[*piece.rows, *piece.columns] for piece in self.pieces[module]],
                 }
                 for module in sorted(self._unproved & changed.keys())
             },
@@ -170,7 +170,7 @@ class _FusedModel:
 
     def apply(self, name: str | None) -> Answer:
         if name is not None and (self._prepared is None or self._prepared.name != name):
-            raise _UnsuitableError(f"The adapter {name!r} was not prepared on this worker.")
+            raise UnsuitableError(f"The adapter {name!r} was not prepared on this worker.")
         started = time.perf_counter()
         self._before, self._has_before = self._active, True
         self._active = self._prepared if name is not None else None
@@ -183,7 +183,7 @@ class _FusedModel:
         self._prepared = None
         # Modules that fit no model as a whole: the next adapter that has them is looked at again.
         for module in self._unproved:
-            del self._pieces[module], self._shapes[module]
+            del self.pieces[module], self._shapes[module]
         self._unproved.clear()
         self._fitting = None
         if self._has_before:
@@ -204,9 +204,9 @@ class _FusedModel:
 
     def _write(self) -> None:
         if self._folded is None:
-            fuse(self._active, self._targets, self._pieces)
+            fuse(self._active, self._targets, self.pieces)
         else:
-            self._folded.write(self._active, self._pieces)
+            self._folded.write(self._active, self.pieces)
         if torch.cuda.is_available() and self._reader.device.type == "cuda":
             torch.cuda.synchronize(self._reader.device)
 
@@ -217,7 +217,7 @@ class _FusedModel:
 
         Raises:
             PlacementError: the model does not take such a weight.
-            _UnsuitableError: it is part of a layer that cannot be fused.
+            UnsuitableError: it is part of a layer that cannot be fused.
         """
         for module, shape in shapes.items():
             known = self._shapes.get(module, shape)
@@ -232,29 +232,29 @@ class _FusedModel:
             found = find_pieces(self._model.load_weights, parameters, new, dtype, skip_padding=True)
             owners = list(dict.fromkeys(piece.owner for pieces in found.values() for piece in pieces))
             for owner in owners:
-                _check_layer(self._model, owner, {**self._linears, **self._embeddings}, self._experts)
+                check_layer(self._model, owner, {**self._linears, **self._embeddings}, self._experts)
             if self._folded is not None:
                 self._folded.check_pieces(found, parameters)
             changed = self._targets if self._folded is None else self._folded
             self._add_targets({owner: parameters[owner] for owner in owners if owner not in changed})
-        self._pieces |= found
+        self.pieces |= found
         self._shapes |= new
         self._unproved |= new.keys()
 
     def _check_overlaps(self, modules: Any) -> None:
         by_owner: dict[str, list[Piece]] = {}
         for module in modules:
-            for piece in self._pieces[module]:
+            for piece in self.pieces[module]:
                 others = by_owner.setdefault(piece.owner, [])
                 if any(piece.overlaps(other) for other in others):
                     raise PlacementError(f"{module!r} is adapted twice, once as a part of another module.")
                 others.append(piece)
 
-    def _check_whole_rows(self, magnitudes: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises _UnsuitableError for DoRA on a layer of which this worker has a part of each row."""
+    def check_whole_rows(self, magnitudes: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raises UnsuitableError for DoRA on a layer of which this worker has a part of each row."""
         for module in magnitudes:
-            if any(piece.columns != (0, shapes[module][1]) for piece in self._pieces[module]):
-                raise _UnsuitableError(
+            if any(piece.columns != (0, shapes[module][1]) for piece in self.pieces[module]):
+                raise UnsuitableError(
                     f"{module!r} is trained with DoRA, which needs the norm of whole rows of its weight, and each "
                     "tensor-parallel worker has a part of each row. Start the server without --tensor-parallel-size, "
                     "or leave the layer out of target_modules."
@@ -265,7 +265,7 @@ class _FusedModel:
         plain = {owner: weight for owner, weight in parameters.items() if owner not in packed}
         elsewhere = [owner for owner, weight in plain.items() if weight.device != self._reader.device]
         if elsewhere:
-            raise _UnsuitableError(
+            raise UnsuitableError(
                 f"The weight of {elsewhere[0]!r} is on {plain[elsewhere[0]].device}, apart from others on "
                 f"{self._reader.device}. Offloaded weights cannot be changed; leave out --cpu-offload-gb."
             )
@@ -295,11 +295,11 @@ class _FusedModel:
         return _PackedExpert(experts=experts, name=owner.rpartition(".")[2], base=base)
 
     def _check_direct(self, owners: Iterable[str]) -> None:
-        """Raises _UnsuitableError for a weight that the server computes with in another form."""
+        """Raises UnsuitableError for a weight that the server computes with in another form."""
         on_cpu = self._reader.device.type == "cpu"
         packed = [owner for owner in owners if owner in self._packed or (on_cpu and owner in self._embeddings)]
         if packed:
-            raise _UnsuitableError(
+            raise UnsuitableError(
                 f"vLLM computes with a packed form of {packed[0]!r} here, which is made from a copy of the base "
                 f"weights. Restart the server without {PLACE_VARIABLE}=none."
             )
@@ -329,7 +329,7 @@ class _FusedModel:
 
         loader: Any = get_model_loader(self._config.load_config)
         if not hasattr(loader, "get_all_weights"):
-            raise _UnsuitableError(
+            raise UnsuitableError(
                 f"The weights are packed, and {type(loader).__name__} cannot read them a second time. Leave out "
                 "--load-format."
             )
@@ -345,7 +345,7 @@ class _FusedModel:
             self._model.load_weights(loader.get_all_weights(self._config.model_config, self._model))
         missing = [owner for owner, weight in weights.items() if not torch.isfinite(weight).all()]
         if missing:
-            raise _UnsuitableError(f"The weights of {missing[0]!r} could not be read from the checkpoint again.")
+            raise UnsuitableError(f"The weights of {missing[0]!r} could not be read from the checkpoint again.")
         return weights
 
 
@@ -423,20 +423,20 @@ class _Repacked(InPlace):
 # What the served model must be
 
 
-def _check_server(config: Any) -> None:
-    """Raises _UnsuitableError for a server whose weights cannot be replaced, with what to change."""
+def check_server(config: Any) -> None:
+    """Raises UnsuitableError for a server whose weights cannot be replaced, with what to change."""
     if config.lora_config is not None:
-        raise _UnsuitableError(
+        raise UnsuitableError(
             "The server was started with --enable-lora as well, so an adapter could be applied twice. Restart it "
             "without --enable-lora."
         )
     if config.model_config.quantization is not None:
-        raise _UnsuitableError(
+        raise UnsuitableError(
             f"The base model is quantised ({config.model_config.quantization}), and an adapter cannot be added to "
             'quantised weights without changing them. Serve the unquantised model, or use lora_sync_serving="runtime".'
         )
     if config.parallel_config.data_parallel_size > 1:
-        raise _UnsuitableError(
+        raise UnsuitableError(
             "--data-parallel-size above 1 cannot be used: vLLM reports the result of one replica only. "
             "Start one server for each, and give the trainer all URLs with commas in between."
         )
@@ -464,7 +464,7 @@ def _embeddings_of(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _experts_of(model: torch.nn.Module) -> dict[str, Any]:
+def experts_of(model: torch.nn.Module) -> dict[str, Any]:
     """The layers of experts with plain weights, by the names of these.
 
     Source: vllm/model_executor/layers/fused_moe (0.26, 0.31).
@@ -494,7 +494,7 @@ def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
 
 
-def _check_layer(
+def check_layer(
     model: torch.nn.Module, owner: str, layers: dict[str, Any], experts: dict[str, Any] | None = None
 ) -> None:
     """Check that a parameter is the only form in which the server keeps what it holds.
@@ -508,20 +508,20 @@ def _check_layer(
     layer = layers.get(owner.removesuffix(".bias")) or experts.get(owner) or _module_at(model, owner)
     is_plain = owner.removesuffix(".bias") in layers or owner in experts or _is_vector(model, owner)
     if not is_plain:
-        raise _UnsuitableError(
+        raise UnsuitableError(
             f"The adapter changes {owner!r}, which is a {type(layer).__name__} and no unquantised linear layer, "
             "embedding or layer of experts. Leave it out of target_modules, or use "
             'lora_sync_serving="runtime".'
         )
     if owner in experts and _backend_of(layer) not in _EXPERT_BACKENDS:
-        raise _UnsuitableError(
+        raise UnsuitableError(
             f"The adapter changes {owner!r}, whose kernels ({_backend_of(layer)}) keep the weights of experts in "
             "another order. Restart the server with --moe-backend triton."
         )
     for name, module in model.named_modules():
         has_own_form = module is not layer and callable(getattr(module, "process_weights_after_loading", None))
         if has_own_form and any(child is layer for child in module.modules()):
-            raise _UnsuitableError(
+            raise UnsuitableError(
                 f"The adapter changes {owner!r}, whose weights {type(module).__name__} ({name!r}) also keeps in "
                 "another form, which would not change. Leave it out of target_modules, or use "
                 'lora_sync_serving="runtime".'

@@ -38,10 +38,10 @@ _MATRICES = (".lora_A.weight", ".lora_B.weight")
 # Options of vLLM's own way that are understood here, if they are set. Source: `_load_adapter` of
 # vllm/lora/worker_manager.py (0.26, 0.31).
 _UNDERSTOOD = {"lora_model_id", "device", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes"}
-_KINDS = 8
+KINDS = 8
 _UNREADABLE = (OSError, *MALFORMED)
 # torch's allocator of pinned memory rounds each size up to a power of two.
-_BUFFER_BYTES = 64 << 20
+BUFFER_BYTES = 64 << 20
 
 
 class QuickLoadWorker:
@@ -164,7 +164,7 @@ class KnownFiles:
                 self._kinds[head, dtype] = _in_buffers(spans)
                 if not (self.writes_slots and (folder / NOTE_FILE).exists()):
                     self._reserve(self._kinds[head, dtype])
-                while len(self._kinds) > _KINDS:
+                while len(self._kinds) > KINDS:
                     self._kinds.popitem(last=False)
 
     def _reserve(self, buffers: list[_Buffer]) -> None:
@@ -173,7 +173,7 @@ class KnownFiles:
         It keeps what is given back and hands it out again. Without this, each sync allocates for itself until vLLM
         evicts the first version, and pinning 64 MB takes longer than filling it.
         """
-        held = [_memory_for(buffer) for buffer in buffers for _ in range(self._at_once)]
+        held = [memory_for(buffer) for buffer in buffers for _ in range(self._at_once)]
         held.clear()
 
     def read(self, folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
@@ -194,7 +194,7 @@ class KnownFiles:
             self._kinds.move_to_end(kind)
             tensors: dict[str, Tensor] = {}
             for buffer in self._kinds[kind]:
-                memory = _memory_for(buffer)
+                memory = memory_for(buffer)
                 for _ in self._files.read(file.fileno(), bytes_of(memory), head.start + buffer.start):
                     pass
                 tensors |= {name: span.view_in(memory) for name, span in buffer.spans.items()}
@@ -202,7 +202,7 @@ class KnownFiles:
         return None
 
 
-def _memory_for(buffer: _Buffer) -> Tensor:
+def memory_for(buffer: _Buffer) -> Tensor:
     return torch.empty(buffer.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
@@ -218,7 +218,7 @@ def _spans_in(head: Head) -> dict[str, TensorSpan]:
 def _in_buffers(spans: dict[str, TensorSpan]) -> list[_Buffer]:
     buffers: list[_Buffer] = []
     for name, span in spans.items():
-        if not buffers or span.end - buffers[-1].start > _BUFFER_BYTES:
+        if not buffers or span.end - buffers[-1].start > BUFFER_BYTES:
             buffers.append(_Buffer(span.start, {}))
         start = buffers[-1].start
         buffers[-1].spans[name] = span._replace(start=span.start - start, end=span.end - start)

@@ -137,7 +137,7 @@ class SGLangEngine(SGLangServer):
         return response.status_code == 200 or "logit_bias" not in server_words(response)
 
     async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
-        lora_path = self._lora_path(model)
+        lora_path = self.lora_path(model)
         body = {
             "input_ids": prompt_ids,
             "sampling_params": {"temperature": 1.0, "top_k": -1, "max_new_tokens": 1},
@@ -383,7 +383,7 @@ class SGLangEngine(SGLangServer):
         self, model: str, rows: Sequence[_Row], sampling: Sampling, deadline: Deadline
     ) -> list[Completion]:
         prompts = [prompt for prompt, _ in rows]
-        lora_path = self._lora_path(model)
+        lora_path = self.lora_path(model)
         body = {
             "input_ids": prompts,
             "sampling_params": [params for _, params in rows],
@@ -458,7 +458,7 @@ class SGLangEngine(SGLangServer):
             ) from error
         return answer if isinstance(answer, list) else [answer]
 
-    def _lora_path(self, model: str) -> str | None:
+    def lora_path(self, model: str) -> str | None:
         """SGLang's field names the adapter, by name; null is the base."""
         return None if model == self.capabilities.base_model else model
 

@@ -432,7 +432,7 @@ class VLLMEngine(ServerEngine):
         if any(group.images for group in groups):
             batches = [[index] for index in range(len(groups))]
         else:
-            batches = _batches(groups, at_once)
+            batches = in_batches(groups, at_once)
         async with self._distrusting_connections():
             answers = await in_parallel(
                 lambda batch: self._generate_batch(model, [groups[i] for i in batch], sampling, deadline),
@@ -561,7 +561,7 @@ def _is_below(version: str, limit: Version, *, if_unknown: bool = False) -> bool
         return if_unknown
 
 
-def _batches(groups: Sequence[PromptGroup], at_once: int = CONCURRENT_REQUESTS) -> list[list[int]]:
+def in_batches(groups: Sequence[PromptGroup], at_once: int = CONCURRENT_REQUESTS) -> list[list[int]]:
     """Indices of groups to send together: equal counts, and few enough requests to be in flight all at once."""
     by_kind: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for index, group in enumerate(groups):

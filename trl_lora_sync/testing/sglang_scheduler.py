@@ -1,4 +1,4 @@
-"""The scheduler process of a fake SGLang: adapters in host memory, slots on the GPU, sampling, and ways to die.
+"""The scheduler process of a fake SGLang: adapters in host memory, slots on the GPU, sampling, and what ends it.
 
 Sources are paths below `sglang/`, read in 0.5.11, 0.5.15, 0.5.17 and 0.5.23; "INF" marks what was inferred.
 """
@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from packaging.version import Version
 from safetensors.torch import load_file
 
-from .policy import Policy, Shapes, log_softmax
-from .regular import Regular
+from trl_lora_sync.testing.policy import Array, ServedPolicy, Shapes, ToyPolicy, log_softmax
+from trl_lora_sync.testing.regular import Regular
 
 # srt/lora/utils.py `get_normalized_target_modules` (all)
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -40,7 +40,15 @@ class SchedulerDiedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs:
-    """How the server was started; names are SGLang's own."""
+    """How the server was started; names are SGLang's own, up to `shapes`.
+
+    Attributes:
+        shapes: of the base model.
+        eos_token_id: ends a completion.
+        seed: of the base model and of what is sampled.
+        token_texts: the text of each token id; by default, ids below 256 are characters and others have none.
+        policy: computes the logits; by default a `ToyPolicy` of the shapes and the seed.
+    """
 
     version: str = "0.5.23"
     enable_lora: bool = True
@@ -63,10 +71,14 @@ class ServerArgs:
     shapes: Shapes = field(default_factory=Shapes)
     eos_token_id: int = 258
     seed: int = 0
-    token_texts: tuple[str, ...] | None = None  # text of each token id; bytes by default
+    token_texts: tuple[str, ...] | None = None
+    policy: ServedPolicy | None = None
 
     def at_least(self, version: str) -> bool:
         return Version(self.version) >= Version(version)
+
+    def base_policy(self) -> ServedPolicy:
+        return self.policy or ToyPolicy(self.shapes, self.seed)
 
     def text_of(self, token_ids: list[int]) -> str:
         if self.token_texts is not None:
@@ -103,7 +115,7 @@ class Scheduler:
     def __init__(self, args: ServerArgs, die: Any) -> None:
         self.args = args
         self._die = die
-        self.policy = Policy(args.shapes, args.seed)
+        self.policy = args.base_policy()
         self.loras: dict[str, Adapter] = {}
         # srt/lora/lora_manager.py `init_memory_pool`: the base model takes a slot from the start
         self.slots: OrderedDict[str | None, bool] = OrderedDict({None: True})
@@ -125,7 +137,9 @@ class Scheduler:
 
         return self._load(ref, read)
 
-    def load_tensors(self, ref: LoRARef, payloads: list[Any], config: dict[str, Any], load_format: Any) -> Any:
+    def load_tensors(
+        self, ref: LoRARef, payloads: list[Any], config: dict[str, Any], load_format: Any
+    ) -> dict[str, Any]:
         """srt/managers/tp_worker.py: deserialised outside of any `try`, so every failure ends the scheduler (all)."""
         try:
             # Rank r reads element r; up to 0.5.16 there is one payload for all (`serialized_tensors`).
@@ -240,7 +254,7 @@ class Scheduler:
         for weights in adapter.weights:
             for name, value in weights.items():
                 module = max((m for m in self.target_modules if m in name), key=len, default=None)
-                if module is None:  # srt/lora/utils.py `get_target_module_name`; the "skipped" warning is no skip
+                if module is None:  # srt/lora/utils.py `get_target_module_name`, which warns of a skip
                     self._die(f"ValueError: Cannot find target module name for {name} in {self.target_modules}")
                     raise SchedulerDiedError
                 matrix = "A" if "lora_A" in name else "B"
@@ -261,7 +275,7 @@ class Scheduler:
         return sum(shapes.of(member)[0] for member in members), rank
 
     def _sliced(self, module: str, matrix: str, value: torch.Tensor) -> torch.Tensor:
-        """srt/lora/layers.py `slice_lora_{a,b}_weights` for one rank: what is too large is cut off without a word."""
+        """srt/lora/layers.py `slice_lora_{a,b}_weights` for one rank: what is too large is cut off silently."""
         shapes = self.args.shapes
         if module in ("o_proj", "down_proj"):
             return value[:, : shapes.of(module)[1]] if matrix == "A" else value
@@ -270,7 +284,7 @@ class Scheduler:
         return value[: self._buffer_shape(module, "B", 1)[0]]
 
     def _as_served(self, adapter: Adapter) -> dict[str, torch.Tensor]:
-        """The adapter after stacking and cutting; the same tensors for one that fits."""
+        """The adapter after stacking and cutting; unchanged if it fits."""
         served, shapes = dict(adapter.tensors), self.args.shapes
         for name in list(served):
             module = next((m for m in ("q", "k", "v", "o", "gate", "up", "down") if f".{m}_proj." in name), None)
@@ -299,7 +313,7 @@ class Scheduler:
             self.offloaded.remove(tag)
             if tag == "weights" and self.args.enable_memory_saver:
                 # Without --enable-weights-cpu-backup the memory comes back with nothing in it.
-                self.policy = Policy(self.args.shapes, self.args.seed + 1)
+                self.policy = ToyPolicy(self.args.shapes, self.args.seed + 1)
                 for adapter in self.loras.values():
                     adapter.patch = None
 
@@ -310,16 +324,29 @@ class Scheduler:
 
 
 class Sampler:
-    """One sample. Source: srt/layers/sampler.py, srt/sampling/sampling_batch_info.py (0.5.15 and 0.5.23)."""
+    """One sample. Source: srt/layers/sampler.py, srt/sampling/sampling_batch_info.py (0.5.15 and 0.5.23).
 
-    def __init__(self, scheduler: Scheduler, patch: Any, prompt: list[int], params: dict[str, Any], draw: int) -> None:
-        self._args, self._policy, self._patch = scheduler.args, scheduler.policy, patch
+    Args:
+        patch: what the adapter adds to the policy.
+        draw: how often this prompt was sampled before, so that samples differ.
+    """
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        policy: ServedPolicy,
+        patch: Any,
+        prompt: list[int],
+        params: dict[str, Any],
+        draw: int,
+    ) -> None:
+        self._args, self._policy, self._patch = args, policy, patch
         self.prompt, self.params = prompt, params
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[tuple[list[float], list[int]]] = []
         self.finish: dict[str, Any] | None = None
-        self._context: np.ndarray | None = None
+        self._context: Any = None
         for token in prompt:
             self._context = self._policy.step(self._context, token)
         seed = params["sampling_seed"]
@@ -355,7 +382,7 @@ class Sampler:
         self._context = self._policy.step(self._context, token)
         self._end(token)
 
-    def _biased(self, logits: np.ndarray) -> np.ndarray:
+    def _biased(self, logits: Array) -> Array:
         """`apply_logits_bias`: penalties (of output tokens only), then the grammar's mask, then `logit_bias`."""
         logits, params = logits.copy(), self.params
         seen = sorted(set(self.output))
@@ -371,7 +398,7 @@ class Sampler:
             logits[int(token)] += bias
         return logits
 
-    def _allowed(self) -> np.ndarray:
+    def _allowed(self) -> Array:
         allowed = np.zeros(self._args.shapes.vocab, dtype=bool)
         assert self._regular is not None
         for token in range(self._args.shapes.vocab):
@@ -380,7 +407,7 @@ class Sampler:
         allowed[self._args.eos_token_id] = self._regular.may_end(self._states)
         return allowed
 
-    def _draw(self, probabilities: np.ndarray) -> int:
+    def _draw(self, probabilities: Array) -> int:
         params = self.params
         order = np.argsort(-probabilities, kind="stable")
         ranked = probabilities[order]
@@ -425,7 +452,7 @@ def sampling_params(given: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
     for name in given:
         if name not in defaults and name not in optional:
             raise TypeError(f"Unexpected keyword argument '{name}'")
-    params = dict.fromkeys(optional) | defaults
+    params: dict[str, Any] = dict.fromkeys(optional) | defaults
     # None means the default; only max_new_tokens may stay None, which is then bounded by the context.
     params |= {name: value for name, value in given.items() if value is not None}
     params["stop"] = [params["stop"]] if isinstance(params["stop"], str) else params["stop"] or []
@@ -504,7 +531,7 @@ def _load_storage(data: bytes) -> Any:
 
 
 def _local_or_hub(path: str) -> str:
-    """srt/lora/lora_config.py: what is no directory is a repository of the hub, for `snapshot_download` (all)."""
+    """srt/lora/lora_config.py: what is not a directory is a hub repository to `snapshot_download` (all)."""
     if Path(path).is_dir():
         return path
     validate_repo_id(path)  # raises HFValidationError "Repo id must be in the form ..." for any absolute path
@@ -534,7 +561,7 @@ def _stack_qkv(weights: dict[str, torch.Tensor]) -> None:
 
 
 def _stack_gate_up(weights: dict[str, torch.Tensor]) -> None:
-    """gate names the group: up may be missing; up without gate stays as it is."""
+    """gate names the group: up may be missing; up without gate is left alone."""
     for gate_name in [name for name in weights if ".gate_proj." in name]:
         up = weights.pop(gate_name.replace("gate_proj", "up_proj"), None)
         gate = weights.pop(gate_name)

@@ -1,12 +1,12 @@
-"""A fake SGLang: a real HTTP server that obeys the rules of stock SGLang 0.5.11 to 0.5.23, and dies when SGLang dies.
+"""An HTTP server that obeys the rules of stock SGLang 0.5.11 to 0.5.23, and crashes where SGLang does.
 
 This file holds what SGLang's HTTP process does (`entrypoints/http_server.py`, `managers/tokenizer_manager.py`,
 `managers/tokenizer_control_mixin.py`, `lora/lora_registry.py`); `sglang_scheduler.py` holds the rest. Paths in comments
-are below `sglang/srt/`; the versions behind them are those whose source was read (0.5.11, 0.5.15, 0.5.17, 0.5.23), so
-a rule that changed in 0.5.20, 0.5.21 or 0.5.22 has its boundary from the notes of others.
+are below `sglang/srt/`; "all" are the versions whose source was read (0.5.11, 0.5.15, 0.5.17, 0.5.23), so a rule that
+changed in 0.5.20, 0.5.21 or 0.5.22 has its boundary from the notes of others.
 
 Faster than the real one on purpose: /health answers at once (SGLang takes a second), a lost client is noticed at once
-(SGLang asks every four seconds), and a pause with mode "abort" looks every 20 ms (SGLang every second).
+(SGLang checks every four seconds), and a pause with mode "abort" looks every 20 ms (SGLang every second).
 """
 
 import contextlib
@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import torch
-
-from .policy import read_adapter
-from .sglang_scheduler import (
+from trl_lora_sync.testing.policy import read_adapter
+from trl_lora_sync.testing.sglang_scheduler import (
     MEMORY_TAGS,
     TENSOR_PATH,
     LoRARef,
@@ -98,17 +96,22 @@ class _Worker:
 
 
 class FakeSGLang:
-    """One server; `with FakeSGLang(version="0.5.17") as fake`.
+    """One server; `with FakeSGLang(version="0.5.17") as fake`. It answers as long as the block lasts.
+
+    Args:
+        args: how it is started.
+        changes: fields of `ServerArgs` instead.
 
     Attributes:
         requests: everything that arrived, in order.
-        death: why the server died, or None.
+        death: why the server has ended, or None.
         delay_s: seconds to wait before a path is acted on.
         drop: how many answers of a path to drop after acting.
         canned: path to answers (status, body) that are given, one each, without acting.
         edit_output: called with each output of /generate before it is sent.
         abort_with: status codes with which the scheduler aborts the next samples; None is an abort without a code.
         token_delay_s: seconds that one token takes.
+        other_clients: requests of other clients, which the server reports as running.
     """
 
     def __init__(self, args: ServerArgs | None = None, **changes: Any) -> None:
@@ -121,6 +124,7 @@ class FakeSGLang:
         self.abort_with: list[int | None] = []
         self.token_delay_s = 0.0
         self.death: str | None = None
+        self.other_clients = 0
         self._cond = threading.Condition(threading.RLock())
         self._http: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
@@ -156,7 +160,7 @@ class FakeSGLang:
         return self
 
     def stop(self) -> None:
-        """Refuse connections and break those that are open, as a process that ends does."""
+        """Refuse connections and break the open ones, as a process that ends does."""
         with self._cond:
             self.death = self.death or "stopped"
             http, self._http = self._http, None
@@ -169,7 +173,7 @@ class FakeSGLang:
                 open_socket.shutdown(socket.SHUT_RDWR)
 
     def restart(self) -> None:
-        """The same command line on the same port: everything that was loaded is forgotten."""
+        """The same command line on the same port: nothing is loaded then."""
         self.stop()
         if self._thread is not None:
             self._thread.join(5)
@@ -215,7 +219,7 @@ class FakeSGLang:
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """The reference counters by adapter name, of registered adapters and of those that wait to be unloaded."""
+        """The reference counters by adapter name, of registered adapters and of adapters that wait to be unloaded."""
         with self._cond:
             names = {ref.lora_id: ref.name for worker in self._workers for ref in worker.ref_cache.values()}
             return {names[key]: count for worker in self._workers for key, count in worker.counters.items()}
@@ -233,8 +237,27 @@ class FakeSGLang:
             return len(self.scheduler.slots)
 
     @property
+    def registered(self) -> list[str]:
+        """Names of the adapters that requests can name; an unload first takes its name from here, and then waits."""
+        with self._cond:
+            return [name for worker in self._workers for name in worker.registry]
+
+    @property
     def running(self) -> int:
-        return len(self._running)
+        """How many samples are running or queued."""
+        with self._cond:
+            return len(self._running)
+
+    def add_references(self, adapter_name: str, count: int) -> None:
+        """Change how many requests the server counts for an adapter; an unload waits until it counts none."""
+        (worker,) = self._workers
+        with self._cond:
+            worker.counters[worker.ref_cache[adapter_name].lora_id] += count
+            self._cond.notify_all()
+
+    def abort_all(self) -> None:
+        """End all samples, as for another client that aborts them."""
+        self._abort(lambda run: True)
 
     def wait_until(self, is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -250,7 +273,11 @@ class FakeSGLang:
         try:
             yield
         finally:
-            self._holding = None
+            self.let_go()
+
+    def let_go(self) -> None:
+        """End a `hold` before its block ends."""
+        self._holding = None
 
     # HTTP
 
@@ -326,7 +353,7 @@ class FakeSGLang:
         """Wait without the lock.
 
         Raises:
-            SchedulerDiedError: the server died.
+            SchedulerDiedError: the server has ended.
             _ClientLeftError: the client left.
         """
         deadline = time.monotonic() + at_most_s
@@ -340,7 +367,7 @@ class FakeSGLang:
                 raise _ClientLeftError
 
     def _wait_for_ever(self, is_over: Callable[[], bool]) -> None:
-        """A wait that ends with the server only: control requests never look whether their client is still there."""
+        """A wait that ends with the server only: control requests never notice that their client is gone."""
         with self._cond:
             while not is_over():
                 self._check_alive()
@@ -414,7 +441,7 @@ class FakeSGLang:
     def _counts(self) -> tuple[int, int]:
         with self._cond:
             queued = sum(run.is_queued for run in self._running)
-            return len(self._running) - queued, queued
+            return self.other_clients + len(self._running) - queued, queued
 
     def _loads(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
         """entrypoints/v1_loads.py (all)."""
@@ -459,8 +486,8 @@ class FakeSGLang:
         ref = LoRARef(name=name, path=TENSOR_PATH, pinned=bool(body.get("pinned")))
 
         def load() -> dict[str, Any]:
-            data = payloads if per_rank else [payloads]
-            return self.scheduler.load_tensors(ref, data, config, body.get("load_format"))  # type: ignore[no-any-return]
+            data: list[Any] = payloads if isinstance(payloads, list) else [payloads]
+            return self.scheduler.load_tensors(ref, data, config, body.get("load_format"))
 
         return self._update_answer(lambda: self._load(self._worker(), ref, load))
 
@@ -482,7 +509,7 @@ class FakeSGLang:
 
     @contextlib.contextmanager
     def _update_lock(self, worker: _Worker) -> Iterator[None]:
-        """`lora_update_lock`: held for the whole load or unload, without a timeout, whoever still waits for it."""
+        """`lora_update_lock`: held for the whole load or unload, without a timeout, even if no client waits for it."""
         while not worker.update_lock.acquire(timeout=_POLL_S):
             self._check_alive()
         try:
@@ -521,7 +548,7 @@ class FakeSGLang:
             return self._unload(worker, name)
 
     def _unload(self, worker: _Worker, name: str) -> dict[str, Any]:
-        """Unregister, wait until the counter is exactly 0, then let the scheduler forget it."""
+        """Unregister, wait until the counter is exactly 0, then remove it from the scheduler."""
         keeps_pending = self.args.at_least("0.5.21")
         with self._cond:
             lora_id = worker.pending_unloads.get(name)
@@ -585,7 +612,7 @@ class FakeSGLang:
                     f"Got LoRA adapter that has never been loaded: {name}\n"
                     f"All loaded adapters: dict_keys({list(worker.ref_cache)})."
                 )
-            # An unloaded name is loaded again from its old path, without a word to the client.
+            # An unloaded name is loaded again from its old path, and the client is not informed.
             ref = LoRARef(name=old.name, path=old.path, pinned=old.pinned)
 
             def load(ref: LoRARef = ref) -> dict[str, Any]:
@@ -604,7 +631,7 @@ class FakeSGLang:
     def _release_reference(self, worker: _Worker, lora_id: str | None) -> None:
         with self._cond:
             if lora_id in worker.counters:
-                worker.counters[lora_id] -= 1  # type: ignore[index]
+                worker.counters[lora_id] -= 1
             self._cond.notify_all()
 
     def _submit(self, worker: _Worker, job: "_Job", connection: socket.socket) -> list[dict[str, Any]]:
@@ -637,7 +664,7 @@ class FakeSGLang:
                 done = index + 1
         except _ClientLeftError:
             # 0.5.11 keeps the state of an abandoned request until the scheduler has aborted it. 0.5.15 and 0.5.17
-            # drop it at once (`_discard_pending_req_states`), so that nobody ever releases its reference.
+            # drop it at once (`_discard_pending_req_states`), so that its reference is never released.
             if not self.args.at_least("0.5.15") or self.args.at_least("0.5.22"):
                 for lora_id in job.lora_ids[done:]:
                     self._release_reference(worker, lora_id)
@@ -701,7 +728,7 @@ class FakeSGLang:
         self._wait(connection, lambda: run.is_aborted or (self._holding is None and self._pause_mode is None))
         lora_id = job.lora_ids[index]
         if run.is_aborted and run.is_queued:
-            # `_handle_abort_req`: released in 0.5.23, forgotten in 0.5.11, 0.5.15 and 0.5.17
+            # `_handle_abort_req`: released in 0.5.23, kept in 0.5.11, 0.5.15 and 0.5.17
             if self.args.at_least("0.5.22"):
                 self._release_reference(worker, lora_id)
             return self._output(job, index, run, prompt, None, {"type": "abort", "message": "Abort in waiting queue"})
@@ -714,7 +741,7 @@ class FakeSGLang:
             patch = self.scheduler.fetch(lora_id)
             key = hashlib.sha256(repr((run.lora_name, prompt)).encode()).hexdigest()
             self._draws[key] += 1
-            sampler = Sampler(self.scheduler, patch, prompt, params, self._draws[key])
+            sampler = Sampler(self.args, self.scheduler.policy, patch, prompt, params, self._draws[key])
         finish = self._sample(sampler, run, job, index, connection)
         self._release_reference(worker, lora_id)
         status = finish.get("status_code")
@@ -853,8 +880,11 @@ class FakeSGLang:
             self._cond.notify_all()
 
     def _flush(self, body: Any, query: dict[str, list[str]], connection: socket.socket) -> tuple[int, Any]:
-        self._wait(connection, lambda: not self._running, float(query.get("timeout", ["0"])[0]))
-        if self._running:
+        def is_idle() -> bool:
+            return not self._running and not self.other_clients
+
+        self._wait(connection, is_idle, float(query.get("timeout", ["0"])[0]))
+        if not is_idle():
             return 400, "Flush cache failed.\n"
         return 200, (
             "Cache flushed.\nPlease check backend logs for more details. "
@@ -1050,6 +1080,3 @@ def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
             pass
 
     return Handler
-
-
-torch.set_num_threads(1)  # the fake shares its cores with the trainer under test

@@ -72,7 +72,8 @@ class Regular:
                 self._edges[self._sequence(branch, at)].append((None, end))
             return end
         if operation in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self._repeat(*value, at)
+            least, most, inner = value
+            return self._repeat(least, most, inner, at)
         if operation == "AT":
             return at
         raise ValueError(f"the fake does not know the regular expression element {operation}")

@@ -1,0 +1,179 @@
+"""Unit tier: what other people's tests import, used as they do."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract.served import PROMPT, SMALL, sampling, soon
+from make_model import make_model
+from support.models import lora, peft_model, randomize_adapter
+from support.settings import plain_settings
+from support.trainers import grpo_trainer, steps_of
+
+import trl_lora_sync.testing
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
+from trl_lora_sync.adapter.export import read_adapter
+from trl_lora_sync.engines.base import Completion, PromptGroup
+from trl_lora_sync.errors import AdapterRejectedError, GenerationError, ServerUnreachableError
+from trl_lora_sync.sync import AdapterSync
+from trl_lora_sync.testing import (
+    InMemoryEngine,
+    ModelPolicy,
+    in_memory_engines,
+    random_adapter,
+    serving_sglang,
+)
+from trl_lora_sync.verify import TrainedBase
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def adapter(step: int) -> CanonicalAdapter:
+    return random_adapter(SMALL, step, rank=8)
+
+
+class Run:
+    """A sync with engines in memory, which has published its first version."""
+
+    def __init__(self, engines: list[InMemoryEngine], folder: Path, **changes: Any) -> None:
+        self.engines = engines
+        urls = [engine.base_url for engine in engines]
+        self.sync = AdapterSync(plain_settings(urls, folder / "sync", timeout_s=20.0, **changes))
+        self.sync.start(self.read, TrainedBase(name=None, vocab_size=SMALL.vocab, logprobs=self.logprobs))
+        self.sync.publish(adapter(1))
+
+    def read(self, form: Form) -> CanonicalAdapter:
+        return adapter(0)
+
+    def logprobs(self, prompt_ids: Any) -> tuple[list[float], float]:
+        return self.engines[0].expected_logprobs(None, prompt_ids[:1], prompt_ids[1:]), 1.5
+
+    def sample(self, count: int = 2) -> list[list[Completion]]:
+        assert self.sync.active is not None
+        groups = [PromptGroup(prompt=[*PROMPT, number], count=count) for number in range(4)]
+        return self.sync.generate(self.sync.active.name, groups, sampling(), soon())
+
+    def samples_from(self, step: int) -> bool:
+        return all(
+            [one[0] for one in completion.logprobs or []]
+            == pytest.approx(
+                self.engines[0].expected_logprobs(adapter(step), completion.prompt_ids, completion.token_ids)
+            )
+            for completions in self.sample()
+            for completion in completions
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with in_memory_engines(2, shapes=SMALL) as engines:
+        begun = Run(engines, tmp_path)
+        yield begun
+        begun.sync.end()
+
+
+def test_a_sync_runs_on_engines_in_memory_without_a_connection(run: Run) -> None:
+    assert run.samples_from(1)
+    run.sync.publish(adapter(2))
+    assert run.samples_from(2)
+    for engine in run.engines:
+        assert [name.rpartition("-")[2] for method, name in engine.calls if method == "load"][-2:] == ["v1", "v2"]
+
+
+def test_an_error_of_one_engine_leaves_the_version_before_active_on_all(run: Run) -> None:
+    run.engines[1].errors["load"] = [AdapterRejectedError("no room")]
+    with pytest.raises(AdapterRejectedError, match="no room"):
+        run.sync.publish(adapter(2))
+    assert run.samples_from(1)
+    run.sync.publish(adapter(3))
+    assert run.samples_from(3)
+
+
+def test_an_engine_that_restarts_gets_the_active_version_again(run: Run) -> None:
+    run.engines[0].restart()
+    run.engines[0].calls.clear()
+    assert run.samples_from(1)
+    assert [name.rpartition("-")[2] for method, name in run.engines[0].calls if method == "load"] == ["v1"]
+
+
+def test_an_engine_that_is_down_raises_what_a_server_does(tmp_path: Path) -> None:
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        begun = Run([engine], tmp_path, sync_timeout_s=0.3)
+        engine.is_up = False
+        with pytest.raises(ServerUnreachableError, match=re.escape(engine.base_url)):
+            begun.sync.publish(adapter(2))
+        engine.is_up = True
+        begun.sync.publish(adapter(2))
+        assert begun.samples_from(2)
+        begun.sync.end()
+
+
+def test_an_engine_in_memory_refuses_another_models_adapter(run: Run) -> None:
+    wide = random_adapter(trl_lora_sync.testing.Shapes(), 1, rank=8)
+    with pytest.raises(AdapterRejectedError, match="does not fit the base model"):
+        run.sync.publish(wide)
+
+
+def test_memory_that_is_released_cannot_be_sampled_from(tmp_path: Path) -> None:
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        begun = Run([engine], tmp_path, frees_kv_cache=True)
+        begun.sync.sleep()
+        assert engine.is_asleep
+        with pytest.raises(GenerationError, match="KV cache"):
+            begun.sample()
+        assert begun.sync.wake()
+        assert begun.samples_from(1)
+        begun.sync.end()
+
+
+def test_a_served_model_computes_what_peft_does(model: Path) -> None:
+    trained = peft_model(model, target_modules=["q_proj", "v_proj", "down_proj"])
+    randomize_adapter(trained, seed=1)
+    ids = [11, 48, 85, 122]
+    with torch.no_grad():
+        expected = trained(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    policy = ModelPolicy(model)
+    tensors = read_adapter(trained, dtype=torch.float32).tensors
+    found = policy.logprobs(tensors, 1.0, ids[:1], ids[1:])
+    assert found == pytest.approx([float(expected[place, token]) for place, token in enumerate(ids[1:])], abs=1e-4)
+    base = policy.logprobs(None, 1.0, ids[:1], ids[1:])
+    assert max(abs(a - b) for a, b in zip(found, base, strict=True)) > 0.05
+
+
+@pytest.mark.outside
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["over HTTP", "in memory"])
+def test_a_trainer_trains_with_all_checks_and_no_engine(where: str, model: Path, tmp_path: Path) -> None:
+    with serving_sglang(model) if where == "over HTTP" else in_memory_engines(model_path=model) as served:
+        base_url = served.base_url if where == "over HTTP" else served[0].base_url  # type: ignore[union-attr,index]
+        peft_config = lora(target_modules=["q_proj", "k_proj", "v_proj", "down_proj"])
+        trainer = grpo_trainer(base_url, model, tmp_path, peft_config=peft_config, max_steps=2, max_completion_length=6)
+        trainer.train()
+    steps = [step for step in steps_of(trainer) if "lora_sync/version" in step]
+    assert [step["lora_sync/version"] for step in steps] == [1, 2]
+    assert all(step["lora_sync/verified"] == 1 for step in steps)
+    assert all(step["sampling/sampling_logp_difference/max"] < 1e-2 for step in steps)
+
+
+def test_the_public_names_are_documented_and_need_no_test_library() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    shown = re.findall(r"^::: trl_lora_sync\.testing\.(\w+)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(trl_lora_sync.testing.__all__)
+    for file in Path(trl_lora_sync.testing.__file__).parent.glob("*.py"):
+        imported = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert all((node.module or "").partition(".")[0] not in ("pytest", "hypothesis") for node in imported)
+
+
+@pytest.mark.outside
+def test_importing_it_needs_neither_trl_nor_a_test_library() -> None:
+    blocked = "import sys; sys.modules |= dict.fromkeys(('trl', 'peft', 'pytest', 'hypothesis')); "
+    subprocess.run([sys.executable, "-c", f"{blocked}import trl_lora_sync.testing"], check=True, timeout=240)
