@@ -157,8 +157,19 @@ class VLLMServer:
                 f"There is no Python at {self.python}, so the vLLM server cannot start. "
                 f"Run `make venv-vllm`, or set {PYTHON_VARIABLE} to the Python of an environment with vLLM."
             )
+        self._wait_for_port()
         self._process = self.start_process(self._args, self._env)
         return self
+
+    def _wait_for_port(self) -> None:
+        """The processes of a server that was killed may listen for a moment after it has ended."""
+        for _ in range(300):
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with contextlib.suppress(OSError):
+                    probe.bind(("127.0.0.1", self.port))
+                    return
+            time.sleep(0.1)
 
     def start_process(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
         """Start vLLM's server with these arguments, in a session of its own; the tests replace this."""

@@ -31,9 +31,9 @@ LORAS: dict[str, dict[str, Any]] = {
     "all-linear, which is the router as well": {"target_modules": "all-linear"},
 }
 PROMPTS = [token_ids(seed) for seed in range(4)]
-# Mean distance to the trained policy; measured up to 0.026. There is no bound for one token: in bfloat16 a near tie of
+# Mean distance to the trained policy; measured up to 0.052. There is no bound for one token: in bfloat16 a near tie of
 # the router goes to another expert, which was seen to move one by 0.85.
-NOISE = 0.04
+NOISE = 0.07
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_experts_and_routers_are_served_as_they_are_trained(make_trainer: Callab
         assert kept
         for parameter in parameters:
             parameter.data.zero_()
-        assert distance(trainer.model, rows).mean() > 4 * NOISE, f"the {part} does not show"
+        assert distance(trainer.model, rows).mean() > 3 * NOISE, f"the {part} does not show"
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.data.copy_(value)
 
