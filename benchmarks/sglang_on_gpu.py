@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
 from moe_on_gpu import ATTENTION, BOTH, compare, make_tiny, trainer_for  # noqa: E402
 from versus.shapes import write_model  # noqa: E402
 
-from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize  # noqa: E402
+from trl_lora_sync.adapter.canonical import Form, LoRAModule, canonicalize  # noqa: E402
 from trl_lora_sync.adapter.experts import FAMILIES  # noqa: E402
 from trl_lora_sync.adapter.export import AdapterReader  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
@@ -187,7 +187,7 @@ def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
     randomize_adapter(peft, seed=1, std=0.1)
     reader = AdapterReader()
     reader.linears(peft)
-    adapter = reader.read(peft, dtype=torch.bfloat16, fused_siblings=True)
+    adapter = reader.read(peft, dtype=torch.bfloat16, form=Form(fused_siblings=True))
     engine: Any = Blocking(run(connect_engine(url, engine="sglang", is_local=True, deadline=soon())))
     store = AdapterStore(folder / "store")
     stored = store.write(1, adapter)

@@ -172,7 +172,7 @@ def reader(model: PeftModel) -> ReadAdapter:
 
     def read(form: Form) -> CanonicalAdapter:
         adapter.linears(model)
-        return adapter.read(model, dtype=torch.bfloat16, fused_siblings=form.fused_siblings)
+        return adapter.read(model, dtype=torch.bfloat16, form=form)
 
     return read
 

@@ -216,13 +216,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             _, gathered = self._gather_matrices()
 
         def read(form: Form) -> CanonicalAdapter:
-            return self._reader.read(
-                self.model,
-                dtype=self.dtype,
-                fused_siblings=form.fused_siblings,
-                stacked_experts=form.stacked_experts,
-                gathered=gathered,
-            )
+            return self._reader.read(self.model, dtype=self.dtype, form=form, gathered=gathered)
 
         return read
 
@@ -291,13 +285,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
             # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
             def read(form: Form) -> CanonicalAdapter:
-                return reader.read_trial(
-                    model,
-                    weights(strength, group),
-                    dtype=dtype,
-                    fused_siblings=form.fused_siblings,
-                    stacked_experts=form.stacked_experts,
-                )
+                return reader.read_trial(model, weights(strength, group), dtype=dtype, form=form)
 
             return Trial(
                 group=group,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, common_form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.dispatch import Worker, dispatch
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
@@ -60,14 +60,14 @@ class Fleet:
         served = [server.engine.capabilities for server in self.servers]
         lengths = [one.max_model_len for one in served if one.max_model_len is not None]
         modes = {one.logprobs_mode for one in served}
+        form = common_form(one.form for one in served)
         doubtful = [mode for mode in ("raw_logprobs", "unknown") if mode in modes]
         return replace(
             served[0],
             max_model_len=min(lengths, default=None),
             logprobs_mode=doubtful[0] if doubtful else served[0].logprobs_mode,
-            # Zeros for a sibling change nothing on an engine that does not need them.
-            needs_fused_siblings=any(one.needs_fused_siblings for one in served),
-            takes_stacked_experts=all(one.takes_stacked_experts for one in served),
+            needs_fused_siblings=form.fused_siblings,
+            takes_stacked_experts=form.stacked_experts,
             survives_misfit=all(one.survives_misfit for one in served),
             takes_tensors=all(one.takes_tensors for one in served),
             takes_pushes=all(one.takes_pushes for one in served),

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form, widened
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, common_form, widened
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup, Sampling
 from trl_lora_sync.engines.registry import restart_command
@@ -142,11 +142,7 @@ class StartupChecks:
             AdapterRejectedError: it does not take such an adapter.
             VerificationError: it computes something else with it than the trainer.
         """
-        forms = [server.engine.capabilities.form for server in servers]
-        form = Form(
-            fused_siblings=any(form.fused_siblings for form in forms),
-            stacked_experts=all(form.stacked_experts for form in forms),
-        )
+        form = common_form(server.engine.capabilities.form for server in servers)
         for number, trial in enumerate(self._trials):
             adapter = await offload(partial(trial.read, form))
             async with self._stored("trial", servers, adapter, deadline) as stored:

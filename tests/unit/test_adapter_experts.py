@@ -24,7 +24,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from trl_lora_sync.adapter.canonical import canonicalize
+from trl_lora_sync.adapter.canonical import Form, canonicalize
 from trl_lora_sync.adapter.experts import FAMILIES
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.flat import FlatBuffer
@@ -138,7 +138,7 @@ LORAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("lora", LORAS)
 def test_a_server_adds_to_each_expert_what_peft_merges_into_it(family: str, lora: str, takes_stacked: bool) -> None:
     model = trained(family, **LORAS[lora])
-    adapter = read(model, stacked_experts=takes_stacked)
+    adapter = read(model, form=Form(stacked_experts=takes_stacked))
     assert adapter.has_stacked_experts == (takes_stacked or family == "qwen3-vl")
     expected, found = merged(model), served(family, adapter.tensors, is_stacked=takes_stacked)
     for name, change in found.items():
@@ -155,7 +155,7 @@ def test_the_flat_form_is_bit_for_bit_the_other_one(family: str, takes_stacked: 
     model = trained(family, rank_pattern={r".*\.gate_up_proj": 4})
     reader = AdapterReader(proves_groups=True)
     reader.linears(model)
-    chosen: dict[str, Any] = {"dtype": torch.bfloat16, "stacked_experts": takes_stacked}
+    chosen: dict[str, Any] = {"dtype": torch.bfloat16, "form": Form(stacked_experts=takes_stacked)}
     with mock.patch.object(FlatBuffer, "export", lambda self, modules, **given: canonicalize(modules, **given)):
         plain = reader.read(model, **chosen)
     for number in range(2):
@@ -213,7 +213,7 @@ def test_neutral_matrices_are_the_base_and_a_trial_of_the_experts_changes_it(fam
             moved = model(PROMPT).logits
             expected = merged(model)
         assert (moved - base).abs().max() > 0.05
-    adapter = reader.read_trial(model, trial, dtype=torch.float32, fused_siblings=False)
+    adapter = reader.read_trial(model, trial, dtype=torch.float32)
     found = served(family, adapter.tensors)
     assert all((found[name] - expected[name]).abs().max() < 1e-5 for name in found)
     assert not any(tensor.any() for key, tensor in adapter.tensors.items() if "self_attn" in key and "lora_B" in key)
@@ -243,9 +243,9 @@ def test_nothing_is_said_of_a_model_without_experts() -> None:
 def test_sglang_gets_no_experts_of_a_family_that_was_not_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(FAMILIES["qwen3_moe"], on_sglang=False))
     with pytest.raises(UnsupportedAdapterError, match="SGLang serves the run"):
-        read(trained("qwen3"), fused_siblings=True)
+        read(trained("qwen3"), form=Form(fused_siblings=True))
     monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(FAMILIES["qwen3_moe"], on_sglang=True))
-    assert any(".experts.3.up_proj." in key for key in read(trained("qwen3"), fused_siblings=True).tensors)
+    assert any(".experts.3.up_proj." in key for key in read(trained("qwen3"), form=Form(fused_siblings=True)).tensors)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])

@@ -226,7 +226,7 @@ def test_a_trial_adapter_is_served_as_the_trainer_computes_it(tmp_path: Path) ->
     reader = AdapterReader()
     weights = trial_weights(reader.linears(model), 2.0, torch.device("cpu"))
     expected = trial_logprobs(model, weights, IDS)
-    trial = reader.read_trial(model, weights, dtype=torch.float32, fused_siblings=False)
+    trial = reader.read_trial(model, weights, dtype=torch.float32)
     plain = get_peft_model(
         base_model(), LoraConfig(r=6, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"])
     )

@@ -169,7 +169,7 @@ def test_what_is_neutral_is_the_base_and_a_trial_is_computed_alike(kind: dict[st
     }
     served = Served(base_model(tied=tied))
     folder = write(model)
-    adapter = reader.read_trial(model, trial, dtype=torch.float32, fused_siblings=False)
+    adapter = reader.read_trial(model, trial, dtype=torch.float32)
     write_adapter(folder.parent / "trial", adapter)
     served.fuse(folder.parent / "trial")
     with computing_with(trial):

@@ -126,7 +126,7 @@ def test_the_exported_trial_adapter_is_what_the_trainer_computed_with(lora: dict
     weights = trial_of(model)
     reader = AdapterReader()
     reader.linears(model)
-    exported = reader.read_trial(model, weights, dtype=torch.float32, fused_siblings=False)
+    exported = reader.read_trial(model, weights, dtype=torch.float32)
 
     served = base_model()
     with torch.no_grad():
@@ -230,6 +230,6 @@ def test_a_read_trial_leaves_the_read_adapter_alone() -> None:
     reader = AdapterReader()
     reader.linears(model)
     adapter = reader.read(model, dtype=torch.float32)
-    reader.read_trial(model, trial_of(model), dtype=torch.float32, fused_siblings=False)
+    reader.read_trial(model, trial_of(model), dtype=torch.float32)
     again = canonicalize(reader.modules(), dtype=torch.float32)
     assert all(torch.equal(adapter.tensors[key], again.tensors[key]) for key in again.tensors)

@@ -6,10 +6,11 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from types import BuiltinFunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,15 @@ class Form:
 PLAIN = Form()
 
 
+def common_form(forms: Iterable[Form]) -> Form:
+    """The form that several servers take; zeros for a sibling change nothing on a server that does not need them."""
+    forms = list(forms)
+    return Form(
+        fused_siblings=any(one.fused_siblings for one in forms),
+        stacked_experts=all(one.stacked_experts for one in forms),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CanonicalAdapter:
     """A LoRA adapter that needs no further information to be served exactly.
@@ -153,16 +163,11 @@ class CanonicalAdapter:
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> "CanonicalAdapter":
         """A plain copy of this adapter with other `tensors`."""
-        return CanonicalAdapter(
-            tensors=tensors,
-            rank=self.rank,
-            dtype=self.dtype,
-            target_modules=self.target_modules,
-            base_model=self.base_model,
-            fan_in_fan_out=self.fan_in_fan_out,
-            tokens=self.tokens,
-            has_stacked_experts=self.has_stacked_experts,
-        )
+        return CanonicalAdapter(tensors=tensors, **self.described())
+
+    def described(self) -> dict[str, Any]:
+        """All fields but the tensors."""
+        return {one.name: getattr(self, one.name) for one in fields(CanonicalAdapter) if one.name != "tensors"}
 
     @cached_property
     def layout(self) -> tuple[tuple[str, torch.Size], ...]:

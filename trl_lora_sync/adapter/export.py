@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from trl_lora_sync.adapter.canonical import (
     NO_EXTRAS,
+    PLAIN,
     CanonicalAdapter,
     ExtraTensors,
+    Form,
     LoRAModule,
     canonicalize,
     complete_siblings,
@@ -52,7 +54,7 @@ from trl_lora_sync.adapter.support import (
     serves_experts,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
-from trl_lora_sync.module_tree import ModuleTree
+from trl_lora_sync.module_tree import module_tree
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -165,6 +167,9 @@ class AdapterReader:
     Args:
         serving: `"fused"` to read what only fused serving can serve as well, see `adapter.extras`.
         proves_groups: whether modules that see images may have an adapter.
+
+    Attributes:
+        last_linears: what the last call of `linears` returned.
     """
 
     def __init__(self, serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
@@ -173,9 +178,9 @@ class AdapterReader:
         self._extras: list[Extra] = []
         self._experts: list[ExpertLayer] = []
         self.buffer = FlatBuffer()
-        self._tree = ModuleTree()
+        self._tree: list[nn.Module] = []
         self._layers: list[_Layer] = []
-        self._linears: list[nn.Linear] = []
+        self.last_linears: list[nn.Linear] = []
         self._adapter_name = ""
         # The same tuple as long as it holds the matrices that are trained; None if it has to be made for each sync.
         self._modules: tuple[LoRAModule, ...] | None = None
@@ -187,20 +192,16 @@ class AdapterReader:
         module has come, gone or been replaced.
         """
         adapter_name = _checked_name(model, None, self._serving, proves_groups=self._proves_groups)
-        if self._tree.has_changed(model) or adapter_name != self._adapter_name:
-            self._adapter_name, self._modules = "", None  # nothing is known if the next lines fail
+        tree = module_tree(model)
+        if tree != self._tree or adapter_name != self._adapter_name:
+            self._modules = None
             self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
             self._experts = _find_experts(model, adapter_name, self._serving)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
-            self._linears = [matrix for pair in pairs for matrix in pair]
-            self._adapter_name = adapter_name
-        return self._linears
-
-    @property
-    def last_linears(self) -> list[nn.Linear]:
-        """What the last call of `linears` returned."""
-        return self._linears
+            self.last_linears = [matrix for pair in pairs for matrix in pair]
+            self._tree, self._adapter_name = tree, adapter_name
+        return self.last_linears
 
     @property
     def reads_parameters(self) -> bool:
@@ -249,42 +250,31 @@ class AdapterReader:
         model: "PeftModel",
         *,
         dtype: torch.dtype,
-        fused_siblings: bool = False,
-        stacked_experts: bool = False,
+        form: Form = PLAIN,
         gathered: Mapping[nn.Module, Tensor] | None = None,
     ) -> CanonicalAdapter:
         """As `read_adapter`, of the `modules`.
 
         If they are on a GPU, or experts are among them, the result is valid until the next read.
-
-        Args:
-            stacked_experts: whether all experts of a layer may go into one tensor.
         """
-        return self._read(model, self.buffer, dtype, fused_siblings, stacked_experts, gathered)
+        return self._read(model, self.buffer, dtype, form, gathered)
 
     def read_trial(
-        self,
-        model: "PeftModel",
-        weights: Mapping[Any, Tensor],
-        *,
-        dtype: torch.dtype,
-        fused_siblings: bool,
-        stacked_experts: bool = False,
+        self, model: "PeftModel", weights: Mapping[Any, Tensor], *, dtype: torch.dtype, form: Form = PLAIN
     ) -> CanonicalAdapter:
         """As `read`, of other matrices in the place of the adapter's; stays valid.
 
         Args:
             weights: for each of the `linears`, and each parameter of the `extras`.
         """
-        return self._read(model, FlatBuffer(), dtype, fused_siblings, stacked_experts, weights)
+        return self._read(model, FlatBuffer(), dtype, form, weights)
 
     def _read(
         self,
         model: "PeftModel",
         buffer: FlatBuffer,
         dtype: torch.dtype,
-        fused_siblings: bool,
-        stacked_experts: bool,
+        form: Form,
         gathered: Mapping[nn.Module, Tensor] | None,
     ) -> CanonicalAdapter:
         modules = self.modules(gathered)
@@ -292,19 +282,18 @@ class AdapterReader:
         export = buffer.export if self.is_on_gpu(modules) or self._experts else canonicalize
         extras = read_extras(self._extras, gathered or {}, dtype) if self._extras else NO_EXTRAS
         if self._experts:
-            extras = self._with_experts(modules, extras, gathered or {}, fused_siblings, stacked_experts)
-        return _export(model, self._adapter_name, modules, export, dtype, fused_siblings, extras)
+            extras = self._with_experts(modules, extras, gathered or {}, form)
+        return _export(model, self._adapter_name, modules, export, dtype, form.fused_siblings, extras)
 
     def _with_experts(
         self,
         modules: Sequence[LoRAModule],
         extras: ExtraTensors,
         gathered: Mapping[nn.Module, Tensor],
-        fused_siblings: bool,
-        stacked_experts: bool,
+        form: Form,
     ) -> ExtraTensors:
-        is_stacked = are_stacked(self._experts, takes_stacked=stacked_experts)
-        if fused_siblings and (is_stacked or not self._experts[0].family.on_sglang):
+        is_stacked = are_stacked(self._experts, takes_stacked=form.stacked_experts)
+        if form.fused_siblings and (is_stacked or not self._experts[0].family.on_sglang):
             raise UnsupportedAdapterError(
                 "The adapter is on experts, and SGLang serves the run, where adapters on the experts of this family "
                 "are not supported. Train the other layers only, with target_modules as a list of their names, or "
@@ -404,21 +393,34 @@ class _Layer:
 
     def check(self) -> None:
         """Refuse a layer that computes something other than plain LoRA, at this moment."""
-        if self._is_plain():
-            return
-        oddity = _oddity(self.layer, *self.matrices, self.adapter_name, self.serving)
-        if oddity:
+        if oddity := self._odd_modules or self._odd_state():
             raise _strange(self.path, self.layer, oddity)
 
-    def _is_plain(self) -> bool:
-        """Whether nothing of what can change while the modules stay the same is odd, found without slow look-ups."""
-        layer = self.layer
-        return self._was_plain and not (
-            layer.merged_adapters
-            or layer.disable_adapters
-            or self.adapter_name in layer.lora_variant
-            or any(matrix._parameters.get("bias") is not None for matrix in self.matrices)
-        )
+    @cached_property
+    def _odd_modules(self) -> str | None:
+        """What makes the layer more than plain LoRA for as long as its modules are these, in words, or None."""
+        is_router = type(self.layer).__name__ == "ParamWrapper" and is_read_directly(self.matrices[0])
+        if type(self.layer).__name__ in _OTHER_LAYERS and not is_router:
+            return "does not adapt one linear layer"
+        for matrix in self.matrices:
+            if not isinstance(matrix, nn.Linear):
+                return f"adapts with {type(matrix).__name__} instead of Linear matrices"
+        return None
+
+    def _odd_state(self) -> str | None:
+        """What makes it more than plain LoRA at this moment, in words, or None."""
+        layer, (lora_A, lora_B) = self.layer, self.matrices
+        is_fused = self.serving == "fused"
+        if lora_A.bias is not None or (lora_B.bias is not None and not is_fused):
+            return "has a bias on a LoRA matrix"
+        variant = layer.lora_variant.get(self.adapter_name)
+        if variant is not None and not (is_fused and type(variant).__name__ == "DoraLinearVariant"):
+            return f"uses the variant {type(variant).__name__}"
+        if layer.merged:
+            return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
+        if layer.disable_adapters:
+            return "is disabled at the moment (call model.enable_adapter_layers() first)"
+        return None
 
     def is_same(self, module: LoRAModule) -> bool:
         """Whether `module` holds what is trained now."""
@@ -428,11 +430,6 @@ class _Layer:
             and lora_B._parameters.get("weight") is module.lora_B
             and self.layer.scaling[self.adapter_name] == module.scaling
         )
-
-    @cached_property
-    def _was_plain(self) -> bool:
-        """Whether nothing at all was odd at the first check."""
-        return _oddity(self.layer, *self.matrices, self.adapter_name, self.serving) is None
 
     @property
     def initial(self) -> LoRAModule | None:
@@ -643,23 +640,3 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     """The layer itself; FSDP1 wraps each LoRA matrix when it follows PEFT's wrap policy."""
     wrapped = next((module._modules[name] for name in WRAPPER_COMPONENTS if name in module._modules), None)
     return module if wrapped is None else _unwrapped(wrapped)
-
-
-def _oddity(layer: Any, lora_A: Any, lora_B: Any, adapter_name: str, serving: Serving) -> str | None:
-    """What makes the layer more than plain LoRA, in words, or None."""
-    is_router = type(layer).__name__ == "ParamWrapper" and is_read_directly(lora_A)
-    if type(layer).__name__ in _OTHER_LAYERS and not is_router:
-        return "does not adapt one linear layer"
-    for matrix in (lora_A, lora_B):
-        if not isinstance(matrix, nn.Linear):
-            return f"adapts with {type(matrix).__name__} instead of Linear matrices"
-        if matrix.bias is not None and (serving != "fused" or matrix is lora_A):
-            return "has a bias on a LoRA matrix"
-    variant = type(layer.lora_variant.get(adapter_name)).__name__
-    if adapter_name in layer.lora_variant and (serving != "fused" or variant != "DoraLinearVariant"):
-        return f"uses the variant {type(layer.lora_variant[adapter_name]).__name__}"
-    if layer.merged:
-        return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
-    if layer.disable_adapters:
-        return "is disabled at the moment (call model.enable_adapter_layers() first)"
-    return None

@@ -58,18 +58,7 @@ class FlatAdapter(CanonicalAdapter):
 def flat_adapter(described: CanonicalAdapter, flat: Tensor, shapes: dict[str, torch.Size]) -> FlatAdapter:
     """An adapter like `described` whose tensors of these shapes follow each other in `flat`."""
     tensors = split_flat(flat, shapes)
-    return FlatAdapter(
-        tensors=tensors,
-        rank=described.rank,
-        dtype=described.dtype,
-        target_modules=described.target_modules,
-        base_model=described.base_model,
-        fan_in_fan_out=described.fan_in_fan_out,
-        tokens=described.tokens,
-        has_stacked_experts=described.has_stacked_experts,
-        header=header_of(tensors, METADATA),
-        flat=flat,
-    )
+    return FlatAdapter(tensors=tensors, header=header_of(tensors, METADATA), flat=flat, **described.described())
 
 
 @dataclass(frozen=True)
@@ -81,12 +70,16 @@ class _Plan:
         adapter: whose tensors are the memory that is filled.
         places: `(lora_A, lora_B)` of each module as views of that, without the padding.
         blocks: each block of tensors as a view of it.
+        modules: what `copies` are of; empty if they have to be made for each export.
+        copies: to the places.
     """
 
     key: tuple[object, ...]
     adapter: FlatAdapter
     places: list[tuple[Tensor, Tensor]]
     blocks: list[Tensor]
+    modules: tuple[LoRAModule, ...] = ()
+    copies: "Sequence[_Copies]" = ()
 
 
 class FlatBuffer:
@@ -94,7 +87,6 @@ class FlatBuffer:
 
     def __init__(self) -> None:
         self.plan: _Plan | None = None
-        self._copies: tuple[Sequence[LoRAModule], list[_Copies]] | None = None
 
     def export(
         self,
@@ -107,21 +99,16 @@ class FlatBuffer:
     ) -> CanonicalAdapter:
         """What `canonicalize` returns, on the modules' device and valid until the next export; the same errors.
 
-        A dtype that safetensors files of adapters do not have is left to `canonicalize`. Takes half of the time if
-        `modules` is the very tuple that was given before.
+        A dtype that safetensors files of adapters do not have is left to `canonicalize`. If `modules` is the very tuple
+        that was given before, nothing is looked up again.
         """
         if dtype not in DTYPES.values():
             return canonicalize(
                 modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out, extras=extras
             )
-        is_known = self._copies is not None and self._copies[0] is modules and isinstance(modules, tuple)
-        plan = self.plan
-        if plan is None or not is_known or extras is not NO_EXTRAS or plan.adapter.dtype != dtype:
-            plan = self._plan_for(modules, dtype, extras)
-            self._copies = modules, _copies(plan.places, modules)
-        assert self._copies is not None
+        plan = self._plan_for(modules, dtype, extras)
         with torch.no_grad():
-            for copies in self._copies[1]:
+            for copies in plan.copies or _copies(plan.places, modules):
                 copies.make()
             for key, tensor in extras.tensors.items():
                 plan.adapter.tensors[key].copy_(tensor)
@@ -146,16 +133,22 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Release the memory; the next export allocates it again."""
-        self.plan = self._copies = None
+        self.plan = None
 
     def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype, extras: ExtraTensors) -> _Plan:
+        plan = self.plan
+        if plan is not None and plan.modules is modules and extras is NO_EXTRAS and plan.adapter.dtype == dtype:
+            return plan
         shapes = tuple((module.name, module.lora_A.shape, module.lora_B.shape) for module in modules)
         others = tuple((name, tensor.shape) for name, tensor in extras.tensors.items())
         blocks = tuple((block.keys[0], block.shape, block.values.shape) for block in extras.blocks)
         key = (dtype, modules[0].lora_A.device, shapes, others, blocks)
-        if self.plan is None or self.plan.key != key:
-            self.release()  # before the new one, so that there are never two
-            self.plan = _make_plan(key, modules, dtype, extras)
+        if plan is None or plan.key != key:
+            self.plan = plan = None  # before the new one, so that there are never two
+            plan = _make_plan(key, modules, dtype, extras)
+        # Of modules that are made for each sync, nothing is kept: they may be as large as the adapter.
+        kept = modules if isinstance(modules, tuple) else ()
+        self.plan = replace(plan, modules=kept, copies=_copies(plan.places, kept) if kept else ())
         return self.plan
 
 
