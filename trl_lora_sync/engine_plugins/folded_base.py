@@ -108,11 +108,16 @@ class FoldedBase:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
-        self.has_kernels = _has_kernels(self._weights)
+        self._table = _table_of(self._weights)
         self._sums = self._bit_sums()
         self._kept_bytes = 0
         self._device_bytes = int(_SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
         self._folded: list[FoldedRows | FoldedGroup] = []
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether adapters are folded by `folding_kernels`."""
+        return self._table is not None
 
     @property
     def is_folded(self) -> bool:
@@ -149,36 +154,28 @@ class FoldedBase:
         """Fold with kernels, and return the weights of which a copy is smaller than what would have to be kept."""
         from trl_lora_sync.engine_plugins import folding_kernels
 
-        counts = folding_kernels.count_lost(folding_kernels.make_table(*_columns_of(pairs)))
-        group: list[tuple[_Pair, int]] = []
+        whole = folding_kernels.make_table(*_columns_of(pairs))
+        groups: list[list[tuple[_Pair, int]]] = [[]]
         rest: list[_Pair] = []
-        for pair, count in zip(pairs, counts, strict=True):
+        for pair, count in zip(pairs, folding_kernels.count_lost(whole), strict=True):
+            group = groups[-1]
             if _KEPT_BYTES * count > pair[0].nbytes:
                 rest.append(pair)
-                continue
             # Bounds what is on the device before it goes to the host.
-            if group and _KEPT_BYTES * (count + sum(one for _, one in group)) > self._device_bytes:
-                self._fold_group(group)
-                group = []
-            group.append((pair, count))
-        if group:
-            self._fold_group(group)
+            elif group and _KEPT_BYTES * (count + sum(one for _, one in group)) > self._device_bytes:
+                groups.append([(pair, count)])
+            else:
+                group.append((pair, count))
+        for group in filter(None, groups):
+            members = [pair for pair, _ in group]
+            table = whole if len(members) == len(pairs) else folding_kernels.make_table(*_columns_of(members))
+            kept = FoldedGroup(table, *folding_kernels.fold(table, [count for _, count in group]))
+            self._folded.append(kept)
+            self._kept_bytes += kept.nbytes
+            if self._kept_bytes > self._device_bytes:
+                kept.places, kept.values = kept.places.cpu(), kept.values.cpu()
         torch.cuda.synchronize(pairs[0][0].device)  # vLLM may compute in another stream
         return rest
-
-    def _fold_group(self, group: Sequence[tuple["_Pair", int]]) -> None:
-        from trl_lora_sync.engine_plugins import folding_kernels
-
-        counts = [count for _, count in group]
-        table = folding_kernels.make_table(*_columns_of([pair for pair, _ in group]))
-        places = torch.empty(sum(counts), dtype=torch.int32, device=table.entries.device)
-        values = torch.empty(sum(counts), dtype=torch.int16, device=table.entries.device)
-        starts = folding_kernels.fold(table, counts, places, values)
-        kept = FoldedGroup(table, starts, places, values)
-        self._folded.append(kept)
-        self._kept_bytes += kept.nbytes
-        if self._kept_bytes > self._device_bytes:
-            kept.places, kept.values = kept.places.cpu(), kept.values.cpu()
 
     def _fold_rows(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> None:
         places = _not_restored(weight, lora_A, lora_B).view(-1).nonzero().view(-1)
@@ -222,10 +219,10 @@ class FoldedBase:
 
     def _bit_sums(self) -> Tensor:
         """For each weight, a sum over its bits as integers, modulo 2 to the 64; shape `(weights,)`."""
-        if self.has_kernels:
+        if self._table is not None:
             from trl_lora_sync.engine_plugins import folding_kernels
 
-            return folding_kernels.bit_sums(folding_kernels.make_table(self._weights))
+            return folding_kernels.bit_sums(self._table)
         sums = [_words(weight).sum() for weight in self._weights]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
@@ -301,9 +298,10 @@ def add_to(weight: Tensor, lora_A: Tensor, lora_B: Tensor, sign: float) -> None:
     weight.copy_(weight.float() + product if sign > 0 else weight.float() - product)
 
 
-def _has_kernels(weights: Sequence[Tensor]) -> bool:
+def _table_of(weights: Sequence[Tensor]) -> "Table | None":
+    """The weights as kernels find them; None if none is to be used."""
     if not weights:
-        return False
+        return None
     device, dtype = weights[0].device, weights[0].dtype
     fits = all(
         one.is_cuda
@@ -313,7 +311,11 @@ def _has_kernels(weights: Sequence[Tensor]) -> bool:
         and one.numel() < 1 << 31
         for one in weights
     )
-    return fits and _kernels_work(device, dtype)
+    if not fits or not _kernels_work(device, dtype):
+        return None
+    from trl_lora_sync.engine_plugins.folding_kernels import make_table
+
+    return make_table(weights)
 
 
 @cache
@@ -332,14 +334,12 @@ def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
         before = [weight.clone() for weight in weights]
         table = folding_kernels.make_table(weights, matrices)
         sums, counts = folding_kernels.bit_sums(table), folding_kernels.count_lost(table)
-        places = torch.empty(sum(counts), dtype=torch.int32, device=device)
-        values = torch.empty(sum(counts), dtype=torch.int16, device=device)
-        starts = folding_kernels.fold(table, counts, places, values)
+        kept = folding_kernels.fold(table, counts)
         for weight, old, (lora_A, lora_B) in zip(weights, before, matrices, strict=True):
             wanted = old.double() + lora_B.double() @ lora_A.double()
             torch.testing.assert_close(weight.double(), wanted, rtol=0.02, atol=0.05)
         folding_kernels.take_out(table)
-        folding_kernels.restore(table, starts, places, values)
+        folding_kernels.restore(table, *kept)
         if not all(map(torch.equal, weights, before)) or not torch.equal(folding_kernels.bit_sums(table), sums):
             raise ArithmeticError("the weights did not come back")
     except Exception as error:  # such as a missing compiler

@@ -79,21 +79,23 @@ def count_lost(table: Table) -> list[int]:
     return found
 
 
-def fold(table: Table, counts: Sequence[int], places: Tensor, values: Tensor) -> Tensor:
+def fold(table: Table, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Add lora_B @ lora_A to each weight, accumulated in float32 and rounded once.
 
     Args:
         counts: what `count_lost` returned.
-        places: int32 of the size of all counts together; gets the places, in the flattened weight, of the elements
-            that `take_out` will not bring back, weight by weight, in any order within a weight.
-        values: int16 likewise, gets the bits that these elements held.
 
     Returns:
-        Where in `places` each weight's begin, for `restore`.
+        What `restore` needs of the elements that `take_out` will not bring back, weight by weight and in any order
+        within a weight: int64, where each weight's begin; int32, their places in the flattened weight; int16, the bits
+        that they held.
     """
-    starts = torch.tensor(list(accumulate(counts, initial=0)), dtype=torch.int64).to(table.entries.device)
+    device = table.entries.device
+    starts = torch.tensor(list(accumulate(counts, initial=0)), dtype=torch.int64).to(device)
+    places = torch.empty(sum(counts), dtype=torch.int32, device=device)
+    values = torch.empty(sum(counts), dtype=torch.int16, device=device)
     _visit(table, starts, starts[:-1].clone(), places, values, mode="fold")
-    return starts
+    return starts, places, values
 
 
 def take_out(table: Table) -> None:
