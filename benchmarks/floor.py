@@ -42,6 +42,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples" / "demo"), str(ROOT / "tests")]
+from random_adapter import RandomAdapter, synchronize  # noqa: E402
 from run_environment import run_environment  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 from versus.clock import Clock  # noqa: E402
@@ -49,8 +50,6 @@ from versus.scoring import prompt_logprobs  # noqa: E402
 from versus.servers import ServerPool, ServerSpec, gpus_here  # noqa: E402
 from versus.shapes import write_model  # noqa: E402
 
-from trl_lora_sync.adapter.canonical import LoRAModule  # noqa: E402
-from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, header_of  # noqa: E402
@@ -76,56 +75,10 @@ def soon() -> Deadline:
     return Deadline.after(300.0, "The measurement")
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-class Trainer:
-    """LoRA on all linear layers of a Qwen-shaped model, with new values for each version."""
-
-    def __init__(self, config: Any, rank: int, device: str) -> None:
-        width = config.head_dim
-        heads, kv, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        shapes = {
-            "self_attn.q_proj": (heads * width, hidden),
-            "self_attn.k_proj": (kv * width, hidden),
-            "self_attn.v_proj": (kv * width, hidden),
-            "self_attn.o_proj": (hidden, heads * width),
-            "mlp.gate_proj": (config.intermediate_size, hidden),
-            "mlp.up_proj": (config.intermediate_size, hidden),
-            "mlp.down_proj": (hidden, config.intermediate_size),
-        }
-        self._modules = [
-            LoRAModule(
-                name=f"model.layers.{layer}.{module}",
-                lora_A=torch.empty(rank, inside, device=device),
-                lora_B=torch.empty(out, rank, device=device),
-                scaling=2.0,
-            )
-            for layer in range(config.num_hidden_layers)
-            for module, (out, inside) in shapes.items()
-        ]
-        self._buffer = FlatBuffer()
-        self.step(0)
-
-    def step(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        for module in self._modules:
-            module.lora_A.normal_(0.0, module.lora_A.shape[1] ** -0.5)
-            module.lora_B.normal_(0.0, 0.02)
-        synchronize()
-
-    def read(self) -> FlatAdapter:
-        found = self._buffer.export(self._modules, dtype=torch.bfloat16)
-        assert isinstance(found, FlatAdapter)
-        return found
-
-
 class Bench:
     """One server and one trainer."""
 
-    def __init__(self, engine: Blocking, trainer: Trainer, folder: Path, url: str) -> None:
+    def __init__(self, engine: Blocking, trainer: RandomAdapter, folder: Path, url: str) -> None:
         self.engine, self.trainer = engine, trainer
         self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
         # A store for each way, as files of other sizes would not be used again.
@@ -286,7 +239,7 @@ def measure_case(case: str, url: str, model: Path, folder: Path, args: argparse.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = Blocking(run(connect_engine(url, engine="vllm", is_local=True, deadline=soon())))
     bench = Bench(
-        engine, Trainer(AutoConfig.from_pretrained(model), rank, device), folder / case.replace(":", "-"), url
+        engine, RandomAdapter(AutoConfig.from_pretrained(model), rank, device), folder / case.replace(":", "-"), url
     )
     prompt = [(7 * place) % 250 for place in range(PROMPT_TOKENS)]
     with contextlib.closing(bench):
@@ -305,7 +258,7 @@ def measure_case(case: str, url: str, model: Path, folder: Path, args: argparse.
     return result
 
 
-def gap_to_peft(model: Path, trainer: Trainer, prompt: list[int], served: list[float]) -> dict[str, float]:
+def gap_to_peft(model: Path, trainer: RandomAdapter, prompt: list[int], served: list[float]) -> dict[str, float]:
     """Mean distance of the served log-probabilities from PEFT's in float32 with what the trainer has now."""
     from contract.reference import PeftReference
 

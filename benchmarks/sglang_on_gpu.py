@@ -41,12 +41,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
 
 from moe_on_gpu import ATTENTION, BOTH, compare, make_tiny, trainer_for  # noqa: E402
+from random_adapter import RandomAdapter, synchronize  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
 from versus.shapes import write_model  # noqa: E402
 
-from trl_lora_sync.adapter.canonical import Form, LoRAModule, canonicalize  # noqa: E402
+from trl_lora_sync.adapter.canonical import Form  # noqa: E402
 from trl_lora_sync.adapter.experts import FAMILIES  # noqa: E402
 from trl_lora_sync.adapter.export import AdapterReader  # noqa: E402
-from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling  # noqa: E402
@@ -245,58 +246,14 @@ def judge(answer: dict[str, Any], ids: list[int], inputs: Any, peft: Any, logps:
 # Speed, and the parts of a sync
 
 
-class Policy:
-    """LoRA on all linear layers of a Qwen3 shape, with new values for each version."""
-
-    def __init__(self, model: Path, device: str) -> None:
-        from transformers import AutoConfig
-
-        config: Any = AutoConfig.from_pretrained(model)
-        hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
-        heads, kv = config.num_attention_heads * width, config.num_key_value_heads * width
-        shapes = {
-            "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, heads), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }  # fmt: skip
-        self._modules = [
-            LoRAModule(
-                name=f"model.layers.{layer}.{name}",
-                lora_A=torch.empty(RANK, inside, device=device),
-                lora_B=torch.empty(out, RANK, device=device),
-                scaling=2.0,
-            )
-            for layer in range(config.num_hidden_layers)
-            for name, (out, inside) in shapes.items()
-        ]
-        self._is_on_gpu = device != "cpu"
-        self._buffer = FlatBuffer()
-
-    def read(self, seed: int) -> Any:
-        torch.manual_seed(seed)
-        for module in self._modules:
-            module.lora_A.normal_(0.0, module.lora_A.shape[1] ** -0.5)
-            module.lora_B.normal_(0.0, 0.02)
-        synchronize()
-        export = self._buffer.export if self._is_on_gpu else canonicalize
-        started = time.perf_counter()
-        adapter = export(self._modules, dtype=torch.bfloat16)
-        synchronize()
-        return adapter, time.perf_counter() - started
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def measure_large(url: str, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine: Any = Blocking(run(connect_engine(url, engine="sglang", is_local=True, deadline=soon())))
-    policy = Policy(model, device)
+    policy = RandomAdapter(AutoConfig.from_pretrained(model), RANK, device)
     store = AdapterStore(folder / "store", slots=SlotRing(shares=False) if device == "cuda" else None)
     samples = [one_sync(engine, url, policy, store, version) for version in range(1, args.syncs + 2)]
-    stored = store.write(args.syncs + 2, policy.read(0)[0])
+    policy.step(0)
+    stored = store.write(args.syncs + 2, policy.read())
     engine.load(stored, soon())
     engine.warm_up(stored, soon())
     speed = tokens_per_second(engine, stored, args)
@@ -312,9 +269,13 @@ def measure_large(url: str, model: Path, folder: Path, args: argparse.Namespace)
     }
 
 
-def one_sync(engine: Any, url: str, policy: Policy, store: AdapterStore, version: int) -> dict[str, float]:
+def one_sync(engine: Any, url: str, policy: RandomAdapter, store: AdapterStore, version: int) -> dict[str, float]:
     """Seconds of each part. `load` is the request, as the listing is asked for by itself here."""
-    adapter, read_s = policy.read(version)
+    policy.step(version)
+    started = time.perf_counter()
+    adapter = policy.read()
+    synchronize()
+    read_s = time.perf_counter() - started
     with httpx.Client(trust_env=False, timeout=60) as http:
         http.get(f"{url}/v1/models")  # opens the connection
         marks = [time.perf_counter()]
