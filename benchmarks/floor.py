@@ -128,18 +128,18 @@ class Bench:
         seeds = itertools.count(1)
         found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         first: dict[str, list[float]] = {way: [] for way in WAYS}
-        came: dict[str, dict[str, int]] = {}
+        came: dict[str, dict[str, float]] = {}
         for turn in range(rounds):
             for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
                 for place in range(SLOTS + TIMED):
                     self.trainer.step(next(seeds))
-                    before = self.counts()
+                    before = self.in_worker()
                     _, parts = self.sync(way)
                     if place >= SLOTS:
                         found[way].append(parts)
-                        for name, count in self.counts().items():
+                        for name, value in self.in_worker().items():
                             counted = came.setdefault(way, {})
-                            counted[name] = counted.get(name, 0) + count - before.get(name, 0)
+                            counted[name] = round(counted.get(name, 0) + value - before.get(name, 0), 3)
                     elif turn == 0:
                         first[way].append(round(parts["sync"], 3))
         return {
@@ -215,9 +215,13 @@ class Bench:
             is_over.set()
             thread.join()
 
-    def counts(self) -> dict[str, int]:
-        """How versions came to the first worker."""
-        answer = self._http.post("/collective_rpc", json={"method": "lora_sync_slot_counts"})
+    def in_worker(self) -> dict[str, float]:
+        """How versions came to the first worker, and the milliseconds of each part, of all of them together."""
+        counts, seconds = self._ask("lora_sync_slot_counts"), self._ask("lora_sync_slot_seconds")
+        return counts | {f"{part} ms": 1e3 * value for part, value in seconds.items()}
+
+    def _ask(self, method: str) -> dict[str, float]:
+        answer = self._http.post("/collective_rpc", json={"method": method})
         return dict(answer.json()["results"][0]) if answer.status_code == 200 else {}
 
     def close(self) -> None:

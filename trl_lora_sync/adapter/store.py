@@ -305,7 +305,13 @@ class AdapterStore:
 
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
         """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
-        slot, memory = None, ""
+        slot, memory, note = None, "", None
+        if self._has_checksums and adapter.dtype in DTYPES.values():
+            # Of what is on the trainer's device, not of what has come to be in the file. Computed before anything is
+            # copied from there: its result would wait for a large copy that is under way.
+            header, flat = _laid_out(adapter)
+            head = digest_of(header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
+            note = VersionNote(head=head, checksum=checksum(flat))
         if self.slots is not None and isinstance(adapter, FlatAdapter):
             size = len(adapter.header) + adapter.payload_bytes
             slot = self.slots.take(self.directory / _SLOTS, size, adapter.flat.device)
@@ -317,13 +323,9 @@ class AdapterStore:
             self.slots.lend(name, slot)
             memory = self.slots.fill(slot, adapter.header, adapter.flat)
             slot.move(file)
-        if not self._has_checksums or adapter.dtype not in DTYPES.values():
-            return
-        # Of what is on the trainer's device, not of what has come to be in the file.
-        header, flat = _laid_out(adapter)
-        shared = f"../{_SLOTS}/{SOCKET}" if slot is not None and slot.is_shared else ""
-        head = digest_of(header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
-        VersionNote(head=head, checksum=checksum(flat), files=shared, memory=memory).write(file.parent)
+        if note is not None:
+            shared = f"../{_SLOTS}/{SOCKET}" if slot is not None and slot.is_shared else ""
+            replace(note, files=shared, memory=memory).write(file.parent)
 
     def finish(self) -> None:
         """Wait until the versions that were written are complete, as they may not be when `write` returns; never fails.

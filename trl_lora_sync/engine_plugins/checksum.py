@@ -49,7 +49,7 @@ class Checksum:
     """The checksum of bytes in host memory that come in parts, of which whole rows are not copied if writable."""
 
     def __init__(self) -> None:
-        self._factors = _factors_of_row()
+        self._factors = _factors(_COLUMNS, torch.device("cpu"))
         self._sums: list[Tensor] = []
         self._begun = bytearray()
 
@@ -80,17 +80,22 @@ class Checksum:
         return _total(torch.stack([*self._sums, self._row_sum(self._begun + zeros)]))
 
 
-@cache
-def _factors_of_row() -> Tensor:
-    return _factors(_COLUMNS, torch.device("cpu"))
-
-
 def _total(by_row: Tensor) -> str:
     total = int((by_row * _factors(by_row.numel(), by_row.device)).sum())
     return f"{total % (1 << 64):016x}"
 
 
 def _factors(count: int, device: torch.device) -> Tensor:
+    return _many_factors(device)[:count] if count <= _COLUMNS else _make_factors(count, device)
+
+
+@cache
+def _many_factors(device: torch.device) -> Tensor:
+    """Kept, as making them takes ten launches for each checksum."""
+    return _make_factors(_COLUMNS, device)
+
+
+def _make_factors(count: int, device: torch.device) -> Tensor:
     mixed = torch.arange(1, count + 1, device=device)
     for factor in _MIX:
         mixed *= factor

@@ -13,7 +13,7 @@ in its own way, and the reason is logged.
 """
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,6 +132,7 @@ class SlotWriter:
         self._primed: dict[int, _Kind] = {}
         self._written: set[int] = set()
         self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # of the parts of writing all versions
         self._group = group
         self._is_in_step = False
         self._usual_apply = manager._apply_adapters
@@ -225,15 +226,17 @@ class SlotWriter:
             self._compare(plan, slot, request, note)
             self.counts["loaded by vLLM"] += 1
             return
-        for targets, sources in chain(*self._views(plan, slot)):
-            torch._foreach_copy_(targets, sources)
+        with self._timed("put"):
+            for targets, sources in chain(*self._views(plan, slot)):
+                torch._foreach_copy_(targets, sources)
         self._tables._registered_adapters[number] = _Written(number)
         self._tables._active_adapters[number] = None
         self._index[slot] = number
         # The layout of the slots has changed while the batch may be the same as before.
         self._tables._last_mapping = None
         self._written.add(number)
-        self._compare(plan, slot, request, note)
+        with self._timed("compare"):
+            self._compare(plan, slot, request, note)
         self.counts["written"] += 1
 
     def _compare(self, plan: _Plan, slot: int, request: Any, note: VersionNote) -> None:
@@ -275,11 +278,15 @@ class SlotWriter:
                 "wrote them. Nothing was loaded."
             )
         self._prepare_stage(kind)
-        if note.memory.isdecimal() and self._fetch_from_gpu(folder / note.files, note):
-            self.counts["from GPU"] += 1
-            return kind
+        if note.memory.isdecimal():
+            with self._timed("fetch from GPU"):
+                is_there = self._fetch_from_gpu(folder / note.files, note)
+            if is_there:
+                self.counts["from GPU"] += 1
+                return kind
         unfinished.wait(file)
-        with self._mapped(file, folder / note.files if note.files else None) as mapped:
+        socket_path = folder / note.files if note.files else None
+        with self._timed("fetch from file"), self._mapped(file, socket_path) as mapped:
             if mapped is not None:
                 self.stage.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
                 self.counts["mapped"] += 1
@@ -305,6 +312,12 @@ class SlotWriter:
             logger.warning("A version is read from its file instead of the trainer's GPU: %s.", error)
             return False
         return checksum(self.stage) == note.checksum  # else a later version is there, and the file decides
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - started
 
     @contextmanager
     def _mapped(self, file: int, socket_path: Path | None) -> Iterator[Tensor | None]:

@@ -87,6 +87,10 @@ class QuickLoadWorker:
         """How many versions came which way, for tests and measurements."""
         return dict(self._lora_sync_slots.counts)
 
+    def lora_sync_slot_seconds(self) -> dict[str, float]:
+        """How long the parts of writing all these took, for measurements."""
+        return dict(self._lora_sync_slots.seconds)
+
 
 def quick_model(base: Any, files: "KnownFiles") -> Any:
     """A kind of vLLM's `LoRAModel` that is loaded faster and is the same in everything else."""
