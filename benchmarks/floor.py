@@ -26,7 +26,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import statistics
 import sys
 import tempfile
@@ -54,7 +53,6 @@ from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, header_of  # noqa: E402
 from trl_lora_sync.engine_plugins.version_note import NOTE_FILE  # noqa: E402
-from trl_lora_sync.engine_plugins.vllm_quick_load import WRITE_SLOTS  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
@@ -312,7 +310,6 @@ def main() -> None:
     torch.set_num_threads(1 if not on_gpu else 8)
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("trl_lora_sync").setLevel(logging.INFO)  # has the reason if the GPU's memory is not shared
-    os.environ[WRITE_SLOTS] = "1"  # for the servers, which do not write slots on GPUs by default
     work = args.work or Path(tempfile.mkdtemp(prefix="floor-"))
     work.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []

@@ -326,25 +326,31 @@ def qlora_colocate() -> str:
     return markdown(header, rows)
 
 
+EXPERT_CASES = {
+    "experts_and_attention": "attention, experts",
+    "experts_and_attention_per_expert": "attention, experts",
+    "down_proj_only": "attention, `down_proj` of the experts",
+    "all_linear_with_router": "attention, experts, router",
+}
+
+
 def experts() -> str:
-    header = ("model", "trained", "mean gap to the trainer", "to the base model", "to the adapter without its experts",
-              "reward, first and last 5 of 20 steps")  # fmt: skip
-    trained = {
-        "experts_and_attention": "attention, experts",
-        "down_proj_only": "attention, `down_proj` of the experts",
-        "all_linear_with_router": "attention, experts, router",
-    }
+    header = ("model", "trained", "tensors", "mean gap to the trainer", "to the base model",
+              "to the adapter without its experts", "reward, first and last 5 of 20 steps")  # fmt: skip
     rows = []
-    for family, found in read("vllm-0.26.0-h100-moe-per-expert")["cases"].items():
-        run = found["run"]
-        for case, what in trained.items():
-            if case in found:
-                gaps = found[case]
-                rewards = f"{run['reward_first_five']:.2f}, {run['reward_last_five']:.2f}"
-                rows.append((
-                    f"`{family}`", what, *(_short(gaps[name]) for name in ("trained", "base", "without_experts")),
-                    rewards if case == "experts_and_attention" else "",
-                ))  # fmt: skip
+    for name in ("vllm-0.26.0-h100-moe", "vllm-0.26.0-h100-moe-per-expert"):
+        for family, found in read(name)["cases"].items():
+            run = found["run"]
+            for case, what in EXPERT_CASES.items():
+                if case in found:
+                    gaps = found[case]
+                    is_stacked = gaps.get("one_tensor_for_all_experts_of_a_layer")
+                    rows.append((
+                        f"`{family}`", what, "for a layer" if is_stacked else "for each expert",
+                        *(_short(gaps[key]) for key in ("trained", "base", "without_experts")),
+                        f"{run['reward_first_five']:.2f}, {run['reward_last_five']:.2f}"
+                        if case == "experts_and_attention" else "",
+                    ))  # fmt: skip
     return markdown(header, rows)
 
 

@@ -269,13 +269,13 @@ FINE = {"error": "", "slots": "", "off": "", "experts": ""}
         ("cpu", None, True),
         ("cpu", "1", True),
         ("cpu", "0", False),
-        ("cuda", None, False),
-        ("cuda", "", False),
+        ("cuda", None, True),
+        ("cuda", "", True),
         ("cuda", "0", False),
         ("cuda", "1", True),
     ],
 )
-def test_slots_are_written_on_cpus_and_where_the_variable_says_so(
+def test_slots_are_written_unless_the_variable_forbids_it(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, device: str, choice: str | None, is_tried: bool
 ) -> None:
     """Of what they need there is nothing here, which shows that it was looked for."""
@@ -286,13 +286,13 @@ def test_slots_are_written_on_cpus_and_where_the_variable_says_so(
     answer = Worker(worker.folder, device).answer
     assert answer["slots"].startswith("AttributeError: ") is is_tried
     assert (WRITE_SLOTS in answer["off"]) is not is_tried
-    assert writes_slots({} if choice is None else {WRITE_SLOTS: choice}, on_cpu=device == "cpu") is is_tried
+    assert writes_slots({} if choice is None else {WRITE_SLOTS: choice}) is is_tried
 
 
 def test_a_worker_that_writes_no_slots_loads_a_trainers_versions_as_any_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(WRITE_SLOTS, raising=False)
+    monkeypatch.setenv(WRITE_SLOTS, "0")
     worker = Worker(tmp_path, "cuda")
     (tmp_path / "lora_sync.json").write_text("{}")
     assert [worker.load(adapter(seed))[0] for seed in range(3)] == [USUALLY, QUICKLY, QUICKLY]

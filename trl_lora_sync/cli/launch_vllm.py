@@ -39,7 +39,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     notes: list[str] = []
     on_cpu = installed.is_cpu_build(environ)
     # A written version exists in its slot only, so every kept version needs a slot, and so does the next version.
-    has_written_slots = bool(request.loads_quickly) and writes_slots(environ, on_cpu=on_cpu)
+    has_written_slots = bool(request.loads_quickly) and writes_slots(environ)
     slots = request.keep + 1 if has_written_slots else 2
     if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
         slots = 1

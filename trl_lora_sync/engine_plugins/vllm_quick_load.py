@@ -8,8 +8,7 @@ Changes nothing of what is loaded. Of what clients see, it changes only that ans
 workers compare each version with what its trainer sent, and in which form they take experts. Where a version of vLLM is
 not as expected, the server logs that and loads adapters in vLLM's way.
 
-Slots are written on CPUs. On GPUs that is experimental and wants `TRL_LORA_SYNC_WRITE_SLOTS=1` in the server's
-environment.
+`TRL_LORA_SYNC_WRITE_SLOTS=0` in the server's environment has it write no slots.
 """
 
 from collections.abc import Mapping
@@ -34,19 +33,14 @@ STACKED = "stacked"
 NO_CHECKS = "none"
 """In place of `NOTE_FORM`, if workers compare nothing."""
 WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
-"""In the server's environment: `1` to write slots on GPUs as well, `0` to write them nowhere."""
+"""In the server's environment: `0` to write no slots."""
 
 _LOAD_ROUTE = "/v1/load_lora_adapter"
 
 
-def writes_slots(environ: Mapping[str, str], *, on_cpu: bool) -> bool:
-    """Whether a server in this environment writes slots, if its version of vLLM allows that.
-
-    Args:
-        on_cpu: whether its device is a CPU. Only there is this path tested.
-    """
-    choice = environ.get(WRITE_SLOTS, "")
-    return choice == "1" or (on_cpu and choice != "0")
+def writes_slots(environ: Mapping[str, str]) -> bool:
+    """Whether a server in this environment writes slots, if its version of vLLM allows that."""
+    return environ.get(WRITE_SLOTS) != "0"
 
 
 class QuickLoadMiddleware:

@@ -73,10 +73,8 @@ class QuickLoadWorker:
             return {**answer, "error": f"{type(error).__name__}: {error}"}
         try:
             device = torch.device(manager.device).type
-            if not writes_slots(os.environ, on_cpu=device == "cpu"):
-                is_refused = os.environ.get(WRITE_SLOTS) == "0"
-                why = f"{WRITE_SLOTS}=0" if is_refused else f"experimental on {device}; {WRITE_SLOTS}=1 turns it on"
-                return {**answer, "off": why}
+            if not writes_slots(os.environ):
+                return {**answer, "off": f"{WRITE_SLOTS}=0"}
             self._lora_sync_slots = SlotWriter(manager, files.replaced, group_of(self.vllm_config.parallel_config))
             files.writes_slots = True
         except Exception as error:
