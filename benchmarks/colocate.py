@@ -213,7 +213,7 @@ def folding(trainer: Any) -> dict[str, Any]:
     if base.has_kernels:
         from trl_lora_sync.engine_plugins import folding_kernels
 
-        names = ("make_table", "count_lost", "fold", "take_out", "restore", "bit_sums")
+        names = ("make_table", "count_lost", "fold", "take_out", "bit_sums")
         parts = {name: timed(folding_kernels, name) for name in names}
     holder = trainer.vllm_generation.holder
     for _ in range(3):

@@ -86,6 +86,34 @@ def test_zeros_of_both_signs_and_the_largest_values_come_back(device: str) -> No
     assert same(bits(weights), before)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("share_on_device", [1.0, 1e-3], ids=["all on the device", "one weight at a time, on the host"])
+@pytest.mark.parametrize("columns", [192, 100], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [1, 8, 32, 70])
+def test_kernels_bring_weights_of_many_tiles_back(
+    rank: int, dtype: torch.dtype, columns: int, share_on_device: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folded_base, "_SHARE_ON_DEVICE", share_on_device)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator, device="cuda") * 0.05).to(dtype)
+
+    weights = [random(rows, columns) for rows in (64, 200, 130, 70)]
+    matrices = [(random(rank, columns), random(weight.shape[0], rank)) for weight in weights]
+    matrices[1] = (matrices[1][0] * 1000, matrices[1][1])  # of this one, a copy is kept
+    before, base = bits(weights), FoldedBase(weights)
+    assert base.has_kernels
+    base.fold(matrices)
+    for weight, old, (lora_A, lora_B) in zip(weights, before, matrices, strict=True):
+        wanted = old.view(dtype).float() + lora_B.float() @ lora_A.float()
+        torch.testing.assert_close(weight.float(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+    base.unfold()
+    assert same(bits(weights), before)
+
+
 def test_views_of_one_tensor_fold_each_for_itself() -> None:
     """As q, k and v are rows of one parameter of vLLM."""
     whole = torch.randn(96, 32, generator=torch.Generator().manual_seed(3)).bfloat16()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +20,14 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import logger
 
 if TYPE_CHECKING:
-    from trl_lora_sync.engine_plugins.folding_kernels import Table
+    from trl_lora_sync.engine_plugins.folding_kernels import Lost, Table
 
 # Of the weights' own memory, what is kept on their device while they are folded; the rest is kept on the host.
 _SHARE_ON_DEVICE = 1 / 32
 # Bounds what is computed in float32 at a time; a linear layer of an 8B model has up to 50 million elements.
 ELEMENTS_OF_FLOATS = 1 << 24
-# What is kept of an element that subtraction does not bring back: its place and its 16 bits.
-_KEPT_BYTES = 6
+# What kernels keep of an element that subtraction does not bring back: its place in a tile and its 16 bits.
+_KEPT_BYTES = 4
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -73,28 +74,20 @@ class FoldedGroup:
     """Whole weights with an adapter in them, which kernels put there.
 
     Attributes:
-        table: of the weights and the adapter.
-        starts, places, values: see `folding_kernels.fold`; the last two are on the device or on the host.
+        table: of these and other weights, and of the adapter.
+        lost, weights, kept: see `folding_kernels.fold`; the last is on the device or on the host.
     """
 
     table: "Table"
-    starts: Tensor
-    places: Tensor
-    values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Of what is kept."""
-        return self.values.nbytes + self.places.nbytes
+    lost: "Lost"
+    weights: range
+    kept: Tensor
 
     def take_out(self) -> None:
         """As for `FoldedRows`."""
-        from trl_lora_sync.engine_plugins.folding_kernels import restore, take_out
+        from trl_lora_sync.engine_plugins.folding_kernels import take_out
 
-        device = self.starts.device
-        places, values = self.places.to(device), self.values.to(device)  # first, as there may be no memory for them
-        take_out(self.table)
-        restore(self.table, self.starts, places, values)
+        take_out(self.table, self.lost, self.weights, self.kept.to(self.table.entries.device))
 
 
 class FoldedBase:
@@ -154,26 +147,30 @@ class FoldedBase:
         """Fold with kernels, and return the weights of which a copy is smaller than what would have to be kept."""
         from trl_lora_sync.engine_plugins import folding_kernels
 
-        whole = folding_kernels.make_table(*_columns_of(pairs))
-        groups: list[list[tuple[_Pair, int]]] = [[]]
+        table = folding_kernels.make_table([weight for weight, _ in pairs], [matrices for _, matrices in pairs])
+        lost = folding_kernels.count_lost(table)
+        self._kept_bytes = lost.before_tile.nbytes
+        groups: list[range] = []
         rest: list[_Pair] = []
-        for pair, count in zip(pairs, folding_kernels.count_lost(whole), strict=True):
-            group = groups[-1]
-            if _KEPT_BYTES * count > pair[0].nbytes:
+        for index, (pair, (start, end)) in enumerate(zip(pairs, pairwise(lost.before_weight), strict=True)):
+            joined = range(groups[-1].start if groups else 0, index + 1)
+            if _KEPT_BYTES * (end - start) > pair[0].nbytes:
                 rest.append(pair)
             # Bounds what is on the device before it goes to the host.
-            elif group and _KEPT_BYTES * (count + sum(one for _, one in group)) > self._device_bytes:
-                groups.append([(pair, count)])
+            elif (
+                groups
+                and groups[-1].stop == index
+                and _KEPT_BYTES * (end - lost.before_weight[joined.start]) <= self._device_bytes
+            ):
+                groups[-1] = joined
             else:
-                group.append((pair, count))
-        for group in filter(None, groups):
-            members = [pair for pair, _ in group]
-            table = whole if len(members) == len(pairs) else folding_kernels.make_table(*_columns_of(members))
-            kept = FoldedGroup(table, *folding_kernels.fold(table, [count for _, count in group]))
+                groups.append(range(index, index + 1))
+        for group in groups:
+            kept = FoldedGroup(table, lost, group, folding_kernels.fold(table, lost, group))
             self._folded.append(kept)
-            self._kept_bytes += kept.nbytes
+            self._kept_bytes += kept.kept.nbytes
             if self._kept_bytes > self._device_bytes:
-                kept.places, kept.values = kept.places.cpu(), kept.values.cpu()
+                kept.kept = kept.kept.cpu()
         torch.cuda.synchronize(pairs[0][0].device)  # vLLM may compute in another stream
         return rest
 
@@ -228,10 +225,6 @@ class FoldedBase:
 
 
 _Pair = tuple[Tensor, tuple[Tensor, Tensor]]
-
-
-def _columns_of(pairs: Sequence[_Pair]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    return [weight for weight, _ in pairs], [matrices for _, matrices in pairs]
 
 
 def _is_uniform(pairs: Sequence[_Pair]) -> bool:
@@ -333,13 +326,12 @@ def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
         matrices = [(random(48, 160), random(192, 48)), (random(48, 48), random(70, 48))]
         before = [weight.clone() for weight in weights]
         table = folding_kernels.make_table(weights, matrices)
-        sums, counts = folding_kernels.bit_sums(table), folding_kernels.count_lost(table)
-        kept = folding_kernels.fold(table, counts)
+        sums, lost = folding_kernels.bit_sums(table), folding_kernels.count_lost(table)
+        kept = folding_kernels.fold(table, lost, range(2))
         for weight, old, (lora_A, lora_B) in zip(weights, before, matrices, strict=True):
             wanted = old.double() + lora_B.double() @ lora_A.double()
             torch.testing.assert_close(weight.double(), wanted, rtol=0.02, atol=0.05)
-        folding_kernels.take_out(table)
-        folding_kernels.restore(table, *kept)
+        folding_kernels.take_out(table, lost, range(2), kept)
         if not all(map(torch.equal, weights, before)) or not torch.equal(folding_kernels.bit_sums(table), sums):
             raise ArithmeticError("the weights did not come back")
     except Exception as error:  # such as a missing compiler
