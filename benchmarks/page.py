@@ -326,6 +326,30 @@ def qlora_colocate() -> str:
     return markdown(header, rows)
 
 
+WAYS_OF_LOADING = {
+    "ipc": "trainer's GPU to slots",
+    "slots": "file to slots",
+    "files": "file, read with several threads",
+    "vllm": "file, by vLLM alone",
+}
+
+
+def floor() -> str:
+    header = ("shape", "way", "sync ms", "reading it", "writing it", "load", "tokens/s at 64 at once, of quiet")
+    rows = []
+    for name in ("floor-8b-h100",):
+        for case in read(name)["cases"]:
+            for way, title in WAYS_OF_LOADING.items():
+                ms = case["syncs_in_turns"]["ms"][way]
+                share = case["decoding"].get(way)
+                rows.append((
+                    case["case"].replace(":", " r=").upper().replace("R=", "r="), title,
+                    *(f"{ms[part]:.1f}" for part in ("sync", "read", "write", "load")),
+                    f"{share['share']:.2f}, {share['syncs']} syncs meanwhile" if share else "",
+                ))  # fmt: skip
+    return markdown(header, rows)
+
+
 EXPERT_CASES = {
     "experts_and_attention": "attention, experts",
     "experts_and_attention_per_expert": "attention, experts",
@@ -507,6 +531,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "demo-seeds": demo_seeds,
     "qlora": qlora,
     "qlora-colocate": qlora_colocate,
+    "floor": floor,
     "experts": experts,
     "colocate": colocate,
     "colocate-ratios": colocate_ratios,

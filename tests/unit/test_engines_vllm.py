@@ -67,6 +67,11 @@ def engine_at() -> Iterator[Callable[..., tuple[VLLMEngine, Server]]]:
         yield start
 
 
+def connected(engine: Any, **found: Any) -> None:
+    """Have the engine know this of its server, as after `connect`."""
+    engine.wrapped._capabilities = replace(CAPABILITIES, **found)
+
+
 def sample(engine: VLLMEngine, *prompts: int, count: int = 2, seconds: float = 10) -> list[list[Completion]]:
     groups = [PromptGroup(prompt=[first, 5], count=count) for first in prompts]
     return engine.generate(MODEL, groups, SAMPLING, Deadline.after(seconds, "Generation"))
@@ -170,7 +175,7 @@ def test_token_route_must_name_the_model_from_the_version_on_that_does(
         request.send(200, {name: value for name, value in content.items() if name not in lacks})
 
     engine, _ = engine_at(answer)
-    engine.wrapped._capabilities = replace(CAPABILITIES, version=version)
+    connected(engine, version=version)
     group = PromptGroup(prompt=[1, 9, 2], count=1, images=[IMAGE])
     with pytest.raises(error) if error else nullcontext():
         [[found]] = engine.generate(MODEL, [group], replace(SAMPLING, image_token_id=9), Deadline.after(10, "Images"))
@@ -532,6 +537,62 @@ def test_metrics_that_are_not_to_be_had_are_not_needed(status: int, metrics: str
     engine, _ = engine_at(answer)
     assert engine.connect(Deadline.after(30, "Connecting")).is_cpu_build is None
     assert engine.adapters_ran_at(Deadline.after(30, "Asking")) is None
+
+
+# Scoring
+
+
+def scores(first: int, second: int) -> list[dict[str, Any] | None]:
+    """What vLLM 0.26 answers to `prompt_logprobs=0`."""
+    return [None, *({str(token): {"logprob": -0.5 * token, "rank": 1}} for token in (first, second))]
+
+
+@pytest.mark.parametrize(("is_cpu_build", "count"), [(False, 1), (True, 2), (None, 2)])
+def test_only_a_server_on_a_gpu_scores_a_prompt_in_one_request(
+    is_cpu_build: bool | None, count: int, engine_at: Any
+) -> None:
+    """On a CPU all tokens are sampled freely in one request, and the last one again, by force."""
+
+    def answer(request: Request) -> None:
+        content = completions(request)
+        for choice in content["choices"]:
+            if "prompt_logprobs" in request.body:
+                choice["prompt_logprobs"] = scores(5, 6)
+            else:
+                forced = "logit_bias" in request.body
+                choice["token_ids"] = [6 if forced else 5]
+                top = {"token_id:5": -2.5, **({"token_id:6": -3.0 + 12.0} if forced else {})}
+                [token] = [f"token_id:{one}" for one in choice["token_ids"]]
+                choice["logprobs"] = {"tokens": [token], "token_logprobs": [top[token]], "top_logprobs": [top]}
+        request.send(200, content)
+
+    engine, server = engine_at(answer)
+    connected(engine, is_cpu_build=is_cpu_build)
+    assert engine.score(MODEL, [4, 5, 6], Deadline.after(10, "Scoring")) == [-2.5, -3.0]
+    assert len(server.requests) == count
+
+
+@pytest.mark.parametrize(
+    "found", [None, [None], [None, {"5": {"logprob": -9999.0}}, {"6": {"logprob": -3.0}}], scores(5, 7)]
+)
+def test_a_prompt_without_all_log_probabilities_is_scored_token_by_token(found: Any, engine_at: Any) -> None:
+    asked: list[bool] = []
+
+    def answer(request: Request) -> None:
+        asked.append("prompt_logprobs" in request.body)
+        if asked[-1]:
+            content = completions(request)
+            content["choices"][0] |= {} if found is None else {"prompt_logprobs": found}
+            request.send(200, content)
+        else:
+            request.send(400, {"error": {"message": "token by token"}})
+
+    engine, _ = engine_at(answer)
+    connected(engine, is_cpu_build=False)
+    with pytest.raises(GenerationError, match="token by token"):
+        engine.score(MODEL, [4, 5, 6], Deadline.after(10, "Scoring"))
+    assert asked[0]
+    assert not any(asked[1:])
 
 
 # Batches

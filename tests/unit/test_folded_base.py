@@ -95,7 +95,7 @@ def test_zeros_of_both_signs_and_the_largest_values_come_back(device: str) -> No
 def test_kernels_bring_weights_of_many_tiles_back(
     rank: int, dtype: torch.dtype, columns: int, share_on_device: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folded_base, "_SHARE_ON_DEVICE", share_on_device)
+    monkeypatch.setattr(folded_base, "SHARE_ON_DEVICE", share_on_device)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trl_lora_sync.engine_plugins.folding_kernels import Lost, Table
 
 # Of the weights' own memory, what is kept on their device while they are folded; the rest is kept on the host.
-_SHARE_ON_DEVICE = 1 / 32
+SHARE_ON_DEVICE = 1 / 32
 # Bounds what is computed in float32 at a time; a linear layer of an 8B model has up to 50 million elements.
 ELEMENTS_OF_FLOATS = 1 << 24
 # What kernels keep of an element that subtraction does not bring back: its place in a tile and its 16 bits.
@@ -104,7 +104,7 @@ class FoldedBase:
         self._table = _table_of(self._weights)
         self._sums = self._bit_sums()
         self._kept_bytes = 0
-        self._device_bytes = int(_SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
+        self._device_bytes = int(SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
         self._folded: list[FoldedRows | FoldedGroup] = []
 
     @property

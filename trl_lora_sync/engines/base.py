@@ -226,12 +226,14 @@ class Completion:
         token_ids: the completion, including the stop token if one was sampled.
         logprobs: per token, most probable first; the inner length is 1 for `logprobs=0` and at most N+1 otherwise.
         logprob_token_ids: the tokens that `logprobs` belong to, same shape.
+        prompt_logprobs: of each token of the prompt after the first one; None unless requested.
     """
 
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[list[float | None]] | None
     logprob_token_ids: list[list[int]] | None
+    prompt_logprobs: list[float] | None = None
 
 
 # How many requests one generation call has under way on a server.

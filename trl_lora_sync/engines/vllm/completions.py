@@ -15,6 +15,8 @@ RESERVED_FIELDS = frozenset(
 )  # fmt: skip
 
 
+PROMPT_LOGPROBS = "prompt_logprobs"
+
 # Where an answer lists alternatives of tokens, all of them by their ids. With `logprobs=0` the only one is the sampled
 # token, which is listed beside it as well: more than a third of the answer, and most of the time that parsing it takes.
 # It matches such a list as a whole and nothing else: in a string, the first quotes would have a backslash before them.
@@ -65,12 +67,29 @@ def read_completion(choice: dict[str, Any], group: PromptGroup, sampling: Sampli
     logprobs = logprob_token_ids = None
     if sampling.logprobs is not None:
         logprobs, logprob_token_ids = read_logprobs(choice["logprobs"], token_ids)
+    prompt_logprobs = None
+    if PROMPT_LOGPROBS in sampling.extra:
+        prompt_logprobs = read_prompt_logprobs(choice[PROMPT_LOGPROBS], prompt_ids)
     return Completion(
         prompt_ids=prompt_ids,
         token_ids=token_ids,
         logprobs=logprobs,
         logprob_token_ids=logprob_token_ids,
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def read_prompt_logprobs(positions: list[dict[str, Any] | None], prompt_ids: list[int]) -> list[float]:
+    """The log-probability of each token of the prompt after the first one, which has none.
+
+    Raises:
+        ValueError, KeyError: a token lacks one.
+    """
+    pairs = zip(prompt_ids[1:], positions[1:], strict=True)
+    found = [(position or {})[str(token_id)]["logprob"] for token_id, position in pairs]
+    if not all(map(_is_logprob, found)):
+        raise ValueError("a token of the prompt has a log-probability that is not finite")
+    return found
 
 
 def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[list[float | None]], list[list[int]]]:

@@ -40,6 +40,7 @@ from trl_lora_sync.engines.http import collector_paused, is_unreachable, json_ob
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm.completions import (
     FORCES,
+    PROMPT_LOGPROBS,
     ranked_logprobs,
     read_completion,
     sampling_fields,
@@ -211,11 +212,21 @@ class VLLMEngine(ServerEngine):
         return "out of vocabulary" not in server_words(await self._post("/v1/completions", body, deadline))
 
     async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
-        """See `Engine`. Each token is sampled after what comes before it, by force if it is not a likely one.
+        """See `Engine`. On GPUs it is one request.
 
-        `prompt_logprobs` would be one request, but vLLM 0.31 crashes on a CPU if it computes them in a batch with other
-        requests while LoRA is on (vllm#16668).
+        On a CPU, vLLM 0.31 crashes if it computes `prompt_logprobs` in a batch with other requests while LoRA is on
+        (vllm#16668). There, and where a server refuses them, each token is sampled after what comes before it, by force
+        if it is not a likely one.
         """
+        if self.capabilities.is_cpu_build is False:
+            sampling = Sampling.unrestricted(max_tokens=1, logprobs=None, **{PROMPT_LOGPROBS: 0})
+            try:
+                [[scored]] = await self.generate(model, [PromptGroup(prompt=prompt_ids, count=1)], sampling, deadline)
+            except GenerationError as error:
+                logger.debug("%s does not score a prompt in one request: %s", self.base_url, error)
+            else:
+                assert scored.prompt_logprobs is not None
+                return scored.prompt_logprobs
         prefixes = [PromptGroup(prompt=prompt_ids[:end], count=1) for end in range(1, len(prompt_ids))]
         return await self._score(model, prefixes, prompt_ids[1:], None, deadline)
 
