@@ -1,6 +1,6 @@
-"""The list of checks, and how it is gone through: by a run up to the first error, by `doctor` to the end.
+"""The list of checks. A run ends at the first error of one; `doctor` makes them all, and reports each.
 
-What cannot be connected to is not checked here: `connect_engine` says why, to all.
+All users connect with `connect_engine` first, which raises for a server that cannot be used at all.
 """
 
 import logging
@@ -81,7 +81,7 @@ async def _go_through(
 
 @dataclass(frozen=True)
 class RunChecks:
-    """All checks with what a run knows: of its servers at the start, and of one that came back."""
+    """The list as a run makes it: on all of its servers at the start, and on one after its restart."""
 
     expected: Expected
     store: TrialStore
@@ -89,7 +89,7 @@ class RunChecks:
     async def require(
         self, servers: Sequence["ServerHandle"], deadline: Deadline, trials: Sequence[Trial] | None = None
     ) -> list[Subject]:
-        """Make all checks; once all are passed, log what is to be warned of.
+        """Make all checks. After the last one, log the warnings.
 
         Args:
             trials: instead of the expected ones.

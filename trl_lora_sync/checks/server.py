@@ -130,7 +130,7 @@ async def adapts_modules(subject: Subject, deadline: Deadline) -> Found:
 
 
 async def has_rank(subject: Subject, deadline: Deadline) -> Found:
-    """Only for `doctor` without an adapter; the load of one shows it as well."""
+    """Only for `doctor` without an adapter, as a load on trial shows the same."""
     rank, served = subject.expected.rank, subject.served
     if subject.expected.wider or subject.expected.trials:
         return None
@@ -150,9 +150,9 @@ async def has_rank(subject: Subject, deadline: Deadline) -> Found:
 
 
 async def _reserved_rank(subject: Subject, deadline: Deadline) -> int | None:
-    """The --max-lora-rank of vLLM, if it tells.
+    """The --max-lora-rank of vLLM, which is in its refusal of an adapter of a rank beyond any.
 
-    It names it when it refuses an adapter of a rank beyond any, which it does before it reads a tensor.
+    vLLM refuses the rank before it reads a tensor.
     Source: vllm/lora/peft_helper.py `validate_legal`, 0.22 to 0.33.
     """
     if subject.store is None:

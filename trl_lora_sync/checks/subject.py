@@ -1,4 +1,4 @@
-"""What a check is given: a server, what it is compared with, and a way to put adapters on it for a while."""
+"""The input of a check: a server, the values to compare it with, and a way to put adapters on it for a while."""
 
 import asyncio
 import itertools
@@ -112,7 +112,7 @@ class Subject:
     Attributes:
         store: None if no adapter can reach the server.
         base_logprobs: of `PROBE_PROMPT`, by its base model; empty until they are computed.
-        scores: what it computes with the trial; None if that was not to be known.
+        scores: with and without the adapter of the current trial; None if nothing was scored.
         evidence: for each trial, how its scores compare with the trainer's.
     """
 
@@ -143,7 +143,7 @@ class Subject:
 
     @property
     def unfit_for_trials(self) -> str:
-        """Why no adapter is loaded there; empty if one may be."""
+        """The reason to load no adapter there; empty if there is none."""
         if self.store is None:
             return "the server is elsewhere. Give --dir, a folder that it sees too."
         if not self.served.survives_misfit and any(finding.error for finding in self.findings):
@@ -168,7 +168,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Offer:
-    """An adapter that a server is tried with: as it was planned, as it is read for the servers, as it is stored."""
+    """An adapter to try servers with: the plan, its tensors in the form of all servers, and where these are stored."""
 
     trial: Trial
     adapter: CanonicalAdapter
@@ -183,7 +183,7 @@ Found = tuple[str, str] | tuple[str, str, str] | None
 class Check:
     """One thing that must be true of a server.
 
-    `look` raises what a run is to end with. Of an adapter, it is given the offer as well.
+    `look` raises the error that ends a run. The checks of an adapter get the offer as a third argument.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The list of checks on one server for `doctor`, with what its input tells of the trainer."""
+"""The list of checks on one server for `doctor`, which knows no trainer but what its input has of one."""
 
 import shlex
 import warnings
@@ -25,7 +25,7 @@ _SPREAD_OF_PEER = 1.0
 
 
 def handle_of(url: str, case: Case) -> "ServerHandle":
-    """The server as a run has it that takes whatever answers there, and lets it read files."""
+    """The server as in a run that accepts either engine and either serving mode."""
     from trl_lora_sync.ledger import VersionLedger
     from trl_lora_sync.server_handle import ServerHandle
     from trl_lora_sync.settings import ServerAddress, SyncSettings
