@@ -123,8 +123,8 @@ async def adapts_modules(subject: Subject, deadline: Deadline) -> Found:
             subject.engine, "--lora-rank", str(rank), engine_options=["--lora-target-modules", *wanted]
         )
         raise ServerSetupError(
-            f"{subject.url} was started without {', '.join(missing)} among its --lora-target-modules: the adapter "
-            f"needs them. Restart it with {command}."
+            f"The {ENGINES[subject.served.engine].versions.title} server at {subject.url} was started without "
+            f"{', '.join(missing)} among its --lora-target-modules: the adapter needs them. Restart it with {command}."
         )
     return OK, f"{', '.join(wanted)} can be adapted"
 
