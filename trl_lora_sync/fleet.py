@@ -12,20 +12,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, common_form
+from trl_lora_sync.adapter.canonical import common_form
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.checks.listed import RunChecks
+from trl_lora_sync.checks.subject import Expected, TrialStore
 from trl_lora_sync.dispatch import Worker, dispatch
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.errors import DeadlineExceededError, GenerationError, LoRASyncError
 from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.places import is_gone
-from trl_lora_sync.runtime import in_parallel, offload, run
+from trl_lora_sync.runtime import each, in_parallel, offload, run
 from trl_lora_sync.server_handle import ServerHandle, ServerState, is_loss
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.startup_checks import StartupChecks, each
 from trl_lora_sync.transports import Transport
-from trl_lora_sync.verify import Evidence, Scores, TrainedBase, Trial
+from trl_lora_sync.verify import Evidence, Scores, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Fleet:
         self.servers = [ServerHandle(address, settings, ledger) for address in settings.servers]
         self._ledger = ledger
         self.settings = settings
-        self._checks: StartupChecks | None = None
+        self._checks: RunChecks | None = None
 
     @property
     def base_url(self) -> str:
@@ -90,44 +90,20 @@ class Fleet:
         await each(self.servers, lambda server: server.connect(deadline(server)))
 
     async def check(
-        self,
-        adapter: CanonicalAdapter,
-        base: TrainedBase,
-        transport: Transport,
-        deadline: Deadline,
-        trials: Sequence[Trial] = (),
+        self, expected: Expected, transport: Transport, deadline: Deadline, trials: Sequence[Trial]
     ) -> None:
-        """Prove on every server that it has the trainer's base model and can load and sample from such an adapter.
+        """Make all checks on every server.
 
         Args:
-            trials: prove in addition that a server samples from what it loads, each a group of modules.
+            trials: what to try the servers with now, see `Expected.trials`.
 
         Raises:
             LoRASyncError: a server cannot be used, and what to change.
         """
-        checks = self._checks = StartupChecks(
-            base,
-            adapter,
-            transport,
-            self._ledger,
-            clean_up_s=self.settings.timeouts.close_s,
-            is_strict=self.settings.verify != "off",
-            trials=trials,
-        )
-        await each(self.servers, lambda server: server.check(checks, deadline))
-        if trials:
-            await checks.prove(self.servers, deadline)
-        else:
-            await checks.smoke_test(self.servers, adapter, deadline)
-        self._warn_of_untested()
-
-    def _warn_of_untested(self) -> None:
-        """Once for each version that no test ran on, however many servers have it."""
-        served = {(server.engine.capabilities.engine, server.engine.capabilities.version) for server in self.servers}
-        for engine, version in sorted(served):
-            caution = ENGINES[engine].versions.caution(version)
-            if caution:
-                logger.warning("%s Look closer with: trl-lora-sync doctor %s", caution, self.servers[0].base_url)
+        store = TrialStore(transport, self._ledger, clean_up_s=self.settings.timeouts.close_s)
+        self._checks = RunChecks(expected, store)
+        for server, found in zip(self.servers, await self._checks.require(self.servers, deadline, trials), strict=True):
+            server.note_checked(found)
 
     async def sweep(self, transport: Transport, deadline: Deadline) -> list[str]:
         """Remove what dead runs left in the transport's folder and on these servers; returns their run ids."""

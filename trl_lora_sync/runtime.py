@@ -212,6 +212,15 @@ async def in_parallel(act: Callable[[T], Awaitable[R]], items: Sequence[T], at_m
         await cancelled(tasks)
 
 
+async def each(items: Sequence[T], act: Callable[[T], Awaitable[R]]) -> list[R]:
+    """Do the same to all items at the same time; wait for all, then raise the first error."""
+    outcomes = await asyncio.gather(*map(act, items), return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes  # type: ignore[return-value]
+
+
 async def cancelled(tasks: "Collection[asyncio.Future[Any]]") -> None:
     """Cancel tasks that still run, and give them a moment to end."""
     left = [task for task in tasks if not task.done()]

@@ -9,11 +9,13 @@ from enum import Enum
 from functools import partial
 
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.checks.adapter import contradiction
+from trl_lora_sync.checks.listed import RunChecks
+from trl_lora_sync.checks.subject import Subject
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine, reason_to_be_down, wait_until_up
-from trl_lora_sync.engines.registry import ENGINES, restart_command
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterRejectedError,
@@ -21,14 +23,12 @@ from trl_lora_sync.errors import (
     LoRASyncError,
     ServerSetupError,
     ServerUnreachableError,
-    VerificationError,
 )
 from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.runtime import offload, spawn
 from trl_lora_sync.settings import ServerAddress, SyncSettings
-from trl_lora_sync.startup_checks import StartupChecks
 from trl_lora_sync.transports import is_sent_content
-from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, Trial, compare
+from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, compare
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class ServerHandle:
         under_way: single requests that it works on.
         is_asleep: whether its KV cache is released.
         settings: of the run.
+        ledger: which server has which version.
     """
 
     def __init__(self, address: ServerAddress, settings: SyncSettings, ledger: VersionLedger) -> None:
@@ -76,7 +77,7 @@ class ServerHandle:
         self.is_asleep = False
         self.settings = settings
         self._timeouts = settings.timeouts
-        self._ledger = ledger
+        self.ledger = ledger
         self._engine: Engine | None = None
         self._versions = 0  # how many this process of the server was given
         self._losses = 0
@@ -125,8 +126,6 @@ class ServerHandle:
                 f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
                 "now. Adapters are written for the engines of the start. Start the same server again."
             )
-        if self.settings.versions_at_once > 1 and not served.is_fused:
-            self._check_room(engine)
         self.sends_content = is_sent_content(self.settings, self.address, served)
         if self._engine is not None:
             self._retries_before += self._engine.retries
@@ -137,34 +136,10 @@ class ServerHandle:
         if self.state is ServerState.CONNECTING:
             self.state = ServerState.READY
 
-    def _check_room(self, engine: Engine) -> None:
-        """Refuse a server that cannot load an adapter while it samples from others."""
-        served = engine.capabilities
-        needed, staleness = self.settings.versions_at_once, self.settings.staleness
-        setting, way_out = (
-            ("lora_sync_overlap=1", "set lora_sync_overlap=0")
-            if staleness is None
-            else (f"max_staleness={staleness}", "lower max_staleness")
-        )
-        if not served.keeps_adapters_apart:
-            raise ServerSetupError(
-                f"{self.base_url} runs {served.engine} {served.version}, which may mix up adapters that are loaded "
-                "while requests run. Sampling beside the training needs vLLM 0.26 or later. Install one beside the "
-                f"server{'' if staleness is not None else f', or {way_out}'}."
-            )
-        if served.max_loras is not None and served.max_loras < needed:
-            spec = ENGINES[served.engine]
-            flag, for_base = spec.max_loras_flag, int(spec.counts_base)
-            restart = restart_command(engine, engine_options=[flag, str(needed + for_base)])
-            raise ServerSetupError(
-                f"{self.base_url} was started with {flag} {served.max_loras + for_base}, so the load of a version may "
-                f"wait for what is sampled from the versions before. {setting} needs room for {needed} adapters. "
-                f"Restart the server with {restart}, or {way_out}."
-            )
-
-    async def check(self, checks: StartupChecks, deadline: Deadline) -> None:
-        """Check dtype and base model against the trainer's; see `StartupChecks.check`."""
-        self.base_logprobs = await checks.check(self, deadline)
+    def note_checked(self, found: Subject) -> None:
+        """It has passed all checks."""
+        self.base_logprobs = found.base_logprobs
+        self.is_verified = found.is_verified
 
     async def disconnect(self) -> None:
         if self._engine is not None:
@@ -210,7 +185,7 @@ class ServerHandle:
         """Go on without it until a sync finds it up."""
         self.state, self.last_error = ServerState.EXCLUDED, error
 
-    async def recover(self, checks: StartupChecks | None, deadline: Deadline, *, needs_active: bool = True) -> None:
+    async def recover(self, checks: RunChecks | None, deadline: Deadline, *, needs_active: bool = True) -> None:
         """Return when the server is fine; at once if it is.
 
         Args:
@@ -233,7 +208,7 @@ class ServerHandle:
                     raise
                 self.lose(again, engine)
 
-    async def _readmit(self, checks: StartupChecks | None, deadline: Deadline, needs_active: bool) -> None:
+    async def _readmit(self, checks: RunChecks | None, deadline: Deadline, needs_active: bool) -> None:
         """Wait until it is up; if it lacks a version that it needs, check it again and load all of these."""
         if self.last_error is None:
             return  # another task readmitted it meanwhile
@@ -242,14 +217,13 @@ class ServerHandle:
         try:
             await wait_until_up(self.base_url, is_local=self.address.is_local, deadline=deadline)
             loaded = await self.engine.loaded(deadline)
-            self._ledger.note_listed(self.base_url, loaded)
+            self.ledger.note_listed(self.base_url, loaded)
             needed = self._needed()
             is_complete = needed and all(stored.name in loaded for stored in needed)
             if not is_complete or isinstance(self.last_error, AdapterLostError):
                 await self.connect(deadline)
                 if checks is not None:
-                    await self.check(checks, deadline)
-                    await checks.prove([self], deadline)
+                    self.note_checked(*await checks.require([self], deadline))
                 for stored in needed:
                     await self._reload(stored, deadline, needs_active)
             self.last_error = None
@@ -261,33 +235,33 @@ class ServerHandle:
 
     def _serve_again(self) -> None:
         self.state = ServerState.READY
-        for name in self._ledger.unneeded(self.base_url):  # what it missed while it was away
+        for name in self.ledger.unneeded(self.base_url):  # what it missed while it was away
             self.unload_later(name)
 
     def _needed(self) -> list[StoredAdapter]:
         """A fused server has one version at a time, and a version is activated only after the batch before it."""
         is_fused = self.engine.capabilities.is_fused
-        return [stored for stored in self._ledger.needed if stored is self._ledger.active or not is_fused]
+        return [stored for stored in self.ledger.needed if stored is self.ledger.active or not is_fused]
 
     async def _reload(self, stored: StoredAdapter, deadline: Deadline, needs_active: bool) -> None:
         try:
             await self.load(stored, deadline)
             await self.warm_up(stored, deadline)
         except AdapterRejectedError as error:
-            self._ledger.note(self.base_url, stored.name, Holding.GONE)
+            self.ledger.note(self.base_url, stored.name, Holding.GONE)
             if needs_active:
                 raise
             logger.warning("%s had lost %s and could not be given it again. %s", self.base_url, stored.name, error)
             return
         logger.warning("%s had lost %s; it was given it again.", self.base_url, stored.name)
-        if stored.name not in [needed.name for needed in self._ledger.needed]:  # retired meanwhile, or the run is over
+        if stored.name not in [needed.name for needed in self.ledger.needed]:  # retired meanwhile, or the run is over
             self.unload_later(stored.name)
 
     async def reason_to_be_down(self) -> ServerUnreachableError | None:
         """Why it does not answer now; None if it does."""
         return await reason_to_be_down(self.base_url, is_local=self.address.is_local, timeouts=self._timeouts)
 
-    async def readmit(self, checks: StartupChecks | None, stored: StoredAdapter, deadline: Deadline) -> None:
+    async def readmit(self, checks: RunChecks | None, stored: StoredAdapter, deadline: Deadline) -> None:
         """Take an excluded server back with a new version if it is up; never fails, as the others go on without it."""
         reason = await self.reason_to_be_down()
         if reason is not None:
@@ -318,25 +292,25 @@ class ServerHandle:
             AdapterLostError: the active version is gone, so another process may run there, of another base model.
             LoRASyncError: see `Engine.load` and `Engine.warm_up`.
         """
-        active = self._ledger.active
-        has_active = active is not None and self._ledger.holding(self.base_url, active.name) is Holding.LOADED
+        active = self.ledger.active
+        has_active = active is not None and self.ledger.holding(self.base_url, active.name) is Holding.LOADED
         loaded = await self.load(stored, deadline)
         # Between loading and the first use, which an engine with another base model may not survive.
         if active is not None and has_active and active.name not in loaded:
-            self._ledger.note_listed(self.base_url, loaded)
+            self.ledger.note_listed(self.base_url, loaded)
             raise AdapterLostError(f"{self.base_url} no longer knows {active.name!r}; it was restarted.")
         await self.warm_up(stored, deadline)
         self.note_success()
 
     async def load(self, stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         """Load a version, awake and inside a pause if there is to be one; result and errors as of `Engine.load`."""
-        self._ledger.note(self.base_url, stored.name, Holding.LOADING)
+        self.ledger.note(self.base_url, stored.name, Holding.LOADING)
         await self.wake(deadline)
         if stored.is_unfinished and not self.engine.capabilities.checks_payload:
             await offload(partial(_wait_for_file, stored))  # as its workers do not wait
         async with self._paused(deadline):
             loaded = await self.engine.load(self.form_of(stored), deadline)
-        self._ledger.note(self.base_url, stored.name, Holding.LOADED)
+        self.ledger.note(self.base_url, stored.name, Holding.LOADED)
         return loaded
 
     async def warm_up(self, stored: StoredAdapter, deadline: Deadline) -> None:
@@ -365,7 +339,7 @@ class ServerHandle:
             Whether the server confirmed it; if not, the unload is repeated with the next one, and at the end.
         """
         if self._engine is not None:
-            self._ledger.note(self.base_url, adapter_name, Holding.UNLOADING)
+            self.ledger.note(self.base_url, adapter_name, Holding.UNLOADING)
         return spawn(self._unload_in_turn(adapter_name, deadline))
 
     async def _unload_in_turn(self, adapter_name: str, deadline: Deadline | None) -> bool:
@@ -377,9 +351,9 @@ class ServerHandle:
             return True
         deadline = deadline or Deadline.after(self._timeouts.unload_s, f"Unloading {adapter_name}")
         is_confirmed = False
-        for name in dict.fromkeys([*self._ledger.overdue(self.base_url), adapter_name]):
+        for name in dict.fromkeys([*self.ledger.overdue(self.base_url), adapter_name]):
             is_confirmed = not self.is_excluded and await self.engine.unload(name, deadline)
-            self._ledger.note(self.base_url, name, Holding.GONE if is_confirmed else Holding.UNCONFIRMED)
+            self.ledger.note(self.base_url, name, Holding.GONE if is_confirmed else Holding.UNCONFIRMED)
         if not is_confirmed:
             logger.info("%s did not confirm the unload of %s; training is not affected.", self.base_url, adapter_name)
         return is_confirmed
@@ -417,53 +391,12 @@ class ServerHandle:
             VerificationError: it is not the same.
             LoRASyncError: scoring failed, see `Engine.score`.
         """
-        evidence = await self._compared(stored, trained, deadline)
-        self.is_verified = self.is_verified or evidence.proves
-        return evidence
-
-    async def verify_trial(self, stored: StoredAdapter, trial: Trial, deadline: Deadline, *, is_first: bool) -> None:
-        """The same with a trial adapter; the server is verified once each of the trials has been a proof.
-
-        Args:
-            is_first: whether it is the first of them.
-        """
-        evidence = await self._compared(stored, trial.scores, deadline, trial)
-        self.is_verified = (is_first or self.is_verified) and evidence.proves
-        if not evidence.proves:
-            logger.warning(
-                "A trial adapter does not prove that %s samples from what it loads on %s, because its effect is too "
-                "small beside the difference of the base models: %s. The first versions are verified instead, and "
-                "lora_sync/verified stays 0 until one of them is a proof.",
-                self.base_url,
-                trial,
-                evidence,
-            )
-
-    async def _compared(
-        self, stored: StoredAdapter, trained: Scores, deadline: Deadline, trial: Trial | None = None
-    ) -> Evidence:
-        if trial is None or trial.image is None:
-            base, adapted = self.base_logprobs, await self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
-        else:
-            one, names = trial.image, (self.engine.capabilities.base_model, stored.name)
-            base, adapted = [
-                await self.engine.score_image(name, one.prompt_ids, one.image, one.image_token_id, one.scored, deadline)
-                for name in names
-            ]
+        adapted = await self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
         tolerance = self.settings.verify_tolerance
-        evidence = compare(Scores(base=base, adapted=adapted), trained, tolerance=tolerance)
+        evidence = compare(Scores(base=self.base_logprobs, adapted=adapted), trained, tolerance=tolerance)
         if evidence.contradicts:
-            where = "" if trial is None else f", which is zero outside {trial}"
-            advice = f"{trial.advice} " if trial is not None and trial.advice else ""
-            raise VerificationError(
-                f"{self.base_url} accepted the adapter {stored.name!r} and computes something else with it{where}: "
-                f"{evidence}. {advice}The version before stays active. Likely causes: the server's base model is "
-                "another checkpoint or is quantised in another way; it ignores tensors, whose names the served model "
-                "does not know or whose modules its --lora-target-modules leave out; the scaling is applied twice or "
-                "not at all; something between trainer and server answers with another version. "
-                "`trl-lora-sync doctor` looks closer. If the difference is known and wanted, raise "
-                f'lora_sync_verify_tolerance (now {tolerance:g}), or set lora_sync_verify="off".'
-            )
+            raise contradiction(self.base_url, stored.name, evidence, tolerance)
+        self.is_verified = self.is_verified or evidence.proves
         return evidence
 
     # Memory between steps

@@ -15,8 +15,8 @@ from typing import Any
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.checks.subject import Expected
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.ledger import VersionLedger
@@ -76,7 +76,7 @@ class AdapterSync:
         """
         run(self._connect())
         adapter = read(self.form)
-        run(self._prepare(adapter, base.remembered(), trials))
+        run(self._prepare(adapter, Expected.of_run(base, adapter, trials)))
         return self._summary(adapter)
 
     async def _connect(self) -> None:
@@ -85,7 +85,7 @@ class AdapterSync:
             lambda server: Deadline.after(patience_s, f"Waiting for the server at {server.base_url}")
         )
 
-    async def _prepare(self, adapter: CanonicalAdapter, base: TrainedBase, trials: Sequence[Trial]) -> None:
+    async def _prepare(self, adapter: CanonicalAdapter, expected: Expected) -> None:
         fleet = self.fleet
         self._transport = transport_for(
             self.settings,
@@ -98,18 +98,11 @@ class AdapterSync:
             logger.info("Removed what the run %s had left behind.", dead_run)
         self._layout = adapter.layout
         deadline = self._control_deadline("Checking the server with a trial adapter")
-        await fleet.check(adapter, base, self.transport, deadline, trials)
+        any_such = Trial(group="trained", modules=(), read=lambda form: adapter)
+        await fleet.check(expected, self.transport, deadline, expected.trials or [any_such])
         if self.settings.frees_kv_cache:
             await fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
             await fleet.wake(self._control_deadline("Restoring the KV cache"))
-        if fleet.capabilities.logprobs_mode == "raw_logprobs":
-            served = fleet.capabilities
-            logger.warning(
-                "A server returns raw log-probabilities, which do not know the temperature. At other temperatures than "
-                "1 TRL's importance ratios are wrong. Restart vLLM with "
-                f"{VLLM.serve_command(served.base_root, served.serve_options)}, or SGLang without "
-                "SGLANG_RETURN_ORIGINAL_LOGPROB."
-            )
 
     # One sync
 

@@ -79,7 +79,8 @@ class Trial:
         group: of the modules that it changes, such as "attention".
         modules: their paths, with `*` for the number of a layer.
         read: makes it, in the shapes of the trained adapter and by the same export.
-        scores: of `PROBE_PROMPT`, as the trainer's model computes them with it and without any adapter.
+        scores: of `PROBE_PROMPT`, as the trainer's model computes them with it and without any adapter; None if they
+            are not known.
         image: what the scores are of instead.
         advice: what to do if a server ignores these modules.
     """
@@ -87,7 +88,7 @@ class Trial:
     group: str
     modules: Sequence[str]
     read: ReadAdapter
-    scores: "Scores"
+    scores: "Scores | None" = None
     image: ImageProbe | None = None
     advice: str = ""
 

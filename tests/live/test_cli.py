@@ -109,6 +109,25 @@ def test_doctor_knows_another_base_model(
     assert "The server serves another base model" in capsys.readouterr().out
 
 
+def test_doctor_compares_the_base_model_without_an_adapter(
+    clean_server: VLLMServer, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a start does: by the log-probabilities and the vocabulary of the model that is to be trained."""
+    from make_model import make_model
+
+    assert main(["doctor", clean_server.base_url, "--model", str(base_model), "--timeout", "120"]) == 0
+    found = capsys.readouterr().out
+    assert "ok      base model: it scores a prompt of token ids like the trainer" in found
+    assert "ok      vocabulary: " in found
+    for difference, evidence in (
+        ({"seed": 7}, "it computes other log-probabilities"),
+        ({"vocab_size": 300}, "its vocabulary has fewer than the trainer's 300 tokens"),
+    ):
+        other = make_model(tmp_path / "-".join(difference), **difference)
+        assert main(["doctor", clean_server.base_url, "--model", str(other), "--timeout", "120"]) == 1
+        assert evidence in capsys.readouterr().out
+
+
 def test_doctor_compares_with_the_model_that_the_server_names(
     clean_server: VLLMServer, base_model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

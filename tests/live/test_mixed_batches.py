@@ -14,7 +14,8 @@ from support.servers import Proxy
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer, export_adapter
-from trl_lora_sync.cli.diagnosis import NOTE, PROBLEM, Case
+from trl_lora_sync.checks.finding import NOTE, PROBLEM
+from trl_lora_sync.cli.diagnosis import Case
 from trl_lora_sync.cli.doctor import diagnose
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine

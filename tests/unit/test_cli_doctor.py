@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from contract.served import SMALL
+from contract.served import SMALL, soon
 
 from trl_lora_sync.adapter.store import write_adapter
-from trl_lora_sync.cli.diagnosis import Diagnosis
-from trl_lora_sync.cli.doctor import make_case
-from trl_lora_sync.cli.examination import Examination
+from trl_lora_sync.checks.listed import CHECKS
+from trl_lora_sync.checks.subject import Expected, Subject
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins import cuda_ipc
 from trl_lora_sync.engines.base import Capabilities
+from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.testing import FakeSGLang, random_adapter
 from unit.servers import Request, nobody_listening, serving
 
@@ -301,12 +301,11 @@ def test_a_gpu_that_the_server_does_not_see_is_named(
 ) -> None:
     monkeypatch.setattr(cuda_ipc, "visible_gpus", lambda: ours)
     served = replace(CAPABILITIES, gpus=theirs)
-    engine: Any = SimpleNamespace(base_url="http://localhost:8000", capabilities=served)
-    diagnosis = Diagnosis(engine.base_url)
-    Examination(engine, make_case(None, None, None, None, None, 1.0), diagnosis, []).check_gpus()
-    found = [(one.status, one.words) for one in diagnosis.findings if one.name == "GPU to GPU"]
-    assert len(found) == (expected is not None)
-    for status, said in found:
-        assert expected
-        assert status == expected[0]
-        assert re.search(expected[1], said)
+    url = "http://localhost:8000"
+    server: Any = SimpleNamespace(base_url=url, engine=SimpleNamespace(base_url=url, capabilities=served))
+    [check] = [check for check in CHECKS if check.name == "GPU to GPU"]
+    found = run_on_loop(check(Subject(server, Expected(), None), soon()))
+    assert (found is None) == (expected is None)
+    if found and expected:
+        assert found.status == expected[0]
+        assert re.search(expected[1], found.words)

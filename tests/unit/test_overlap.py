@@ -1,5 +1,6 @@
 """Unit tier: batches sampled ahead on several fake servers, the lease on their version, and how all of that ends."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,18 +16,19 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer, LoRASyncConfig, LoRASyncTrainer, RLOOConfig
+from trl_lora_sync.checks.listed import CHECKS
+from trl_lora_sync.checks.subject import Expected, Subject
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup
 from trl_lora_sync.errors import (
     GenerationError,
+    LoRASyncError,
     ServerSetupError,
     UnsupportedSettingError,
     UnsupportedTRLError,
 )
-from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.overlap import BatchFigures, Overlap, start_sentence
 from trl_lora_sync.runtime import run as run_on_loop
-from trl_lora_sync.server_handle import ServerHandle
-from trl_lora_sync.settings import ServerAddress, SyncSettings
+from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang
 from trl_lora_sync.trl_checks import check_overlap
@@ -338,28 +340,26 @@ def test_a_trl_that_samples_at_another_time_is_refused(
     ],
 )
 def test_a_server_that_cannot_load_while_it_samples_is_refused(
-    served: dict[str, Any], words: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    served: dict[str, Any], words: str | None, tmp_path: Path
 ) -> None:
     fields = {"engine": "vllm", "version": "0.31.0", "base_model": "Q", "base_root": "Q", "max_model_len": None}
     capabilities = Capabilities(**{**fields, "logprobs_mode": "unknown", **served})
     engine = SimpleNamespace(base_url="http://127.0.0.1:8000", capabilities=capabilities, retries=0)
 
-    async def connected(*args: Any, **kwargs: Any) -> Any:
-        return engine
-
-    monkeypatch.setattr("trl_lora_sync.server_handle.connect_engine", connected)
-
-    def connect(overlap: bool) -> None:
+    def error(overlap: bool) -> LoRASyncError | None:
         settings: SyncSettings = settings_for([], tmp_path, overlap=overlap)
-        address = ServerAddress(base_url="http://127.0.0.1:8000", is_local=True)
-        run_on_loop(ServerHandle(address, settings, VersionLedger(keep=2)).connect(soon()))
+        server: Any = SimpleNamespace(base_url=engine.base_url, engine=engine, settings=settings)
+        [check] = [check for check in CHECKS if check.name == "room for adapters"]
+        found = run_on_loop(check(Subject(server, Expected(), None), soon()))
+        return found and found.error
 
-    connect(False)
+    assert error(overlap=False) is None
+    refused = error(overlap=True)
     if words is None:
-        connect(True)
+        assert refused is None
     else:
-        with pytest.raises(ServerSetupError, match=f"{words}.*set lora_sync_overlap=0"):
-            connect(True)
+        assert isinstance(refused, ServerSetupError)
+        assert re.search(f"{words}.*set lora_sync_overlap=0", str(refused))
 
 
 @pytest.mark.parametrize("mode", ["sequence_mask", "token_truncate", "token_mask", "sequence_truncate"])

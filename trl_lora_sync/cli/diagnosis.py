@@ -1,4 +1,4 @@
-"""The input of `doctor`, and its findings."""
+"""The input of `doctor`, and its report."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,26 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_lora_sync.checks.finding import PROBLEM, Finding
+
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.saved import SavedAdapter
     from trl_lora_sync.engines.base import Deadline
-
-OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 
 def model_folder(name: Any) -> Path | None:
     """The folder on this host that names a model, if the model can be loaded from it."""
     folder = Path(str(name))
     return folder if (folder / "config.json").is_file() else None
-
-
-@dataclass
-class Finding:
-    """One thing that was looked at: its name, how it is (`ok`, `note` or `problem`), and the words for it."""
-
-    name: str
-    status: str
-    words: str
 
 
 @dataclass
@@ -44,6 +35,10 @@ class Diagnosis:
     @property
     def is_good(self) -> bool:
         return all(finding.status != PROBLEM for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        findings = [{"name": one.name, "status": one.status, "words": one.words} for one in self.findings]
+        return {**vars(self), "findings": findings}
 
     @contextlib.contextmanager
     def reporting(self, name: str) -> Iterator[None]:

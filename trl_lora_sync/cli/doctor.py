@@ -7,7 +7,6 @@ Keys are read from VLLM_API_KEY, SGLANG_API_KEY and SGLANG_ADMIN_API_KEY.
 
 import contextlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +14,10 @@ import typer
 from typer import Argument, Option
 
 from trl_lora_sync import runtime
+from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.cli.console import UsageError, out, working
-from trl_lora_sync.cli.diagnosis import NOTE, OK, PROBLEM, Case, Diagnosis, model_folder
-from trl_lora_sync.cli.examination import Examination
+from trl_lora_sync.cli.diagnosis import Case, Diagnosis, model_folder
+from trl_lora_sync.cli.examination import examine, handle_of
 from trl_lora_sync.cli.peft_config import read_peft_config
 from trl_lora_sync.cli.urls import check_listening, checked_urls, start_command
 from trl_lora_sync.engines.registry import ENGINES
@@ -64,7 +64,7 @@ def run(
             show(diagnoses[-1])
     is_good = all(diagnosis.is_good for diagnosis in diagnoses)
     if as_json:
-        out().print(json.dumps({"ok": is_good, "servers": [asdict(one) for one in diagnoses]}, indent=2))
+        out().print(json.dumps({"ok": is_good, "servers": [one.as_json() for one in diagnoses]}, indent=2))
     raise typer.Exit(0 if is_good else 1)
 
 
@@ -130,7 +130,6 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
     Args:
         scores: log-probabilities of the probe prompt from the servers before, to which this one's are added.
     """
-    from trl_lora_sync.engines.connect import connect_engine
     from trl_lora_sync.errors import LoRASyncError
 
     diagnosis = Diagnosis(url)
@@ -142,26 +141,19 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
         _judge_features(diagnosis, case, "runtime")
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis
+    server = handle_of(url, case)
     try:
-        engine = runtime.run(
-            connect_engine(
-                url,
-                engine="auto",
-                is_local=is_local_url(url),
-                deadline=case.deadline(f"Waiting for {url}"),
-                serving="auto",
-            )
-        )
+        runtime.run(server.connect(case.deadline(f"Waiting for {url}")))
     except LoRASyncError as error:
         _judge_features(diagnosis, case, "runtime")
         _identify(diagnosis, case)
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis
     try:
-        _judge_features(diagnosis, case, "fused" if engine.capabilities.is_fused else "runtime")
-        Examination(engine, case, diagnosis, scores).run()
+        _judge_features(diagnosis, case, "fused" if server.engine.capabilities.is_fused else "runtime")
+        examine(server, case, diagnosis, scores)
     finally:
-        runtime.run(engine.close())
+        runtime.run(server.disconnect())
     return diagnosis
 
 

@@ -163,6 +163,7 @@ class ColocateGeneration(AdapterGeneration):
         base = run_on_all(self.accelerator, base.remembered)
         run_on_all(self.accelerator, lambda: self._check_base(base))
         trial, policy = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trials))
+        assert trial.scores is not None
         trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.scores.adapted)
         found = run_on_all(self.accelerator, lambda: self._compared(policy, trained))
         self.is_proven = self._prove_all(found)

@@ -1,0 +1,94 @@
+"""The checks of an adapter that a server is tried with. Each builds on the one before."""
+
+from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
+from trl_lora_sync.checks.subject import Found, Offer, Subject
+from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
+from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, VerificationError
+from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, Trial, compare, mean_distance
+
+_PROMPT = PromptGroup(prompt=[0, 1, 2, 3], count=1)
+_SAMPLING = Sampling.unrestricted(max_tokens=1, logprobs=0)
+
+
+async def is_sampled_from(subject: Subject, deadline: Deadline, offer: Offer) -> Found:
+    """Have it loaded and a token sampled from it, as each sync will, a pause included."""
+    stored = offer.stored
+    try:
+        await subject.server.load(stored, deadline)
+        await subject.server.warm_up(stored, deadline)
+        await subject.engine.generate(stored.name, [_PROMPT], _SAMPLING, deadline)
+    except AdapterNotVisibleError:
+        raise
+    except AdapterRejectedError as error:
+        evidence = "it refused an adapter of the trainer's shapes"
+        raise subject.other_base(evidence, f"{offer.trial.advice} {error}".lstrip()) from error
+    return OK, f"loaded as {stored.name}, rank {stored.rank}"
+
+
+async def has_effect(subject: Subject, deadline: Deadline, offer: Offer) -> Found:
+    engine, image, name = subject.engine, offer.trial.image, offer.stored.name
+    subject.scores = None
+    if not subject.is_strict:
+        return None
+    if not subject.base_logprobs:
+        return NOTE, "not compared: the base model could not be scored"
+    if image is None:
+        base, adapted = subject.base_logprobs, await engine.score(name, list(PROBE_PROMPT), deadline)
+    else:
+        base, adapted = [
+            await engine.score_image(one, image.prompt_ids, image.image, image.image_token_id, image.scored, deadline)
+            for one in (subject.served.base_model, name)
+        ]
+    subject.scores = Scores(base=base, adapted=adapted)
+    if change := mean_distance(base, adapted):
+        return OK, f"the adapter moves the server's log-probabilities by {change:.4f} on average"
+    if not any(bool(tensor.any()) for key, tensor in offer.adapter.tensors.items() if ".lora_B." in key):
+        return NOTE, "lora_B is zero, as before the first step: no difference is expected"
+    return PROBLEM, (
+        "the server answers as if there were no adapter: its log-probabilities are the base model's. Either no "
+        "layer of the served model has the names in the adapter, or the adapter is too small to show."
+    )
+
+
+async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Offer) -> Found:
+    trial = offer.trial
+    if subject.scores is None:
+        return None
+    if trial.scores is None:
+        return NOTE, f"not compared: {subject.expected.unscored}"
+    evidence = compare(subject.scores, trial.scores, tolerance=subject.server.settings.verify_tolerance)
+    subject.evidence.append(evidence)
+    words = (
+        f"mean |served - PEFT| {evidence.gap_mean:.4f} with the adapter and {evidence.base_gap:.4f} without; the "
+        f"adapter itself moves PEFT's by {evidence.trained_change:.4f}"
+    )
+    gap = subject.expected.gap(subject.base_logprobs)
+    if gap is not None and gap.is_suspicious:
+        return PROBLEM, f"{words}. The server serves another base model."
+    if evidence.contradicts:
+        raise contradiction(subject.url, offer.stored.name, evidence, subject.server.settings.verify_tolerance, trial)
+    if evidence.proves:
+        return OK, words
+    unproven = (
+        f"A trial adapter does not prove that {subject.url} samples from what it loads on {trial}, because its effect "
+        f"is too small beside the difference of the base models: {evidence}. The first versions are verified instead, "
+        "and lora_sync/verified stays 0 until one of them is a proof."
+    )
+    return OK, words, unproven
+
+
+def contradiction(
+    base_url: str, adapter_name: str, evidence: Evidence, tolerance: float, trial: Trial | None = None
+) -> VerificationError:
+    """The error of a server that computes something else with an adapter than the trainer."""
+    where = f", which is zero outside {trial}" if trial is not None and trial.modules else ""
+    advice = f"{trial.advice} " if trial is not None and trial.advice else ""
+    return VerificationError(
+        f"{base_url} accepted the adapter {adapter_name!r} and computes something else with it{where}: "
+        f"{evidence}. {advice}The version before stays active. Likely causes: the server's base model is "
+        "another checkpoint or is quantised in another way; it ignores tensors, whose names the served model "
+        "does not know or whose modules its --lora-target-modules leave out; the scaling is applied twice or "
+        "not at all; something between trainer and server answers with another version. "
+        "`trl-lora-sync doctor` looks closer. If the difference is known and wanted, raise "
+        f'lora_sync_verify_tolerance (now {tolerance:g}), or set lora_sync_verify="off".'
+    )
