@@ -378,6 +378,20 @@ def experts() -> str:
     return markdown(header, rows)
 
 
+def expert_sync() -> str:
+    header = ("tensors", "how many", "MB", "export ms", "writing the file ms", "load by vLLM s", "sync s")
+    cases = read("vllm-0.26.0-h100-moe-sync")["cases"]
+    rows = []
+    for form, title in {"stacked": "for a layer", "per_expert": "for each expert"}.items():
+        exported, synced = cases[f"export-{form}"], cases["sync"][form]
+        median = synced["median"]
+        rows.append((
+            title, f"{exported['tensors']:,}", f"{exported['bytes'] / MB:.0f}", _ms(median["export_s"]),
+            _ms(median["write_s"]), f"{median['load_s']:.2f}", f"{synced['total_median_s']:.2f}",
+        ))  # fmt: skip
+    return markdown(header, rows)
+
+
 COLOCATE_RUNS = {
     "colocate-8b-kv3-h100": "8B, KV cache 3 GiB",
     "colocate-8b-h100": "8B, before folding was made faster",
@@ -533,6 +547,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "qlora-colocate": qlora_colocate,
     "floor": floor,
     "experts": experts,
+    "expert-sync": expert_sync,
     "colocate": colocate,
     "colocate-ratios": colocate_ratios,
     "launchers": launchers,

@@ -18,6 +18,7 @@ from torch import Tensor
 from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.engine_plugins import slot_writer
 from trl_lora_sync.engine_plugins.slot_writer import Group, SlotWriter
 from unit.tiny import lora_module
 
@@ -246,6 +247,16 @@ def test_the_first_of_a_kind_is_loaded_by_the_engine_and_later_ones_are_written(
         assert served.serves(served.write(seed))
     assert served.manager.loads == loads
     assert served.writer.counts["written"] == 7
+
+
+def test_an_adapter_of_too_many_tensors_is_left_to_the_engine(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slot_writer, "MOST_TENSORS", 5)
+    for seed in range(1, 4):
+        assert served.serves(served.write(seed))
+    assert served.writer.counts["written"] == 0
+    assert "6 tensors are too many" in caplog.text
 
 
 def test_a_version_that_lost_its_slot_is_loaded_from_its_own_file(served: Served) -> None:

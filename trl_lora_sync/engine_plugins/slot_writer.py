@@ -50,6 +50,8 @@ from trl_lora_sync.engine_plugins.slot_layout import (
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
 
 _KINDS = 8
+# One tensor for each expert makes tens of thousands; to find out where they go would take minutes of requests waiting.
+MOST_TENSORS = 8192
 _RESERVED = -1  # no adapter has this number
 _SEED = 0
 Tensors = dict[str, Tensor]
@@ -410,6 +412,8 @@ class SlotWriter:
             self._plans.popitem(last=False)
 
     def _find_plan(self, kind: _Kind, request: Any, spans: dict[str, TensorSpan]) -> _Plan:
+        if len(spans) > MOST_TENSORS:
+            raise _DoubtError(f"{len(spans)} tensors are too many to find out where each of them goes")
         dtype = self._parts[0].dtype
         dtypes = {DTYPES.get(span.dtype) for span in spans.values()} | {part.dtype for part in self._parts}
         if dtypes != {dtype}:
