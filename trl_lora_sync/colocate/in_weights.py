@@ -158,7 +158,8 @@ class FoldedIntoSharedWeights(AdaptersInWeights):
     def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
         if list(matrices) != self._modules:
             self._modules = list(matrices)
-            self._folded = FoldedBase([self._base[name].data for name in self._modules])
+            rank = next(iter(matrices.values()))[0].shape[0]
+            self._folded = FoldedBase([self._base[name].data for name in self._modules], rank)
 
     def _merged(self, policy: Policy | None) -> AbstractContextManager[None]:
         return nullcontext() if policy is None else self._with_folded(self.matrices(policy))

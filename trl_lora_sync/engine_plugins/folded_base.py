@@ -97,11 +97,12 @@ class FoldedBase:
 
     Args:
         weights: contiguous matrices on one device, with nothing added to them.
+        rank: of the adapters, for which the kernels are compiled now; other ranks work as well.
     """
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Tensor], rank: int = 16) -> None:
         self._weights = list(weights)
-        self._table = _table_of(self._weights)
+        self._table = _table_of(self._weights, rank)
         self._sums = self._bit_sums()
         self._kept_bytes = 0
         self._device_bytes = int(SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
@@ -291,7 +292,7 @@ def add_to(weight: Tensor, lora_A: Tensor, lora_B: Tensor, sign: float) -> None:
     weight.copy_(weight.float() + product if sign > 0 else weight.float() - product)
 
 
-def _table_of(weights: Sequence[Tensor]) -> "Table | None":
+def _table_of(weights: Sequence[Tensor], rank: int) -> "Table | None":
     """The weights as kernels find them; None if none is to be used."""
     if not weights:
         return None
@@ -304,7 +305,7 @@ def _table_of(weights: Sequence[Tensor]) -> "Table | None":
         and one.numel() < 1 << 31
         for one in weights
     )
-    if not fits or not _kernels_work(device, dtype):
+    if not fits or not _kernels_work(device, dtype, rank):
         return None
     from trl_lora_sync.engine_plugins.folding_kernels import make_table
 
@@ -312,7 +313,7 @@ def _table_of(weights: Sequence[Tensor]) -> "Table | None":
 
 
 @cache
-def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
+def _kernels_work(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
     """Whether Triton is there, and its kernels bring random weights back bit for bit, after writing the sum there."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -323,7 +324,7 @@ def _kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
         from trl_lora_sync.engine_plugins import folding_kernels
 
         weights = [random(192, 160), random(70, 48)]
-        matrices = [(random(48, 160), random(192, 48)), (random(48, 48), random(70, 48))]
+        matrices = [(random(rank, 160), random(192, rank)), (random(rank, 48), random(70, rank))]
         before = [weight.clone() for weight in weights]
         table = folding_kernels.make_table(weights, matrices)
         sums, lost = folding_kernels.bit_sums(table), folding_kernels.count_lost(table)

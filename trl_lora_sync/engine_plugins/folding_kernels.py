@@ -127,10 +127,11 @@ def _all_of(table: Table) -> range:
 
 def _visit(table: Table, weights: range, found: Tensor, kept: Tensor | None = None, *, mode: str) -> None:
     first, end = table.first_tiles[weights.start], table.first_tiles[weights.stop]
-    step = min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(table.rank)))
+    rank = 0 if mode == "sum" else table.rank  # compiled once for all ranks
+    step = min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(rank)))
     _visit_tile[(end - first,)](
-        table.entries, table.weight_of, first, table.rank, found, kept,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=step, RANKS=triton.cdiv(table.rank, step) * step,
+        table.entries, table.weight_of, first, rank, found, kept,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=step, RANKS=triton.cdiv(rank, step) * step,
         DTYPE=_DTYPES[table.dtype], ALIGNED=table.is_aligned, MODE=mode, num_warps=_WARPS,
     )  # fmt: skip
 
