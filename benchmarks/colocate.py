@@ -285,6 +285,7 @@ def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
         "bf16": on_gpu,
         "use_cpu": not on_gpu,
         "gradient_checkpointing": True,
+        "use_liger_kernel": args.liger,
         "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "bfloat16"},
         "generation_kwargs": {"ignore_eos": True},
@@ -389,6 +390,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="vLLM without compiling and CUDA graphs, to start faster")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each arm")
     parser.add_argument("--model-length", type=int, default=1024, help="vllm_max_model_length")
+    parser.add_argument("--liger", action="store_true", help="use_liger_kernel; needs liger-kernel in the environment")
     parser.add_argument("--sleep", action="store_true", help="vllm_enable_sleep_mode")
     parser.add_argument("--syncs", type=int, default=50, help="further syncs, after which the base is compared again")
     parser.add_argument("--model", type=Path, help="a checkpoint of this shape; made if not given")
