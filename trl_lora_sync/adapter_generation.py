@@ -120,11 +120,12 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _fingerprint(self, linears: Sequence[nn.Linear]) -> tuple[int, ...]:
         """Of this process's part of the adapter, at this moment."""
-        if not self._sharded:
-            return fingerprint([linear.weight for linear in linears])
-        shards = shards_of(linears, outermost(self.accelerator, self.model))
-        pairs = zip(linears, shards, strict=True)
-        tensors = [linear.weight if shard is None else shard.values for linear, shard in pairs]
+        tensors = [linear.weight for linear in linears]
+        if self._sharded:
+            shards = shards_of(linears, outermost(self.accelerator, self.model))
+            tensors = [
+                weight if shard is None else shard.values for weight, shard in zip(tensors, shards, strict=True)
+            ]
         return fingerprint([*tensors, *(one.parameter for one in self._reader.extras)])
 
     def _has_changed(self) -> bool:
