@@ -8,8 +8,11 @@ the layers of a Qwen3 without their weights, which no arm looks at; the LoRA mat
 them, and on the device. As in a run, the versions before stay for a while: `lora_sync_keep` is 2.
 
 - `walk_s`: finding the matrices in the model.
-- `export_s`: scaling, cast and check; for the portable export also the copy to the host.
-- `write_s`: the rest, until the version is published by a rename; for the fast export that is the copy to the host.
+- `export_s`: scaling, cast and check.
+- `write_s`: the rest, until the version is published by a rename: the copy to the host and the file.
+
+The portable export allocates its memory for each version and writes a plain file. The fast one keeps its buffer, and
+writes into page-locked files.
 
 Every fast version is compared byte for byte with the portable one of the same values.
 """
@@ -23,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from run_environment import run_environment  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize  # noqa: E402
+from trl_lora_sync.adapter.canonical import LoRAModule  # noqa: E402
 from trl_lora_sync.adapter.export import AdapterReader, collect_modules, lora_linears  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
@@ -96,19 +99,19 @@ class Arm:
 
     def _write(self, version: int) -> tuple[dict[str, float], StoredAdapter]:
         started = time.perf_counter()
-        modules, export = self._read()
+        modules, buffer = self._read()
         walked = time.perf_counter()
-        adapter = export(modules, dtype=torch.bfloat16, base_model="org/base")
+        adapter = buffer.export(modules, dtype=torch.bfloat16, base_model="org/base")
         exported = time.perf_counter()
         stored = self.store.write(version, adapter)
         written = time.perf_counter()
         seconds = {"walk_s": walked - started, "export_s": exported - walked, "write_s": written - exported}
         return seconds, stored
 
-    def _read(self) -> tuple[list[LoRAModule], Callable[..., CanonicalAdapter]]:
-        """The matrices, and how they are exported."""
+    def _read(self) -> tuple[Sequence[LoRAModule], FlatBuffer]:
+        """The matrices, and where they are exported to."""
         lora_linears(self.model)  # which ones are sharded; none
-        return collect_modules(self.model, "default"), canonicalize
+        return collect_modules(self.model, "default"), FlatBuffer()
 
 
 class FastArm(Arm):
@@ -119,9 +122,9 @@ class FastArm(Arm):
         self.buffer = FlatBuffer()
         self._reader = AdapterReader()
 
-    def _read(self) -> tuple[list[LoRAModule], Callable[..., CanonicalAdapter]]:
+    def _read(self) -> tuple[Sequence[LoRAModule], FlatBuffer]:
         self._reader.linears(self.model)
-        return self._reader.modules(), self.buffer.export
+        return self._reader.modules(), self.buffer
 
 
 class SavePretrained(Arm):

@@ -26,7 +26,8 @@ from run_environment import run_environment
 from transformers import AutoConfig
 from versus.scoring import prompt_logprobs
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
@@ -64,7 +65,7 @@ def random_adapter(config: Any, rank: int, seed: int, std: float, device: str) -
         for layer in range(config.num_hidden_layers)
         for module, (out, inside) in shapes.items()
     ]
-    return canonicalize(layers, dtype=torch.bfloat16, base_model="benchmark")
+    return FlatBuffer().export(layers, dtype=torch.bfloat16, base_model="benchmark")
 
 
 def connected(url: str, serving: str = "runtime") -> Blocking:

@@ -38,7 +38,8 @@ from run_environment import run_environment  # noqa: E402
 from two_hosts import PRIVATE_VARIABLE, THERE_ADDRESS, NotPermittedError, OtherHost, first_host  # noqa: E402
 from vllm_server import VLLMServer  # noqa: E402
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize  # noqa: E402
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule  # noqa: E402
+from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.store import StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
@@ -149,7 +150,7 @@ def make_adapter(megabytes: float) -> CanonicalAdapter:
         )
         for index in range(count)
     ]
-    return canonicalize(modules, dtype=torch.bfloat16)
+    return FlatBuffer().export(modules, dtype=torch.bfloat16)
 
 
 def on_two_hosts(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:

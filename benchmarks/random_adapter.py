@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from trl_lora_sync.adapter.canonical import LoRAModule
-from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 
 
 def synchronize() -> None:
@@ -49,7 +49,5 @@ class RandomAdapter:
             module.lora_B.normal_(0.0, 0.02)
         synchronize()
 
-    def read(self) -> FlatAdapter:
-        found = self._buffer.export(self._modules, dtype=torch.bfloat16)
-        assert isinstance(found, FlatAdapter)
-        return found
+    def read(self) -> CanonicalAdapter:
+        return self._buffer.export(self._modules, dtype=torch.bfloat16)

@@ -90,6 +90,7 @@ class AdapterSync:
         self._transport = transport_for(
             self.settings,
             [server.sends_content for server in fleet.servers],
+            is_on_gpu=adapter.flat.is_cuda,
             has_checksums=any(server.engine.capabilities.checks_payload for server in fleet.servers),
         )
         deadline = self._control_deadline("Preparing the adapter folder")

@@ -209,11 +209,14 @@ class HTTPTransport(DiskTransport):
         """Does nothing: a push carries a digest that the server compares, and there is no file."""
 
 
-def transport_for(settings: SyncSettings, sends_content: list[bool], *, has_checksums: bool = False) -> Transport:
+def transport_for(
+    settings: SyncSettings, sends_content: list[bool], *, is_on_gpu: bool, has_checksums: bool = False
+) -> Transport:
     """The transport that suits every server.
 
     Args:
         sends_content: for each server, whether it is sent adapters over HTTP; see `is_sent_content`.
+        is_on_gpu: whether adapters are. A CPU writes a plain file as fast as a slot.
         has_checksums: whether a server compares what it has loaded with a checksum.
     """
     servers = [server.base_url for server in settings.servers]
@@ -222,7 +225,7 @@ def transport_for(settings: SyncSettings, sends_content: list[bool], *, has_chec
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
-    slots = SlotRing(shares=has_checksums, shares_gpu=has_checksums) if are_local else None
+    slots = SlotRing(shares=has_checksums, shares_gpu=has_checksums) if is_on_gpu and are_local else None
     return kind(
         settings.root, server_root=settings.server_root, servers=servers, slots=slots, has_checksums=has_checksums
     )

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from support.adapters import with_tensors
 
 from contract.served import SMALL, Served, soon
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -72,8 +73,7 @@ def without(adapter: CanonicalAdapter, *modules: str) -> CanonicalAdapter:
 
 def changed(adapter: CanonicalAdapter, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> CanonicalAdapter:
     tensors = {name: change(name, value) for name, value in adapter.tensors.items()}
-    kept = {name: value.contiguous() for name, value in tensors.items() if value is not None}
-    return CanonicalAdapter(tensors=kept, rank=adapter.rank, dtype=adapter.dtype, target_modules=adapter.target_modules)
+    return with_tensors(adapter, {name: value for name, value in tensors.items() if value is not None})
 
 
 def tensor_body(version: str, payload: str, ranks: int = 1) -> dict[str, Any]:

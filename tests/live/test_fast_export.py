@@ -14,12 +14,11 @@ import pytest
 import torch
 from support.models import randomize_adapter
 from support.policies import NOISE_MEAN, OTHER_POLICY_MEAN, distance, is_policy_of, sample, token_ids
-from support.shared_memory import shared_folder
+from support.shared_memory import shared_folder, use_slots
 from support.trainers import wait_for_unloads
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
-from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.runtime import run
 
@@ -29,7 +28,7 @@ Make = Callable[..., GRPOTrainer]
 @pytest.fixture
 def make_fast_trainer(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Builds trainers that take the way of a GPU, through shared memory, in the server's dtype: it casts copies."""
-    monkeypatch.setattr(AdapterReader, "is_on_gpu", lambda *_: True)
+    use_slots(monkeypatch)
     with shared_folder() as folder:
         chosen = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}
         yield lambda *args, **kwargs: make_trainer(*args, **{**chosen, **kwargs})

@@ -25,7 +25,8 @@ from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
 
-from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
+from trl_lora_sync.adapter.canonical import LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engines.base import PromptGroup
@@ -135,7 +136,7 @@ def test_an_output_head_is_adapted_like_any_linear_layer(fused: Fused) -> None:
     """TRL (1.16) refuses it as a target. Other trainers and earlier versions do not."""
     before, random = fused.score(fused.base), torch.Generator().manual_seed(5)
     lora_A, lora_B = (0.3 * torch.randn(shape, generator=random) for shape in ((8, 128), (fused.reference.vocab, 8)))
-    adapter = canonicalize(
+    adapter = FlatBuffer().export(
         [LoRAModule(name="lm_head", lora_A=lora_A, lora_B=lora_B, scaling=0.5)], dtype=torch.bfloat16
     )
     stored = fused.store.write(0, adapter)

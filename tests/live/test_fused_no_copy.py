@@ -13,6 +13,7 @@ import pytest
 from conftest import FUSED_KEY
 from contract.reference import PeftReference
 from contract.served import soon
+from support.adapters import with_tensors
 from support.models import lora
 from support.policies import token_ids
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
@@ -80,7 +81,7 @@ def state(server: VLLMServer) -> dict[str, Any]:
 
 def small(adapter: CanonicalAdapter, factor: float) -> CanonicalAdapter:
     """The adapter with so much smaller a change, as training makes it in a few steps."""
-    return adapter.with_tensors({n: one * factor if "lora_B" in n else one for n, one in adapter.tensors.items()})
+    return with_tensors(adapter, {n: one * factor if "lora_B" in n else one for n, one in adapter.tensors.items()})
 
 
 def test_the_base_is_bit_identical_after_many_versions_without_a_copy_of_it(

@@ -27,15 +27,13 @@ from safetensors.torch import load_file, save_file
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.policies import token_ids
 from support.servers import damage
-from support.shared_memory import shared_folder
+from support.shared_memory import shared_folder, use_slots
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.export import AdapterReader
-from trl_lora_sync.adapter.flat import FlatAdapter, flat_adapter
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import vllm_quick_load
@@ -143,11 +141,8 @@ def quick(quick_server: VLLMServer, reference: PeftReference) -> Iterator[Quick]
         yield quick
 
 
-def flat(adapter: CanonicalAdapter) -> FlatAdapter:
-    tensors = {key: adapter.tensors[key].bfloat16() for key in sorted(adapter.tensors, key=str.encode)}
-    described = replace(adapter, dtype=torch.bfloat16)
-    joined = torch.cat([tensor.flatten() for tensor in tensors.values()])
-    return flat_adapter(described, joined, {key: tensor.shape for key, tensor in tensors.items()})
+def flat(adapter: CanonicalAdapter) -> CanonicalAdapter:
+    return replace(adapter, flat=adapter.flat.bfloat16())
 
 
 def holds_open(server: VLLMServer, folder: Path) -> bool:
@@ -209,7 +204,7 @@ def test_a_run_trains_on_what_it_serves(
     quick: Quick, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exported as on a GPU, with a buffer and page-locked files, both of which work without one."""
-    monkeypatch.setattr(AdapterReader, "is_on_gpu", lambda *_: True)
+    use_slots(monkeypatch)
     before = quick.counts()["written"]
     with shared_folder() as folder:
         settings = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}  # which is that of the slots

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from trl_lora_sync.adapter import store
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.verify import TrainedBase
@@ -22,7 +23,7 @@ HIDDEN = 128
 def adapter() -> CanonicalAdapter:
     lora_A, lora_B = torch.ones(4, HIDDEN), torch.ones(HIDDEN, 4)
     module = LoRAModule(name="model.layers.0.self_attn.q_proj", lora_A=lora_A, lora_B=lora_B, scaling=1.0)
-    return canonicalize([module], dtype=torch.float32)
+    return FlatBuffer().export([module], dtype=torch.float32)
 
 
 def wait_at(point: str, sync: AdapterSync) -> None:

@@ -6,10 +6,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trl_lora_sync import sync
 from trl_lora_sync.adapter.slots import is_in_memory
+from trl_lora_sync.transports import Transport, transport_for
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Maps the file as torch and safetensors do, and says what is in it whenever it is asked.
@@ -30,6 +33,15 @@ def shared_folder() -> Iterator[Path]:
         pytest.skip("there is no shared memory in /dev/shm here")
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY, prefix="trl-lora-sync-test-") as folder:
         yield Path(folder)
+
+
+def use_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs of a CPU write versions as those of a GPU do, into page-locked files; both work without one."""
+
+    def as_for_a_gpu(*given: Any, **named: Any) -> Transport:
+        return transport_for(*given, **named | {"is_on_gpu": True})
+
+    monkeypatch.setattr(sync, "transport_for", as_for_a_gpu)
 
 
 class Reader:

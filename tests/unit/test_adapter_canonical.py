@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize, fold_scaling, pad_rank, widened
+from trl_lora_sync.adapter.canonical import LoRAModule, fold_scaling, widened
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.errors import AdapterNotFiniteError
 from unit.tiny import IN, OUT, canonical, lora_module
 
@@ -27,7 +28,7 @@ def test_canonical_product_at_scaling_one_is_the_scaled_product_of_the_trainer(
         lora_module(f"model.layers.{i}.q_proj", rank=rank, scaling=scaling, seed=seed + i)
         for i, (rank, scaling) in enumerate(layers)
     ]
-    adapter = canonicalize(modules, dtype=torch.float32)
+    adapter = FlatBuffer().export(modules, dtype=torch.float32)
     assert adapter.rank == max(rank for rank, _ in layers)
     assert len(adapter.tensors) == 2 * len(modules)
     for module in modules:
@@ -46,7 +47,7 @@ def test_product_is_right_for_a_scaling_that_bfloat16_cannot_hold() -> None:
     module = LoRAModule(
         name="layer", lora_A=torch.ones(1, 1), lora_B=torch.full((1, 1), 1.0078125, dtype=torch.bfloat16), scaling=1.3
     )
-    adapter = canonicalize([module], dtype=torch.bfloat16)
+    adapter = FlatBuffer().export([module], dtype=torch.bfloat16)
     expected = torch.tensor(1.0078125 * 1.3).to(torch.bfloat16)
     assert adapter.tensors[keys_of("layer")[1]].item() == expected.item()
     twice_rounded = torch.tensor(1.0078125, dtype=torch.bfloat16) * torch.tensor(1.3, dtype=torch.bfloat16)
@@ -64,12 +65,13 @@ def test_fold_scaling_returns_float32_and_leaves_its_input(dtype: torch.dtype) -
 
 
 def test_padding_adds_zero_rows_to_the_first_matrix_and_zero_columns_to_the_second() -> None:
-    module = lora_module(rank=2)
-    lora_A, lora_B = pad_rank(module.lora_A, module.lora_B, 5)
+    module = lora_module("narrow", rank=2)
+    adapter = canonical([module, lora_module("wide", rank=5)])
+    lora_A, lora_B = (adapter.tensors[key] for key in keys_of("narrow"))
     assert lora_A.shape == (5, IN)
     assert lora_B.shape == (OUT, 5)
     assert torch.equal(lora_A[:2], module.lora_A)
-    assert torch.equal(lora_B[:, :2], module.lora_B)
+    assert torch.equal(lora_B[:, :2], module.lora_B * module.scaling)
     assert not lora_A[2:].any()
     assert not lora_B[:, 2:].any()
 
@@ -84,7 +86,7 @@ def test_no_tensor_aliases_training_storage(dtype: torch.dtype) -> None:
         lora_B=torch.nn.Parameter(source.lora_B.to(dtype)),
         scaling=1.0,
     )
-    adapter = canonicalize([module], dtype=dtype)
+    adapter = FlatBuffer().export([module], dtype=dtype)
     before = {key: tensor.clone() for key, tensor in adapter.tensors.items()}
     with torch.no_grad():
         module.lora_A.zero_()
@@ -95,7 +97,7 @@ def test_no_tensor_aliases_training_storage(dtype: torch.dtype) -> None:
 
 def test_tensors_are_contiguous_on_the_cpu_in_the_dtype_asked_for() -> None:
     module = LoRAModule(name="layer", lora_A=torch.randn(IN, 2).T, lora_B=torch.randn(2, OUT).T, scaling=2.0)
-    adapter = canonicalize([module], dtype=torch.bfloat16)
+    adapter = FlatBuffer().export([module], dtype=torch.bfloat16)
     assert adapter.dtype == torch.bfloat16
     for tensor in adapter.tensors.values():
         assert tensor.is_contiguous()
@@ -109,16 +111,16 @@ def test_matrix_that_is_not_finite_is_refused_with_the_name_of_its_module(matrix
     broken = lora_module("model.layers.1.v_proj")
     getattr(broken, matrix)[1, 1] = value
     with pytest.raises(AdapterNotFiniteError, match=r"'model\.layers\.1\.v_proj' hold NaN or infinity") as caught:
-        canonicalize([lora_module("model.layers.0.v_proj"), broken], dtype=torch.float32)
+        FlatBuffer().export([lora_module("model.layers.0.v_proj"), broken], dtype=torch.float32)
     assert "Lower the learning rate" in str(caught.value)
 
 
 def test_value_that_overflows_the_served_dtype_is_refused() -> None:
     """A lora_B of 40000 is fine in float32, and so is a scaling of 2, but their product is infinite in float16."""
     module = LoRAModule(name="layer", lora_A=torch.ones(1, IN), lora_B=torch.full((OUT, 1), 4e4), scaling=2.0)
-    assert canonicalize([module], dtype=torch.float32).rank == 1
+    assert FlatBuffer().export([module], dtype=torch.float32).rank == 1
     with pytest.raises(AdapterNotFiniteError, match=r"'layer'.*float16"):
-        canonicalize([module], dtype=torch.float16)
+        FlatBuffer().export([module], dtype=torch.float16)
 
 
 def test_target_modules_are_the_last_components_sorted_and_without_repeats() -> None:

@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +23,9 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from trl_lora_sync.adapter.canonical import Form, canonicalize
+from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.experts import FAMILIES
 from trl_lora_sync.adapter.export import AdapterReader
-from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.groups import experts_note
 from trl_lora_sync.adapter.store import write_tensors
 from trl_lora_sync.adapter.support import check_model
@@ -151,24 +149,21 @@ def test_a_server_adds_to_each_expert_what_peft_merges_into_it(family: str, lora
 
 @pytest.mark.parametrize("takes_stacked", [False, True])
 @pytest.mark.parametrize("family", SERVED)
-def test_the_flat_form_is_bit_for_bit_the_other_one(family: str, takes_stacked: bool, tmp_path: Path) -> None:
+def test_an_adapter_in_bfloat16_is_the_rounded_one_at_every_read(
+    family: str, takes_stacked: bool, tmp_path: Path
+) -> None:
     model = trained(family, rank_pattern={r".*\.gate_up_proj": 4})
     reader = AdapterReader(proves_groups=True)
     reader.linears(model)
-    chosen: dict[str, Any] = {"dtype": torch.bfloat16, "form": Form(stacked_experts=takes_stacked)}
-    with mock.patch.object(FlatBuffer, "export", lambda self, modules, **given: canonicalize(modules, **given)):
-        plain = reader.read(model, **chosen)
+    form = Form(stacked_experts=takes_stacked)
+    exact = reader.read(model, dtype=torch.float32, form=form).on_host()
     for number in range(2):
-        flat: Any = reader.read(model, **chosen)
-        assert (flat.payload_bytes, flat.parameters) == (plain.payload_bytes, plain.parameters)
-        write_tensors(tmp_path / f"{number}.safetensors", flat)
+        adapter = reader.read(model, dtype=torch.bfloat16, form=form)
+        write_tensors(tmp_path / f"{number}.safetensors", adapter)
         written = load_file(tmp_path / f"{number}.safetensors")
-        assert written.keys() == plain.tensors.keys()
-        assert all(torch.equal(written[key], plain.tensors[key]) for key in written)
-        assert flat.rank == plain.rank
-        assert flat.tensors.keys() == plain.tensors.keys()
-        assert all(torch.equal(flat.tensors[key], plain.tensors[key]) for key in plain.tensors)
-        assert torch.equal(torch.cat([one.reshape(-1) for one in flat.tensors.values()]), flat.flat)
+        assert written.keys() == adapter.tensors.keys() == exact.tensors.keys()
+        assert all(torch.equal(written[key], tensor.bfloat16()) for key, tensor in exact.tensors.items())
+        assert torch.equal(torch.cat([one.reshape(-1) for one in adapter.tensors.values()]), adapter.flat)
 
 
 def test_the_router_of_a_mixtral_is_served_under_its_name() -> None:

@@ -12,14 +12,13 @@ from peft.tuners.lora.config import CordaConfig
 from torch import Tensor, nn
 
 from trl_lora_sync import export_adapter
-from trl_lora_sync.adapter.canonical import canonicalize
 from trl_lora_sync.adapter.export import AdapterReader, lora_linears, read_adapter, remember_initial_adapter
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.saved import read_saved_adapter
 from trl_lora_sync.adapter.support import check_model, check_peft_config, saved_rank
 from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, trial_logprobs, trial_weights
-from unit.tiny import PROMPT, base_model, logits
+from unit.tiny import PROMPT, base_model, logits, reference_tensors
 
 # PEFT has LoRA-GA, and CorDA on layers that keep their weight transposed, from 0.19 on.
 LORA_GA = ["lora_ga"] if hasattr(peft, "LoraGAConfig") else []
@@ -143,16 +142,16 @@ def test_siblings_are_completed_beside_the_difference() -> None:
     assert {t.shape[0] for key, t in adapter.tensors.items() if "lora_A" in key} == {6}
 
 
-def test_flat_export_is_bit_for_bit_the_other_one() -> None:
+def test_the_export_is_the_difference_bit_for_bit() -> None:
     model = model_of_a_run(rank_pattern={"q_proj": 5})
     train(model)
     reader = AdapterReader()
     reader.linears(model)
     modules = reader.modules()
     for dtype in (torch.float32, torch.bfloat16):
-        flat, plain = FlatBuffer().export(modules, dtype=dtype), canonicalize(modules, dtype=dtype)
-        assert flat.tensors.keys() == plain.tensors.keys()
-        assert all(torch.equal(tensor, plain.tensors[key]) for key, tensor in flat.tensors.items())
+        flat, expected = FlatBuffer().export(modules, dtype=dtype), reference_tensors(modules, dtype)
+        assert flat.tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in flat.tensors.items())
 
 
 # Precision
@@ -191,7 +190,7 @@ def test_a_small_step_survives_bfloat16(tmp_path: Path) -> None:
 
 def test_an_untrained_adapter_is_zero_in_every_dtype(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        adapter = canonicalize(list_of_modules(model_of_a_run()), dtype=dtype)
+        adapter = FlatBuffer().export(list_of_modules(model_of_a_run()), dtype=dtype)
         keys = list(adapter.tensors)
         for key_A, key_B in zip(keys[::2], keys[1::2], strict=True):
             assert not (adapter.tensors[key_B].float() @ adapter.tensors[key_A].float()).any()

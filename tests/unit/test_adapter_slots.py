@@ -18,17 +18,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.folders import tmpfs
+from support.settings import plain_settings
 from support.shared_memory import reader_of, shared_folder
 from torch import Tensor
 
 from trl_lora_sync.adapter import slots
-from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
-from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.slots import SlotRing, is_in_memory
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers, write_adapter
 from trl_lora_sync.engine_plugins.page_lock import PageLockError
 from trl_lora_sync.errors import AdapterExportError, VerificationError
-from unit.tiny import canonical, everything_under, lora_module
+from trl_lora_sync.transports import DiskTransport, transport_for
+from unit.tiny import everything_under, lora_module
 
 TENSORS, CONFIG, NOTE = "adapter_model.safetensors", "adapter_config.json", "lora_sync.json"
 SOCKET = "files"  # through which workers of engines map the slots
@@ -80,24 +82,20 @@ def modules_of(seed: int, *, rank: int = 2, layers: int = 3) -> list[LoRAModule]
     return [lora_module(f"model.layers.{layer}.q_proj", rank=rank, seed=100 * seed + layer) for layer in range(layers)]
 
 
-def flat(seed: int = 1, *, rank: int = 2, layers: int = 3) -> FlatAdapter:
+def flat(seed: int = 1, *, rank: int = 2, layers: int = 3) -> CanonicalAdapter:
     """As the trainer exports it from a GPU; overwritten by the next."""
-    exported = BUFFER.export(modules_of(seed, rank=rank, layers=layers), dtype=torch.bfloat16, base_model="org/base")
-    assert isinstance(exported, FlatAdapter)
-    return exported
+    return BUFFER.export(modules_of(seed, rank=rank, layers=layers), dtype=torch.bfloat16, base_model="org/base")
 
 
-def big_flat(payload_bytes: int) -> FlatAdapter:
+def big_flat(payload_bytes: int) -> CanonicalAdapter:
     width = payload_bytes // (2 * 4 * 2)
     module = LoRAModule(name="layer", lora_A=torch.ones(2, width), lora_B=torch.ones(width, 2), scaling=1.0)
-    exported = FlatBuffer().export([module], dtype=torch.float32)
-    assert isinstance(exported, FlatAdapter)
-    return exported
+    return FlatBuffer().export([module], dtype=torch.float32)
 
 
 def portable(folder: Path, seed: int, **shape: int) -> Path:
     directory = folder / f"portable-{seed}"
-    adapter = canonicalize(modules_of(seed, **shape), dtype=torch.bfloat16, base_model="org/base")
+    adapter = FlatBuffer().export(modules_of(seed, **shape), dtype=torch.bfloat16, base_model="org/base")
     write_adapter(directory, adapter, private=True)
     return directory
 
@@ -468,20 +466,15 @@ def test_folder_that_is_not_in_memory_is_warned_of_once_and_versions_are_plain_f
     assert "/dev/shm" in words
 
 
-def test_adapter_of_a_cpu_trainer_is_a_plain_file_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, locks: Locks
-) -> None:
-    store = AdapterStore(tmp_path / "root", slots=SlotRing(locks))
-    try:
-        stored = store.write(1, canonical())
-        assert load_file(tensors_of(stored))
-    finally:
-        store.close()
-    assert locks.asked == 0
-    assert warnings_in(caplog) == []
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_only_versions_of_a_gpu_go_to_slots(tmp_path: Path, is_on_gpu: bool) -> None:
+    settings = plain_settings(["http://127.0.0.1:1"], tmp_path, timeout_s=1.0, are_local=[True])
+    transport = transport_for(settings, [False], is_on_gpu=is_on_gpu)
+    assert isinstance(transport, DiskTransport)
+    assert (transport.store.slots is not None) == is_on_gpu
 
 
-def test_without_slots_an_adapter_of_a_gpu_is_a_plain_file(tmp_path: Path, folder: Path) -> None:
+def test_without_slots_a_version_is_a_plain_file(tmp_path: Path, folder: Path) -> None:
     store = AdapterStore(tmp_path / "root")
     try:
         assert tensors_of(store.write(1, flat(1))).read_bytes() == (portable(folder, 1) / TENSORS).read_bytes()

@@ -126,7 +126,7 @@ def die(*_: object, **__: object) -> None:
 @pytest.mark.outside
 @pytest.mark.parametrize(
     ("place", "name"),
-    [(store_module, "save_file"), (Path, "write_text"), (os, "fsync"), (Path, "rename")],
+    [(store_module, "bytes_of"), (Path, "write_text"), (os, "fsync"), (Path, "rename")],
     ids=["tensors", "config", "fsync", "rename"],
 )
 def test_writer_killed_at_any_step_leaves_no_version(
@@ -334,15 +334,14 @@ def test_version_that_appears_while_another_is_written_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check at the start is not what protects a version; the rename is."""
-    real = store_module.save_file
+    real = store_module.bytes_of
 
-    def save_and_let_another_be_first(tensors: Any, path: Path, **kwargs: Any) -> None:
-        real(tensors, path, **kwargs)
-        if not (tmp_path / "v1").exists():
-            monkeypatch.setattr(store_module, "save_file", real)
-            write_adapter(tmp_path / "v1", canonical([lora_module(seed=7)]))
+    def let_another_be_first(tensors: Any) -> memoryview:
+        monkeypatch.setattr(store_module, "bytes_of", real)
+        write_adapter(tmp_path / "v1", canonical([lora_module(seed=7)]))
+        return real(tensors)
 
-    monkeypatch.setattr(store_module, "save_file", save_and_let_another_be_first)
+    monkeypatch.setattr(store_module, "bytes_of", let_another_be_first)
     with pytest.raises(AdapterExportError, match="v1"):
         write_adapter(tmp_path / "v1", canonical())
     assert_whole(tmp_path / "v1")

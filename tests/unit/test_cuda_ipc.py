@@ -20,7 +20,8 @@ from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.shared_memory import shared_folder
 from torch import Tensor
 
-from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import shared_files, unfinished
@@ -331,12 +332,10 @@ def on_gpus(count: int) -> Callable[[Case], Case]:
     return lambda case: cast("Case", pytest.mark.gpu(pytest.mark.outside(skips(case))))
 
 
-def large(seed: int) -> FlatAdapter:
+def large(seed: int) -> CanonicalAdapter:
     torch.manual_seed(seed)
     matrices = {"lora_A": torch.randn(1024, COLUMNS, device=GPU), "lora_B": torch.randn(8, 1024, device=GPU)}
-    found = FlatBuffer().export([replace(lora_module(name="q"), **matrices)], dtype=BF16)
-    assert isinstance(found, FlatAdapter)
-    return found
+    return FlatBuffer().export([replace(lora_module(name="q"), **matrices)], dtype=BF16)
 
 
 def seen(files: MappedFiles, folder: Path, stage: Tensor) -> str:

@@ -225,11 +225,12 @@ def test_message_of_the_store_is_on_the_page(tmp_path: Path) -> None:
 
 
 def test_message_of_a_broken_adapter_is_on_the_page() -> None:
-    from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize
+    from trl_lora_sync.adapter.canonical import LoRAModule
+    from trl_lora_sync.adapter.flat import FlatBuffer
 
     broken = LoRAModule(name="q", lora_A=torch.full((1, 2), torch.nan), lora_B=torch.ones(2, 1), scaling=1.0)
     with pytest.raises(errors.AdapterNotFiniteError) as caught:
-        canonicalize([broken], dtype=torch.float32)
+        FlatBuffer().export([broken], dtype=torch.float32)
     assert is_listed(caught.value)
 
 

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_lora_sync.adapter.canonical import widened
 from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
 from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
-from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import check_model
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import find_pieces
 from trl_lora_sync.engine_plugins.fused_weights import InPlace, Reader, Target, fuse
+from trl_lora_sync.engine_plugins.safetensors_file import bytes_of
 from trl_lora_sync.errors import AdapterNotFiniteError, UnsupportedAdapterError, UnsupportedSettingError
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.scoring import computing_with
@@ -191,19 +191,14 @@ def test_a_magnitude_keeps_its_digits_in_bfloat16(write: Write) -> None:
 
 
 def test_extras_follow_the_matrices_in_one_flat_file() -> None:
-    """On a GPU the reader writes into one buffer; the same code runs here."""
     model = trained_model(**KINDS["all of it"])
     reader = AdapterReader("fused")
     reader.linears(model)
-    plain = reader.read(model, dtype=torch.bfloat16)
-    reader.is_on_gpu = lambda modules: True  # type: ignore[method-assign]
-    flat: Any = reader.read(model, dtype=torch.bfloat16)
-    assert (flat.tokens, flat.config()) == (plain.tokens, plain.config())
-    assert flat.tensors.keys() == plain.tensors.keys()
-    assert all(torch.equal(flat.tensors[key], plain.tensors[key]) for key in plain.tensors)
-    assert sum(one.numel() for one in flat.tensors.values()) == flat.flat.numel()
-    assert isinstance(reader.buffer, FlatBuffer)
-    assert set(widened(plain).tensors) == {key for key in widened(plain).tensors if ".lora_" in key}
+    first = reader.read(model, dtype=torch.bfloat16).on_host()
+    adapter = reader.read(model, dtype=torch.bfloat16)
+    assert adapter.header + bytes_of(adapter.flat).tobytes() == save(first.tensors, metadata={"format": "pt"})
+    assert (adapter.tokens, adapter.config()) == (first.tokens, first.config())
+    assert all(".lora_" in key for key in widened(adapter).tensors)
 
 
 def test_a_module_that_is_not_finite_is_named() -> None:

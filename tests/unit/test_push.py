@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 from support.bodies import bytes_of_body, checksum_of
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline
 from trl_lora_sync.engines.vllm.push import PushedAdapters, SafetensorsBody
@@ -34,7 +35,7 @@ def adapter(dtype: torch.dtype = torch.bfloat16) -> CanonicalAdapter:
         LoRAModule(name=f"model.layers.{i}.q_proj", lora_A=torch.randn(R, IN), lora_B=torch.randn(OUT, R), scaling=2.0)
         for i in range(3)
     ]
-    return canonicalize(modules, dtype=dtype)
+    return FlatBuffer().export(modules, dtype=dtype)
 
 
 # The body
@@ -60,15 +61,6 @@ def test_the_body_is_a_safetensors_file_with_the_configuration(dtype: torch.dtyp
     assert (8 + length) % 8 == 0
     metadata = json.loads(content[8 : 8 + length])["__metadata__"]
     assert json.loads(metadata["adapter_config"]) == sent.config()
-
-
-def test_tensors_that_are_parts_of_a_larger_storage_are_sent_as_they_are() -> None:
-    sent = adapter(torch.float32)
-    object.__setattr__(sent, "tensors", dict(list(sent.tensors.items())[2:4]))
-
-    loaded = safetensors.torch.load(bytes_of_body(SafetensorsBody(sent)))
-
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in sent.tensors.items())
 
 
 # Pushing and deleting
@@ -233,7 +225,7 @@ def choice(
     )
     address = ServerAddress(base_url=URL, is_local=is_local)
     settings = settings_for([], Path("nowhere"), transport=choice, server_root=server_root, servers=(address,))
-    return type(transport_for(settings, [is_sent_content(settings, address, served)]))
+    return type(transport_for(settings, [is_sent_content(settings, address, served)], is_on_gpu=False))
 
 
 @pytest.mark.parametrize(

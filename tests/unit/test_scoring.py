@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_lora_sync.adapter.canonical import canonicalize
 from trl_lora_sync.adapter.export import AdapterReader, lora_linears
 from trl_lora_sync.adapter.fingerprint import fingerprint
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, strong_trial, trial_logprobs, trial_weights
 from unit.tiny import base_model, lora_model, randomize_adapters
@@ -231,5 +231,5 @@ def test_a_read_trial_leaves_the_read_adapter_alone() -> None:
     reader.linears(model)
     adapter = reader.read(model, dtype=torch.float32)
     reader.read_trial(model, trial_of(model), dtype=torch.float32)
-    again = canonicalize(reader.modules(), dtype=torch.float32)
+    again = FlatBuffer().export(reader.modules(), dtype=torch.float32)
     assert all(torch.equal(adapter.tensors[key], again.tensors[key]) for key in again.tensors)

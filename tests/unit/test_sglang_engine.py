@@ -18,7 +18,8 @@ import torch
 from contract.served import PROMPT, SMALL, sampling, soon
 from support.bodies import bytes_of_body
 
-from trl_lora_sync.adapter.canonical import LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.canonical import LoRAModule, complete_siblings
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engines import connect
 from trl_lora_sync.engines.base import PromptGroup
@@ -71,7 +72,7 @@ Serve = Callable[..., tuple[FakeSGLang, SGLangEngine]]
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_payload_unpickles_under_the_strictest_allow_list(version: str, dtype: torch.dtype, tp_size: int) -> None:
     adapter = random_adapter(SMALL, 1, rank=R)
-    adapter = replace(adapter, tensors={name: value.to(dtype) for name, value in adapter.tensors.items()}, dtype=dtype)
+    adapter = replace(adapter, flat=adapter.flat.to(dtype))
     per_rank = version >= "0.5.17"
     body = TensorPayload().body("a-v1", adapter, per_rank=per_rank, tp_size=tp_size)
     encoded = bytes_of_body(body)
@@ -92,7 +93,7 @@ def test_a_payload_unpickles_under_the_strictest_allow_list(version: str, dtype:
 
 def test_a_payload_writes_the_shared_buffer_once() -> None:
     adapter = random_adapter(SMALL, 1, rank=R)
-    size = sum(len(piece) for piece in TensorPayload().pickle(adapter.tensors))
+    size = sum(len(piece) for piece in TensorPayload().pickle(adapter))
     assert adapter.payload_bytes < size < 1.2 * adapter.payload_bytes + 10_000
 
 
@@ -100,7 +101,7 @@ def test_payloads_of_growing_and_shrinking_adapters_reuse_one_maker() -> None:
     maker = TensorPayload()
     for rank in (2, 8, 4):
         adapter = random_adapter(SMALL, rank, rank=rank)
-        data = b"".join(maker.pickle(adapter.tensors))
+        data = b"".join(maker.pickle(adapter))
         found = StrictUnpickler(io.BytesIO(data), ServerArgs()).load()
         assert all(torch.equal(found[name], value) for name, value in adapter.tensors.items())
 
@@ -171,11 +172,11 @@ def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
     assert {module.name.rpartition(".")[2] for module in completed[len(modules) :]} == added
     assert len(completed) == SMALL.layers * len({*adapted, *added})
     fake, engine = serve(version)
-    stored = Blocking(HTTPTransport(tmp_path)).write(1, canonicalize(completed, dtype=torch.float32))
+    stored = Blocking(HTTPTransport(tmp_path)).write(1, FlatBuffer().export(completed, dtype=torch.float32))
     engine.load(stored, soon())
     ((found,),) = engine.generate(stored.name, [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
     assert found.logprobs is not None
-    expected = fake.expected_logprobs(canonicalize(modules, dtype=torch.float32), PROMPT, found.token_ids)
+    expected = fake.expected_logprobs(FlatBuffer().export(modules, dtype=torch.float32), PROMPT, found.token_ids)
     assert [values[0] for values in found.logprobs] == pytest.approx(expected, abs=1e-4)
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from support.shared_memory import shared_folder
 from torch import Tensor
 
-from trl_lora_sync.adapter.flat import FlatAdapter, FlatBuffer
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import slot_writer
@@ -219,15 +220,13 @@ class Served:
         return self.numbers[stored.name] in self.tables._registered_adapters
 
 
-def flat(seed: int, rank: int = R, dtype: torch.dtype = BF16, *modules: str) -> FlatAdapter:
+def flat(seed: int, rank: int = R, dtype: torch.dtype = BF16, *modules: str) -> CanonicalAdapter:
     torch.manual_seed(seed)
     made = []
     for name in modules or ("q", "k", "o"):
         module = lora_module(name=name)
         made.append(replace(module, lora_A=torch.randn(rank, IN), lora_B=torch.randn(OUT, rank)))
-    found = FlatBuffer().export(made, dtype=dtype)
-    assert isinstance(found, FlatAdapter)
-    return found
+    return FlatBuffer().export(made, dtype=dtype)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.errors import AdapterExportError, DeadlineExceededError
@@ -18,7 +19,7 @@ from trl_lora_sync.transports import DiskTransport
 
 def adapter() -> CanonicalAdapter:
     module = LoRAModule(name="model.layers.0.q_proj", lora_A=torch.ones(2, 8), lora_B=torch.ones(8, 2), scaling=1.0)
-    return canonicalize([module], dtype=torch.float32)
+    return FlatBuffer().export([module], dtype=torch.float32)
 
 
 def soon(seconds: float = 20.0) -> Deadline:

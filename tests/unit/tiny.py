@@ -1,15 +1,17 @@
 """Tiny models and adapters with random weights, built from config objects; nothing is downloaded."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 
 R, IN, OUT = 2, 8, 16
 VOCABULARY = 32
@@ -75,15 +77,27 @@ def lora_module(
     )
 
 
-def canonical(modules: Iterable[LoRAModule] | None = None, *, dtype: torch.dtype = torch.float32) -> CanonicalAdapter:
-    return canonicalize(modules or [lora_module()], dtype=dtype, base_model="org/base")
+def reference_tensors(modules: Iterable[LoRAModule], dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the canonical form is, made of one matrix after the other."""
+    modules, tensors = list(modules), {}
+    rank = max(module.rank for module in modules)
+    for module in modules:
+        missing, prefix = rank - module.rank, f"base_model.model.{module.name}"
+        lora_A, lora_B = module.lora_A.detach(), module.lora_B.detach().float() * module.scaling
+        tensors[f"{prefix}.lora_A.weight"] = pad(lora_A, (0, 0, 0, missing)).to(dtype)
+        tensors[f"{prefix}.lora_B.weight"] = pad(lora_B, (0, missing)).to(dtype)
+    return tensors
+
+
+def canonical(modules: Sequence[LoRAModule] | None = None, *, dtype: torch.dtype = torch.float32) -> CanonicalAdapter:
+    return FlatBuffer().export(modules or [lora_module()], dtype=dtype, base_model="org/base")
 
 
 def big_adapter(payload_bytes: int) -> CanonicalAdapter:
     """An adapter of about `payload_bytes`, to meet the end of a disk."""
     width = payload_bytes // (2 * 4 * R)
     module = LoRAModule(name="layer", lora_A=torch.ones(R, width), lora_B=torch.ones(width, R), scaling=1.0)
-    return canonicalize([module], dtype=torch.float32)
+    return FlatBuffer().export([module], dtype=torch.float32)
 
 
 def everything_under(folder: Path) -> list[str]:

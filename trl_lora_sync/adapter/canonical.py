@@ -6,17 +6,17 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from types import BuiltinFunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.engine_plugins.fused_file import TOKENS_KEY
+from trl_lora_sync.engine_plugins.safetensors_file import METADATA, header_of
 from trl_lora_sync.errors import AdapterNotFiniteError
 
 KEY_PREFIX = "base_model.model."
@@ -138,9 +138,10 @@ class CanonicalAdapter:
     """A LoRA adapter that needs no further information to be served exactly.
 
     Attributes:
-        tensors: PEFT's state-dict keys to contiguous tensors; on the CPU and aliasing nothing, see `on_host`.
+        flat: all tensors one after the other, as in a safetensors file; shape `(parameters,)`, on any device. May be
+            the memory of a `FlatBuffer`, which the next export into that overwrites.
+        shapes: of the tensors in it, by PEFT's state-dict keys.
         rank: the one LoRA rank of all modules.
-        dtype: dtype of all tensors.
         target_modules: last components of the adapted module paths, sorted.
         fan_in_fan_out: carried over for PEFT; the engines ignore it.
         base_model: what the trainer calls the base model.
@@ -148,9 +149,9 @@ class CanonicalAdapter:
         has_stacked_experts: whether all experts of a layer are in one tensor, which requests to load it name.
     """
 
-    tensors: dict[str, Tensor]
+    flat: Tensor
+    shapes: Mapping[str, torch.Size]
     rank: int
-    dtype: torch.dtype
     target_modules: tuple[str, ...]
     base_model: str | None = None
     fan_in_fan_out: bool = False
@@ -158,29 +159,37 @@ class CanonicalAdapter:
     has_stacked_experts: bool = False
 
     def on_host(self) -> "CanonicalAdapter":
-        """The same with tensors on the CPU that nothing overwrites; only a `FlatAdapter` has others."""
-        return self
+        """A copy on the CPU, which nothing overwrites."""
+        return replace(self, flat=self.flat.to("cpu", copy=True))
 
-    def with_tensors(self, tensors: dict[str, Tensor]) -> "CanonicalAdapter":
-        """A plain copy of this adapter with other `tensors`."""
-        return CanonicalAdapter(tensors=tensors, **self.described())
+    # Kept, as experts are tens of thousands of tensors.
 
-    def described(self) -> dict[str, Any]:
-        """All fields but the tensors."""
-        return {one.name: getattr(self, one.name) for one in fields(CanonicalAdapter) if one.name != "tensors"}
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of `flat`, by their keys."""
+        return split_flat(self.flat, self.shapes)
+
+    @cached_property
+    def header(self) -> bytes:
+        """What precedes the tensors in a safetensors file of them."""
+        return header_of(self.tensors, METADATA)
 
     @cached_property
     def layout(self) -> tuple[tuple[str, torch.Size], ...]:
         """Keys and shapes of the tensors, in their order."""
-        return tuple((key, tensor.shape) for key, tensor in self.tensors.items())
+        return tuple(self.shapes.items())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
 
     @property
     def payload_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return int(self.flat.nbytes)
 
     @property
     def parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors.values())
+        return self.flat.numel()
 
     def config(self) -> dict[str, object]:
         """The content of `adapter_config.json`."""
@@ -213,60 +222,6 @@ def fold_scaling(lora_B: Tensor, scaling: float) -> Tensor:
     Source: vLLM <= 0.31 ignores `alpha_pattern` and SGLang ignores `use_rslora` (srt/lora/lora.py, 0.5.23).
     """
     return lora_B.detach().to(torch.float32, copy=True).mul_(scaling)
-
-
-def pad_rank(lora_A: Tensor, lora_B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Zero-pad the rows of `lora_A` and the columns of `lora_B` to `rank`; the product stays the same.
-
-    Source: vLLM <= 0.31 and SGLang size their buffers by one rank for all modules.
-    """
-    missing = rank - lora_A.shape[0]
-    if missing:
-        lora_A = torch.nn.functional.pad(lora_A, (0, 0, 0, missing))
-        lora_B = torch.nn.functional.pad(lora_B, (0, missing))
-    return lora_A, lora_B
-
-
-def canonicalize(
-    modules: Iterable[LoRAModule],
-    *,
-    dtype: torch.dtype,
-    base_model: str | None = None,
-    fan_in_fan_out: bool = False,
-    extras: ExtraTensors = NO_EXTRAS,
-) -> CanonicalAdapter:
-    """Fold the scaling, pad to one rank and cast, in that order.
-
-    Args:
-        modules: the adapted layers; not modified.
-        dtype: dtype the server computes LoRA in. `torch.float32` loses nothing.
-        extras: what is trained beside them; for fused serving only.
-
-    Returns:
-        Tensors on the CPU that alias no training storage.
-
-    Raises:
-        AdapterNotFiniteError: a matrix holds NaN or infinity, or does once it is scaled and cast.
-    """
-    modules = list(modules)
-    rank = max(common_rank(modules), extras.rank)
-    with one_cpu_thread():
-        tensors = _served_tensors(modules, rank, dtype, extras)
-    return CanonicalAdapter(
-        tensors=tensors,
-        rank=rank,
-        dtype=dtype,
-        target_modules=target_modules_of(modules),
-        base_model=base_model,
-        fan_in_fan_out=fan_in_fan_out,
-        tokens=extras.tokens,
-        has_stacked_experts=extras.has_stacked_experts,
-    )
-
-
-def common_rank(modules: Iterable[LoRAModule]) -> int:
-    """The rank that all modules are padded to."""
-    return max(module.rank for module in modules)
 
 
 def target_modules_of(modules: Iterable[LoRAModule]) -> tuple[str, ...]:
@@ -334,43 +289,21 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
     Only the side that meets the hidden state is widened, because the other one may have the same size in a wider
     base, and because a server that splits layers over GPUs cuts that side to its share without checking the size.
     """
-    keys = [key for key in adapter.tensors if key.endswith((".lora_A.weight", ".lora_B.weight"))]
+    keys = [key for key in adapter.shapes if key.endswith((".lora_A.weight", ".lora_B.weight"))]
     pairs = list(zip(keys[::2], keys[1::2], strict=True))
     key_A, key_B = next((pair for pair in pairs if _kind(pair[0]) in _READ_HIDDEN | _WRITE_HIDDEN), pairs[0])
     wider, taller = int(_kind(key_A) not in _WRITE_HIDDEN), int(_kind(key_A) not in _READ_HIDDEN)
-    lora_A, lora_B = adapter.tensors[key_A], adapter.tensors[key_B]
-    tensors = {
-        key_A: lora_A.new_zeros(adapter.rank, lora_A.shape[1] + wider, device="cpu"),
-        key_B: lora_B.new_zeros(lora_B.shape[0] + taller, adapter.rank, device="cpu"),
+    shapes = {
+        key_A: torch.Size((adapter.rank, adapter.shapes[key_A][1] + wider)),
+        key_B: torch.Size((adapter.shapes[key_B][0] + taller, adapter.rank)),
     }
-    return replace(adapter.with_tensors(tensors), tokens={})
+    flat = torch.zeros(sum(map(torch.Size.numel, shapes.values())), dtype=adapter.dtype)
+    return replace(adapter, flat=flat, shapes=shapes, tokens={})
 
 
 def _kind(key: str) -> str:
     """The last component of the module path in a tensor's key."""
     return key.rpartition(".lora_")[0].rpartition(".")[2]
-
-
-def _served_tensors(
-    modules: list[LoRAModule], rank: int, dtype: torch.dtype, extras: ExtraTensors
-) -> dict[str, Tensor]:
-    matrices = {
-        key: matrix.to(dtype)
-        for module in modules
-        for key, matrix in zip(tensor_keys(module), _scaled_and_padded(module, rank), strict=True)
-    }
-    matrices |= {key: tensor.to(dtype) for key, tensor in extras.tensors.items()}
-    for block in extras.blocks:
-        whole = torch.zeros(len(block.keys), *block.shape, dtype=dtype, device=block.values.device)
-        block.write_to(whole)
-        matrices |= zip(block.keys, whole, strict=True)
-    # One buffer for all of them, so that a GPU is waited for once and the copy to the host is one.
-    device = modules[0].lora_A.device
-    flat = torch.cat([matrix.to(device).reshape(-1) for matrix in matrices.values()])
-    # Checked as the server will see it: what float32 holds may be infinite in float16.
-    if not is_finite(flat):
-        raise _not_finite(modules, matrices, dtype)
-    return split_flat(flat.cpu(), {key: matrix.shape for key, matrix in matrices.items()})
 
 
 @contextmanager
@@ -392,26 +325,26 @@ def one_cpu_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _scaled_and_padded(module: LoRAModule, rank: int) -> tuple[Tensor, Tensor]:
-    return pad_rank(module.lora_A.detach(), fold_scaling(module.lora_B, module.scaling), rank)
-
-
-def _not_finite(modules: list[LoRAModule], matrices: dict[str, Tensor], dtype: torch.dtype) -> AdapterNotFiniteError:
-    """The error for the first tensor that is not finite; the first ones are two for each module."""
-    index, key = next((index, key) for index, (key, one) in enumerate(matrices.items()) if not one.isfinite().all())
-    if index >= 2 * len(modules):
+def not_finite(
+    modules: Iterable[LoRAModule], extras: ExtraTensors, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> AdapterNotFiniteError:
+    """The error for the first of the `tensors` that is not finite, in the order of what they were made of."""
+    for module in modules:
+        if all(bool(tensors[key].isfinite().all()) for key in tensor_keys(module)):
+            continue
+        if module.lora_A.isfinite().all() and module.lora_B.isfinite().all():
+            return AdapterNotFiniteError(
+                f"The LoRA matrices of {module.name!r}, scaled by {module.scaling:g}, do not fit into {dtype}. The "
+                'last published version stays active. Set lora_sync_dtype="bfloat16", if the server runs in it, or '
+                "lower the learning rate."
+            )
         return AdapterNotFiniteError(
-            f"The trained tensor {key!r} holds NaN or infinity in {dtype}. The last published version stays active. "
-            "Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+            f"The LoRA matrices of {module.name!r} hold NaN or infinity. Training has diverged; the last published "
+            "version stays active. Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
         )
-    broken = modules[index // 2]
-    if broken.lora_A.isfinite().all() and broken.lora_B.isfinite().all():
-        return AdapterNotFiniteError(
-            f"The LoRA matrices of {broken.name!r}, scaled by {broken.scaling:g}, do not fit into {dtype}. The last "
-            'published version stays active. Set lora_sync_dtype="bfloat16", if the server runs in it, or lower the '
-            "learning rate."
-        )
+    others = chain(extras.tensors, *(block.keys for block in extras.blocks))
+    key = next(key for key in others if not tensors[key].isfinite().all())
     return AdapterNotFiniteError(
-        f"The LoRA matrices of {broken.name!r} hold NaN or infinity. Training has diverged; the last published version "
-        "stays active. Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
+        f"The trained tensor {key!r} holds NaN or infinity in {dtype}. The last published version stays active. "
+        "Lower the learning rate or clip gradients, and resume from an earlier checkpoint."
     )

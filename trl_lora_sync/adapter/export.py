@@ -3,7 +3,7 @@
 Knows PEFT's layers, but no launcher: tensors of the model that are sharded must be given whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ from trl_lora_sync.adapter.canonical import (
     ExtraTensors,
     Form,
     LoRAModule,
-    canonicalize,
     complete_siblings,
     one_cpu_thread,
 )
@@ -127,7 +126,7 @@ def read_adapter(
     fused_siblings: bool = False,
     gathered: Mapping[nn.Module, Tensor] | None = None,
 ) -> CanonicalAdapter:
-    """Copy an adapter out of the model in canonical form; arguments and errors as for `export_adapter`.
+    """Copy an adapter of the model in canonical form, on its device; arguments and errors as for `export_adapter`.
 
     Args:
         fused_siblings: whether to complete q/k/v and gate/up with zeros.
@@ -135,20 +134,20 @@ def read_adapter(
     """
     adapter_name = _checked_name(model, adapter_name)
     modules = collect_modules(model, adapter_name, gathered)
-    return _export(model, adapter_name, modules, canonicalize, dtype, fused_siblings, NO_EXTRAS)
+    return _export(model, adapter_name, modules, FlatBuffer(), dtype, fused_siblings, NO_EXTRAS)
 
 
 def _export(
     model: "PeftModel",
     adapter_name: str,
     modules: Sequence[LoRAModule],
-    export: Callable[..., CanonicalAdapter],
+    buffer: FlatBuffer,
     dtype: torch.dtype,
     fused_siblings: bool,
     extras: ExtraTensors,
 ) -> CanonicalAdapter:
     config = model.peft_config[adapter_name]
-    return export(
+    return buffer.export(
         complete_siblings(list(modules), _linear_shapes(model)) if fused_siblings else modules,
         dtype=dtype,
         base_model=config.base_model_name_or_path,
@@ -160,9 +159,9 @@ def _export(
 class AdapterReader:
     """Reads the active adapter of a model again and again, with what is slow about it remembered.
 
-    An adapter on a GPU stays there, in a `FlatBuffer`: that is memory for one adapter in the dtype that is written, and
-    up to 64 MB of scratch while it is read. One on the CPU is read as by `read_adapter`, unless it has experts. The
-    difference to an initial adapter takes twice the adapter in float32 besides, while it is read.
+    The adapter stays on the model's device, in a `FlatBuffer`: that is memory for one adapter in the dtype that is
+    written, and up to 64 MB of scratch while it is read. The difference to an initial adapter takes twice the adapter
+    in float32 besides, while it is read.
 
     Args:
         serving: `"fused"` to read what only fused serving can serve as well, see `adapter.extras`.
@@ -253,10 +252,7 @@ class AdapterReader:
         form: Form = PLAIN,
         gathered: Mapping[nn.Module, Tensor] | None = None,
     ) -> CanonicalAdapter:
-        """As `read_adapter`, of the `modules`.
-
-        If they are on a GPU, or experts are among them, the result is valid until the next read.
-        """
+        """As `read_adapter`, of the `modules`; valid until the next read."""
         return self._read(model, self.buffer, dtype, form, gathered)
 
     def read_trial(
@@ -278,12 +274,10 @@ class AdapterReader:
         gathered: Mapping[nn.Module, Tensor] | None,
     ) -> CanonicalAdapter:
         modules = self.modules(gathered)
-        # Experts are many tensors, which are filled in few copies there.
-        export = buffer.export if self.is_on_gpu(modules) or self._experts else canonicalize
         extras = read_extras(self._extras, gathered or {}, dtype) if self._extras else NO_EXTRAS
         if self._experts:
             extras = self._with_experts(modules, extras, gathered or {}, form)
-        return _export(model, self._adapter_name, modules, export, dtype, form.fused_siblings, extras)
+        return _export(model, self._adapter_name, modules, buffer, dtype, form.fused_siblings, extras)
 
     def _with_experts(
         self,
@@ -309,10 +303,6 @@ class AdapterReader:
     def release(self) -> None:
         """Release the memory; the next read allocates it again."""
         self.buffer.release()
-
-    @staticmethod
-    def is_on_gpu(modules: Sequence[LoRAModule]) -> bool:
-        return modules[0].lora_A.is_cuda
 
 
 def base_dtype(model: nn.Module) -> torch.dtype:

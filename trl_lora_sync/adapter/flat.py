@@ -1,11 +1,14 @@
 """Export into one flat buffer that is laid out as the file, so that a GPU is read with one copy.
 
-The result is bit for bit what `canonicalize` and safetensors' `save_file` make of the same modules. Knows nothing of
-files: where the buffer goes is the business of `adapter.slots`.
+The scaling is folded into `lora_B` in float32 before the cast. Ranks are padded with zeros to one, because vLLM <= 0.31
+and SGLang size their buffers by one rank for all modules. A file of the result is byte for byte what safetensors'
+`save_file` makes of the same tensors, except that experts come last. Knows nothing of files: where the buffer goes is
+the business of `adapter.store` and `adapter.slots`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,50 +18,16 @@ from trl_lora_sync.adapter.canonical import (
     CanonicalAdapter,
     ExtraTensors,
     LoRAModule,
-    canonicalize,
-    common_rank,
     is_finite,
+    not_finite,
+    one_cpu_thread,
     split_flat,
     target_modules_of,
     tensor_keys,
 )
-from trl_lora_sync.engine_plugins.safetensors_file import DTYPES, METADATA, header_of
 
 # Bounds the float32 copies of lora_B that exist at a time, to 64 MB.
 SCRATCH_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlatAdapter(CanonicalAdapter):
-    """A canonical adapter whose tensors are views of a `FlatBuffer`; the next export into that overwrites them.
-
-    Attributes:
-        header: what precedes the tensors in a safetensors file of them.
-        flat: all tensors one after the other, as they follow the header; shape `(parameters,)`, on any device.
-    """
-
-    header: bytes
-    flat: Tensor
-
-    # Without asking each tensor: experts are tens of thousands.
-
-    @property
-    def payload_bytes(self) -> int:
-        return int(self.flat.nbytes)
-
-    @property
-    def parameters(self) -> int:
-        return self.flat.numel()
-
-    def on_host(self) -> CanonicalAdapter:
-        host = self.flat.to("cpu", copy=True)
-        return self.with_tensors(split_flat(host, {key: tensor.shape for key, tensor in self.tensors.items()}))
-
-
-def flat_adapter(described: CanonicalAdapter, flat: Tensor, shapes: dict[str, torch.Size]) -> FlatAdapter:
-    """An adapter like `described` whose tensors of these shapes follow each other in `flat`."""
-    tensors = split_flat(flat, shapes)
-    return FlatAdapter(tensors=tensors, header=header_of(tensors, METADATA), flat=flat, **described.described())
 
 
 @dataclass(frozen=True)
@@ -75,7 +44,7 @@ class _Plan:
     """
 
     key: tuple[object, ...]
-    adapter: FlatAdapter
+    adapter: CanonicalAdapter
     places: list[tuple[Tensor, Tensor]]
     blocks: list[Tensor]
     modules: tuple[LoRAModule, ...] = ()
@@ -97,39 +66,38 @@ class FlatBuffer:
         fan_in_fan_out: bool = False,
         extras: ExtraTensors = NO_EXTRAS,
     ) -> CanonicalAdapter:
-        """What `canonicalize` returns, on the modules' device and valid until the next export; the same errors.
+        """The canonical adapter of `modules`, on the device of the first one and valid until the next export.
 
-        A dtype that safetensors files of adapters do not have is left to `canonicalize`. If `modules` is the very tuple
-        that was given before, nothing is looked up again.
+        Args:
+            modules: the adapted layers; not modified. If they are the very tuple that was given before, nothing is
+                looked up again.
+            dtype: dtype the server computes LoRA in. `torch.float32` loses nothing.
+            extras: what is trained beside them.
+
+        Raises:
+            AdapterNotFiniteError: a matrix holds NaN or infinity, or does once it is scaled and cast.
         """
-        if dtype not in DTYPES.values():
-            return canonicalize(
-                modules, dtype=dtype, base_model=base_model, fan_in_fan_out=fan_in_fan_out, extras=extras
-            )
         plan = self._plan_for(modules, dtype, extras)
-        with torch.no_grad():
+        with torch.no_grad(), one_cpu_thread():
             for copies in plan.copies or _copies(plan.places, modules):
                 copies.make()
             for key, tensor in extras.tensors.items():
                 plan.adapter.tensors[key].copy_(tensor)
             for whole, block in zip(plan.blocks, extras.blocks, strict=True):
                 block.write_to(whole)
-            # The copy to the host needs no further waiting, as this waits for all of the above.
-            finite = is_finite(plan.adapter.flat)
-        if not finite:
-            canonicalize(modules, dtype=dtype, extras=extras)  # raises, and names the module
-        known = plan.adapter
-        described = base_model, fan_in_fan_out, extras.tokens, extras.has_stacked_experts
-        if (known.base_model, known.fan_in_fan_out, known.tokens, known.has_stacked_experts) != described:
-            known = replace(
-                known,
-                base_model=base_model,
-                fan_in_fan_out=fan_in_fan_out,
-                tokens=extras.tokens,
-                has_stacked_experts=extras.has_stacked_experts,
-            )
-            self.plan = replace(plan, adapter=known)
-        return known
+            # Checked as the server will see it: what float32 holds may be infinite in float16. The copy to the host
+            # needs no further waiting, as this waits for all of the above.
+            if not is_finite(plan.adapter.flat):
+                raise not_finite(modules, extras, plan.adapter.tensors, dtype)
+        described: dict[str, Any] = {
+            "base_model": base_model,
+            "fan_in_fan_out": fan_in_fan_out,
+            "tokens": extras.tokens,
+            "has_stacked_experts": extras.has_stacked_experts,
+        }
+        if any(getattr(plan.adapter, name) != value for name, value in described.items()):
+            self.plan = plan = replace(plan, adapter=replace(plan.adapter, **described))
+        return plan.adapter
 
     def release(self) -> None:
         """Release the memory; the next export allocates it again."""
@@ -155,7 +123,7 @@ class FlatBuffer:
 def _make_plan(
     key: tuple[object, ...], modules: Sequence[LoRAModule], dtype: torch.dtype, extras: ExtraTensors
 ) -> _Plan:
-    rank = max(common_rank(modules), extras.rank)
+    rank = max(extras.rank, *(module.rank for module in modules))
     shapes: dict[str, torch.Size] = {name: tensor.shape for name, tensor in extras.tensors.items()}
     for module in modules:
         key_A, key_B = tensor_keys(module)
@@ -178,14 +146,7 @@ def _make_plan(
         flat[start:].as_strided((len(block.keys), *block.shape), (block.shape[0] * block.shape[1], block.shape[1], 1))
         for start, block in zip(starts, extras.blocks, strict=True)
     ]
-    adapter = FlatAdapter(
-        tensors=tensors,
-        rank=rank,
-        dtype=dtype,
-        target_modules=target_modules_of(modules),
-        header=header_of(tensors, METADATA),
-        flat=flat,
-    )
+    adapter = CanonicalAdapter(flat=flat, shapes=shapes, rank=rank, target_modules=target_modules_of(modules))
     return _Plan(key=key, adapter=adapter, places=places, blocks=blocks)
 
 

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize, complete_siblings
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, complete_siblings, target_modules_of
+from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.support import changes_base, check_saved_config, is_embedding_module, refuse_module
 from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, TENSORS_FILE
 from trl_lora_sync.errors import UnsupportedAdapterError
@@ -39,7 +40,7 @@ class SavedAdapter:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        return tuple(sorted({module.name.rpartition(".")[2] for module in self.modules}))
+        return target_modules_of(self.modules)
 
     def canonical(self, *, shapes: Mapping[str, tuple[int, int]] | None = None) -> CanonicalAdapter:
         """The form that is served, in float32.
@@ -48,7 +49,7 @@ class SavedAdapter:
             shapes: of the base model's linear layers, to complete q/k/v and gate/up with zeros.
         """
         modules = list(self.modules)
-        return canonicalize(
+        return FlatBuffer().export(
             complete_siblings(modules, shapes) if shapes is not None else modules,
             dtype=torch.float32,
             base_model=self.config.get("base_model_name_or_path"),

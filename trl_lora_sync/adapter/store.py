@@ -21,24 +21,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.flat import FlatAdapter
 from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
     DTYPES,
     HEADER_PREFIX_BYTES,
-    METADATA,
     TENSORS_FILE,
     bytes_of,
-    header_of,
-    joined_or_copied,
 )
 from trl_lora_sync.engine_plugins.shared_files import SOCKET
 from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, VersionNote, digest_of
@@ -93,12 +84,9 @@ def new_run_id() -> str:
 
 def write_tensors(file: Path, adapter: CanonicalAdapter) -> None:
     """Write the tensors of `adapter` to a new file, wherever they are."""
-    if isinstance(adapter, FlatAdapter):
-        with file.open("xb") as opened:
-            opened.write(adapter.header)
-            opened.write(bytes_of(adapter.flat.cpu()))
-        return
-    save_file(adapter.on_host().tensors, file, metadata=METADATA)
+    with file.open("xb") as opened:
+        opened.write(adapter.header)
+        opened.write(bytes_of(adapter.flat.cpu()))
 
 
 def write_adapter(
@@ -129,7 +117,7 @@ def write_adapter(
         fsync(directory.parent)
     except BaseException as error:
         shutil.rmtree(directory if renamed else partial, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError) and not isinstance(error, AdapterExportError):
+        if isinstance(error, OSError) and not isinstance(error, AdapterExportError):
             raise _export_error(directory, adapter, error) from error
         raise
 
@@ -150,7 +138,7 @@ def _write_files(
     config.write_text(_config_text(adapter))
     note = partial / NOTE_FILE
     for file in (tensors, config, note) if note.exists() else (tensors, config):
-        # safetensors makes its file 0600 whatever the umask, so the other one shows the process's default.
+        # The file of a slot is 0600 whatever the umask, so the other one shows the process's default.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
         fsync(file)
     if private:
@@ -160,19 +148,6 @@ def _write_files(
 
 def _config_text(adapter: CanonicalAdapter) -> str:
     return json.dumps(adapter.config(), indent=2, sort_keys=True)
-
-
-def _laid_out(adapter: CanonicalAdapter) -> tuple[bytes, Tensor]:
-    """The header of the adapter's file, and the tensors as they follow it."""
-    if isinstance(adapter, FlatAdapter):
-        return adapter.header, adapter.flat
-    tensors = {key: adapter.tensors[key] for key in sorted(adapter.tensors, key=str.encode)}
-    return header_of(tensors, METADATA), joined_or_copied(list(tensors.values()))
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    is_alike = left.dtype == right.dtype and left.shape == right.shape
-    return is_alike and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def _changed(stored: StoredAdapter) -> str:
@@ -306,20 +281,19 @@ class AdapterStore:
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
         """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
         slot, memory, note = None, "", None
-        if self._has_checksums and adapter.dtype in DTYPES.values():
+        is_served = adapter.dtype in DTYPES.values()  # any other one is read from a plain file, if at all
+        if self._has_checksums and is_served:
             # Of what is on the trainer's device, not of what has come to be in the file. Computed before anything is
             # copied from there: its result would wait for a large copy that is under way.
-            header, flat = _laid_out(adapter)
-            head = digest_of(header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
-            note = VersionNote(head=head, checksum=checksum(flat))
-        if self.slots is not None and isinstance(adapter, FlatAdapter):
+            head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
+            note = VersionNote(head=head, checksum=checksum(adapter.flat))
+        if self.slots is not None and is_served:
             size = len(adapter.header) + adapter.payload_bytes
             slot = self.slots.take(self.directory / _SLOTS, size, adapter.flat.device)
         if slot is None:
             write_tensors(file, adapter)
         else:
             assert self.slots is not None
-            assert isinstance(adapter, FlatAdapter)
             self.slots.lend(name, slot)
             memory = self.slots.fill(slot, adapter.header, adapter.flat)
             slot.move(file)
@@ -345,7 +319,7 @@ class AdapterStore:
         try:
             is_config_same = (stored.path / CONFIG_FILE).read_text() == _config_text(adapter)
             is_same = is_config_same and self._holds(stored.name, stored.path / TENSORS_FILE, adapter)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             raise VerificationError(f"{_changed(stored)} They cannot be read any more: {error}") from error
         if not is_same:
             raise VerificationError(_changed(stored))
@@ -353,10 +327,11 @@ class AdapterStore:
     def _holds(self, name: str, file: Path, adapter: CanonicalAdapter) -> bool:
         self.finish()
         slot = None if self.slots is None else self.slots.lent(name)
-        if slot is not None and isinstance(adapter, FlatAdapter):
+        if slot is not None:
             return slot.is_at(file) and slot.holds(adapter.header, adapter.flat)
-        written, expected = load_file(file), adapter.on_host().tensors
-        return written.keys() == expected.keys() and all(_same_bits(written[key], expected[key]) for key in expected)
+        with file.open("rb") as opened:
+            header, tensors = opened.read(len(adapter.header)), bytearray(opened.read())
+        return header == adapter.header and tensors == bytes_of(adapter.flat.cpu())
 
     def prepare(self) -> None:
         """Prepare the memory of the next version between syncs; never fails."""

@@ -157,7 +157,7 @@ async def _reserved_rank(subject: Subject, deadline: Deadline) -> int | None:
     """
     if subject.store is None:
         return None
-    empty = CanonicalAdapter(tensors={}, rank=_BEYOND_ANY_RANK, dtype=torch.float32, target_modules=("q_proj",))
+    empty = CanonicalAdapter(flat=torch.zeros(0), shapes={}, rank=_BEYOND_ANY_RANK, target_modules=("q_proj",))
     async with subject.store.stored("rank", [subject.server], empty, deadline) as stored:
         try:
             await subject.server.load(stored, deadline)

@@ -2,15 +2,15 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
 from trl_lora_sync import _trl
-from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter, split_flat
+from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter
 from trl_lora_sync.adapter.fingerprint import fingerprint
-from trl_lora_sync.adapter.flat import FlatAdapter, flat_adapter
 from trl_lora_sync.adapter_generation import AdapterGeneration
 from trl_lora_sync.colocate import engine, placing, shared_base
 from trl_lora_sync.colocate.engine import Policy
@@ -263,27 +263,26 @@ class ColocateGeneration(AdapterGeneration):
         """**Collective.** The adapter that process 0 can read, sent as one tensor; valid until the next sync."""
         mine: list[CanonicalAdapter] = []
 
-        def describe() -> tuple[CanonicalAdapter, dict[str, torch.Size]]:
+        def describe() -> CanonicalAdapter:
             mine.append(read(PLAIN))
-            return mine[0].with_tensors({}), {key: tensor.shape for key, tensor in mine[0].tensors.items()}
+            return replace(mine[0], flat=torch.empty(0, dtype=mine[0].dtype))
 
-        described, shapes = run_on_main(self.accelerator, describe)
-        flat = run_on_all(self.accelerator, lambda: self._flat_memory(mine, described.dtype, shapes))
+        described = run_on_main(self.accelerator, describe)
+        flat = run_on_all(self.accelerator, lambda: self._flat_memory(mine, described))
         if self.accelerator.num_processes > 1:
             torch.distributed.broadcast(flat.view(torch.uint8), src=0)  # of bytes, so that no bit changes
-        return flat_adapter(described, flat, shapes)
+        return replace(described, flat=flat)
 
-    def _flat_memory(
-        self, mine: Sequence[CanonicalAdapter], dtype: torch.dtype, shapes: dict[str, torch.Size]
-    ) -> torch.Tensor:
+    def _flat_memory(self, mine: Sequence[CanonicalAdapter], described: CanonicalAdapter) -> torch.Tensor:
         """With the adapter if it is `mine`; else to receive it in, the same memory at each sync."""
-        if mine and isinstance(mine[0], FlatAdapter):
+        device, flat = self.accelerator.device, self._received
+        if mine and mine[0].flat.device == device:
             return mine[0].flat
-        size, device, flat = sum(map(torch.Size.numel, shapes.values())), self.accelerator.device, self._received
+        size, dtype = sum(map(torch.Size.numel, described.shapes.values())), described.dtype
         if flat is None or (flat.numel(), flat.dtype, flat.device) != (size, dtype, device):
             flat = self._received = torch.empty(size, dtype=dtype, device=device)
         if mine:
-            torch._foreach_copy_(list(split_flat(flat, shapes).values()), list(mine[0].tensors.values()))
+            flat.copy_(mine[0].flat)
         return flat
 
     def _scores_to_compare(self, timer: PhaseTimer, adapter: CanonicalAdapter) -> Scores | None:

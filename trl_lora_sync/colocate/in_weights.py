@@ -7,6 +7,7 @@ adapter is in the weights, so it is emptied when another one is put there.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, modules_of
 from trl_lora_sync.colocate import engine, placing
 from trl_lora_sync.colocate.engine import Policy
-from trl_lora_sync.colocate.slots import FlatTensors
 from trl_lora_sync.engine_plugins.folded_base import BaseChangedError, FoldedBase
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
 from trl_lora_sync.engine_plugins.fused_weights import fuse_piece, part_of
@@ -36,7 +36,7 @@ class AdaptersInWeights(ABC):
         self._llm = llm
         self._base = base
         self._parameters = placing.served_parameters(llm)
-        self._held: dict[int, FlatTensors] = {}
+        self._held: dict[int, CanonicalAdapter] = {}
         self._matrices: dict[int, Matrices] = {}
         self._names: dict[int, str] = {}
         self._cached: str | None = None  # whose keys and values are in the prefix cache
@@ -53,10 +53,10 @@ class AdaptersInWeights(ABC):
             if unknown:
                 raise AdapterRejectedError(f"The trainer's base model has no matrix for {', '.join(unknown[:3])}.")
             device = next(iter(self._parameters.values())).device
-            held = self._held[adapter_id] = FlatTensors.like(adapter, device, adapter.dtype)
+            held = self._held[adapter_id] = replace(adapter, flat=torch.empty_like(adapter.flat, device=device))
             self._matrices[adapter_id] = modules_of(held.tensors)
         self._names[adapter_id] = name
-        held.fill(adapter)
+        held.flat.copy_(adapter.flat)
         policy = Policy(name, adapter_id)
         self._prepare(policy, self.matrices(policy), is_transposed=adapter.fan_in_fan_out)
         return policy

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, split_flat
-from trl_lora_sync.adapter.flat import FlatAdapter
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.colocate.engine import Policy
@@ -64,7 +63,7 @@ class AdapterSlots:
         self._llm = llm
         self.copies: dict[int, _Copies] = {}
         self._unfamiliar: set[Layout] = set()
-        self.stage: FlatTensors | None = None
+        self.stage: CanonicalAdapter | None = None
         self.contents: dict[int, Any] = {}  # vLLM's own record of what is in a slot, by which a change is noticed
 
     def load(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Policy:
@@ -128,7 +127,7 @@ class AdapterSlots:
         folder = Path(tempfile.mkdtemp(prefix="trl-lora-sync-", dir=_SHM if _SHM.is_dir() else None))
         request = engine.lora_request(name, adapter_id, str(folder / name))
         try:
-            write_adapter(folder / name, adapter.on_host(), private=True)
+            write_adapter(folder / name, adapter, private=True)
             self.copies.pop(adapter_id, None)
             llm_engine.remove_lora(adapter_id)
             llm_engine.add_lora(request)
@@ -139,18 +138,17 @@ class AdapterSlots:
         self.contents[adapter_id] = self._record(adapter_id)
         return request
 
-    def _sources(self, adapter: CanonicalAdapter) -> "FlatTensors":
+    def _sources(self, adapter: CanonicalAdapter) -> CanonicalAdapter:
         """The adapter in memory that stays where it is from one sync to the next."""
         slot = next(_parts(engine.adapter_manager(self._llm), 0))
-        device, dtype = slot.device, slot.dtype
-        if isinstance(adapter, FlatAdapter) and adapter.flat.device == device and adapter.dtype == dtype:
-            return FlatTensors(adapter.flat, adapter.tensors, adapter.layout)
+        if (adapter.flat.device, adapter.dtype) == (slot.device, slot.dtype):
+            return adapter
         if self.stage is None or self.stage.layout != adapter.layout:
-            self.stage = FlatTensors.like(adapter, device, dtype)
-        self.stage.fill(adapter)
+            self.stage = replace(adapter, flat=torch.empty_like(adapter.flat, device=slot.device, dtype=slot.dtype))
+        self.stage.flat.copy_(adapter.flat)
         return self.stage
 
-    def _learn(self, adapter_id: int, layout: Layout, sources: "FlatTensors") -> _Copies | None:
+    def _learn(self, adapter_id: int, layout: Layout, sources: CanonicalAdapter) -> _Copies | None:
         """Record how the layers take the adapter that vLLM has just loaded; None if the copies leave other bits.
 
         The slot is emptied before they are repeated, so whatever a layer takes by other means than a copy is missing.
@@ -182,7 +180,7 @@ class AdapterSlots:
         self.copies[adapter_id] = _Copies(layout, sources.flat, from_where, targets)
         return self.copies[adapter_id]
 
-    def set_layers(self, manager: Any, slot: int, sources: "FlatTensors") -> None:
+    def set_layers(self, manager: Any, slot: int, sources: CanonicalAdapter) -> None:
         """As `LoRAModelManager.activate_adapter` does, with the tensors of `sources`."""
         matrices: dict[str, list[Tensor]] = {}
         for key, tensor in sources.tensors.items():
@@ -210,34 +208,6 @@ class AdapterSlots:
             raise VerificationError(
                 f"The slot of {name} does not hold the bits that were written to it. The last version stays active."
             )
-
-
-@dataclass
-class FlatTensors:
-    """The tensors of an adapter, one after the other in one memory.
-
-    Attributes:
-        flat: shape `(parameters,)`.
-        tensors: views of it, by key.
-        layout: of the adapter that they have room for.
-    """
-
-    flat: Tensor
-    tensors: dict[str, Tensor]
-    layout: Layout
-
-    @classmethod
-    def like(cls, adapter: CanonicalAdapter, device: Any, dtype: torch.dtype) -> "FlatTensors":
-        """Memory for tensors of the same shapes."""
-        flat = torch.empty(adapter.parameters, device=device, dtype=dtype)
-        return cls(flat, split_flat(flat, dict(adapter.layout)), adapter.layout)
-
-    def fill(self, adapter: CanonicalAdapter) -> None:
-        """Copy the tensors of an adapter of the same layout."""
-        if isinstance(adapter, FlatAdapter):
-            self.flat.copy_(adapter.flat)
-        else:
-            torch._foreach_copy_(list(self.tensors.values()), list(adapter.tensors.values()))
 
 
 def _parts(manager: Any, slot: int) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading the head of a file that is damaged, or of another format, raises."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "F64"}
 _MAX_HEADER_BYTES = 64 << 20
 _HEADER_ALIGNMENT = 8
 # Reading is copying out of the page cache, which one thread does at a fraction of the memory's speed.
@@ -126,12 +126,6 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     if first.untyped_storage().nbytes() < (first.storage_offset() + size) * first.element_size():
         return None  # neighbours by chance
     return first.as_strided((size,), (1,))
-
-
-def joined_or_copied(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype as one; a canonical adapter's are that already, and are not copied."""
-    flat = joined(tensors)
-    return flat if flat is not None else torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def bytes_of(memory: Tensor) -> memoryview:

@@ -163,7 +163,7 @@ class InMemoryEngine:
 
     def _read(self, adapter: StoredAdapter) -> Any:
         if adapter.content is not None:
-            tensors, scaling = adapter.content.on_host().tensors, 1.0
+            tensors, scaling = adapter.content.tensors, 1.0
         elif adapter.server_path is None:
             raise AdapterRejectedError(f"{adapter.name} has neither a path nor tensors.")
         elif not Path(adapter.server_path).is_dir():

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, canonicalize
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
+from trl_lora_sync.adapter.flat import FlatBuffer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = Mapping[str, torch.Tensor]
@@ -231,7 +232,7 @@ def random_adapter(
             lora_A = torch.randn(rank, inside, generator=random) * std
             lora_B = torch.randn(out, rank, generator=random) * std
             layers.append(LoRAModule(name=name, lora_A=lora_A, lora_B=lora_B, scaling=4.0))
-    return canonicalize(layers, dtype=torch.float32, base_model="tiny-qwen3")
+    return FlatBuffer().export(layers, dtype=torch.float32, base_model="tiny-qwen3")
 
 
 def log_softmax(logits: Array) -> Array:

@@ -18,8 +18,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, split_flat
-from trl_lora_sync.engine_plugins.safetensors_file import joined_or_copied
+from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.runtime import offload
 
 _PLACE = "@tensors@"
@@ -42,18 +41,16 @@ class TensorPayload:
         """
         fields: dict[str, Any] = {"lora_name": adapter_name, "config_dict": adapter.config(), "pinned": False}
         fields |= {"serialized_named_tensors": [_PLACE] * tp_size} if per_rank else {"serialized_tensors": _PLACE}
-        return LoadBody(json.dumps(fields).encode().split(_PLACE.encode()), self.pickle(adapter.tensors))
+        return LoadBody(json.dumps(fields).encode().split(_PLACE.encode()), self.pickle(adapter))
 
-    def pickle(self, tensors: dict[str, Tensor]) -> list[memoryview]:
-        """Pickle CPU tensors of one dtype as views of one storage, as consecutive pieces.
+    def pickle(self, adapter: CanonicalAdapter) -> list[memoryview]:
+        """Pickle the tensors of an adapter on the CPU as views of one storage, as consecutive pieces.
 
         The pieces unpickle with plain `pickle` and with the allow-list of every supported SGLang version.
         """
-        flat = joined_or_copied(list(tensors.values()))
-        views = split_flat(flat, {name: tensor.shape for name, tensor in tensors.items()})
         pieces = _Pieces()
-        pickler = _OneStoragePickler(pieces, flat, self._archive)
-        pickler.dump(views)
+        pickler = _OneStoragePickler(pieces, adapter.flat, self._archive)
+        pickler.dump(adapter.tensors)
         self._archive = pickler.archive
         return pieces.found
 

@@ -17,7 +17,7 @@ import httpx
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.checksum import Checksum
-from trl_lora_sync.engine_plugins.safetensors_file import METADATA, bytes_of, header_of, joined_or_copied
+from trl_lora_sync.engine_plugins.safetensors_file import METADATA, bytes_of, header_of
 from trl_lora_sync.engine_plugins.vllm_push import (
     CHECKSUM_HEADER,
     CONFIG_KEY,
@@ -176,7 +176,7 @@ class SafetensorsBody:
 
     def __init__(self, adapter: CanonicalAdapter) -> None:
         header = header_of(adapter.tensors, METADATA | {CONFIG_KEY: json.dumps(adapter.config())})
-        self._pieces = [memoryview(header), bytes_of(joined_or_copied([*adapter.tensors.values()]))]
+        self._pieces = [memoryview(header), bytes_of(adapter.flat)]
         checksum = Checksum()
         for piece in self._pieces:
             checksum.update(piece)
