@@ -73,6 +73,7 @@ class EngineArguments:
         for argument in arguments:
             if argument.startswith("-") and not _is_number(argument):
                 name, _, value = argument.partition("=")
+                # vLLM's parser takes either spelling (0.31, utils/argparse_utils.py).
                 name = name.replace("_", "-")
                 self._values[name] = [value] if "=" in argument else []
             elif name:

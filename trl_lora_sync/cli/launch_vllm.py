@@ -60,6 +60,8 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     flags: dict[str, str | None] = {
         "--host": request.host,
         "--port": str(request.port),
+        # vLLM's default is before the temperature (0.31, config/model.py), and TRL compares with log-probabilities
+        # after it.
         "--logprobs-mode": "processed_logprobs",
     }
     env: dict[str, str] = {}
@@ -70,6 +72,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
             "--enable-lora": None,
             "--max-lora-rank": str(VLLM.allowed_max_lora_rank(request.lora_rank)),
             "--max-loras": str(slots),
+            # vLLM does not start with fewer of these than `--max-loras` (0.31, config/lora.py).
             "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
         }
         if request.adapts_vision:

@@ -119,12 +119,14 @@ def run(
         out().print(launch.shell_line())
         return
     err().print(launch.shell_line(), style="bold")
+    # `exec` replaces this process without its cleanup, and what is buffered would be lost.
     sys.stdout.flush()
     sys.stderr.flush()
     _become(launch)
 
 
 def _become(launch: Launch) -> NoReturn:
+    # Not a child process, so that signals and the exit status are the engine's.
     os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.env})
 
 

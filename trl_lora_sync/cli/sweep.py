@@ -138,6 +138,7 @@ def sweep_server(url: str, args: Options) -> list[str]:
             else:
                 lines.append(_unload(engine, name, deadline, dry_run=args.dry_run))
         if root.is_dir():
+            # Listed again, as files stay while the server still has their adapter.
             left = loaded if args.dry_run else runtime.run(engine.loaded(deadline("Listing adapters")))
             lines += sweep_folder(
                 root,

@@ -87,6 +87,7 @@ def run(
         raise
     except ValueError as error:
         raise UsageError(str(error)) from error
+    # By its path, as TRL launches its own scripts (1.16, cli/accelerate_launcher.py).
     file = str(resources.files("trl_lora_sync.scripts").joinpath(f"{name}.py"))
     launch_command(accelerates.parse_args([*options, file, *without(arguments, typed)]))
 

@@ -48,6 +48,7 @@ def find(llm: Any, shapes: dict[str, tuple[int, int]]) -> dict[str, list[Piece]]
         PlacementError: vLLM does not keep them as matrices of this kind.
     """
     with _unwrapped(engine.served_model(llm)) as model:
+        # vLLM fills the rows below an embedding up to its padded vocabulary, which copies no part of a weight.
         return find_pieces(
             model.load_weights, _parameters_of(model), shapes, engine.model_dtype(llm), skip_padding=True
         )
@@ -109,6 +110,7 @@ def _unwrapped(model: nn.Module) -> Iterator[Any]:
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 
+    # A list before anything is replaced, as `modules()` walks the tree that is changed below.
     wrapped = [
         (parent, name, child)
         for parent in model.modules()

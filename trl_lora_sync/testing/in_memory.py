@@ -90,6 +90,7 @@ class InMemoryEngine:
     def restart(self) -> None:
         """It is up, and nothing is loaded."""
         self.is_up, self.is_asleep, self._is_paused = True, False, False
+        # A real engine keeps adapters in the memory of its process only.
         self._loaded.clear()
 
     @property
@@ -151,6 +152,7 @@ class InMemoryEngine:
                 f"{adapter.rank}. Start it with max_lora_rank={adapter.rank}; a real server with {command}."
             )
         path = adapter.server_path or "in memory"
+        # By the contract of `Engine`: the same name and path again succeeds, and a name that has another path fails.
         known = self._loaded.get(adapter.name)
         if known is None:
             self._loaded[adapter.name] = _Loaded(path, await offload(partial(self._read, adapter)))
@@ -244,6 +246,7 @@ class InMemoryEngine:
         if self.is_asleep:
             raise GenerationError(f"{self.base_url} has given back its KV cache.")
         key = (model, tuple(prompt))
+        # Without it all samples of one prompt would be the same.
         self._draws[key] += 1
         sampler = Sampler(self.args, self._policy, patch, prompt, params, self._draws[key])
         aborts = self._aborts
@@ -365,6 +368,7 @@ def in_memory_engines(
             return down
         return None if by_url[base_url].is_up else ServerUnreachableError(f"No server answers at {base_url}.")
 
+    # In `server_handle`, which looks these names up at each call.
     with mock.patch.multiple(
         server_handle,
         connect_engine=connect_engine,
