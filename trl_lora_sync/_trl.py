@@ -76,6 +76,7 @@ _rebinding = threading.RLock()  # a reward function may build another trainer
 def generation_class(trainer_class: type, factory: Callable[..., Any]) -> Iterator[None]:
     """Let a trainer build its generation object with `factory` where vLLM is not installed, and undo it afterwards."""
     modules = {sys.modules[one.__module__] for one in trl_classes(trainer_class)}
+    # The trainers of Distillation and GOLD raise without vLLM before they build the object (1.16).
     names = {GENERATION_CLASS: factory, _AVAILABLE: lambda *_, **__: True}
     places = [(module, name) for module in modules for name in names]
     # For the trainers of SDPO and SDFT, which import the class when they are built (1.16).
@@ -204,6 +205,7 @@ def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozens
     metrics = trainer._metrics["train" if is_async or trainer.model.training else "eval"]
     for name, value in values.items():
         if name in latest:
+            # TRL logs the mean of each list (1.11 to 1.16), which is the value itself.
             metrics[name] = [value]
         else:
             metrics[name].append((value, 1.0) if is_async else value)
@@ -262,6 +264,7 @@ def batch_of_next_epoch(trainer: Any, place: int) -> Any | None:
     finally:
         if generator is not None:
             generator.set_state(state)
+    # Without an iterator of the loader, which would draw a seed (torch 2.13, utils/data/dataloader.py).
     return None if indices is None else loader.collate_fn([loader.dataset[index] for index in indices])
 
 

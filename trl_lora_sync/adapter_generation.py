@@ -321,6 +321,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                     "it is not proved that a server applies them. Use DDP or ZeRO-2, or set "
                     f"LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
                 )
+            # Now, while all processes take part: process 0 uses them later, and alone.
             trials = make(base, score_together)
             return lambda base: trials
         return lambda base: make(base, lambda trial, prompt: trial_logprobs(model, trial, prompt))
@@ -366,6 +367,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
     def take_generate_s(self) -> float | None:
         """Seconds spent in `generate`, syncs not counted, since this was last called; None if it never generated."""
         seconds = self._generate_s
+        # None stays None.
         self._generate_s = seconds and 0.0
         return seconds
 

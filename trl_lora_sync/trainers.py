@@ -179,6 +179,7 @@ class LoRASyncTrainer:
             # The last update of an epoch may have fewer batches.
             updates = -(-(look.known - look.taken) // per_update) + 1 + in_next_epoch // per_update
             batch = _trl.batch_of_next_epoch(self, in_next_epoch)
+        # The training ends before that batch, so sampling it would be for nothing.
         if self.state.global_step + updates >= self.state.max_steps:
             return None
         prompts = None if batch is None else _trl.tokenized(self, batch)

@@ -71,6 +71,7 @@ class EngineArguments:
         self._values: dict[str, list[str]] = {}
         name = ""
         for argument in arguments:
+            # A negative number is a value.
             if argument.startswith("-") and not _is_number(argument):
                 name, _, value = argument.partition("=")
                 # vLLM's parser takes either spelling (0.31, utils/argparse_utils.py).

@@ -74,6 +74,7 @@ def run(
                 f"{folder} is not a folder. Give the lora_sync_dir of the runs, their output_dir, or a server's URL."
             )
         with working(f"sweeping {folder}"):
+            # The target may be an output_dir, whose runs are in a folder below it.
             lines = [*sweep_folder(folder, dry_run), *sweep_folder(default_sync_dir(False, folder), dry_run)]
         _show(folder, lines)
 

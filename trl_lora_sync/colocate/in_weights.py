@@ -136,6 +136,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for module, pieces in self._pieces.items():
                 base = self._base[module].data
+                # PEFT's `fan_in_fan_out`: the weight is `(in_features, out_features)`, as in Conv1D of Transformers.
                 base = base.T if self._is_transposed else base
                 for piece in pieces:
                     target = part_of(self._parameters[piece.owner], piece)

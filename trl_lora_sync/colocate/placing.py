@@ -22,6 +22,7 @@ def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The frozen matrices of the trainer's base model, by the names of their modules on the server; tied ones once."""
     names = ServedNames.of(model)
     return {
+        # Norms and biases are small vectors, of which trainer and vLLM each keep a copy.
         names.served(unwrapped_path(name).removesuffix(".weight").replace(_WRAPPED, "")): weight
         for name, weight in model.named_parameters()
         if weight.ndim >= 2 and not weight.requires_grad

@@ -93,6 +93,8 @@ def reason_against(
         return "it saves GPU memory, and this is a CPU"
     # Left to itself, vLLM serves in 16 bits whatever the checkpoint holds (0.26 to 0.31, config/model.py).
     served = dtype or torch.bfloat16
+    # Of frozen weights, as PEFT keeps the adapter of a 16-bit base in float32. Which 16-bit format vLLM has chosen
+    # shows once it has started: `find_views` compares it then.
     other = next((weight.dtype for weight in model.parameters() if not weight.requires_grad), served)
     return _other_dtype(other, served) if torch.float32 in (other, served) and other != served else None
 

@@ -249,6 +249,7 @@ class InMemoryEngine:
         # Without it all samples of one prompt would be the same.
         self._draws[key] += 1
         sampler = Sampler(self.args, self._policy, patch, prompt, params, self._draws[key])
+        # A count and not a flag, so that samples that begin after a pause go on.
         aborts = self._aborts
         self._running += 1
         try:
@@ -266,6 +267,7 @@ class InMemoryEngine:
             "output_token_logprobs": [(value, token, None) for value, token in pairs],
             "output_top_logprobs": [list(zip(*one, strict=True)) for one in sampler.top],
         }
+        # By the reader of SGLang's answers, so that samples pass the checks that a real server's do.
         return read_completion({"output_ids": sampler.output, "meta_info": meta}, prompt, sampling)
 
     async def _next_turn(self, deadline: Deadline, seconds: float) -> None:

@@ -74,6 +74,7 @@ class Regular:
         if operation in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, inner = value
             return self._repeat(least, most, inner, at)
+        # `^` and `$` add nothing, as the whole text must match in any case.
         if operation == "AT":
             return at
         raise ValueError(f"the fake does not know the regular expression element {operation}")
