@@ -551,6 +551,7 @@ def sync_settings(args: Any) -> "PolicySettings":
         "serving": args.lora_sync_serving,
         "verify": args.lora_sync_verify,
         "verify_tolerance": args.lora_sync_verify_tolerance,
+        # A field of GOLD's and IW-OPD's configurations (1.16); the other trainers sync whenever the step has changed.
         "samples_older": getattr(args, "vllm_sync_frequency", 1) > 1,
     }
     if args.vllm_mode == "colocate":

@@ -132,6 +132,7 @@ def whole_in_forward(model: nn.Module, device: torch.device) -> Iterator[None]:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     buffers.append((module, name, buffer))
+                    # Not by `module.to`, which would move the shards of the parameters as well.
                     module._buffers[name] = buffer.to(device)
         yield
     finally:

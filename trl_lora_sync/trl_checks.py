@@ -174,6 +174,7 @@ def check_trainer(trainer_class: type) -> None:
         elif TRL.doubt(trl.__version__):
             changes.append(f"the source of {one.__name__} cannot be read")
     names = [one.__name__ for one in classes if one.__name__ != "_BaseTrainer"]
+    # A trainer in `_STABLE` is known to sample so; without the call there, TRL has changed.
     if not changes and not uses.builds_generation and not _STABLE & set(names):
         raise UnsupportedSettingError(
             f'{names[0]} cannot be used with vllm_sync_strategy="lora_adapter": it does not sample with '

@@ -38,6 +38,7 @@ class Command(TyperCommand):
         return [*super().collect_usage_pieces(ctx), "[-- ENGINE ARGUMENTS]"]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # At the first one; another belongs to the engine.
         end = args.index("--") if "--" in args else len(args)
         typed, rest = args[:end], args[end + 1 :]
         if not {"--help", "-h"}.isdisjoint(typed):  # whatever else is there

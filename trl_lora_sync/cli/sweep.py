@@ -121,6 +121,7 @@ def sweep_server(url: str, args: Options) -> list[str]:
 
     is_local = is_local_url(url)
     root = (args.dir or default_sync_dir(is_local, ".")).absolute()
+    # As `AdapterStore` names it, since the path that the server lists is compared as text.
     seen_as = (args.server_dir or str(root)).rstrip("/")
     engine = runtime.run(
         connect_engine(url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"), serving="auto")

@@ -104,4 +104,5 @@ def _characters(items: list[tuple[Any, Any]]) -> frozenset[str]:
             found.update(map(chr, range(value[0], value[1] + 1)))
         else:
             found |= _CATEGORIES[str(value)]
+    # Of printable ASCII: with all of Unicode, `[^x]` would be a set of a million characters.
     return frozenset(_ANY - found if negated else found)
