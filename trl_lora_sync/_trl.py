@@ -76,8 +76,10 @@ _rebinding = threading.RLock()  # a reward function may build another trainer
 def generation_class(trainer_class: type, factory: Callable[..., Any]) -> Iterator[None]:
     """Let a trainer build its generation object with `factory` where vLLM is not installed, and undo it afterwards."""
     modules = {sys.modules[one.__module__] for one in trl_classes(trainer_class)}
+    # The trainers of Distillation and GOLD raise without vLLM before they build the object (1.16).
     names = {GENERATION_CLASS: factory, _AVAILABLE: lambda *_, **__: True}
     places = [(module, name) for module in modules for name in names]
+    # For the trainers of SDPO and SDFT, which import the class when they are built (1.16).
     places.append((import_module(GENERATION_MODULE), GENERATION_CLASS))
     with _rebinding, _replaced({place: names[place[1]] for place in places if hasattr(*place)}):
         yield
@@ -105,6 +107,7 @@ def models_on_host(trainer_class: type) -> Iterator[None]:
     places = [(module, LOADER) for module in modules if hasattr(module, LOADER)]
 
     def on_host(load: Callable[..., Any]) -> Callable[..., Any]:
+        # A `device_map` that the user has set in `model_init_kwargs` wins.
         return lambda *args, **kwargs: load(*args, **{"device_map": None} | kwargs)
 
     with _rebinding, _replaced({place: on_host(getattr(*place)) for place in places}):
@@ -121,9 +124,11 @@ def plain_forward(model: Any) -> Iterator[None]:
     Args:
         model: the PEFT model.
     """
+    # By identity, as submodules share configurations, and each is put back once.
     configs: dict[int, Any] = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
     before = [(one, one._attn_implementation) for one in configs.values() if getattr(one, "_attn_implementation", None)]
     base = model.get_base_model()
+    # TRL sets it on the instance. Without that, the class's own is found.
     forward = vars(base).pop("forward", None)
     try:
         for config, _ in before:
@@ -159,6 +164,7 @@ def accelerate_options(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _replaced(values: Mapping[tuple[ModuleType, str], Any]) -> Iterator[None]:
+    # All are read before any is replaced, so a name that cannot be read leaves everything as before.
     originals = {place: getattr(*place) for place in values}
     try:
         for place, value in values.items():
@@ -194,10 +200,12 @@ def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozens
     Args:
         latest: names of which the last value is logged instead of the mean.
     """
+    # The asynchronous trainer has metrics of training only, and averages pairs of a sum and a count (1.16).
     is_async = hasattr(trainer, "rollout_worker")
     metrics = trainer._metrics["train" if is_async or trainer.model.training else "eval"]
     for name, value in values.items():
         if name in latest:
+            # TRL logs the mean of each list (1.11 to 1.16), which is the value itself.
             metrics[name] = [value]
         else:
             metrics[name].append((value, 1.0) if is_async else value)
@@ -218,6 +226,7 @@ def batches_until_generation(trainer: Any) -> int:
 
 def generation_is_due(trainer: Any) -> bool:
     """Whether the trainer samples for the batch that it is given next, in training."""
+    # The condition of TRL's own `_prepare_inputs` (1.11 to 1.16); `check_overlap` looks for it in the source.
     return bool(trainer.model.training) and (
         trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
         or trainer._buffered_inputs is None
@@ -242,17 +251,20 @@ def batch_of_next_epoch(trainer: Any, place: int) -> Any | None:
     loader = trainer.callback_handler.train_dataloader
     batches = getattr(loader, "batch_sampler", ())
     sampler = batches or None
+    # accelerate's shards have a `batch_sampler` (1.15, data_loader.py), and torch's batches a `sampler`.
     while sampler is not None and type(sampler).__name__ != "RepeatSampler":
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     if sampler is None:
         return None
     generator = getattr(sampler, "generator", None)
+    # `RepeatSampler` draws the order of an epoch from it (1.16), so the next epoch would otherwise have another order.
     state = generator.get_state() if generator is not None else None
     try:
         indices = next(itertools.islice(batches, place, None), None)
     finally:
         if generator is not None:
             generator.set_state(state)
+    # Without an iterator of the loader, which would draw a seed (torch 2.13, utils/data/dataloader.py).
     return None if indices is None else loader.collate_fn([loader.dataset[index] for index in indices])
 
 
@@ -286,5 +298,6 @@ def save_adapter(trainer: Any, output_dir: str | None, matrices: dict[str, torch
     Args:
         matrices: by their names in PEFT's files.
     """
+    # First, as with an empty state dict PEFT writes a file without tensors, which the next line replaces.
     trainer._save(output_dir, state_dict={})
     save_file(matrices, Path(output_dir or trainer.args.output_dir) / "adapter_model.safetensors", {"format": "pt"})

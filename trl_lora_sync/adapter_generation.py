@@ -88,6 +88,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
         self._looked_at: int | None = None  # how many models accelerate had wrapped then
         self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
+        # Last, as TRL's `__init__` ends with `_init_vllm` (1.11 to 1.16), which uses all of these.
         super().__init__(*args, **kwargs)
 
     def _look_at_model(self) -> None:
@@ -105,6 +106,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                 self.model, is_new=self._is_new, serving=settings.reads, proves_groups=settings.proves_groups
             ),
         )
+        # Before FSDP shards the model, while each process still holds its whole initial adapter.
         check_same_start(self.accelerator, fingerprint(list(self._initial.values())))
 
     def _print_start(self, summary: str) -> None:
@@ -134,6 +136,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         TRL syncs only when `global_step` has changed; weights may change without, between two evaluations or
         two calls of `train()`.
         """
+        # On any: a change may be in the shard of one process alone, and all must enter the sync.
         return any(gather_object([run_on_all(self.accelerator, self._has_changed_here)]))
 
     def _has_changed_here(self) -> bool:
@@ -143,6 +146,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
         """
         linears = self.linears()
+        # Also where an older version is requested: a merged or disabled adapter must not be sampled from unnoticed.
         self._reader.check()
         return not self.settings.samples_older and self._fingerprint(linears) != self._published
 
@@ -169,6 +173,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         model = self.model
         adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+        # The frozen base does not change, so one forward pass is enough until the model is wrapped again.
         if self._base_logprobs is None:
             with computing_with(self._base_weights()):
                 self._base_logprobs = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
@@ -176,6 +181,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _base_weights(self) -> dict[Any, Tensor | None]:
         """What to compute with instead of the adapter for the checkpoint's base."""
+        # Every lora_B: with zeros there, the product is zero whatever lora_A is.
         zeros = dict.fromkeys(self._reader.last_linears[1::2])
         return {**(self._initial or zeros), **neutral_extras(self._reader.extras)}
 
@@ -191,6 +197,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             UnsupportedSettingError: what was sharded cannot be put together again as it was.
         """
         prepared = models_prepared(self.accelerator)
+        # Looked up at each sync, as accelerate wraps the model in `train`, after the start has read it.
         if self._looked_at != prepared:
             check_quantised(self.model, self.accelerator.device)
             self._sharded = is_sharded(self.model)
@@ -315,6 +322,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                     "it is not proved that a server applies them. Use DDP or ZeRO-2, or set "
                     f"LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
                 )
+            # Now, while all processes take part: process 0 uses them later, and alone.
             trials = make(base, score_together)
             return lambda base: trials
         return lambda base: make(base, lambda trial, prompt: trial_logprobs(model, trial, prompt))
@@ -354,11 +362,13 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                 self.accelerator,
                 lambda: base_logprobs(self.model, PROBE_PROMPT, initial=initial, device=device),
             )
+        # The numbers of process 0 everywhere, so that all processes judge alike.
         return run_on_main(self.accelerator, lambda: computed)
 
     def take_generate_s(self) -> float | None:
         """Seconds spent in `generate`, syncs not counted, since this was last called; None if it never generated."""
         seconds = self._generate_s
+        # None stays None.
         self._generate_s = seconds and 0.0
         return seconds
 

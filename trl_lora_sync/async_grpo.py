@@ -83,8 +83,10 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
         worker = partial(RolloutWorker, sync=lambda: self.vllm_generation.sync, settings=sync["settings"])
         with _trl.rollout_worker_class(type(self), worker):
             # Without a transfer TRL would look for its own way of syncing on the server.
+            # Past the `__init__` of `LoRASyncTrainer`, which has called this method.
             super(LoRASyncTrainer, self).__init__(*args, **{**kwargs, "weight_transfer": _NoTransfer()})
         check_async_built(self, RolloutWorker)
+        # TRL's `__init__` builds none. The worker looks it up when it starts to sample.
         self.vllm_generation = AsyncGeneration(
             model=self.model,
             accelerator=self.accelerator,
@@ -102,6 +104,7 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
 
     def get_train_dataloader(self) -> Any:
         """TRL's, with the token budget that all servers allow."""
+        # TRL would take the limit of the one server that its client knows (1.16).
         if self._syncs_adapters and self.args.token_budget is None:
             self.args.token_budget = run_on_main(self.accelerator, self._longest)
         return super().get_train_dataloader()  # type: ignore[misc]
@@ -122,6 +125,7 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
             return
         started = time.perf_counter()
         self.vllm_generation.sync_weights()
+        # TRL's own name for this time, so charts of its runs show it too.
         _trl.record_metrics(self, {"perf/weight_sync_s": time.perf_counter() - started}, latest=frozenset())
 
     def _record_sync(self, report: "SyncReport") -> None:
@@ -132,6 +136,7 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
 
     def _release_adapters(self) -> None:
         if self._syncs_adapters and self.rollout_worker is not None:
+            # First, as it samples from the versions that are unloaded next.
             self.rollout_worker.stop()
         super()._release_adapters()
 

@@ -25,6 +25,7 @@ _TRL_FIELDS = (
 )  # fmt: skip
 # The active version, and the one before it.
 _KEPT_FOR_OVERLAP = 2
+# "colocate" from 1.11 to 1.16; read from TRL, so that messages about an unset mode stay true.
 _TRL_VLLM_MODE = trl.GRPOConfig.vllm_mode
 _T = TypeVar("_T")
 
@@ -235,12 +236,14 @@ def check_sync_fields(args: Any) -> None:
     from trl_lora_sync.engines.registry import ENGINES
 
     is_async = isinstance(args, AsyncLoRASyncConfig)
+    # First, as TRL's other configurations lack fields that are read below, and their own reason is the better message.
     refuse_others(type(args), is_async=is_async)
     _check_fields(args)
     for name, choices in _CHOICES.items():
         check_choice(name, getattr(args, name), choices)
     if not args.use_vllm:
         raise _contradiction("use_vllm=False", "the adapter is loaded by vLLM or SGLang", "Set use_vllm=True")
+    # TRL's own field, a plain string, so `_CHOICES` does not have it.
     check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
     if args.vllm_mode == "colocate":
         _check_colocate(args)
@@ -516,6 +519,7 @@ def server_urls(args: Any) -> tuple[str, ...]:
                 f"vllm_server_base_url={text!r}: {url!r} is not a URL. Expected something like http://localhost:8000, "
                 "or several of these with commas in between."
             )
+    # URLs for OpenAI's clients end so, and the routes here are appended to the server's root.
     plain = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
     twice = sorted({url for url in plain if plain.count(url) > 1})
     if twice:
@@ -547,6 +551,7 @@ def sync_settings(args: Any) -> "PolicySettings":
         "serving": args.lora_sync_serving,
         "verify": args.lora_sync_verify,
         "verify_tolerance": args.lora_sync_verify_tolerance,
+        # A field of GOLD's and IW-OPD's configurations (1.16); the other trainers sync whenever the step has changed.
         "samples_older": getattr(args, "vllm_sync_frequency", 1) > 1,
     }
     if args.vllm_mode == "colocate":

@@ -36,6 +36,7 @@ def run_on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     if accelerator.is_main_process:
         outcome = [_attempt(act)]
     if accelerator.num_processes > 1:
+        # An exception that does not pickle would fail inside the broadcast, which the others have entered.
         shared = [sendable(outcome[0])] if accelerator.is_main_process else [None]
         broadcast_object_list(shared, from_process=0)
         if not accelerator.is_main_process:
@@ -58,6 +59,7 @@ def run_on_all(accelerator: Accelerator, act: Callable[[], T]) -> T:
     result, error = _attempt(act)
     errors = [error]
     if accelerator.num_processes > 1:
+        # accelerate joins the lists in the order of processes (1.15), so a place in it is the number of a process.
         errors = gather_object([sendable((None, error), accelerator.process_index)[1]])
     failed = next((number for number, failure in enumerate(errors) if failure is not None), None)
     if failed is None:
@@ -86,6 +88,7 @@ def gather_weights(accelerator: Accelerator, linears: Sequence[nn.Module], root:
     layouts = [[(shard.layout, shard.region) for shard in sharded.values()]]
     if accelerator.num_processes > 1:
         layouts = gather_object(layouts)
+    # Before the reduction, in which buffers of different sizes may hang or be mixed up.
     check_layouts(layouts)
     if not sharded:
         return {}
@@ -218,6 +221,7 @@ def sendable(outcome: tuple[Any, BaseException | None], process_index: int = 0) 
     if error is None:
         return outcome
     try:
+        # Both ways: an exception whose `__init__` requires keywords pickles, and fails when it is read.
         pickle.loads(pickle.dumps(error))
     except Exception:
         return None, RemoteProcessError(

@@ -82,6 +82,7 @@ def trial_weights(linears: Sequence[nn.Linear], strength: float, device: torch.d
         for linear, size in ((lora_A, 1.0), (lora_B, strength)):
             shape = (linear.out_features, linear.in_features)
             weight = torch.randn(shape, generator=random, device=device, dtype=linear.weight.dtype)
+            # So that the size of a layer's output does not depend on its width.
             weights[linear] = weight.mul_(size / linear.in_features**0.5)
     return weights
 
@@ -137,6 +138,7 @@ def computing_with(weights: Mapping[Any, Tensor | None]) -> Iterator[None]:
         for module, weight in weights.items():
             if isinstance(module, nn.Parameter) or is_read_directly(module):
                 parameter = module if isinstance(module, nn.Parameter) else module.weight
+                # Before the change, so that an error in it restores this parameter too.
                 hooks.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = torch.zeros_like(parameter) if weight is None else weight.to(parameter.data)
             else:
@@ -239,6 +241,7 @@ def _score(model: Any, forward: Any, prompt: Prompt, device: torch.device | None
     else:
         inputs, scored = {"input_ids": torch.tensor([list(prompt)], device=device)}, len(prompt) - 1
     with _evaluation_mode(forward), _not_compiled():
+        # In float32, so that the softmax rounds nothing on top of the model's own dtype.
         logits = forward(**inputs).logits[0, :-1][-scored:].float()
     return logits.log_softmax(-1), inputs["input_ids"][0, -scored:]
 

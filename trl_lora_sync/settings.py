@@ -102,6 +102,7 @@ class SyncSettings(PolicySettings):
     def versions_at_once(self) -> int:
         """How many versions a server needs room for: all that are sampled from, and the next one."""
         if self.staleness is not None:
+            # The newest one, as many older ones as samples may be behind, and the version that is loaded meanwhile.
             return self.staleness + 2
         return 2 if self.overlap else 1
 

@@ -132,6 +132,7 @@ def whole_in_forward(model: nn.Module, device: torch.device) -> Iterator[None]:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     buffers.append((module, name, buffer))
+                    # Not by `module.to`, which would move the shards of the parameters as well.
                     module._buffers[name] = buffer.to(device)
         yield
     finally:
@@ -153,6 +154,7 @@ def _gather_around_forward(module: nn.Module, parameters: list[nn.Parameter]) ->
     def after(*_: Any) -> None:
         gathered.pop().__exit__(None, None, None)
 
+    # The second one after an error too, or the parameters would stay gathered on this process alone.
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
 
 
@@ -177,6 +179,7 @@ def _fsdp1_places(root: nn.Module) -> dict[tuple[int, str], tuple[Any, int]]:
     if not any(isinstance(module, FullyShardedDataParallel) for module in module_tree(root)):
         return places
     for unit in FullyShardedDataParallel.fsdp_modules(root):
+        # A unit whose parameters are all in units below it has none.
         if unit._handle is not None:
             flat = unit._handle.flat_param
             for number, info in enumerate(flat._param_infos):
@@ -213,6 +216,7 @@ def _zero3_shard(weight: Any) -> Shard:
             f"{WEIGHTS_WAY_OUT}."
         )
     start = torch.distributed.get_rank(weight.ds_process_group) * part.ds_numel
+    # With few elements and many processes, the last partitions hold nothing but padding.
     stop = max(start, min(start + part.ds_numel, weight.ds_numel))
     return Shard(values=part.view(-1)[: stop - start], shape=weight.ds_shape, region=((start, stop),), is_flat=True)
 

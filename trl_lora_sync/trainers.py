@@ -60,6 +60,7 @@ class LoRASyncTrainer:
         given = _given(type(self), args, kwargs)
         config: Any = given.get("args")
         self._syncs_adapters = getattr(config, "vllm_sync_strategy", "weights") == "lora_adapter"
+        # Before the imports below: with "weights" the trainer is TRL's bit for bit, and loads nothing more.
         if not self._syncs_adapters:
             super().__init__(*args, **kwargs)
             return
@@ -67,6 +68,7 @@ class LoRASyncTrainer:
         from trl_lora_sync.config import check_reference, check_sync_fields, sync_settings
         from trl_lora_sync.run_log import RunLog
 
+        # All checks come before TRL's `__init__`, which loads the model: a wrong run fails in seconds.
         self._check_trainer(config)
         check_sync_fields(config)  # fields may have been set after the config was made
         self._check_arguments(config, given)
@@ -76,9 +78,11 @@ class LoRASyncTrainer:
         sync = {
             "settings": settings,
             "on_sync": self._record_sync,
+            # TRL adds an adapter to a model without one; an adapter that the model came with may have been trained.
             "is_new": not hasattr(given["model"], "peft_config"),
         }
         self._build(sync, given, *args, **kwargs)
+        # After `_build`, as Transformers makes the list of callbacks in its `__init__`.
         self.add_callback(RunLog(self))
         if config.lora_sync_overlap:
             self._start_overlap()
@@ -128,6 +132,7 @@ class LoRASyncTrainer:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`. At its end, also on an error, versions are unloaded and deleted, and the syncs summed up."""
+        # A trainer may train several times, and each training has a summary.
         self._totals = None
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -174,6 +179,7 @@ class LoRASyncTrainer:
             # The last update of an epoch may have fewer batches.
             updates = -(-(look.known - look.taken) // per_update) + 1 + in_next_epoch // per_update
             batch = _trl.batch_of_next_epoch(self, in_next_epoch)
+        # The training ends before that batch, so sampling it would be for nothing.
         if self.state.global_step + updates >= self.state.max_steps:
             return None
         prompts = None if batch is None else _trl.tokenized(self, batch)
@@ -187,6 +193,7 @@ class LoRASyncTrainer:
 
         There, Transformers (5.23) silently saves nothing. Only its checkpoints hold the adapter, as shards.
         """
+        # With `_internal_call` it is a checkpoint, which holds the adapter as shards.
         if self._syncs_adapters and not _internal_call and _trl.saves_shards_only(self):
             self._save_adapter(output_dir)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
@@ -199,6 +206,7 @@ class LoRASyncTrainer:
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `compute_loss`. With `vllm_server_sleep` the server first releases its KV cache."""
+        # An evaluation computes losses between generations, so the servers keep their memory then.
         if self._syncs_adapters and self.model.training:
             self.vllm_generation.sleep()
         return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
@@ -208,6 +216,7 @@ class LoRASyncTrainer:
             self.vllm_generation.close()
             if self._look_ahead is not None:
                 self._look_ahead.forget()
+            # The versions are unloaded, so the next training or evaluation must sync, though the step may be the same.
             _trl.forget_last_sync(self)
 
     def _sum_up(self) -> None:
@@ -219,6 +228,7 @@ class LoRASyncTrainer:
 
         self._totals = self._totals or SyncTotals()
         self._totals.add(report)
+        # The mean of several versions between two logs would be none of them.
         _trl.record_metrics(
             self, report.metrics(), latest=frozenset({f"{PREFIX}{name}" for name in ("version", "servers", "verified")})
         )
@@ -263,6 +273,7 @@ def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     init = next(one.__init__ for one in trl_classes(trainer_class) if "__init__" in vars(one))  # type: ignore[misc]
     signature = inspect.signature(init)
+    # None takes the place of `self`.
     given = dict(signature.bind(None, *args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:

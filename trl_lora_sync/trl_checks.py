@@ -170,9 +170,11 @@ def check_trainer(trainer_class: type) -> None:
         tree = _class_tree(one)
         if tree is not None:
             uses.visit(tree)
+        # A tested TRL is accepted without its source.
         elif TRL.doubt(trl.__version__):
             changes.append(f"the source of {one.__name__} cannot be read")
     names = [one.__name__ for one in classes if one.__name__ != "_BaseTrainer"]
+    # A trainer in `_STABLE` is known to sample so; without the call there, TRL has changed.
     if not changes and not uses.builds_generation and not _STABLE & set(names):
         raise UnsupportedSettingError(
             f'{names[0]} cannot be used with vllm_sync_strategy="lora_adapter": it does not sample with '
@@ -200,6 +202,7 @@ def check_colocate() -> None:
         ("__init__", "self.tensor_parallel_size = "),
     ):
         tree = _function_tree(getattr(generation, method))
+        # `ast.unparse` has one form of quotes and line breaks, so source may be formatted in another way.
         if tree is not None and wanted not in ast.unparse(tree):
             changes.append(f"{GENERATION_CLASS}.{method} has no {wanted.rstrip('(= ')}")
     _raise_if_changed(changes)
@@ -232,6 +235,7 @@ def check_overlap(trainer_class: type) -> None:
 
 def _overlap_changes() -> Iterator[str]:
     """Whether the trainer samples when it is expected to, what it is expected to, and keeps the ratios."""
+    # TRL decorates it for profiling (1.11 to 1.16), and the source of the wrapper has none of these lines.
     tree = _function_tree(inspect.unwrap(trl.GRPOTrainer._prepare_inputs))
     lines = {ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If)} if tree else None
     if lines is not None and _SAMPLES_IF not in lines:
@@ -294,6 +298,7 @@ def check_async(trainer_class: type) -> None:
     for owner, names in ((loop, _ASYNC_GIVEN), (trls, ("rollout_worker", "weight_transfer"))):
         missing = set(names) - set(inspect.signature(owner.__init__).parameters)
         changes += [f"{owner.__name__} takes no {', '.join(sorted(missing))}"] if missing else []
+    # The text is read only if all methods are there, as a missing one has none.
     _raise_if_changed(changes or [*_async_loop_changes(loop), *_async_trainer_changes(trls)], TRL_ASYNC)
 
 
@@ -347,6 +352,7 @@ def check_async_built(trainer: Any, worker_class: type) -> None:
         for attribute in ("accelerator", "is_fsdp_enabled", "model_version", "rollout_worker")
         if not hasattr(trainer, attribute)
     ]
+    # TRL builds the worker on process 0 alone (1.16).
     if trainer.accelerator.is_main_process and not isinstance(getattr(trainer, "rollout_worker", None), worker_class):
         changes.append(f"a {name} builds its {ASYNC_WORKER} in another way")
     if not {"train", "eval"} <= set(getattr(trainer, "_metrics", ())):
@@ -387,6 +393,7 @@ def check_arguments(generation_class: type, /, *args: Any, **kwargs: Any) -> Non
         [
             f"the trainer passes {name}={value!r} to {GENERATION_CLASS}, which is not known here"
             for name, value in given.items()
+            # A new parameter with its default changes nothing, so a newer TRL that has one can be used.
             if name not in _STORED | _IGNORED and value != signature.parameters[name].default
         ]
     )
@@ -493,6 +500,7 @@ def _parameter_changes(what: str, function: Callable[..., Any], expected: Sequen
     for name in found:
         if name not in expected:
             yield f"{what} takes another parameter, {name}"
+    # Some of these functions are called with arguments by position, such as `get_batch_samples` by Transformers.
     if sorted(found) == sorted(expected) and found != tuple(expected):
         yield f"{what} takes its parameters in another order"
 
@@ -686,6 +694,7 @@ def _own_nodes(module: ast.AST) -> Iterator[ast.AST]:
     while left:
         node = left.pop()
         yield node
+        # What a function inside returns is not what the outer one returns.
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             left.extend(ast.iter_child_nodes(node))
 
@@ -715,6 +724,7 @@ def _module_tree(name: str) -> ast.AST | None:
 
 def _raise_if_changed(changes: Sequence[str], known: KnownVersions = TRL) -> None:
     if changes:
+        # All patches of the newest tested version are accepted.
         newest = Version(f"{known.newest.major}.{known.newest.minor + 1}")
         raise UnsupportedTRLError(
             f"TRL {trl.__version__} is installed, which adapter sync cannot use: {'; '.join(changes)}. "

@@ -18,6 +18,7 @@ def out() -> "Console":
     """Standard output. Lines are never cut or wrapped, so that they can be searched and copied."""
     from rich.console import Console
 
+    # Without markup, for which rich would take text in square brackets.
     return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 

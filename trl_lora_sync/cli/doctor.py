@@ -138,6 +138,7 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
         start = start_command(url, *_serve_arguments(case))
         check_listening(url, case.timeout_s, f"Start one{where} with `{start}`, or correct the URL.")
     except LoRASyncError as error:
+        # How it would serve is not known, so by the rules of the default of `lora_sync_serving`.
         _judge_features(diagnosis, case, "runtime")
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis
@@ -189,6 +190,7 @@ def _identify(diagnosis: Diagnosis, case: Case) -> None:
     for spec in ENGINES.values():
         for key in (NO_KEY, APIKey(spec.api_key_variable)) if spec.guards_version else (NO_KEY,):
             client = HTTPClient(diagnosis.url, api_key=key, is_local=is_local_url(diagnosis.url))
+            # A server of the other engine answers with an error, with text, or with JSON of another form.
             with contextlib.suppress(LoRASyncError, ValueError, AttributeError):
                 asked = client.request("GET", spec.version_route, case.deadline("Asking for the version"))
                 if version := runtime.run(asked).json().get("version"):

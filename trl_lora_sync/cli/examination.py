@@ -60,6 +60,7 @@ def examine(server: "ServerHandle", case: Case, diagnosis: Diagnosis, scores: li
 
     served = server.engine.capabilities
     diagnosis.engine, diagnosis.version, diagnosis.base_model = served.engine, served.version, served.base_model
+    # Before the checks load adapters of our own, which would be listed among the leftovers.
     _look_for_leftovers(server, case, diagnosis)
     transport, expected = _transport(case, server), _expected(case, server, scores)
     store = TrialStore(transport, server.ledger, clean_up_s=case.timeout_s) if transport else None

@@ -59,6 +59,7 @@ def outliers(points: Sequence[Point]) -> list[Outlier]:
     found = []
     if len(finite) >= _FEWEST:
         away = [value - near for value, near in zip(middle, usual, strict=True)]
+        # With this factor it estimates the standard deviation of normal noise, and outliers hardly move it.
         spread = 1.4826 * statistics.median(map(abs, away))
         found = [
             Outlier(step=step, value=value, usual=near)

@@ -30,10 +30,12 @@ def with_all_gpus(environ: Mapping[str, str]) -> str | None:
 def gpus_of_host() -> list[str]:
     """The UUIDs of the GPUs of this host or container, whatever CUDA_VISIBLE_DEVICES is; empty without a driver."""
     try:
+        # By NVML, as CUDA sees the visible GPUs only.
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return []
     count, device, uuid = ctypes.c_uint(), ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
+    # Every value but 0 is an error, such as a driver that is not loaded.
     if nvml.nvmlInit_v2():
         return []
     try:

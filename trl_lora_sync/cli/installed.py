@@ -80,6 +80,7 @@ def find_engine(engine: str, python: Path | None, *, option: str = "--python") -
     interpreter = python or Path(sys.executable)
     command = [str(interpreter), "-c", _FIND, *ENGINES[engine].distributions]
     try:
+        # In that interpreter, as packages of another environment cannot be found from here.
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise UsageError(f"{option} {interpreter} does not run ({error}).") from error
@@ -97,6 +98,7 @@ def _starts(script: Path) -> bool:
     """Whether a console script is there with the interpreter that it names, as in an environment that was not moved."""
     try:
         with script.open("rb") as file:
+            # A binary may have no line break, so the read is bounded.
             first = file.readline(1000).decode(errors="replace").strip()
     except OSError:
         return False

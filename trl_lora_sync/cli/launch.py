@@ -71,8 +71,10 @@ class EngineArguments:
         self._values: dict[str, list[str]] = {}
         name = ""
         for argument in arguments:
+            # A negative number is a value.
             if argument.startswith("-") and not _is_number(argument):
                 name, _, value = argument.partition("=")
+                # vLLM's parser takes either spelling (0.31, utils/argparse_utils.py).
                 name = name.replace("_", "-")
                 self._values[name] = [value] if "=" in argument else []
             elif name:

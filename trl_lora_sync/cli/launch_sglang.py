@@ -33,6 +33,7 @@ def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str
         "--max-loras-per-batch": str(request.keep + 2),  # one of them is the base model
         "--lora-target-modules": request.modules or USUAL_MODULES,
     }
+    # Without it the trainer refuses `vllm_server_sleep`, as SGLang would keep its memory.
     if request.sleeps:
         flags["--enable-memory-saver"] = None
     notes += port_notes(

@@ -60,6 +60,8 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     flags: dict[str, str | None] = {
         "--host": request.host,
         "--port": str(request.port),
+        # vLLM's default is before the temperature (0.31, config/model.py), and TRL compares with log-probabilities
+        # after it.
         "--logprobs-mode": "processed_logprobs",
     }
     env: dict[str, str] = {}
@@ -70,6 +72,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
             "--enable-lora": None,
             "--max-lora-rank": str(VLLM.allowed_max_lora_rank(request.lora_rank)),
             "--max-loras": str(slots),
+            # vLLM does not start with fewer of these than `--max-loras` (0.31, config/lora.py).
             "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
         }
         if request.adapts_vision:
@@ -77,6 +80,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         # The trainer learns from the quick loader that the server takes that form.
         if request.adapts_experts and request.loads_quickly and installed.parsed() >= _STACKED_EXPERTS_FROM:
             flags["--enable-mixed-moe-lora-format"] = None
+        # Without it vLLM has no routes that load adapters (0.22 to 0.33).
         env[RUNTIME_LORA] = "True"
     visible = with_all_gpus(environ) if has_written_slots and not on_cpu else None
     # Ray would place workers on them.
@@ -92,6 +96,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         flags["--api-server-count"] = "1"  # vLLM starts one per replica otherwise, and refuses runtime loading then
     if request.sleeps:
         flags["--enable-sleep-mode"] = None
+        # Without it vLLM has no routes for sleep (0.31).
         env["VLLM_SERVER_DEV_MODE"] = "1"
         notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
     if on_cpu:

@@ -33,6 +33,7 @@ def read_peft_config(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{file} cannot be read ({error}). Give a folder that PEFT or a trainer has saved an adapter to."
         ) from error
+    # PEFT's default (0.21), for a configuration that leaves it out.
     return {"r": 8, **saved}
 
 
@@ -74,6 +75,7 @@ def _keys_in(file: Path) -> list[str]:
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
+            # The length is the file's own claim, which may be any number in a damaged one.
             return list(json.loads(opened.read(min(length, _MAX_HEAD_BYTES))))
     except (OSError, ValueError, struct.error):
         return []

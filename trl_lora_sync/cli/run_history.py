@@ -73,6 +73,7 @@ class Run:
             if step in generated:
                 generate = generated[step]
                 sync = synced.get(step, 0.0) * syncs.get(step, 0.0) / max(1.0, step - before)
+                # These are means over different steps, so their sum may be above the whole.
                 sync = min(sync, max(0.0, whole - generate))
                 parts["generate"].append((step, generate))
                 parts["train"].append((step, max(0.0, whole - generate - sync)))
@@ -121,6 +122,7 @@ def _log(file: Path) -> tuple[dict[str, Any], list[Row]]:
     header: dict[str, Any] = {}
     rows: list[Row] = []
     try:
+        # A run that was killed may have left half of a character.
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
     except OSError as error:
         raise UsageError(f"{file} cannot be read ({error}).") from error

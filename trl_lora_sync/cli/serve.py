@@ -38,6 +38,7 @@ class Command(TyperCommand):
         return [*super().collect_usage_pieces(ctx), "[-- ENGINE ARGUMENTS]"]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # At the first one; another belongs to the engine.
         end = args.index("--") if "--" in args else len(args)
         typed, rest = args[:end], args[end + 1 :]
         if not {"--help", "-h"}.isdisjoint(typed):  # whatever else is there
@@ -119,12 +120,14 @@ def run(
         out().print(launch.shell_line())
         return
     err().print(launch.shell_line(), style="bold")
+    # `exec` replaces this process without its cleanup, and what is buffered would be lost.
     sys.stdout.flush()
     sys.stderr.flush()
     _become(launch)
 
 
 def _become(launch: Launch) -> NoReturn:
+    # Not a child process, so that signals and the exit status are the engine's.
     os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.env})
 
 

@@ -74,6 +74,7 @@ def run(
                 f"{folder} is not a folder. Give the lora_sync_dir of the runs, their output_dir, or a server's URL."
             )
         with working(f"sweeping {folder}"):
+            # The target may be an output_dir, whose runs are in a folder below it.
             lines = [*sweep_folder(folder, dry_run), *sweep_folder(default_sync_dir(False, folder), dry_run)]
         _show(folder, lines)
 
@@ -120,6 +121,7 @@ def sweep_server(url: str, args: Options) -> list[str]:
 
     is_local = is_local_url(url)
     root = (args.dir or default_sync_dir(is_local, ".")).absolute()
+    # As `AdapterStore` names it, since the path that the server lists is compared as text.
     seen_as = (args.server_dir or str(root)).rstrip("/")
     engine = runtime.run(
         connect_engine(url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"), serving="auto")
@@ -138,6 +140,7 @@ def sweep_server(url: str, args: Options) -> list[str]:
             else:
                 lines.append(_unload(engine, name, deadline, dry_run=args.dry_run))
         if root.is_dir():
+            # Listed again, as files stay while the server still has their adapter.
             left = loaded if args.dry_run else runtime.run(engine.loaded(deadline("Listing adapters")))
             lines += sweep_folder(
                 root,

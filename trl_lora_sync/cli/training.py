@@ -74,8 +74,10 @@ def run(
         out().print(_with_ours_first(name, parser).format_help(), end="")
         return
     accelerates = launch_command_parser()
+    # argparse's own table of flags, for which it has no public name.
     known = {"--accelerate_config", *parser._option_string_actions, *accelerates._option_string_actions}
     _check_flags(name, [argument.partition("=")[0] for argument in arguments if argument.startswith("--")], known)
+    # `env` has variables for the environment, which TRL's parser sets (1.16, scripts/utils.py).
     _check_flags(name, [f"--{setting}" for setting in settings if setting != "env"], known)
     try:
         # What is left over is for accelerate: from the file, and, as a part of `arguments` in their order, typed.
@@ -87,6 +89,7 @@ def run(
         raise
     except ValueError as error:
         raise UsageError(str(error)) from error
+    # By its path, as TRL launches its own scripts (1.16, cli/accelerate_launcher.py).
     file = str(resources.files("trl_lora_sync.scripts").joinpath(f"{name}.py"))
     launch_command(accelerates.parse_args([*options, file, *without(arguments, typed)]))
 

@@ -36,6 +36,8 @@ def explain_unknown(serve: str, known: Mapping[str, bool], typed: Sequence[str],
         if meant := similar_flag(flag, known):
             return f"{flag} is not known. Did you mean {meant}?"
     shown = f"{', '.join(flags)} {'is' if len(flags) == 1 else 'are'} not known"
+    # An unknown flag may take any number of values. The first count that leaves an engine and a model is the likely
+    # one.
     for most_values in (len(typed), 1, 0):
         kept, others, places = _separate(known, typed, most_values)
         if len(places) == 2 and places[0] in ENGINES:

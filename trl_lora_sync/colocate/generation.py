@@ -70,20 +70,25 @@ class ColocateGeneration(AdapterGeneration):
     def _init_vllm(self) -> None:
         """**Collective.** Start vLLM in this process, and prove that it samples from what it is given."""
         self._look_at_model()
+        # The holder is built after the engine, which needs the gate; it is looked up when something samples.
         self.gate = engine.SamplingGate(self._before_sampling, lambda policy: self.holder.serving(policy))
         linears = run_on_all(self.accelerator, self.linears)
         run_on_all(self.accelerator, self._check_serving)
         reason = self._reason_against_sharing()
         if reason is None and not self._waits_on_host:
+            # vLLM requires its share of the GPU to be free when it starts (0.31, v1/worker/utils.py `request_memory`),
+            # and torch keeps what a model has left until its cache is emptied.
             self.model.to("cpu")
             torch.cuda.empty_cache()
             self._waits_on_host = True
+        # Of each lora_A. The difference to an initial adapter has twice the rank.
         rank = max(linear.out_features for linear in linears[::2]) * (2 if self._initial else 1)
         options = engine.lora_options(rank) if self.settings.serving == "runtime" else {}
         options |= {"dtype": self.settings.dtype} if self.settings.dtype else {}
         with _trl.engine_class(lambda **given: engine.build(options, self.gate, **given)):
             super()._init_vllm()
         base_note = self._share_base(reason)
+        # The export rounds to the dtype that vLLM keeps, so a version can be compared with its slot bit by bit.
         self.dtype = engine.lora_dtype(self.llm) if options.get("enable_lora") else engine.model_dtype(self.llm)
         self.holder = run_on_all(self.accelerator, self._make_holder)
         base = self._trained_base()
@@ -109,12 +114,14 @@ class ColocateGeneration(AdapterGeneration):
         reason = shared_base.reason_against(
             self.model, self.settings.base, self.settings.dtype, self.accelerator, self.tensor_parallel_size
         )
+        # The initialisation subtracted the first adapter from it, and vLLM has the checkpoint's base.
         if reason is None and self._initial:
             reason = "the initialisation of the adapter has changed the trainer's base"
         return self._agree_on_sharing(reason)
 
     def _agree_on_sharing(self, reason: str | None) -> str | None:
         """**Collective.** The first reason of any process against sharing."""
+        # One decision for all, as only with a shared base do they enter the collectives that follow.
         reason = next((one for one in gather_object([reason]) if one is not None), None)
         if reason is not None and self.settings.base == "shared":
             raise shared_base.refusal(reason)
@@ -233,9 +240,11 @@ class ColocateGeneration(AdapterGeneration):
         policy = run_on_all(self.accelerator, lambda: self._load(f"version-{version}", adapter, timer))
         # Not before every process has loaded it, see `_prove`.
         evidence = None if trained is None else self._verify(policy, trained, timer)
+        # Only now, on all of them: until here, a failure on any process leaves the last version active on each.
         self.gate.policy, self.gate.is_ready = policy, True
         self.active, self.active_name, self._published = policy, policy.name, current
         self.layout = adapter.layout
+        # `is_proven`, and whether there is evidence, agree on all processes: all of them enter the collective, or none.
         self.is_proven = self.is_proven or (evidence is not None and self._prove_all(evidence))
         self.on_sync(self._report(version, adapter, timer, evidence))
 
@@ -250,6 +259,7 @@ class ColocateGeneration(AdapterGeneration):
         adapter = run_on_all(self.accelerator, lambda: read(PLAIN))
         if self.accelerator.num_processes == 1:
             return adapter
+        # DDP keeps the adapters equal, so a digest of each is enough and no tensor is sent.
         digest = run_on_all(self.accelerator, lambda: fingerprint(list(adapter.tensors.values())))
         if len(set(gather_object([digest]))) > 1:
             raise VerificationError(
@@ -279,6 +289,7 @@ class ColocateGeneration(AdapterGeneration):
         if mine and mine[0].flat.device == device:
             return mine[0].flat
         size, dtype = sum(map(torch.Size.numel, described.shapes.values())), described.dtype
+        # Kept from one sync to the next, as the recorded copies of `AdapterSlots` read from this address.
         if flat is None or (flat.numel(), flat.dtype, flat.device) != (size, dtype, device):
             flat = self._received = torch.empty(size, dtype=dtype, device=device)
         if mine:
@@ -334,6 +345,8 @@ class ColocateGeneration(AdapterGeneration):
         """**Collective.** TRL's `generate`, from the active version; arguments and result are TRL's."""
         if self.active_name is None or self._has_changed():
             self.sync_weights()
+        # On all, as TRL's `generate` is collective under tensor parallelism, and would wait for a process that failed
+        # here.
         run_on_all(self.accelerator, self._check_active)
         timer = PhaseTimer()
         sample = super().generate
@@ -343,6 +356,8 @@ class ColocateGeneration(AdapterGeneration):
 
     def _before_sampling(self) -> None:
         """Before each call of `llm` that samples; of rollout functions and tools, too."""
+        # With several processes a sync is collective, and the others may not be sampling: then the gate refuses the
+        # request.
         if self.active_name is None and self.accelerator.num_processes == 1:
             self.sync_weights()
         else:

@@ -73,6 +73,7 @@ class AdaptersInWeights(ABC):
             self.check(policy)
             name = policy.name
         if self._cached != name:
+            # For the base as well: no request names an adapter here, so blocks of different weights have equal keys.
             engine.empty_prefix_cache(self._llm)
             self._cached = name
         with self._merged(policy):
@@ -131,9 +132,11 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         """Write all weights that any adapter has changed; if it fails, all of them are written before the next use."""
         self._is_whole = False
         device = next(iter(self._parameters.values())).device
+        # Under the trainer's autocast the product would be rounded to half precision before it is added.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for module, pieces in self._pieces.items():
                 base = self._base[module].data
+                # PEFT's `fan_in_fan_out`: the weight is `(in_features, out_features)`, as in Conv1D of Transformers.
                 base = base.T if self._is_transposed else base
                 for piece in pieces:
                     target = part_of(self._parameters[piece.owner], piece)
@@ -159,6 +162,7 @@ class FoldedIntoSharedWeights(AdaptersInWeights):
         if list(matrices) != self._modules:
             self._modules = list(matrices)
             rank = next(iter(matrices.values()))[0].shape[0]
+            # For other modules only: it compiles kernels, and sums up the bits of every weight.
             self._folded = FoldedBase([self._base[name].data for name in self._modules], rank)
 
     def _merged(self, policy: Policy | None) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The frozen matrices of the trainer's base model, by the names of their modules on the server; tied ones once."""
     names = ServedNames.of(model)
     return {
+        # Norms and biases are small vectors, of which trainer and vLLM each keep a copy.
         names.served(unwrapped_path(name).removesuffix(".weight").replace(_WRAPPED, "")): weight
         for name, weight in model.named_parameters()
         if weight.ndim >= 2 and not weight.requires_grad
@@ -48,6 +49,7 @@ def find(llm: Any, shapes: dict[str, tuple[int, int]]) -> dict[str, list[Piece]]
         PlacementError: vLLM does not keep them as matrices of this kind.
     """
     with _unwrapped(engine.served_model(llm)) as model:
+        # vLLM fills the rows below an embedding up to its padded vocabulary, which copies no part of a weight.
         return find_pieces(
             model.load_weights, _parameters_of(model), shapes, engine.model_dtype(llm), skip_padding=True
         )
@@ -109,6 +111,7 @@ def _unwrapped(model: nn.Module) -> Iterator[Any]:
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 
+    # A list before anything is replaced, as `modules()` walks the tree that is changed below.
     wrapped = [
         (parent, name, child)
         for parent in model.modules()

@@ -20,6 +20,7 @@ _HALF = (torch.bfloat16, torch.float16, "bfloat16", "float16", "auto")
 
 def shards_base(args: Any) -> bool:
     """Whether a launcher will shard the trainer's base model, as far as it shows before a model is loaded."""
+    # `accelerate launch` hands its own configuration on by the environment alone (1.15, utils/launch.py).
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         return True
     config = getattr(args, "hf_deepspeed_config", None)
@@ -60,6 +61,7 @@ def may_share(args: Any, model: Any) -> bool:
     """
     if args.vllm_colocate_base == "own" or args.vllm_tensor_parallel_size > 1 or args.device.type != "cuda":
         return False
+    # Every stage of ZeRO, as `reason_against` refuses DeepSpeed once the launcher has been set up.
     if shards_base(args) or getattr(args, "deepspeed", None) or _zero_stage():
         return False
     options = args.model_init_kwargs or {}
@@ -91,6 +93,8 @@ def reason_against(
         return "it saves GPU memory, and this is a CPU"
     # Left to itself, vLLM serves in 16 bits whatever the checkpoint holds (0.26 to 0.31, config/model.py).
     served = dtype or torch.bfloat16
+    # Of frozen weights, as PEFT keeps the adapter of a 16-bit base in float32. Which 16-bit format vLLM has chosen
+    # shows once it has started: `find_views` compares it then.
     other = next((weight.dtype for weight in model.parameters() if not weight.requires_grad), served)
     return _other_dtype(other, served) if torch.float32 in (other, served) and other != served else None
 
@@ -119,6 +123,7 @@ def find_views(llm: Any, weights: dict[str, nn.Parameter], served_dtype: torch.d
         views = placing.whole_views(llm, weights)
     except PlacementError as error:
         return f"vLLM keeps the weights in another form: {error}"
+    # All bits, as the trainer's model may differ from the checkpoint that vLLM has loaded in a few elements only.
     different = placing.first_difference(views, weights)
     return f"{different!r} holds other values in vLLM than in the trainer" if different else views
 

@@ -78,6 +78,7 @@ class AdapterSlots:
             VerificationError: the slot does not hold the bits of the adapter.
         """
         layout = adapter.layout
+        # Another trial would copy the slot and give the warning at each sync.
         if layout in self._unfamiliar:
             return Policy(name, adapter_id, self.load_file(name, adapter_id, adapter))
         sources = self._sources(adapter)
@@ -88,6 +89,8 @@ class AdapterSlots:
         if copies is not None:
             torch._foreach_copy_(copies.targets, copies.sources)
             self.compare(name, copies)
+        # The path is never read, as vLLM finds the number loaded (0.31, lora/worker_manager.py). With the name it is
+        # part of the prefix cache's key (0.31, v1/core/kv_cache_utils.py).
         return Policy(name, adapter_id, engine.lora_request(name, adapter_id, f"/{name}"))
 
     @contextmanager
@@ -129,11 +132,13 @@ class AdapterSlots:
         try:
             write_adapter(folder / name, adapter, private=True)
             self.copies.pop(adapter_id, None)
+            # vLLM loads nothing under a number that it has (0.31, lora/worker_manager.py `add_adapter`).
             llm_engine.remove_lora(adapter_id)
             llm_engine.add_lora(request)
         except (ValueError, RuntimeError, AssertionError, OSError, KeyError, IndexError) as error:
             raise AdapterRejectedError(f"vLLM refused the adapter: {type(error).__name__}: {error}") from error
         finally:
+            # vLLM has copied the tensors, or refused them. A folder that stays is never read, as its name is random.
             shutil.rmtree(folder, ignore_errors=True)
         self.contents[adapter_id] = self._record(adapter_id)
         return request
@@ -191,6 +196,7 @@ class AdapterSlots:
                 if name in matrices:
                     layer.set_lora(slot, *matrices.pop(name))
             elif any(member in matrices for member in members):
+                # A slice without matrices stays at zero (0.31, lora/layers/column_parallel_linear.py `set_lora`).
                 pairs = [matrices.pop(member, [None, None]) for member in members]
                 layer.set_lora(slot, [a for a, _ in pairs], [b for _, b in pairs])
         if matrices:
@@ -228,6 +234,8 @@ def _recording(memory: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """The targets and sources of all copies out of `memory` in the block, which are made as well."""
     targets: list[Tensor] = []
     sources: list[Tensor] = []
+    # The storage, because under tensor parallelism layers copy from slices of what they are given (0.31,
+    # `slice_lora_a`).
     storage = memory.untyped_storage()._cdata
 
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

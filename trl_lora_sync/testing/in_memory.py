@@ -90,6 +90,7 @@ class InMemoryEngine:
     def restart(self) -> None:
         """It is up, and nothing is loaded."""
         self.is_up, self.is_asleep, self._is_paused = True, False, False
+        # A real engine keeps adapters in the memory of its process only.
         self._loaded.clear()
 
     @property
@@ -151,6 +152,7 @@ class InMemoryEngine:
                 f"{adapter.rank}. Start it with max_lora_rank={adapter.rank}; a real server with {command}."
             )
         path = adapter.server_path or "in memory"
+        # By the contract of `Engine`: the same name and path again succeeds, and a name that has another path fails.
         known = self._loaded.get(adapter.name)
         if known is None:
             self._loaded[adapter.name] = _Loaded(path, await offload(partial(self._read, adapter)))
@@ -244,8 +246,10 @@ class InMemoryEngine:
         if self.is_asleep:
             raise GenerationError(f"{self.base_url} has given back its KV cache.")
         key = (model, tuple(prompt))
+        # Without it all samples of one prompt would be the same.
         self._draws[key] += 1
         sampler = Sampler(self.args, self._policy, patch, prompt, params, self._draws[key])
+        # A count and not a flag, so that samples that begin after a pause go on.
         aborts = self._aborts
         self._running += 1
         try:
@@ -263,6 +267,7 @@ class InMemoryEngine:
             "output_token_logprobs": [(value, token, None) for value, token in pairs],
             "output_top_logprobs": [list(zip(*one, strict=True)) for one in sampler.top],
         }
+        # By the reader of SGLang's answers, so that samples pass the checks that a real server's do.
         return read_completion({"output_ids": sampler.output, "meta_info": meta}, prompt, sampling)
 
     async def _next_turn(self, deadline: Deadline, seconds: float) -> None:
@@ -365,6 +370,7 @@ def in_memory_engines(
             return down
         return None if by_url[base_url].is_up else ServerUnreachableError(f"No server answers at {base_url}.")
 
+    # In `server_handle`, which looks these names up at each call.
     with mock.patch.multiple(
         server_handle,
         connect_engine=connect_engine,

@@ -131,6 +131,7 @@ class ToyPolicy(ServedPolicy):
         def matrix(out: int, inside: int, gain: float = 1.0) -> Array:
             return np.asarray(random.standard_normal((out, inside)).astype(np.float32) * gain / np.sqrt(inside))
 
+        # The order of these draws belongs to the seed: in another order, each seed is another base model.
         self._embedding = matrix(shapes.vocab, shapes.hidden, gain=np.sqrt(shapes.hidden))
         self._weights = [{name: matrix(*shapes.of(name)) for name in MODULES} for _ in range(shapes.layers)]
         self._head = matrix(shapes.vocab, shapes.hidden, gain=1.5)
@@ -199,6 +200,7 @@ class ModelPolicy(ServedPolicy):
             if ".lora_A." in key:
                 name = f"{key.removeprefix('base_model.model.').removesuffix('.lora_A.weight')}.weight"
                 lora_B = (tensors or {})[key.replace(".lora_A.", ".lora_B.")]
+                # Detached, or each patch would hold a graph of the weights.
                 adapted[name] = (self._weights[name] + scaling * lora_B.float() @ lora_A.float()).detach()
         return adapted
 

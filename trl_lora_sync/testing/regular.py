@@ -74,6 +74,7 @@ class Regular:
         if operation in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, inner = value
             return self._repeat(least, most, inner, at)
+        # `^` and `$` add nothing, as the whole text must match in any case.
         if operation == "AT":
             return at
         raise ValueError(f"the fake does not know the regular expression element {operation}")
@@ -103,4 +104,5 @@ def _characters(items: list[tuple[Any, Any]]) -> frozenset[str]:
             found.update(map(chr, range(value[0], value[1] + 1)))
         else:
             found |= _CATEGORIES[str(value)]
+    # Of printable ASCII: with all of Unicode, `[^x]` would be a set of a million characters.
     return frozenset(_ANY - found if negated else found)

@@ -26,6 +26,7 @@ def server_args(model_path: str | Path | None, **changes: Any) -> ServerArgs:
         "policy": policy,
         "shapes": policy.shapes,
         "context_length": policy.config.max_position_embeddings,
+        # -1 equals no token, for a model whose samples end by their length alone.
         "eos_token_id": ends[0] if isinstance(ends, list) else -1 if ends is None else ends,
     }
     return ServerArgs(**found | changes)

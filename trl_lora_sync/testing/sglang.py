@@ -125,6 +125,7 @@ class FakeSGLang:
         self.token_delay_s = 0.0
         self.death: str | None = None
         self.other_clients = 0
+        # Reentrant, as the scheduler ends the server (`_die`) from inside of calls that hold it.
         self._cond = threading.Condition(threading.RLock())
         self._http: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
@@ -168,6 +169,7 @@ class FakeSGLang:
         if http is not None:
             http.shutdown()
             http.server_close()
+        # A copy, as handlers remove their sockets meanwhile.
         for open_socket in list(self._sockets):
             with contextlib.suppress(OSError):
                 open_socket.shutdown(socket.SHUT_RDWR)
@@ -1007,7 +1009,9 @@ def _finite(value: Any) -> Any:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    # A restart needs the same port, while connections of the server before it are still closing.
     allow_reuse_address = True
+    # Python's default is 5, and one generation opens up to 64 connections at once.
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -1017,6 +1021,7 @@ class _Server(ThreadingHTTPServer):
 def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        # Headers and body are two writes, of which the second would wait until the client has confirmed the first.
         disable_nagle_algorithm = True
 
         def setup(self) -> None:
@@ -1042,6 +1047,7 @@ def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
             except (SchedulerDiedError, _ClientLeftError):
                 self._break()
                 return
+            # The server may have ended while the answer was made, and a process that has ended sends none.
             if fake.death is not None:
                 self._break()
             elif fake.drop[request.path] > 0:
