@@ -114,6 +114,7 @@ def is_read_directly(module: nn.Module) -> bool:
 
 def shapes_of(experts: Any) -> dict[str, tuple[int, int]]:
     """`(out_features, in_features)` of each parameter of a module of experts, below PEFT's wrappers."""
+    # One wrapper for each adapted parameter, one around the other.
     while hasattr(experts, "get_base_layer"):
         experts = experts.get_base_layer()
     return {name: tuple(getattr(experts, name).shape[1:]) for name in ("gate_up_proj", "down_proj")}
@@ -164,6 +165,7 @@ def _blocks_of(
     (gate_up_A, gate_up_B), (down_A, down_B) = read["gate_up_proj"], read["down_proj"]
     if is_stacked:
         return [
+            # PEFT's key of the inner wrapper, which vLLM takes for gate and up (lora/lora_model.py, 0.31).
             *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank, scaling["gate_up_proj"]),
             *_in_one(path, down_A, down_B, rank, scaling["down_proj"]),
         ]

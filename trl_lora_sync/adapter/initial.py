@@ -50,6 +50,7 @@ def remember_initial(model: "PeftModel", found: Iterable[tuple[LoRAModule, Any, 
     if new and not is_new:
         _check_untrained(model, [(module, layer) for module, layer, _ in new])
     for module, _, holder in new:
+        # Copies, because the optimizer writes to the parameters in place.
         lora_A, lora_B = module.lora_A.detach().clone(), module.lora_B.detach().clone()
         _initial[holder] = replace(module, lora_A=lora_A, lora_B=lora_B)
 
@@ -118,6 +119,7 @@ def _weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
+        # The trainer has loaded the model, so its files are in the cache, and a check starts no download.
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):

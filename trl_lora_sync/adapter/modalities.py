@@ -90,6 +90,7 @@ def _skeleton(model: Any) -> Any:
 
     if isinstance(model, str):
         try:
+            # A check runs no code of a checkpoint.
             config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError):
             return None

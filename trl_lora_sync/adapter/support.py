@@ -140,6 +140,7 @@ def changes_base(init: Any) -> bool:
 def _check_init(value: Any) -> None:
     if value == "loftq":
         raise refuse(f"LoraConfig(init_lora_weights={value!r})", _WHY_NO_LOFTQ, _LOFTQ_FIX)
+    # By `is`, as 1 equals True.
     is_pure = any(value is pure or (isinstance(value, str) and value.lower() == pure) for pure in _PURE_INITS)
     if not is_pure and not changes_base(value):
         raise refuse(

@@ -121,6 +121,7 @@ def read_head(folder: str) -> AdapterFile:
         scaling = _scaling_of(config)
         content = _content_of(head)
         tokens = _tokens_in(config, content)
+    # A missing adapter is answered with 404, by which `FusedMiddleware` knows that a registered version is gone.
     except FileNotFoundError as error:
         message = f"No adapter found for {folder} ({error.strerror}: {error.filename})"
         raise AdapterFileError(message, is_missing=True) from error
