@@ -43,8 +43,11 @@ class Family:
 
 
 FAMILIES = {
+    # Under `mlp`, vLLM 0.26 loads the experts of a Mixtral without an error and serves the base.
+    # It applies an adapter on this router, and ignores one on the router of a Qwen3-MoE.
     "mixtral": Family(moe="block_sparse_moe", projections=("w1", "w3", "w2"), has_router=True),
     "qwen3_moe": Family(),
+    # One tensor for each expert is refused by name (vLLM 0.26).
     "qwen3_vl_moe": Family(projections=None),
 }
 """By `model_type`."""
@@ -156,6 +159,7 @@ def _blocks_of(
     for name, (out_features, in_features) in shapes_of(some.layer).items():
         if name not in read:
             like = some.matrices[0].weight
+            # Of rank 0, as the matrices are padded with zeros to the adapter's rank anyway.
             read[name] = (
                 like.new_zeros(some.experts, 0, in_features),
                 like.new_zeros(some.experts, out_features, 0),

@@ -159,6 +159,7 @@ def _of_embedding(path: str, layer: Any, name: str) -> list[Extra]:
             key=f"{_KEY_PREFIX}{path}.lora_A.weight",
             parameter=wide,
             form=lambda value, dtype: value.float().T,
+            # The other matrix is zero then, so this one may stay as trained, and a trial changes only one of the two.
             neutral=wide.detach,
         ),
         Extra(

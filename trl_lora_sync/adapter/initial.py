@@ -134,6 +134,7 @@ def _key_of(path: str, keys: Iterable[str]) -> str | None:
     """The checkpoint's name for the weight of a module; one of the two may lack the name of the outermost module."""
     wanted = f"{path}.weight"
     found = [key for key in keys if f".{key}".endswith(f".{wanted}") or f".{wanted}".endswith(f".{key}")]
+    # Of several, the comparison might be with the weight of another layer.
     return found[0] if len(found) == 1 else None
 
 
@@ -144,6 +145,7 @@ def _is_split_of(saved: Tensor, layer: Any, module: LoRAModule) -> bool:
     taken, size = lora_B @ lora_A, lora_B.abs() @ lora_A.abs()
     if getattr(layer, "fan_in_fan_out", False):
         taken, size = taken.T, size.T
+    # Rounded as the model's own weight was, which may be loaded in another dtype than the checkpoint's.
     saved = saved.to(device=left.device, dtype=left.dtype).float()
     if saved.shape != left.shape:
         return False

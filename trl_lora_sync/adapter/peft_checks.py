@@ -25,6 +25,7 @@ _NAME, _PATH = "default", "base_model.model.linear"
 _CLOSE = 1e-5
 
 
+# An error is not cached, so it is raised at each call.
 @cache
 def check_peft() -> None:
     """Look at the installed PEFT, once in a process; draws nothing from the random state.

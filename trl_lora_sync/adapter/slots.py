@@ -95,6 +95,7 @@ class Slot:
         """Write `header`, and begin to write what follows it from the memory of a GPU; readers wait for `finish`."""
         self._map[: len(header)] = header
         self._copying = memory.copy_to(self.memory[len(header) :])
+        # Early enough: no path of a version leads to the slot until `AdapterStore.write` moves it there.
         unfinished.begin(self._file)
 
     @property
@@ -158,6 +159,7 @@ class Slot:
 
     def discard(self) -> None:
         """Give it up; other processes keep their mappings. Never fails, and may be called again."""
+        # The copy from the GPU must not go on into memory that is unmapped.
         self.finish()
         self._undo.close()
 
@@ -199,6 +201,7 @@ class SlotRing:
         self._shares = shares
         self._shares_gpu = shares_gpu
         self._memory: GPUMemory | None = None
+        # From 1 on, because a worker that was offered nothing is at 0 (`engine_plugins.shared_files`).
         self._memories = itertools.count(1)
         self.free: list[Slot] = []  # lent to no version
         self._lent: dict[str, Slot] = {}
@@ -292,7 +295,7 @@ class SlotRing:
         memory, self._memory = self._memory, None
         if memory is None:
             return
-        # To free memory that another process has open is undefined (CUDA's manual, `cudaIpcGetMemHandle`).
+        # To free memory that another process has open is undefined (CUDA's manual, `cudaIpcOpenMemHandle`).
         if not is_closed:
             logger.warning(
                 "%.1f MB of the GPU are held until this process ends: a server on this host did not confirm that it "

@@ -63,6 +63,7 @@ _PURE_INITS = (True, False, "gaussian", "eva", "orthogonal")
 # Inits that take `scaling * lora_B @ lora_A` out of the base weights, as they are named in LoraConfig; PiSSA also takes
 # a number of iterations. Source: the same `update_layer`, 0.18 to 0.21.
 _SUBTRACTED_INITS = ("pissa", "pissa_niter_16", "olora", "corda", "lora_ga")
+# PEFT takes "olora" and "gaussian" in any case, and the other names in lower case only (0.21).
 _SUBTRACTED = re.compile(r"pissa|pissa_niter_\d+|(?i:olora)|corda|lora_ga")
 _WHY_NO_LOFTQ = (
     "LoftQ replaces the base weights by rounded ones, which differ from the checkpoint's by more than an adapter holds"

@@ -154,6 +154,7 @@ def _content_of(head: Head) -> Content:
         path = name.removeprefix(_PREFIX)
         module, _, what = path.rpartition(".")
         span = _span(name, entry, head.size, is_matrix=what == "weight" and ".lora_" in path)
+        # PEFT saves every tensor under this prefix, so a key without it is of another format.
         if path == name:
             raise _unknown(name)
         if what == "weight" and module.endswith((".lora_A", ".lora_B")):
@@ -195,6 +196,7 @@ def _tokens_in(config: dict[str, Any], content: Content) -> dict[str, tuple[int,
     }
     counts = {name: span.shape[0] for name, (kind, span) in content.tensors.items() if kind == "rows"}
     are_right = {name: len(indices) for name, (_, indices) in tokens.items()} == counts and all(
+        # A row that is listed twice would get one value or the other, as the device happens to write them.
         len(set(indices)) == len(indices) and all(0 <= one < rows for one in indices)
         for rows, indices in tokens.values()
     )

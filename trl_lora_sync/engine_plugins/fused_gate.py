@@ -119,6 +119,7 @@ class Gate:
             yield
         finally:
             self._is_changing = False
+            # After an error too, since the weights may have held something else meanwhile.
             self._changes += 1
             for one in self.waiting:
                 # Only for requests that wait at this moment. Later ones queue behind a change, which so gets its turn.

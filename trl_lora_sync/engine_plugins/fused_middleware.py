@@ -246,7 +246,7 @@ class FusedMiddleware:
                 answers = await _call(engine, "lora_sync_prepare", name, path) if path is not None else []
                 prepared = time.perf_counter()
                 _check_placed(_good(answers))
-                # The last step that can refuse comes before the first weight changes, so there is nothing to undo then.
+                # Before the first weight changes, so that a refusal leaves nothing to undo.
                 await _reset_caches(engine)
                 reset = time.perf_counter()
                 applied = _good(await _call(engine, "lora_sync_apply", name if path is not None else None))
@@ -386,6 +386,7 @@ async def _paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
         yield
     finally:
         if not was_paused:
+            # Also after a pause that took too long, as the engine would still complete it, and stay paused.
             await engine.resume_generation()
 
 

@@ -29,7 +29,7 @@ from trl_lora_sync.engine_plugins.vllm_push import (
 _DEFAULT_MAX_MB, _DEFAULT_DIRECTORY = "4096", "/dev/shm"
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 # Checked and written off the event loop in pieces of this size, so that no other request waits for an upload.
-# Whole rows of the checksum, which are read where they are.
+# A whole number of rows of `Checksum`, which it reads without a copy.
 _BATCH_BYTES = 2 * ROW_BYTES
 # The largest adapter by default, 4,096 MB, arrives in this time at 7 MB/s.
 UPLOAD_TIMEOUT_S = 600.0

@@ -83,7 +83,7 @@ class PushStore:
             try:
                 folder = self.open_folder()
                 self._check_room(folder, size)
-                # It reserves its room under this lock, so no two uploads can count on the same bytes.
+                # `Upload` reserves its room under this lock, so no two uploads can count on the same bytes.
                 return Upload(self, folder, name, size)
             except OSError as error:
                 raise _refusal(error, self.root) from error
@@ -158,6 +158,7 @@ class Upload:
     def __init__(self, store: PushStore, folder: Path, name: str, size: int) -> None:
         self.name = name
         self.size = size
+        # No adapter's name begins with a dot (`check_name`), so no upload can be renamed onto this folder.
         self.folder = folder / f".{secrets.token_hex(8)}.partial"
         self._store = store
         self._checksum = Checksum()

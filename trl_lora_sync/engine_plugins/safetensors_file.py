@@ -29,7 +29,7 @@ MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, Inde
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # A header that names 36,864 tensors of experts (30B-A3B) has 5.3 MB.
 _MAX_HEADER_BYTES = 64 << 20
-# As in the library. So the tensors begin at a multiple of 8 bytes, without which `view` and `checksum` fail.
+# As in the library. So the tensors of a mapped file begin at whole elements, which `Tensor.view` needs.
 _HEADER_ALIGNMENT = 8
 # Reading is copying out of the page cache, which one thread does at a fraction of the memory's speed.
 _READERS = 8
@@ -180,7 +180,7 @@ class ParallelReader:
 
 def read_into(file: int, view: memoryview, offset: int) -> None:
     while view:
-        # May fill a part only. With an offset of its argument, all threads can share one descriptor.
+        # May fill a part only. Its offset is an argument, so all threads can share one descriptor.
         count = os.preadv(file, [view], offset)
         if not count:
             raise ShortFileError("The file is shorter than its header promises; it was not written completely.")

@@ -205,6 +205,7 @@ class SlotWriter:
         raise error or RuntimeError("Another worker of the group failed; see its log.")
 
     def _add_usually(self, file: int, request: Any) -> None:
+        # vLLM knows nothing of the lock, and would read a file that is not complete.
         unfinished.wait(file)
         self._usual_add(request)
 

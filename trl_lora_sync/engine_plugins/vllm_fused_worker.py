@@ -116,6 +116,7 @@ class FusedModel:
         self._linears = _linears_of(self._model)
         self._embeddings = _embeddings_of(self._model)
         self._experts = experts_of(self._model)
+        # On a CPU vLLM packs linear weights and leaves empty ones (`dispatch_cpu_unquantized_gemm`, 0.31).
         self._packed = {owner for owner, layer in self._linears.items() if layer.weight.numel() == 0}
         self._packed |= {owner for owner, layer in self._experts.items() if _backend_of(layer) == "CPU"}
         self._packed_experts: dict[int, _PackedExperts] = {}
@@ -252,6 +253,7 @@ class FusedModel:
         for module in modules:
             for piece in self.pieces[module]:
                 others = by_owner.setdefault(piece.owner, [])
+                # Each piece is written from the base, so the second of two would undo the first where they overlap.
                 if any(piece.overlaps(other) for other in others):
                     raise PlacementError(f"{module!r} is adapted twice, once as a part of another module.")
                 others.append(piece)
