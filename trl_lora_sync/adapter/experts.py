@@ -43,8 +43,11 @@ class Family:
 
 
 FAMILIES = {
+    # Under `mlp`, vLLM 0.26 loads the experts of a Mixtral without an error and serves the base.
+    # It applies an adapter on this router, and ignores one on the router of a Qwen3-MoE.
     "mixtral": Family(moe="block_sparse_moe", projections=("w1", "w3", "w2"), has_router=True),
     "qwen3_moe": Family(),
+    # One tensor for each expert is refused by name (vLLM 0.26).
     "qwen3_vl_moe": Family(projections=None),
 }
 """By `model_type`."""
@@ -114,6 +117,7 @@ def is_read_directly(module: nn.Module) -> bool:
 
 def shapes_of(experts: Any) -> dict[str, tuple[int, int]]:
     """`(out_features, in_features)` of each parameter of a module of experts, below PEFT's wrappers."""
+    # One wrapper for each adapted parameter, one around the other.
     while hasattr(experts, "get_base_layer"):
         experts = experts.get_base_layer()
     return {name: tuple(getattr(experts, name).shape[1:]) for name in ("gate_up_proj", "down_proj")}
@@ -155,6 +159,7 @@ def _blocks_of(
     for name, (out_features, in_features) in shapes_of(some.layer).items():
         if name not in read:
             like = some.matrices[0].weight
+            # Of rank 0, as the matrices are padded with zeros to the adapter's rank anyway.
             read[name] = (
                 like.new_zeros(some.experts, 0, in_features),
                 like.new_zeros(some.experts, out_features, 0),
@@ -164,6 +169,7 @@ def _blocks_of(
     (gate_up_A, gate_up_B), (down_A, down_B) = read["gate_up_proj"], read["down_proj"]
     if is_stacked:
         return [
+            # PEFT's key of the inner wrapper, which vLLM takes for gate and up (lora/lora_model.py, 0.31).
             *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank, scaling["gate_up_proj"]),
             *_in_one(path, down_A, down_B, rank, scaling["down_proj"]),
         ]

@@ -159,6 +159,7 @@ def _of_embedding(path: str, layer: Any, name: str) -> list[Extra]:
             key=f"{_KEY_PREFIX}{path}.lora_A.weight",
             parameter=wide,
             form=lambda value, dtype: value.float().T,
+            # The other matrix is zero then, so this one may stay as trained, and a trial changes only one of the two.
             neutral=wide.detach,
         ),
         Extra(
@@ -192,6 +193,7 @@ def _magnitude(path: str, layer: Any, name: str) -> Extra:
             weight = weight.T
         if (initial := initial_of(layer.lora_A[name])) is not None:
             lora_A, lora_B = (one.to(weight) for one in (initial.lora_A, initial.lora_B))
+            # PEFT begins with the norms of base and adapter together (tuners/lora/dora.py `update_layer`, 0.21).
             weight = torch.addmm(weight, lora_B, lora_A, alpha=initial.scaling)
         norms: Tensor = torch.linalg.vector_norm(weight, dim=1)
         return norms.to(parameter)
@@ -241,6 +243,7 @@ def _saved_module(path: str, wrapper: Any, name: str) -> list[Extra]:
                 parameter=parameter,
                 form=_as_trained,
                 neutral=original[inner].detach,
+                # Bound as a default, because the variable of the loop has moved on when this is called.
                 trial_size=lambda parameter=parameter: _size_of(parameter),  # type: ignore[misc]
             )
         )

@@ -50,6 +50,7 @@ def remember_initial(model: "PeftModel", found: Iterable[tuple[LoRAModule, Any, 
     if new and not is_new:
         _check_untrained(model, [(module, layer) for module, layer, _ in new])
     for module, _, holder in new:
+        # Copies, because the optimizer writes to the parameters in place.
         lora_A, lora_B = module.lora_A.detach().clone(), module.lora_B.detach().clone()
         _initial[holder] = replace(module, lora_A=lora_A, lora_B=lora_B)
 
@@ -118,6 +119,7 @@ def _weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
+        # The trainer has loaded the model, so its files are in the cache, and a check starts no download.
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -132,6 +134,7 @@ def _key_of(path: str, keys: Iterable[str]) -> str | None:
     """The checkpoint's name for the weight of a module; one of the two may lack the name of the outermost module."""
     wanted = f"{path}.weight"
     found = [key for key in keys if f".{key}".endswith(f".{wanted}") or f".{wanted}".endswith(f".{key}")]
+    # Of several, the comparison might be with the weight of another layer.
     return found[0] if len(found) == 1 else None
 
 
@@ -142,6 +145,7 @@ def _is_split_of(saved: Tensor, layer: Any, module: LoRAModule) -> bool:
     taken, size = lora_B @ lora_A, lora_B.abs() @ lora_A.abs()
     if getattr(layer, "fan_in_fan_out", False):
         taken, size = taken.T, size.T
+    # Rounded as the model's own weight was, which may be loaded in another dtype than the checkpoint's.
     saved = saved.to(device=left.device, dtype=left.dtype).float()
     if saved.shape != left.shape:
         return False

@@ -90,6 +90,7 @@ def _skeleton(model: Any) -> Any:
 
     if isinstance(model, str):
         try:
+            # A check runs no code of a checkpoint.
             config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError):
             return None
@@ -103,6 +104,7 @@ def _skeleton(model: Any) -> Any:
 
 
 def _has_more_than_text(config: Any) -> bool:
+    # Transformers returns the configuration itself for a model of text alone.
     return hasattr(config, "get_text_config") and config.get_text_config() is not config
 
 

@@ -59,6 +59,7 @@ class ServedNames:
     def with_routers(self, paths: Mapping[str, str]) -> "ServedNames":
         """The same with other names for the modules at some paths, of the served model already."""
         return ServedNames(
+            # First, because the first match counts, and these paths are more specific.
             prefixes={**{f"{self.served(path)}": other for path, other in paths.items()}, **self.prefixes}
         )
 

@@ -25,6 +25,7 @@ _NAME, _PATH = "default", "base_model.model.linear"
 _CLOSE = 1e-5
 
 
+# An error is not cached, so it is raised at each call.
 @cache
 def check_peft() -> None:
     """Look at the installed PEFT, once in a process; draws nothing from the random state.
@@ -37,6 +38,7 @@ def check_peft() -> None:
             f"PEFT {peft.__version__} is installed, and adapter sync needs {PEFT.oldest} or later. Install one with: "
             f"pip install 'peft>={PEFT.oldest}'"
         )
+    # Of the CPU only: the tiny model is there, and by default the states of all GPUs would be read as well.
     with torch.random.fork_rng(devices=[]):
         changes = list(_changes())
     if changes:
@@ -60,6 +62,7 @@ class _Tiny(nn.Module):
 def _changes() -> Iterator[str]:
     """What of the following is otherwise, in words; each part needs those before it."""
     try:
+        # PEFT's default sets lora_B to zero, and an adapter that changes nothing would prove nothing.
         config = peft.LoraConfig(r=_R, lora_alpha=_ALPHA, target_modules=["linear"], init_lora_weights=False)
         base = _Tiny()
         model = peft.get_peft_model(base, config)

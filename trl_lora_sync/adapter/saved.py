@@ -70,6 +70,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         with safe_open(folder / TENSORS_FILE, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file is not a mapping
     except (OSError, ValueError, SafetensorError) as error:
+        # It is a ValueError too, and has its own message.
         if isinstance(error, UnsupportedAdapterError):
             raise
         raise UnsupportedAdapterError(
@@ -133,6 +134,7 @@ def _scaling(path: str, rank: int, config: Mapping[str, Any]) -> float:
 
     Source: peft/utils/other.py `get_pattern_key`, 0.21.2.
     """
+    # PEFT's default (tuners/lora/config.py, 0.21).
     alpha = config.get("lora_alpha", 8)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):

@@ -70,6 +70,7 @@ class Slot:
         self.device = device
         self.is_shared = shared is not None
         self._copying: Wait | None = None
+        # Undone from the last to the first: workers drop the file, and pages are unlocked before they are unmapped.
         with contextlib.ExitStack() as undo:
             self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _MODE)
             undo.callback(os.close, self._file)
@@ -94,6 +95,7 @@ class Slot:
         """Write `header`, and begin to write what follows it from the memory of a GPU; readers wait for `finish`."""
         self._map[: len(header)] = header
         self._copying = memory.copy_to(self.memory[len(header) :])
+        # Early enough: no path of a version leads to the slot until `AdapterStore.write` moves it there.
         unfinished.begin(self._file)
 
     @property
@@ -147,7 +149,7 @@ class Slot:
         """
         try:
             # A process that opens the file during the lease waits for these few microseconds, and this process gets a
-            # signal; the default one would end it.
+            # signal; the default one would end it, and SIGURG is ignored (signal(7)).
             fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -157,10 +159,12 @@ class Slot:
 
     def discard(self) -> None:
         """Give it up; other processes keep their mappings. Never fails, and may be called again."""
+        # The copy from the GPU must not go on into memory that is unmapped.
         self.finish()
         self._undo.close()
 
     def _unlink(self) -> None:
+        # Another file may have taken its place at this path.
         if self.is_at(self.path):
             self.path.unlink(missing_ok=True)
 
@@ -197,6 +201,7 @@ class SlotRing:
         self._shares = shares
         self._shares_gpu = shares_gpu
         self._memory: GPUMemory | None = None
+        # From 1 on, because a worker that was offered nothing is at 0 (`engine_plugins.shared_files`).
         self._memories = itertools.count(1)
         self.free: list[Slot] = []  # lent to no version
         self._lent: dict[str, Slot] = {}
@@ -253,6 +258,7 @@ class SlotRing:
         Returns:
             The number of the GPU's memory that workers can read until the next `fill`; empty if there is none.
         """
+        # The GPU's memory is written again below, so no copy from it may be under way.
         self.finish()
         try:
             memory = self._memory_for(flat)
@@ -261,6 +267,7 @@ class SlotRing:
                 slot.begin(header, memory)
                 return str(memory.offer.number)
         except IPCError as error:
+            # For the rest of the run, or each sync would try it and log it again.
             self._shares_gpu = False
             level = logging.INFO if flat.is_cuda else logging.DEBUG
             logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
@@ -288,6 +295,7 @@ class SlotRing:
         memory, self._memory = self._memory, None
         if memory is None:
             return
+        # To free memory that another process has open is undefined (CUDA's manual, `cudaIpcOpenMemHandle`).
         if not is_closed:
             logger.warning(
                 "%.1f MB of the GPU are held until this process ends: a server on this host did not confirm that it "
@@ -314,6 +322,7 @@ class SlotRing:
         slot = self._lent.pop(name, None)
         if slot is None:
             return
+        # Until then the copy from the GPU may still write to it.
         slot.finish()
         slot.path = file
         try:

@@ -63,6 +63,7 @@ _PURE_INITS = (True, False, "gaussian", "eva", "orthogonal")
 # Inits that take `scaling * lora_B @ lora_A` out of the base weights, as they are named in LoraConfig; PiSSA also takes
 # a number of iterations. Source: the same `update_layer`, 0.18 to 0.21.
 _SUBTRACTED_INITS = ("pissa", "pissa_niter_16", "olora", "corda", "lora_ga")
+# PEFT takes "olora" and "gaussian" in any case, and the other names in lower case only (0.21).
 _SUBTRACTED = re.compile(r"pissa|pissa_niter_\d+|(?i:olora)|corda|lora_ga")
 _WHY_NO_LOFTQ = (
     "LoftQ replaces the base weights by rounded ones, which differ from the checkpoint's by more than an adapter holds"
@@ -140,6 +141,7 @@ def changes_base(init: Any) -> bool:
 def _check_init(value: Any) -> None:
     if value == "loftq":
         raise refuse(f"LoraConfig(init_lora_weights={value!r})", _WHY_NO_LOFTQ, _LOFTQ_FIX)
+    # By `is`, as 1 equals True.
     is_pure = any(value is pure or (isinstance(value, str) and value.lower() == pure) for pure in _PURE_INITS)
     if not is_pure and not changes_base(value):
         raise refuse(

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+# Word and row define the checksum: with other sizes, trainer and server would get different sums of the same bytes.
 _WORD_BYTES = 8
 _COLUMNS = 1 << 16
 ROW_BYTES = _WORD_BYTES * _COLUMNS
@@ -96,6 +97,7 @@ def _many_factors(device: torch.device) -> Tensor:
 
 
 def _make_factors(count: int, device: torch.device) -> Tensor:
+    # The finalizer begins with a shift, which leaves numbers below 2**33 unchanged, so it is left out.
     mixed = torch.arange(1, count + 1, device=device)
     for factor in _MIX:
         mixed *= factor

@@ -92,11 +92,13 @@ class GPUMemory:
         try:
             self.offer = Offer(number, size, driver.gpu(device), driver.share(device, self._address).hex())
         except IPCError:
+            # The caller gets no object by which it could free the memory later.
             self.free()
             raise
 
     def fill(self, flat: Tensor) -> None:
         """Write to the beginning; done when it returns."""
+        # Waits, because no stream of this process orders the reads of workers in other processes.
         self._driver.copy(self.device, self._address, flat.data_ptr(), flat.nbytes)()
 
     def copy_to(self, target: Tensor) -> Wait:
@@ -148,6 +150,7 @@ class CUDADriver:
 
     def __init__(self) -> None:
         try:
+            # Not the runtime's library: after a refused call there, torch's next kernel would report the error.
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise IPCError(f"there is no CUDA driver ({error})") from error
@@ -166,6 +169,7 @@ class CUDADriver:
     def allocate(self, device: torch.device, size: int) -> int:
         address = ctypes.c_uint64()
         with self._on(device):
+            # ctypes passes a plain integer as a C int of 32 bits, so every size and address here is given its type.
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         return address.value
 
@@ -183,6 +187,7 @@ class CUDADriver:
         own, visible = _index(device), self.gpus()
         if gpu not in visible:
             raise IPCError(f"{gpu} is not visible here; CUDA_VISIBLE_DEVICES of the server leaves it out")
+        # Found by its UUID, because CUDA_VISIBLE_DEVICES gives one GPU another index in each process.
         other, reaches = visible.index(gpu), ctypes.c_int(1)
         if other != own:
             self._call("cuDeviceCanAccessPeer", ctypes.byref(reaches), self._device(own), self._device(other))
@@ -190,6 +195,7 @@ class CUDADriver:
             raise IPCError(f"{visible[own]} has no peer access to {gpu}")
         address = ctypes.c_uint64()
         with self._on(device):
+            # cuda.h passes the handle by value, hence a structure and not a pointer.
             given = _Handle.from_buffer_copy(handle)
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_WITH_PEER_ACCESS))
         return address.value
@@ -216,6 +222,7 @@ class CUDADriver:
         number, context = self._device(_index(device)), ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
         try:
+            # A context is current in one thread only, and torch may not have used this one yet.
             self._call("cuCtxPushCurrent_v2", context)
             try:
                 yield
@@ -228,6 +235,7 @@ class CUDADriver:
         found = (ctypes.c_ubyte * _UUID_BYTES)()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(found), self._device(index))
         text = bytes(found).hex()
+        # The form of nvidia-smi and of CUDA_VISIBLE_DEVICES, so that messages name what a user can set.
         return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
     def _device(self, index: int) -> ctypes.c_int:

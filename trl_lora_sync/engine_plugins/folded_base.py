@@ -140,6 +140,7 @@ class FoldedBase:
                     for start in range(0, weight.shape[0], step):
                         rows = slice(start, start + step)
                         self._fold_rows(weight[rows], lora_A, lora_B[rows])
+        # A deferred KeyboardInterrupt arrives here, when the whole adapter is in the weights already.
         except BaseException:
             self.unfold()
             raise
@@ -171,6 +172,7 @@ class FoldedBase:
             self._folded.append(kept)
             self._kept_bytes += kept.kept.nbytes
             if self._kept_bytes > self._device_bytes:
+                # The group is in the list already: if the host has no memory either, `unfold` still takes it out.
                 kept.kept = kept.kept.cpu()
         torch.cuda.synchronize(pairs[0][0].device)  # vLLM may compute in another stream
         return rest
@@ -184,6 +186,7 @@ class FoldedBase:
             kept = FoldedRows(weight, lora_A, lora_B, places, values)
         else:
             kept = FoldedRows(weight, lora_A, lora_B, None, weight.clone())
+        # What may fail for want of memory comes before the write, so that an error leaves the rows unchanged.
         kept_bytes = self._kept_bytes + kept.nbytes
         if kept_bytes > self._device_bytes:
             kept.values, kept.places = kept.values.cpu(), None if kept.places is None else kept.places.cpu()
@@ -199,6 +202,7 @@ class FoldedBase:
         """
         with _signals_deferred(), _plain_arithmetic(self._weights):
             while self._folded:
+                # Taken off the list afterwards: after an error here, the next call takes it out.
                 self._folded[-1].take_out()
                 self._folded.pop()
             self._kept_bytes = 0
@@ -221,6 +225,7 @@ class FoldedBase:
             from trl_lora_sync.engine_plugins import folding_kernels
 
             return folding_kernels.bit_sums(self._table)
+        # Blind to elements that change places, which neither `fold` nor `unfold` can cause.
         sums = [_words(weight).sum() for weight in self._weights]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
@@ -269,6 +274,7 @@ def _signals_deferred() -> Iterator[None]:
 def _words(weight: Tensor) -> Tensor:
     """The bits of a contiguous tensor as integers, which are read fastest if they are long."""
     flat = weight.view(-1)
+    # torch requires the offset in the storage to be a multiple of 8 bytes, and a GPU the address.
     is_aligned = flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
     return flat.view(torch.int64) if is_aligned else flat.view(_INTEGERS[flat.itemsize]).long()
 
@@ -280,6 +286,7 @@ def product_of(lora_A: Tensor, lora_B: Tensor) -> Tensor:
 def _not_restored(weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
     """Which elements do not come back by subtraction; changes nothing."""
     product = product_of(lora_A, lora_B)
+    # The same operations as in `add_to`: with another rounding, other elements would not come back.
     there = (weight.float() + product).to(weight.dtype)
     back = (there.float() - product).to(weight.dtype)
     bits = _INTEGERS[weight.element_size()]
@@ -302,6 +309,7 @@ def _table_of(weights: Sequence[Tensor], rank: int) -> "Table | None":
         and one.dtype == dtype in _KERNEL_DTYPES
         and one.device == device
         and one.is_contiguous()
+        # Kernels number the elements of a weight in 32 bits.
         and one.numel() < 1 << 31
         for one in weights
     )
@@ -323,6 +331,7 @@ def _kernels_work(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
     try:
         from trl_lora_sync.engine_plugins import folding_kernels
 
+        # Tiles of 64 x 64 divide neither weight, so the kernels' masks are tried as well.
         weights = [random(192, 160), random(70, 48)]
         matrices = [(random(rank, 160), random(192, rank)), (random(rank, 48), random(70, rank))]
         before = [weight.clone() for weight in weights]

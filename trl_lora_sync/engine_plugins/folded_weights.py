@@ -71,6 +71,7 @@ class FoldedWeights:
             ) from error
         if adapter is None:
             return
+        # Kept for all adapters of the same modules, because making it reads all of their weights.
         if list(adapter.matrices) != self._modules:
             self._modules = list(adapter.matrices)
             # Made while no adapter is in the weights, because it remembers what they hold.

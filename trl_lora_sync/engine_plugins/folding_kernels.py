@@ -74,6 +74,7 @@ def make_table(weights: Sequence[Tensor], matrices: Sequence[tuple[Tensor, Tenso
     numbers = torch.arange(len(weights), dtype=torch.int32, device=device)
     return Table(
         entries=torch.tensor(rows_of, dtype=torch.int64).to(device),
+        # Without `output_size`, torch would wait for the device to find it out.
         weight_of=numbers.repeat_interleave(torch.tensor(first_tiles).diff().to(device), output_size=first_tiles[-1]),
         first_tiles=first_tiles,
         rank=pairs[0][0].shape[0] if matrices else 0,
@@ -81,6 +82,7 @@ def make_table(weights: Sequence[Tensor], matrices: Sequence[tuple[Tensor, Tenso
         is_aligned=all(
             not (address % 16 or columns % 16 or a % 16 or b % 16) for address, _, columns, _, _, a, b in rows_of
         ),
+        # Addresses keep no tensor alive, and `contiguous` may have made copies that nothing else holds.
         held=[*weights, *(one for pair in pairs for one in pair)],
     )
 
@@ -88,6 +90,7 @@ def make_table(weights: Sequence[Tensor], matrices: Sequence[tuple[Tensor, Tenso
 def count_lost(table: Table) -> Lost:
     """Find out how much has to be kept; changes nothing."""
     before = torch.zeros(len(table.weight_of) + 1, dtype=torch.int64, device=table.entries.device)
+    # From index 1 on, so that the running sum counts what comes before each tile.
     _visit(table, _all_of(table), before[1:], mode="count")
     before.cumsum_(0)
     return Lost(before, before[table.first_tiles].tolist())
@@ -136,6 +139,7 @@ def _visit(table: Table, weights: range, found: Tensor, kept: Tensor | None = No
     )  # fmt: skip
 
 
+# Triton compiles variants for arguments that are 1 or a multiple of 16, which `first` is for some groups only.
 @triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator, unused-ignore]
 def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton types
     entries, weight_of, first, rank, found, kept,
@@ -161,6 +165,7 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
         if ALIGNED:
             words = tl.multiple_of(words, 16)
         bits = tl.load(words + place, mask=inside, other=0).to(tl.int64)
+        # Integers that wrap around add up to the same in any order, so atomic additions keep the sum exact.
         tl.atomic_add(found + index, tl.sum(tl.sum(bits * (2 * place.to(tl.int64) + 1), 1), 0))
     else:
         lora_A = tl.load(entry + 5).to(tl.pointer_type(DTYPE))
@@ -200,6 +205,7 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
             else:
                 tl.store(weight + place, folded, mask=inside)
                 at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+                # A tile has 4,096 places, so the word of a kept element is never negative, and -1 can mark all others.
                 word = tl.where(is_lost, at << 16 | bits.to(tl.int32) & 0xFFFF, -1)
                 # Any order within a tile is right. In this one a column is what one thread of a Hopper GPU has of the
                 # product, so that only sums of columns move between threads: 1,000 instructions instead of 1,500.

@@ -38,8 +38,10 @@ class Change:
             weight.copy_(base.to(weight.device).float() + columns[slice(*piece.rows)].float())
         else:
             assert self.indices is not None
+            # The whole rectangle, because the adapter before may have replaced other rows.
             weight.copy_(base)
             first, end = piece.rows
+            # `nonzero` on a GPU would wait for all that it computes; the indices are on the host.
             chosen = ((self.indices >= first) & (self.indices < end)).nonzero()[:, 0]
             places = (self.indices[chosen] - first).to(weight.device)
             weight[places] = columns[chosen.to(weight.device)].to(weight.dtype)
@@ -58,6 +60,7 @@ def fuse_with_magnitude(
     step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
     for start in range(0, weight.shape[0], step):
         part = slice(start, start + step)
+        # A part is read as a whole before it is written, so `weight` may be `base`.
         total = torch.addmm(base[part].float(), lora_B[part].float(), lora_A, alpha=scaling)
         norm = torch.linalg.vector_norm(total, dim=1)
         # A row of zeros has no direction; PEFT divides by its norm, which the check for finite values finds there.

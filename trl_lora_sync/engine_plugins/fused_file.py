@@ -121,6 +121,7 @@ def read_head(folder: str) -> AdapterFile:
         scaling = _scaling_of(config)
         content = _content_of(head)
         tokens = _tokens_in(config, content)
+    # A missing adapter is answered with 404, by which `FusedMiddleware` knows that a registered version is gone.
     except FileNotFoundError as error:
         message = f"No adapter found for {folder} ({error.strerror}: {error.filename})"
         raise AdapterFileError(message, is_missing=True) from error
@@ -153,6 +154,7 @@ def _content_of(head: Head) -> Content:
         path = name.removeprefix(_PREFIX)
         module, _, what = path.rpartition(".")
         span = _span(name, entry, head.size, is_matrix=what == "weight" and ".lora_" in path)
+        # PEFT saves every tensor under this prefix, so a key without it is of another format.
         if path == name:
             raise _unknown(name)
         if what == "weight" and module.endswith((".lora_A", ".lora_B")):
@@ -194,6 +196,7 @@ def _tokens_in(config: dict[str, Any], content: Content) -> dict[str, tuple[int,
     }
     counts = {name: span.shape[0] for name, (kind, span) in content.tensors.items() if kind == "rows"}
     are_right = {name: len(indices) for name, (_, indices) in tokens.items()} == counts and all(
+        # A row that is listed twice would get one value or the other, as the device happens to write them.
         len(set(indices)) == len(indices) and all(0 <= one < rows for one in indices)
         for rows, indices in tokens.values()
     )

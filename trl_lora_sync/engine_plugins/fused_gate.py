@@ -14,6 +14,7 @@ from trl_lora_sync.engine_plugins.refusals import Refused
 from trl_lora_sync.engine_plugins.timeouts import timeout
 
 
+# Compared by identity: two requests may have the same fields, and `list.remove` must find the right one.
 @dataclass(eq=False)
 class _Waiting:
     """A request or a change that waits.
@@ -69,6 +70,7 @@ class Gate:
             assert wanted is not None
             with self._changed():
                 await change(wanted)
+                # Counted before others are let in, or a waiting change could replace the version at once.
                 self.running += 1
         try:
             yield self.current
@@ -90,6 +92,7 @@ class Gate:
         try:
             async with timeout(timeout_s):
                 return await me.is_let_in
+        # CancelledError as well: a request whose client has left must neither stay in the line nor stay counted.
         except BaseException as error:
             self._leave(me)
             if not isinstance(error, asyncio.TimeoutError):
@@ -116,8 +119,10 @@ class Gate:
             yield
         finally:
             self._is_changing = False
+            # After an error too, since the weights may have held something else meanwhile.
             self._changes += 1
             for one in self.waiting:
+                # Only for requests that wait at this moment. Later ones queue behind a change, which so gets its turn.
                 one.goes_next = self._fits(one)
             self._let_in()
 
@@ -142,5 +147,6 @@ class Gate:
         else:
             self._is_changing = True
         if one.is_let_in.cancelled():  # the request is gone, and its task has not run since
+            # `_leave` reads in this future what the request has to give back.
             one.is_let_in = asyncio.get_running_loop().create_future()
         one.is_let_in.set_result(samples)

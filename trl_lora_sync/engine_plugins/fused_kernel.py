@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _COLUMNS, _WARPS = 64, 128, 4
+# Triton's `dot` takes no inner dimension below 16 on NVIDIA GPUs.
 _LEAST_RANK, _MOST_RANK = 16, 64  # of one product of tiles
 
 

@@ -21,6 +21,7 @@ from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUT
 
 T = TypeVar("T")
 
+# A path of at most 4,096 bytes (PATH_MAX), and a number.
 _MAX_BODY_BYTES = 1 << 16
 _LOAD_TIMEOUT_S = 60.0
 # For a request that wants another version than the one which requests before it are sampled from.
@@ -92,6 +93,7 @@ class FusedMiddleware:
                 await self.app(scope, receive, send)
         except Refused as refused:
             is_socket = scope["type"] == "websocket"
+            # A closing frame holds a reason of at most 123 bytes (RFC 6455, 5.5 and 5.5.1).
             response = WebSocketClose(1013, refused.message[:120]) if is_socket else refusal(scope, refused)
             await response(scope, receive, send)
 
@@ -101,6 +103,7 @@ class FusedMiddleware:
             _engine_of(scope)
         except Refused as refused:
             logger.error("%s", refused.message)
+            # ASGI: an answer to `lifespan.startup` is expected only once that message was received.
             await receive()
             await send({"type": "lifespan.startup.failed", "message": refused.message})
             return
@@ -121,6 +124,7 @@ class FusedMiddleware:
             await self.app(scope, receive, send_and_note)
             if succeeded and path == "/sleep":
                 self._is_asleep = query.get("level", "1").strip() != "0"
+            # vLLM wakes everything without a tag, and nothing for an empty one (serve/dev/sleep/api_router.py, 0.31).
             elif succeeded and (not tags or "weights" in tags):
                 self._is_asleep = False
 
@@ -129,6 +133,7 @@ class FusedMiddleware:
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         wanted = _wanted(scope)
         if wanted is not None:
+            # vLLM checks keys behind this middleware, which is too late for a request that may change the weights.
             check_key(scope)
             self._check_known(wanted)
 
@@ -167,6 +172,7 @@ class FusedMiddleware:
     async def _state(self, engine: Any, *, compares: bool) -> dict[str, Any]:
         before = self.gate.at_rest
         workers = _good(await _call(engine, "lora_sync_state"))
+        # The workers' answers belong to `current` only if no change happened while they were on their way.
         current, is_at_rest = self.gate.current, before is not None and before == self.gate.at_rest
         if is_at_rest and self.broken is None and any((worker["active"] or BASE) != current for worker in workers):
             self.broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
@@ -198,6 +204,7 @@ class FusedMiddleware:
                 seconds = {}  # a request that is repeated because its answer was lost
             else:
                 seconds = await self._fuse(engine, name, path, timeout_s)
+            # Registered once it was in the weights, so that no request can name an adapter that the workers refuse.
             self.adapters[name] = path
         return {
             "name": name,
@@ -210,6 +217,7 @@ class FusedMiddleware:
     async def _forget(self, engine: Any, name: str) -> dict[str, Any]:
         if self.gate.current == name:
             async with self.gate.changing(_LOAD_TIMEOUT_S):
+                # Looked at once more: another request may have changed the weights during the wait.
                 if self.gate.current == name:
                     await self._change(engine, BASE)
         return {"name": name, "deleted": self.adapters.pop(name, None) is not None, "current": self.gate.current}
@@ -238,12 +246,15 @@ class FusedMiddleware:
                 answers = await _call(engine, "lora_sync_prepare", name, path) if path is not None else []
                 prepared = time.perf_counter()
                 _check_placed(_good(answers))
+                # Before the first weight changes, so that a refusal leaves nothing to undo.
                 await _reset_caches(engine)
                 reset = time.perf_counter()
                 applied = _good(await _call(engine, "lora_sync_apply", name if path is not None else None))
+            # Also a cancelled task or an exit: the workers must not keep different versions.
             except BaseException as error:
                 await self._undo(engine, error)
                 raise
+            # Set whatever becomes of `commit`, which only drops what `undo` would put back.
             self.gate.current, self.broken = name, None
             await _call(engine, "lora_sync_commit")
         done = time.perf_counter()
@@ -264,6 +275,7 @@ class FusedMiddleware:
         """Put back what was there; if that fails as well, refuse everything until a fuse succeeds."""
         try:
             _good(await _call(engine, "lora_sync_undo"))
+        # Not raised: the caller raises the first error, and `broken` refuses requests until a fuse succeeds.
         except BaseException as second:
             self.broken = (
                 f"The weights of this server are in an unknown state: changing them failed ({error}), and so did "
@@ -352,6 +364,7 @@ def _check_placed(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         for module, placed in answer["placed"].items():
             shapes[module] = tuple(placed["shape"])
+            # A set, because tensor-parallel workers may hold the same rows, as with replicated k and v heads.
             pieces.setdefault(module, set()).update(map(tuple, placed["pieces"]))
     for module, found in pieces.items():
         rows, columns = shapes[module]
@@ -373,6 +386,7 @@ async def _paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
         yield
     finally:
         if not was_paused:
+            # Also after a pause that took too long, as the engine would still complete it, and stay paused.
             await engine.resume_generation()
 
 
@@ -421,6 +435,7 @@ def _may_sample(scope: Scope, path: str) -> bool:
     """
     if scope["type"] != "http" or scope["method"] != "POST" or path.startswith("/v1/lora_sync/"):
         return False
+    # vLLM parses the level by `int`, which takes "02" for 2, so only the two known spellings pass.
     if path in _CHANGES_BASE or (path == "/sleep" and _query(scope).get("level", "1").strip() not in ("0", "1")):
         raise Refused(409, f"{path} would change the base weights under the adapter, so fused serving refuses it.")
     return path not in _CONTROL
@@ -447,6 +462,7 @@ def _naming(send: Send, current: str) -> Send:
 
 async def _content_of(request: Request) -> dict[str, Any]:
     body = bytearray()
+    # Counted as it arrives, since a client may announce any length or none.
     async for chunk in request.stream():
         body += chunk
         if len(body) > _MAX_BODY_BYTES:

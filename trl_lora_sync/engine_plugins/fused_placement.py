@@ -115,6 +115,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._skipped = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default) if skip_padding else ()
         self.pieces: dict[str, list[Piece]] = {}
+        # Keyed by storage, as tensors without contents have no address, and held so that a key stays unique.
         self._sources: dict[int, tuple[str, Tensor]] = {}
         self._parameters = {_storage(parameter): (key, parameter) for key, parameter in parameters.items()}
 
@@ -181,6 +182,7 @@ def _corner(part: Tensor, whole: Tensor) -> tuple[int, int]:
         )
     width = whole.shape[1]
     top, left = divmod(int(part.storage_offset()) - int(whole.storage_offset()), width)
+    # The stride of a dimension of one element can be any number.
     steps = [step for step, count in zip(part.stride(), part.shape, strict=True) if count > 1]
     wanted = [step for step, count in zip((width, 1), part.shape, strict=True) if count > 1]
     if steps != wanted or top < 0 or top + part.shape[0] > whole.shape[0] or left + part.shape[1] > width:

@@ -131,10 +131,12 @@ class Reader:
         try:
             self._fill(self._staging[:size], file, start, copy_to=data)
         finally:
+            # The next read writes to the staging memory, so no copy from it may be under way, after an error neither.
             torch.cuda.current_stream(self.device).synchronize()
         return data
 
     def _fill(self, memory: Tensor, file: int, start: int, copy_to: Tensor | None = None) -> None:
+        # Closed after an error too, because from then on no thread writes to `memory`.
         with contextlib.closing(self._files.read(file, bytes_of(memory), start)) as parts:
             for part in parts:
                 if copy_to is not None:
@@ -160,6 +162,7 @@ def finite(
     largest = _largest(list(named.values())) if named else []
     others = {f"{module}.magnitude": one for module, one in magnitudes.items()}
     others |= {key: change.tensor for key, change in changes.items()}
+    # Comparisons with NaN are false, so `not <` finds NaN and `>=` would not.
     broken = [key for key, value in zip(named, largest, strict=True) if not value < float("inf")]
     broken += [key for key, one in others.items() if not bool(one.isfinite().all())]
     if broken:
@@ -176,6 +179,7 @@ def finite(
 def _largest(tensors: list[Tensor]) -> list[float]:
     """The largest magnitude in each tensor; NaN for a tensor with a NaN."""
     sizes = [tensor.numel() for tensor in tensors]
+    # Each tensor is then a whole number of rows, and one reduction serves all of them.
     width = gcd(*sizes)
     flat = joined(tensors)
     if flat is not None and width >= _LEAST_WIDTH:
@@ -242,6 +246,7 @@ def fuse_piece(
     """
     rows, columns = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)]
     if base.device != weight.device:
+        # One transfer over the bus, into memory that is there already; the sum may be written over its base.
         weight.copy_(base, non_blocking=True)
         base = weight
     if magnitude is not None:
@@ -270,6 +275,7 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     try:
         from trl_lora_sync.engine_plugins.fused_kernel import fuse_tiles
 
+        # Numbers that 16 bits hold exactly, so any difference is an error of the kernel.
         weight, lora_A, lora_B = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(3))
         fuse_tiles(weight, weight, lora_A, lora_B, 2.0)
         if not bool((weight == 1 + 2 * 16).all()):
@@ -320,5 +326,6 @@ def _pinned_copy(weight: Tensor) -> Tensor:
     copy = torch.empty(weight.shape, dtype=weight.dtype)
     # torch's own allocator of pinned memory rounds each size up to a power of two.
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    # Never undone, because the copies of the base live as long as the worker.
     torch.cuda.check_error(runtime.cudaHostRegister(copy.data_ptr(), size, 0))
     return copy.copy_(weight)

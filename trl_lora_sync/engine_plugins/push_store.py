@@ -28,6 +28,7 @@ FOLDER_PREFIX = "trl-lora-sync-push-"
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 # Of the file system, left for others: vLLM's own queues are in /dev/shm, and touching one there is no room for kills.
 _SHARE_LEFT_FREE = 0.05
+# A header that names 36,864 tensors of experts (30B-A3B) has 5.3 MB.
 _MAX_HEADER_BYTES = 16 << 20
 
 
@@ -82,6 +83,7 @@ class PushStore:
             try:
                 folder = self.open_folder()
                 self._check_room(folder, size)
+                # `Upload` reserves its room under this lock, so no two uploads can count on the same bytes.
                 return Upload(self, folder, name, size)
             except OSError as error:
                 raise _refusal(error, self.root) from error
@@ -128,6 +130,7 @@ class PushStore:
     # Called by uploads
 
     def reserve(self, size: int) -> None:
+        # The caller holds the lock, see `begin`.
         self.arriving += size
 
     def release(self, size: int) -> None:
@@ -155,6 +158,7 @@ class Upload:
     def __init__(self, store: PushStore, folder: Path, name: str, size: int) -> None:
         self.name = name
         self.size = size
+        # No adapter's name begins with a dot (`check_name`), so no upload can be renamed onto this folder.
         self.folder = folder / f".{secrets.token_hex(8)}.partial"
         self._store = store
         self._checksum = Checksum()
@@ -167,6 +171,7 @@ class Upload:
         except OSError:
             self.folder.rmdir()
             raise
+        # Last, so that an error above leaves nothing to release.
         store.reserve(size)
 
     @property
@@ -180,6 +185,7 @@ class Upload:
             Refused: there are more than announced, or the file system is full.
         """
         with self._lock:
+            # The upload was broken off while this batch waited for a thread.
             if self._over:
                 return
             if len(data) > self._left:
@@ -233,6 +239,7 @@ def sweep_dead_servers(root: Path) -> list[str]:
     swept = []
     for folder in sorted(root.glob(f"{FOLDER_PREFIX}*")):
         with contextlib.suppress(OSError):
+            # Every user may write to /dev/shm, and a link there could lead to any folder.
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -47,6 +47,7 @@ def refusal(scope: Scope, refused: Refused) -> Response:
 
 def path_of(scope: Scope) -> str:
     """The path of a request as the server's own routes see it."""
+    # As vLLM's check of keys computes it (entrypoints/serve/middleware/authenticate.py, 0.31).
     return str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
 
 
@@ -60,6 +61,7 @@ def below(route: str, scope: Scope) -> str | None:
 def header(scope: Scope, name: str) -> str | None:
     """The value of a header, if it is there exactly once."""
     values = Headers(scope=scope).getlist(name)
+    # Of two values, this code and the server behind it could each use another, so both count as missing.
     return values[0] if len(values) == 1 else None
 
 
@@ -69,6 +71,7 @@ def check_key(scope: Scope) -> None:
     if not keys:
         return
     scheme, _, key = (header(scope, "Authorization") or "").partition(" ")
+    # Starlette decodes headers as latin-1, so this gives the bytes that were sent.
     offered = hashlib.sha256(key.encode("latin-1")).digest()
     # All keys are compared, and as digests, so that the time taken reveals nothing about any of them.
     matches = [hmac.compare_digest(offered, hashlib.sha256(known.encode()).digest()) for known in keys]

@@ -35,6 +35,7 @@ SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
 
 _OFFER, _WITHDRAW, _MEMORY, _ALL = b"+", b"-", b"*", b"."
+# The longest message is an offer of memory, with about 200 bytes.
 _MESSAGE_BYTES = 1024
 # Locking the pages of a large file takes a part of a second.
 PATIENCE_S = 2.0
@@ -65,10 +66,12 @@ class SharedFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        # Guards what follows, so that a worker that connects meanwhile gets each offer once.
         self._lock = threading.Lock()
         self._offered: dict[FileKey, int] = {}
         self._memory: Offer | None = None
         self._workers: list[socket.socket] = []
+        # Messages keep their borders, and the end of a process is noticed at the other end (unix(7)).
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with _short_path(folder / SOCKET) as path:
@@ -128,14 +131,17 @@ class SharedFiles:
         workers, self._workers = self._workers, []
         for worker in workers:
             with contextlib.suppress(OSError):
+                # All are notified before the first one is waited for, so they close at the same time.
                 worker.shutdown(socket.SHUT_WR)
         given_up_at = time.monotonic() + PATIENCE_S
         is_confirmed = True
         for worker in workers:
             if waits:
+                # With 0 the socket would not block, and its error would count as a confirmation.
                 worker.settimeout(max(given_up_at - time.monotonic(), 0.001))
                 try:
                     worker.recv(1)  # a worker closes its end after the memory; a process that is gone has none open
+                # Before OSError, which is its base class.
                 except TimeoutError:
                     is_confirmed = False
                 except OSError:
@@ -214,6 +220,7 @@ class MappedFiles:
             found = path.stat()
         except OSError:
             return None
+        # First, since the socket of a new trainer may get the inode of an old one.
         self._trainers = {key: one for key, one in self._trainers.items() if not one.is_gone}
         key = FileKey(found.st_dev, found.st_ino)
         if key not in self._trainers:
@@ -253,6 +260,7 @@ class _Trainer:
         with self._changed:
             # The first file is needed while it is still on its way.
             self._changed.wait_for(lambda: self.is_gone or key in self._maps or self._has_all, PATIENCE_S)
+            # The lock is held until the block ends, so the listening thread cannot unmap what is being read.
             found = self._maps.get(key)
             yield None if found is None else found.data
 
@@ -261,6 +269,7 @@ class _Trainer:
         with self._changed:
             # The offer was made before any version in that memory.
             self._changed.wait_for(lambda: self.is_gone or self._heard >= number, PATIENCE_S)
+            # The lock is held until the block ends, so the listening thread cannot close it meanwhile.
             yield self._memory if self._heard == number else None
 
     def _listen(self) -> None:
@@ -289,6 +298,7 @@ class _Trainer:
     def _hear(self, message: bytes, files: list[int]) -> None:
         if message == _OFFER and files:
             try:
+                # Without the lock, as locking pages takes a part of a second, in which other files may be read.
                 new = _Mapping(files[0], self._device)
             except (OSError, ValueError, PageLockError) as error:
                 logger.warning("A file of a trainer is read instead of mapped: %s", error)
@@ -324,6 +334,7 @@ class _Trainer:
             logger.info("Versions are read from the memory of the trainer's GPU, %s.", offer.gpu)
         with self._changed:
             self._close_memory()
+            # The number is noted even if the memory cannot be opened, so that `opened` does not wait for it.
             self._heard, self._memory = offer.number, opened
             self._changed.notify_all()
 

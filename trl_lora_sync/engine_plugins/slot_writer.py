@@ -137,6 +137,7 @@ class SlotWriter:
         self.seconds: defaultdict[str, float] = defaultdict(float)  # of the parts of writing all versions
         self._group = group
         self._is_in_step = False
+        # Replaced last, so that an error above leaves vLLM's own methods in place.
         self._usual_apply = manager._apply_adapters
         manager._apply_adapters = self._apply
         manager.add_adapter = self.add_adapter
@@ -178,6 +179,7 @@ class SlotWriter:
             if kind not in self._plans:
                 self._together(lambda: self._add_usually(file.fileno(), request))
                 self._learn(kind, request)
+                # Once more, because finding the plan has put other values into the staging memory.
                 self._together(lambda: self._fetch(file.fileno(), request, note))
             self._plans.move_to_end(kind)
             plan = self._plans[kind]
@@ -203,6 +205,7 @@ class SlotWriter:
         raise error or RuntimeError("Another worker of the group failed; see its log.")
 
     def _add_usually(self, file: int, request: Any) -> None:
+        # vLLM knows nothing of the lock, and would read a file that is not complete.
         unfinished.wait(file)
         self._usual_add(request)
 
@@ -251,6 +254,7 @@ class SlotWriter:
                 torch._foreach_copy_(sources, targets)
             found = checksum(self.stage)
             if found != note.checksum:
+                # What else is wrong with the slot is not known, so vLLM fills it the next time.
                 self._primed.pop(slot, None)
                 raise DamagedError(
                     f"What the server holds of {request.lora_name!r} {DAMAGED}the checksum is {found}, and the "
@@ -341,8 +345,10 @@ class SlotWriter:
         if kind != self._staged:
             for plan in self._plans.values():
                 if plan is not None:
+                    # Views would keep the memory that is replaced below.
                     plan.views.clear()
             if self.stage.numel() != kind.head.size:
+                # Freed before its successor is allocated, so that there need not be room for both.
                 self.stage = torch.empty(0, dtype=torch.uint8)
                 self.stage = torch.empty(kind.head.size, dtype=torch.uint8, device=self._device)
             self._staged = kind
@@ -407,6 +413,7 @@ class SlotWriter:
                 "Adapters like %s are written into their slots from now on, in %d copies at once. Finding out took "
                 "%.1f s.", request.lora_name, sum(map(len, found.groups)), time.perf_counter() - started,
             )  # fmt: skip
+        # Also None: to find out again that there is no plan would take as long at every sync.
         self._plans[kind] = found
         while len(self._plans) > _KINDS:
             self._plans.popitem(last=False)
@@ -461,6 +468,7 @@ class SlotWriter:
         slot = self._load_values(request, spans, values.clone())
         loaded = [part[slot].cpu() for part in self._parts]
         self.stage.copy_(values.view(torch.uint8))
+        # Nothing of vLLM's load may stay, or an element that the plan leaves out would look right.
         torch._foreach_zero_([part[slot] for part in self._parts])
         for targets, sources in chain(*self._views(plan, slot)):
             torch._foreach_copy_(targets, sources)
@@ -476,7 +484,9 @@ class SlotWriter:
         try:
             for slot in free:
                 for other in free:
+                    # vLLM takes the first free slot (lora/model_manager.py, 0.31), so all others look taken.
                     self._index[other] = None if other == slot else _RESERVED
+                # Layers of experts note which slots are in use (`adapter_enabled` in lora/layers/fused_moe.py, 0.31).
                 used = self._load_values(request, spans, values.clone())
                 self._primed[used] = kind
                 self._remove(request.lora_int_id)
@@ -574,6 +584,7 @@ def _reason(error: Exception) -> str:
 
 
 def _random_values(count: int, dtype: torch.dtype) -> Tensor:
+    # A generator for this alone: vLLM samples from the global one (v1/sample/ops/topk_topp_sampler.py, 0.31).
     return torch.randn(count, generator=torch.Generator().manual_seed(_SEED)).to(dtype)
 
 

@@ -26,6 +26,7 @@ else:
         try:
             yield
         except asyncio.CancelledError:
+            # Otherwise the task was cancelled from elsewhere, and stays cancelled.
             if is_over.is_set():
                 raise asyncio.TimeoutError from None
             raise

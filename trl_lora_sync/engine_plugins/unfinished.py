@@ -8,6 +8,7 @@ import time
 
 # Copying a large adapter from a GPU takes some tens of milliseconds.
 _PATIENCE_S = 20.0
+# flock(2) has no timeout, so the lock is tried again; short against the copy that is waited for.
 _PAUSE_S = 0.0002
 
 

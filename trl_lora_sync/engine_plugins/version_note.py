@@ -43,6 +43,7 @@ class VersionNote:
         try:
             found = json.loads((folder / NOTE_FILE).read_bytes())
             return cls(**{one.name: str(found[one.name]) for one in fields(cls)})
+        # A trainer of another version may write another note; vLLM then loads its files as any adapter's.
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

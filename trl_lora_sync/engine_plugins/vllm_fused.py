@@ -20,6 +20,7 @@ is imported on first use.
 
 from typing import Any
 
+# Trainer and server are installed apart, so these may change together with PROTOCOL only.
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_fused.FusedMiddleware"
 WORKER = "trl_lora_sync.engine_plugins.vllm_fused_worker.FusedWorker"
 ROUTE = "/v1/lora_sync/fused"

@@ -48,6 +48,7 @@ Answer = dict[str, Any]
 class FusedWorker:
     """Mixed into vLLM's worker, whose `get_model` and `vllm_config` it uses. All names begin with `lora_sync_`."""
 
+    # vLLM refuses an extension that shares any name with its worker (v1/worker/worker_base.py, 0.31).
     def lora_sync_state(self) -> Answer:
         """Which adapter is in the weights of this worker, and where the base is kept."""
         return answered(lambda: _model_of(self).state())
@@ -91,6 +92,7 @@ class UnsuitableError(Exception):
 
 def _model_of(worker: Any) -> "FusedModel":
     if not hasattr(worker, "_lora_sync_model"):
+        # At the first call, when the model is loaded. Nothing is kept of an error, so each call reports it.
         worker._lora_sync_model = FusedModel(worker)
     model: FusedModel = worker._lora_sync_model
     return model
@@ -114,6 +116,7 @@ class FusedModel:
         self._linears = _linears_of(self._model)
         self._embeddings = _embeddings_of(self._model)
         self._experts = experts_of(self._model)
+        # On a CPU vLLM packs linear weights and leaves empty ones (`dispatch_cpu_unquantized_gemm`, 0.31).
         self._packed = {owner for owner, layer in self._linears.items() if layer.weight.numel() == 0}
         self._packed |= {owner for owner, layer in self._experts.items() if _backend_of(layer) == "CPU"}
         self._packed_experts: dict[int, _PackedExperts] = {}
@@ -172,6 +175,7 @@ class FusedModel:
         if name is not None and (self._prepared is None or self._prepared.name != name):
             raise UnsuitableError(f"The adapter {name!r} was not prepared on this worker.")
         started = time.perf_counter()
+        # Noted before the first write, so that `undo` works however far this comes.
         self._before, self._has_before = self._active, True
         self._active = self._prepared if name is not None else None
         self._prepared = None
@@ -198,6 +202,7 @@ class FusedModel:
     def equals_base(self) -> Answer:
         if self._folded is not None:
             return self._folded.compared()
+        # Of a packed weight nothing is left to compare with its base.
         readable = [one for one in self._targets.values() if isinstance(one, InPlace)]
         different = sum(not _same_bits(one.weight, one.base.to(one.weight.device)) for one in readable)
         return {"compared": len(readable), "different": different}
@@ -208,6 +213,7 @@ class FusedModel:
         else:
             self._folded.write(self._active, self.pieces)
         if torch.cuda.is_available() and self._reader.device.type == "cuda":
+            # Requests may be computed in another stream, and an error of a kernel must be this call's.
             torch.cuda.synchronize(self._reader.device)
 
     # Where modules go
@@ -237,6 +243,7 @@ class FusedModel:
                 self._folded.check_pieces(found, parameters)
             changed = self._targets if self._folded is None else self._folded
             self._add_targets({owner: parameters[owner] for owner in owners if owner not in changed})
+        # Last, so that the next adapter with a refused module is checked from the beginning.
         self.pieces |= found
         self._shapes |= new
         self._unproved |= new.keys()
@@ -246,6 +253,7 @@ class FusedModel:
         for module in modules:
             for piece in self.pieces[module]:
                 others = by_owner.setdefault(piece.owner, [])
+                # Each piece is written from the base, so the second of two would undo the first where they overlap.
                 if any(piece.overlaps(other) for other in others):
                     raise PlacementError(f"{module!r} is adapted twice, once as a part of another module.")
                 others.append(piece)
@@ -340,6 +348,7 @@ class FusedModel:
             _create_weight(layer, "cpu")
         weights = {owner: getattr(layer, _parameter_name(owner, self._experts)).data for owner, layer in layers.items()}
         for weight in weights.values():
+            # What the checkpoint does not fill stays NaN, which is looked for below.
             weight.fill_(float("nan"))
         with torch.no_grad(), copying_only(weights.values()):
             self._model.load_weights(loader.get_all_weights(self._config.model_config, self._model))
@@ -358,6 +367,7 @@ class _Packed:
 
     @contextmanager
     def changing(self) -> Iterator[Tensor]:
+        # vLLM packs the weight and drops it (`dispatch_cpu_unquantized_gemm`, 0.31), so it gets a copy of the base.
         weight = self.base.clone()
         yield weight
         self.layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
@@ -519,6 +529,7 @@ def check_layer(
             "another order. Restart the server with --moe-backend triton."
         )
     for name, module in model.named_modules():
+        # Such as latent attention, which keeps matrices made of its `kv_b_proj`.
         has_own_form = module is not layer and callable(getattr(module, "process_weights_after_loading", None))
         if has_own_form and any(child is layer for child in module.modules()):
             raise UnsuitableError(
@@ -577,8 +588,10 @@ def _create_weight(layer: Any, device: str) -> None:
             params_dtype=layer.params_dtype,
             weight_loader=getattr(layer, "weight_loader_v2", layer.weight_loader) if is_v2 else layer.weight_loader,
         )
+    # Until then a new parameter has the global rank, also in a layer that is not sharded (linear.py, 0.31).
     layer.update_param_tp_status()
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
+    # As bits, because as numbers -0.0 equals 0.0 and NaN differs from itself.
     return bool(torch.equal(one.contiguous().view(torch.int8), other.contiguous().view(torch.int8)))

@@ -18,6 +18,7 @@ from typing import Any
 
 MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_push.PushMiddleware"
 ROUTE = "/v1/lora_sync/adapters"
+# Trainer and server are installed apart; a trainer pushes only to a server with the same number.
 PROTOCOL = 2
 CHECKSUM_HEADER = "Lora-Sync-Checksum"
 """Of a push: the checksum of the whole body, see `engine_plugins.checksum`."""

@@ -57,6 +57,7 @@ class QuickLoadMiddleware:
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
             self._headers = await _prepare(scope)
+        # By its end, as a server behind a proxy may have a root path before it.
         if self._headers and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
             await self.app(scope, receive, _with_headers(send, self._headers))
         else:

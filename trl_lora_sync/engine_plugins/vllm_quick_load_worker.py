@@ -104,6 +104,7 @@ def quick_model(base: Any, files: "KnownFiles") -> Any:
             if tensors is not None:
                 return cls.from_lora_tensors(tensors=tensors, peft_helper=peft_helper, **given)
             model = super().from_local_checkpoint(lora_dir, expected_lora_modules, peft_helper=peft_helper, **options)
+            # Only now, as vLLM raises for an adapter that it refuses.
             files.learn(Path(lora_dir))
             return model
 
@@ -175,6 +176,7 @@ class KnownFiles:
         It keeps what is given back and hands it out again. Without this, each sync allocates for itself until vLLM
         evicts the first version, and pinning 64 MB takes longer than filling it.
         """
+        # All at the same time, or the allocator would hand out one piece again and again.
         held = [memory_for(buffer) for buffer in buffers for _ in range(self._at_once)]
         held.clear()
 
@@ -190,6 +192,7 @@ class KnownFiles:
         # What is wrong with a file, vLLM has words for.
         with contextlib.suppress(*_UNREADABLE), (folder / TENSORS_FILE).open("rb", buffering=0) as file:
             head = head_of(file.fileno())
+            # Names, dtypes and shapes are in the header, so what vLLM has accepted holds for all files with it.
             kind = (head, dtype)
             if kind not in self._kinds:
                 return None
