@@ -69,6 +69,7 @@ class LoRASyncGeneration(AdapterGeneration):
             self._sync = sync = AdapterSync(self.settings)
             self.overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
 
+            # `end` refers to the locals only: an Ending whose `end` refers to its owner would keep that alive.
             def end() -> None:
                 overlap.cancel()
                 sync.end()
@@ -84,8 +85,10 @@ class LoRASyncGeneration(AdapterGeneration):
         self, read: ReadAdapter, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
     ) -> str:
         try:
+            # A server may be checked again while the model trains, so the base model's answer is computed now.
             base = base.remembered()
             return self.sync.start(read, base, make_trials(base))
+        # Also after an interrupt: trial adapters may be loaded, and the run's folder is there.
         except BaseException:
             self.sync.close()
             raise
@@ -185,6 +188,7 @@ class LoRASyncGeneration(AdapterGeneration):
         try:
             yield self._batch
         finally:
+            # Also after an error, because the lease of the batch ends here.
             self._batch = None
             if self.overlap is not None:
                 self.overlap.end_batch()

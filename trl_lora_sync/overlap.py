@@ -104,6 +104,7 @@ class Overlap:
         answers = self._take(groups, sampling)
         if answers is None:
             answers = self._sample_now(groups, sampling)
+        # Only now: a batch is of the version that is newest when the batch before it was taken.
         if following:
             self.request(following, sampling)
         return answers
@@ -121,6 +122,7 @@ class Overlap:
 
     def cancel(self) -> None:
         """Cancel what is sampled ahead, and release all leases; never fails, and may be called again."""
+        # Cleared first, so that a second call finds nothing to release.
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             ahead.task.cancel()
@@ -139,6 +141,7 @@ class Overlap:
             self.cancel()
             return None
         ahead.wait()  # interrupted, it stays here for `cancel`
+        # Before `result`, which may raise: `end_batch` then ends the lease.
         self.ahead, self._turns_of = None, ahead.stored
         answers, seconds = ahead.task.result()
         self.figures = BatchFigures(version_lag=1, wait_s=ahead.waited_s, generation_s=seconds)

@@ -17,6 +17,7 @@ async def is_sampled_from(subject: Subject, deadline: Deadline, offer: Offer) ->
         await subject.server.load(stored, deadline)
         await subject.server.warm_up(stored, deadline)
         await subject.engine.generate(stored.name, [_PROMPT], _SAMPLING, deadline)
+    # It shows that the path is wrong, and nothing of the base model.
     except AdapterNotVisibleError:
         raise
     except AdapterRejectedError as error:

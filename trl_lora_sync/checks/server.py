@@ -187,6 +187,7 @@ async def knows_tokens(subject: Subject, deadline: Deadline) -> Found:
     size = subject.expected.vocab_size
     if not size:
         return NOTE, _UNKNOWN_BASE
+    # The largest id: if that is known, all smaller ones are.
     if not await subject.engine.knows_token(size - 1, deadline):
         raise subject.other_base(f"its vocabulary has fewer than the trainer's {size} tokens")
     return OK, f"the server knows the trainer's {size} tokens"
@@ -211,6 +212,7 @@ async def has_base(subject: Subject, deadline: Deadline) -> Found:
             f"it gives other log-probabilities than the first server's (mean distance {gap.mean:.3f}). Serve the same "
             "model everywhere."
         )
+    # An engine that crashes on an adapter of other shapes gets none, whatever the setting.
     if subject.is_strict or not served.survives_misfit:
         relaxed = 'If they are meant to differ, set lora_sync_verify="off".' if served.survives_misfit else ""
         raise subject.other_base(f"it computes other log-probabilities ({gap})", relaxed)

@@ -15,6 +15,7 @@ def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
     extra = dict(sampling.extra)
     seed = extra.pop("seed", extra.pop("sampling_seed", None))
     fields: dict[str, Any] = {
+        # Never more, which leaves a reference to the adapter behind up to 0.5.21, see `sglang.engine`.
         "n": 1,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
