@@ -131,6 +131,7 @@ class RolloutClient:
             extra=generation_kwargs or {},
         )
         self._sync_if_changed()
+        # After the sync, which gives the active version another name.
         body = {
             "model": self.model,
             "stream": False,

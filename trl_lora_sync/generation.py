@@ -107,6 +107,7 @@ class LoRASyncGeneration(AdapterGeneration):
         with timer.phase("gather"):
             current = run_on_all(self.accelerator, lambda: self._fingerprint(self._reader.last_linears))
         report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score))
+        # After the publish: an error leaves the version before active, on every process.
         self.active_name, self._published = report.adapter_name, current
         self.on_sync(report)
 
@@ -165,6 +166,7 @@ class LoRASyncGeneration(AdapterGeneration):
             self._batch.figures = figures
         start = sum(len(rows) for rows, *_ in shares[: self.accelerator.process_index])
         mine = completions[start : start + len(prompts)]
+        # None in RLOO, which does not use them (trainer/rloo_trainer.py, TRL 1.16).
         with_logprobs = self.logprobs is not None
         return (
             [row.prompt_ids for row in mine],
@@ -263,6 +265,7 @@ class LoRASyncGeneration(AdapterGeneration):
     def close(self) -> None:
         """Unload and delete all versions; the next `generate` publishes again. Not collective, never fails."""
         self.active_name = None
+        # First what is sampled ahead, whose requests name versions that are unloaded next.
         if self.overlap is not None:
             self.overlap.cancel()
         if self._sync is not None:

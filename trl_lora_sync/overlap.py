@@ -148,6 +148,7 @@ class Overlap:
         return answers
 
     def _sample_now(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers:
+        # Before the request, so that `end_batch` ends the lease even if it fails.
         self._turns_of = self._sync.ledger.lease()
         answers, seconds = run(self._timed(self._turns_of, groups, sampling))
         self.figures = BatchFigures(version_lag=0, wait_s=seconds, generation_s=seconds)
@@ -155,6 +156,7 @@ class Overlap:
 
     def request(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
         """Begin to sample a batch ahead from the newest version."""
+        # Leased here and not in the task, which may begin after the next sync.
         stored = self._sync.ledger.lease()
         task = Task(self._timed(stored, groups, sampling))
         self.ahead = _Ahead(groups=groups, sampling=sampling, stored=stored, task=task)

@@ -71,6 +71,7 @@ async def has_room(subject: Subject, deadline: Deadline) -> Found:
     """Whether it can load an adapter while it samples from others."""
     served, settings, spec = subject.served, subject.server.settings, ENGINES[subject.served.engine]
     needed, staleness = settings.versions_at_once, settings.staleness
+    # Fused serving has one adapter at a time, and a load waits for running requests.
     if needed == 1 or served.is_fused:
         return None
     setting, way_out = (
@@ -102,6 +103,7 @@ async def has_dtype(subject: Subject, deadline: Deadline) -> Found:
         return None
     if written is None:
         return NOTE, f"{_UNKNOWN_BASE}; the server computes in {served}"
+    # float32 holds every number of float16 and bfloat16.
     if served != written and written != "float32":
         command = restart_command(subject.engine, engine_options=["--dtype", written])
         raise ServerSetupError(
@@ -162,6 +164,7 @@ async def _reserved_rank(subject: Subject, deadline: Deadline) -> int | None:
         try:
             await subject.server.load(stored, deadline)
         except LoRASyncError as error:
+            # The error quotes vLLM 0.31: "LoRA rank R is greater than max_lora_rank M." (lora/peft_helper.py)
             told = re.search(r"max_lora_rank[ =:]+(\d+)", str(error))
             return int(told[1]) if told else None
     return None

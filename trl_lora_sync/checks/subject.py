@@ -89,6 +89,7 @@ class TrialStore:
         self._transport = transport
         self._ledger = ledger
         self._clean_up_s = clean_up_s
+        # No name is used twice, not even that of a trial.
         self._numbers = itertools.count(1)
 
     @asynccontextmanager

@@ -116,6 +116,7 @@ async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
 
 
 async def _probe(http: HTTPClient, deadline: Deadline) -> None:
+    # No key guards this route: vLLM guards other prefixes, and SGLang leaves /health open.
     response = await http.request("GET", "/health", deadline)
     if response.status_code in _STILL_STARTING:
         raise ServerUnreachableError(

@@ -76,6 +76,7 @@ class HTTPClient:
         self.base_url = base_url
         self.api_key = api_key
         self._timeouts = timeouts
+        # None for a scheme is a direct connection, whatever proxies the environment names.
         self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
         self._certificates = _certificates()
         self._connections = _Connections(self._new_client)
@@ -302,6 +303,7 @@ def retrying(
     return tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(may_repeat),
         wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
+        # Not `stop_after_delay`, with which the last pause would go past the limit.
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),
         before_sleep=before_repeat,
         sleep=_no_sleep,
@@ -339,6 +341,7 @@ def _retry_after_s(response: httpx.Response) -> float | None:
     """The header as seconds from now; RFC 9110 allows a date as well. None if there is none that can be read."""
     text = response.headers.get("Retry-After", "")
     with contextlib.suppress(ValueError):
+        # At least a short pause, even after a header of 0 or a date in the past.
         if text.strip().isdecimal():
             return max(_SHORTEST_PAUSE_S, float(text))
         return max(_SHORTEST_PAUSE_S, email.utils.parsedate_to_datetime(text).timestamp() - time.time())

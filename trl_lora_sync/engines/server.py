@@ -109,6 +109,7 @@ class ServerEngine(ABC):
         """Load, again after a broken connection, and for a while if the server does not see the files yet."""
         grace_s = self.local_visibility_grace_s if self._is_local else self._timeouts.visibility_s
         grace = Deadline.after(grace_s, "waiting for the directory to appear")
+        # Short, because the fleet waits for longer outages, and then checks whether the server was restarted.
         hiccup = Deadline.after(self._timeouts.retry_s, "waiting for the network")
 
         def may_repeat(error: BaseException) -> bool:
