@@ -125,7 +125,7 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
             return
         started = time.perf_counter()
         self.vllm_generation.sync_weights()
-        # TRL's own name for this time, so charts of its runs show it too.
+        # The metric that TRL's own sync logs (async_grpo_trainer.py, 1.16).
         _trl.record_metrics(self, {"perf/weight_sync_s": time.perf_counter() - started}, latest=frozenset())
 
     def _record_sync(self, report: "SyncReport") -> None:
@@ -135,8 +135,8 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
             self.rollout_worker.update_model_version(report.version)
 
     def _release_adapters(self) -> None:
+        # First the rollouts: their requests name versions that `super()` unloads.
         if self._syncs_adapters and self.rollout_worker is not None:
-            # First, as it samples from the versions that are unloaded next.
             self.rollout_worker.stop()
         super()._release_adapters()
 

@@ -53,6 +53,7 @@ class RolloutClient:
     def get_server_info(self) -> dict[str, Any]:
         """Read by `GRPOTrainer`: how the server computes log-probabilities."""
         mode = self._sync.fleet.capabilities.logprobs_mode
+        # TRL warns of every mode but this one (trainer/grpo_trainer.py, 1.16), and an unknown one may well be right.
         return {"model_config": {"logprobs_mode": "processed_logprobs" if mode == "unknown" else mode}}
 
     def reset_prefix_cache(self) -> None:
@@ -130,6 +131,7 @@ class RolloutClient:
             extra=generation_kwargs or {},
         )
         self._sync_if_changed()
+        # After the sync, which gives the active version another name.
         body = {
             "model": self.model,
             "stream": False,

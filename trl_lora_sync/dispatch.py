@@ -86,6 +86,7 @@ class _Dispatch(Generic[T]):
                 for ended in (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]:
                     self._collect(ended)
         finally:
+            # Also after the last result: a server that is still away may not hold up a batch that is complete.
             await cancelled([*self._parts, *self._recoveries])
         self._measure(started)
         return [self._results[index] for index in range(len(self._samples))]
@@ -97,12 +98,14 @@ class _Dispatch(Generic[T]):
             taking = [(worker, limit) for worker, limit in zip(able, limits, strict=True) if worker.under_way < limit]
             if not taking:
                 return
+            # One part for each in turn, so that little work is still under way on all workers at once.
             for worker, limit in taking:
                 self._hand_part_to(worker, limit, is_alone=len(able) == 1)
 
     def _hand_part_to(self, worker: Worker[T], limit: float, *, is_alone: bool) -> None:
         size = limit if is_alone else limit / _PARTS
         indices: list[int] = []
+        # At least one index: a group of samples stays whole, even if it is larger than a part.
         while self._waiting and (not indices or sum(self._samples[index] for index in indices) < size):
             indices.append(self._waiting.popleft())
         if indices:
@@ -128,7 +131,9 @@ class _Dispatch(Generic[T]):
             worker.last_completed_at = time.monotonic()
         elif worker.is_loss(error):
             self._last_loss = error
+            # To the front, in their order, as they have waited longest.
             self._waiting.extendleft(reversed(indices))
+            # All parts of a worker fail with it, and it recovers once.
             if not worker.is_away and worker in self._workers:
                 self._start_recovery(worker)
         else:

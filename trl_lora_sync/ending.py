@@ -26,16 +26,19 @@ class Ending:
         self._pid = os.getpid()
         self._turn = threading.Lock()
         self._is_over = False
+        # At exit, `atexit` calls `run` itself and waits for it; the finalizer would only start a thread.
         weakref.finalize(owner, _leave_to_thread, self.run).atexit = False
         atexit.register(self.run)
 
     def run(self) -> None:
         if os.getpid() != self._pid:
             return
+        # The exit of the interpreter waits here for a thread that has begun to end it.
         with self._turn:
             if not self._is_over:
                 self._is_over = True
                 self._end()
+        # Last, because the exit does not wait for a call that is no longer registered.
         atexit.unregister(self.run)
 
 

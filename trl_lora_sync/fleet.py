@@ -61,6 +61,7 @@ class Fleet:
         lengths = [one.max_model_len for one in served if one.max_model_len is not None]
         modes = {one.logprobs_mode for one in served}
         form = common_form(one.form for one in served)
+        # A batch is spread over all servers, so raw log-probabilities of one server make the whole batch doubtful.
         doubtful = [mode for mode in ("raw_logprobs", "unknown") if mode in modes]
         return replace(
             served[0],
@@ -114,9 +115,11 @@ class Fleet:
             for server in set(self.servers) - silent:
                 if not await server.engine.unload(adapter_name, Deadline.after(unload_s, f"Unloading {adapter_name}")):
                     silent.add(server)
+            # False keeps the name on disk for a later sweep, see `sweep_leftovers`.
             return not silent
 
         def knows(base_url: str) -> bool:
+            # A server of this host that has ended has no adapters any more.
             return any(server.base_url == base_url for server in self.servers) or is_gone(base_url)
 
         return await transport.sweep(lambda name: run(unload(name)), knows, deadline)  # called in the file thread
@@ -131,15 +134,18 @@ class Fleet:
         """
         tasks: list[asyncio.Task[Any]] = []
         for server in self.servers:
+            # Queued before the unloads, of which none may meet a server asleep.
             if server.is_asleep and not server.is_excluded:
                 tasks.append(server.wake_later())
             names = dict.fromkeys([*self._ledger.unneeded(server.base_url), *adapter_names])
             tasks += [server.unload_later(name, deadline) for name in names]
         if tasks:
+            # Raises no error of a task. What is late goes on, and its names are in the result.
             await asyncio.wait(tasks, timeout=deadline.left_s())
         unconfirmed = {server.base_url: self._ledger.unneeded(server.base_url) for server in self.servers}
         left = {url: sorted(names) for url, names in unconfirmed.items() if names}
         for url in list(left):
+            # In a thread, as it opens a connection, which may take a second (places.py, `_REFUSED_WITHIN_S`).
             if await offload(partial(is_gone, url)):  # its process has ended, and with it all names
                 self._ledger.note_listed(url, ())
                 del left[url]
@@ -181,6 +187,7 @@ class Fleet:
         if self.settings.on_server_loss == "drop" and len(self.in_service) > 1:
             # The servers that are left need time for what follows.
             patience = Deadline.after(deadline.remaining_s() / 2, f"{deadline.task}, half of it for lost servers,")
+        # Not `each`: a refusal by a server in service ends the wait for excluded ones.
         await in_parallel(
             lambda act: act(),
             [
@@ -240,6 +247,7 @@ class Fleet:
         waiting = list(servers)
 
         async def attempt(server: ServerHandle) -> None:
+            # Read before the request, so that `lose` can ignore an error of a process that was replaced meanwhile.
             engine = server.engine
             try:
                 if server.last_error is None:
@@ -259,6 +267,7 @@ class Fleet:
                     raise
 
         while waiting:
+            # A server that was lost when the round began may have taken no part in it, so it gets another round.
             was_lost = {server for server in waiting if server.last_error is not None}
             await each(waiting, attempt)
             self._raise_fatal(failures)
@@ -267,14 +276,17 @@ class Fleet:
                 for server in waiting
                 if server not in failures and (server in was_lost or server.last_error is not None)
             ]
+            # An error that does not exclude its server ends the wait for all others.
             await in_parallel(recover, waiting)
             waiting = [server for server in waiting if server not in failures]
+        # No server is left. Which error is raised depends on the order of the setting, not on the clock.
         if failures.keys() >= set(self.in_service):
             raise next(failures[server] for server in self.servers if server in failures)
         for server, error in failures.items():
             self._exclude(server, error)
 
     def _raise_fatal(self, failures: dict[ServerHandle, LoRASyncError]) -> None:
+        # In the order of the setting, so that the error does not depend on which answer came first.
         for server in self.servers:
             if server in failures and not self._may_exclude(failures[server]):
                 raise failures[server]
@@ -322,6 +334,7 @@ class Fleet:
         base_model = self.capabilities.base_model
 
         async def sample(server: ServerHandle, indices: list[int], at_once: int) -> list[list[Completion]]:
+            # Servers may name the base model differently, and `model` is the name of the first one.
             name = server.engine.capabilities.base_model if model == base_model else model
             return await server.engine.generate(name, [groups[index] for index in indices], sampling, deadline, at_once)
 
@@ -382,6 +395,7 @@ class Fleet:
                 if lost is None or not is_kept:
                     raise
                 server.lose(lost, engine)
+                # `error` may be a vague answer; `dispatch` repeats the work for a loss only.
                 raise lost from error
             server.note_success()
             return answers
@@ -437,6 +451,7 @@ class Fleet:
             except LoRASyncError as error:
                 if not is_loss(error):
                     raise
+                # The caller publishes again then, and that sync waits for the server.
                 return False
 
         return all(await each([server for server in self.in_service if server.is_asleep], wake))

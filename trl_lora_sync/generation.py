@@ -69,6 +69,7 @@ class LoRASyncGeneration(AdapterGeneration):
             self._sync = sync = AdapterSync(self.settings)
             self.overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
 
+            # `end` refers to the locals only: an Ending whose `end` refers to its owner would keep that alive.
             def end() -> None:
                 overlap.cancel()
                 sync.end()
@@ -84,8 +85,10 @@ class LoRASyncGeneration(AdapterGeneration):
         self, read: ReadAdapter, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
     ) -> str:
         try:
+            # A server may be checked again while the model trains, so the base model's answer is computed now.
             base = base.remembered()
             return self.sync.start(read, base, make_trials(base))
+        # Also after an interrupt: trial adapters may be loaded, and the run's folder is there.
         except BaseException:
             self.sync.close()
             raise
@@ -104,6 +107,7 @@ class LoRASyncGeneration(AdapterGeneration):
         with timer.phase("gather"):
             current = run_on_all(self.accelerator, lambda: self._fingerprint(self._reader.last_linears))
         report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score))
+        # After the publish: an error leaves the version before active, on every process.
         self.active_name, self._published = report.adapter_name, current
         self.on_sync(report)
 
@@ -162,6 +166,7 @@ class LoRASyncGeneration(AdapterGeneration):
             self._batch.figures = figures
         start = sum(len(rows) for rows, *_ in shares[: self.accelerator.process_index])
         mine = completions[start : start + len(prompts)]
+        # None in RLOO, which does not use them (trainer/rloo_trainer.py, TRL 1.16).
         with_logprobs = self.logprobs is not None
         return (
             [row.prompt_ids for row in mine],
@@ -185,6 +190,7 @@ class LoRASyncGeneration(AdapterGeneration):
         try:
             yield self._batch
         finally:
+            # Also after an error, because the lease of the batch ends here.
             self._batch = None
             if self.overlap is not None:
                 self.overlap.end_batch()
@@ -259,6 +265,7 @@ class LoRASyncGeneration(AdapterGeneration):
     def close(self) -> None:
         """Unload and delete all versions; the next `generate` publishes again. Not collective, never fails."""
         self.active_name = None
+        # First what is sampled ahead, whose requests name versions that are unloaded next.
         if self.overlap is not None:
             self.overlap.cancel()
         if self._sync is not None:

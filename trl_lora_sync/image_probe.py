@@ -20,6 +20,7 @@ def make_image_probe(processing_class: Any, image_token_id: int | None) -> Image
     """
     from PIL import Image
 
+    # Random pixels of a fixed seed: each start shows a server the same picture.
     image = Image.frombytes("RGB", (_SIDE, _SIDE), random.Random(_SEED).randbytes(3 * _SIDE * _SIDE))
     content = [{"type": "image", "image": image}, {"type": "text", "text": _QUESTION}]
     try:
@@ -31,6 +32,7 @@ def make_image_probe(processing_class: Any, image_token_id: int | None) -> Image
             return_tensors="pt",
         )
         prompt_ids = inputs["input_ids"][0].tolist()
+        # Without a token of the image, `max` raises the ValueError that is caught below.
         after = len(prompt_ids) - 1 - max(index for index, token in enumerate(prompt_ids) if token == image_token_id)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnsupportedSettingError(

@@ -70,6 +70,7 @@ class VersionLedger:
 
     def is_gone(self, adapter_name: str) -> bool:
         """Whether no server may have a name any more."""
+        # In any state: a load may have been carried out although its answer was lost.
         return all(name != adapter_name for _, name in self._held)
 
     # Versions
@@ -96,6 +97,7 @@ class VersionLedger:
     @property
     def needed(self) -> list[StoredAdapter]:
         """The versions that a server must have, the active one first."""
+        # A copy, because a rollout loop leases and releases in another thread.
         found = {stored.name: stored for stored in [self.active, *self.leased.copy()] if stored is not None}
         return list(found.values())
 
@@ -107,6 +109,7 @@ class VersionLedger:
         """
         leased = {stored.name for stored in self.leased.copy()}
         deletable = self._unloaded
+        # `keep` is at least 1 (config.py); with 0 the slice would be empty, and nothing would ever go.
         self._unloaded = [stored for stored in self.kept[: -self._keep] if stored.name not in leased]
         self.kept = [stored for stored in self.kept if stored not in self._unloaded]
         return self._unloaded, deletable

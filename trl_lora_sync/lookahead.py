@@ -36,6 +36,7 @@ class LookAhead:
         while True:
             try:
                 batch = self._ahead.popleft() if self._ahead else next(source)
+            # In a generator a StopIteration would become a RuntimeError (PEP 479).
             except StopIteration:
                 return
             self._taken.append(batch)

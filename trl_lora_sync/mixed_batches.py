@@ -79,7 +79,9 @@ async def _was_disturbed(engine: "Engine", before: float | None, deadline: "Dead
         return False
     after = await _activity(engine, deadline)
     if before is None or after is None:  # as with --disable-log-stats
+        # Without statistics, an adapter that is loaded may be in use.
         return engine.capabilities.is_cpu_build is True and bool(await engine.loaded(deadline))
+    # Infinity: a request for an adapter runs now. Another value than before: one ran in between.
     return math.isinf(after) or after != before
 
 

@@ -28,6 +28,7 @@ def pip_source() -> str | None:
         installed = metadata.distribution(_NAME)
     except metadata.PackageNotFoundError:
         return None
+    # The installed copy is not this one, which was found through PYTHONPATH, for example.
     if Path(str(installed.locate_file(_PACKAGE.name))).resolve() != _PACKAGE:
         return None
     recorded = installed.read_text("direct_url.json")

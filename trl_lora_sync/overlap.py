@@ -104,6 +104,7 @@ class Overlap:
         answers = self._take(groups, sampling)
         if answers is None:
             answers = self._sample_now(groups, sampling)
+        # Only now: a batch is of the version that is newest when the batch before it was taken.
         if following:
             self.request(following, sampling)
         return answers
@@ -121,6 +122,7 @@ class Overlap:
 
     def cancel(self) -> None:
         """Cancel what is sampled ahead, and release all leases; never fails, and may be called again."""
+        # Cleared first, so that a second call finds nothing to release.
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             ahead.task.cancel()
@@ -139,12 +141,14 @@ class Overlap:
             self.cancel()
             return None
         ahead.wait()  # interrupted, it stays here for `cancel`
+        # Before `result`, which may raise: `end_batch` then ends the lease.
         self.ahead, self._turns_of = None, ahead.stored
         answers, seconds = ahead.task.result()
         self.figures = BatchFigures(version_lag=1, wait_s=ahead.waited_s, generation_s=seconds)
         return answers
 
     def _sample_now(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers:
+        # Before the request, so that `end_batch` ends the lease even if it fails.
         self._turns_of = self._sync.ledger.lease()
         answers, seconds = run(self._timed(self._turns_of, groups, sampling))
         self.figures = BatchFigures(version_lag=0, wait_s=seconds, generation_s=seconds)
@@ -152,6 +156,7 @@ class Overlap:
 
     def request(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
         """Begin to sample a batch ahead from the newest version."""
+        # Leased here and not in the task, which may begin after the next sync.
         stored = self._sync.ledger.lease()
         task = Task(self._timed(stored, groups, sampling))
         self.ahead = _Ahead(groups=groups, sampling=sampling, stored=stored, task=task)

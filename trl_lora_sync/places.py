@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 SHARED_MEMORY = Path("/dev/shm")
+# A port of this host refuses at once. Only another host takes as long, and of those nothing is concluded.
 _REFUSED_WITHIN_S = 1.0
 
 
@@ -60,6 +61,7 @@ def _host_and_port(url: str) -> tuple[str | None, int]:
 def _can_bind(family: int, address: Any) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Port 0 is any free one; that of the server itself is taken.
             probe.bind((address[0], 0))
     except OSError:
         return False
@@ -85,5 +87,6 @@ def is_gone(url: str) -> bool:
 def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
     """Where versions are written if `lora_sync_dir` is not given."""
     if is_local and SHARED_MEMORY.is_dir():
+        # A folder for each user: versions have mode 0700, and `AdapterStore` refuses the folder of another user here.
         return SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
     return Path(output_dir) / "lora_sync"

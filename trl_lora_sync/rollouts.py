@@ -117,6 +117,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
                     request.cancel()
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
+        # TRL's own opens connections to its one server here (1.16), and the requests of this class go to the fleet.
         self._main = asyncio.current_task()
         loops = [asyncio.ensure_future(loop(stop_event=stop_event)) for loop in (self._generate_loop, self._score_loop)]
         try:
@@ -127,6 +128,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         finally:
             for one in loops:
                 one.cancel()
+            # Their `finally` blocks cancel the samples that are under way (TRL 1.16).
             await asyncio.gather(*loops, return_exceptions=True)
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -145,9 +147,11 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
                 prompt, tool_dict=tool_dict, tools=tools, group_id=group_id
             )
             return answer
+        # TRL's loop ends with any error of a sample, and with a cancelled one (`_generate_loop`, 1.16).
         except _ExpiredError:
             return _NOTHING
         finally:
+            # However the sample has ended; the last one of the group ends the lease.
             group.left -= 1
             if not group.left:
                 self._release(group_id)
@@ -293,5 +297,6 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         if self._rollouts is not None:
             self._rollouts.stop()
             if self._run is not None:
+                # TRL's loop waits for tools in threads (`_tool_pool.shutdown`, 1.16), which cannot be cancelled.
                 concurrent.futures.wait([self._run], timeout=GRACE_S)
             self._rollouts.release_all()

@@ -42,6 +42,7 @@ class BlockingThread:
                 self._thread.start()
             except RuntimeError:  # the interpreter is ending and starts no more threads
                 self._thread = None
+                # The end of a run still has files to delete, so the calls are made in this thread.
                 while not self._calls.empty():
                     _carry_out(*self._calls.get())
         return call
@@ -51,6 +52,7 @@ class BlockingThread:
         return await asyncio.wrap_future(self.submit(act))
 
     def __del__(self) -> None:
+        # `_work` refers to the queue only, so this object is collected while its thread waits. This ends the thread.
         self._calls.put((concurrent.futures.Future(), _stop))
 
     @staticmethod
@@ -60,6 +62,7 @@ class BlockingThread:
             if act is _stop:
                 return
             _carry_out(call, act)
+            # Otherwise this frame would keep the result and the adapter of the last call until the next one.
             del call, act
 
 
@@ -72,6 +75,7 @@ def _carry_out(call: "concurrent.futures.Future[T]", act: Callable[[], T]) -> No
         return
     try:
         call.set_result(act())
+    # All errors belong to the caller that waits. The thread must live for the calls in the queue.
     except BaseException as error:
         call.set_exception(error)
 
@@ -109,6 +113,7 @@ def _our_loop() -> _Loop:
 
 def _leave_to_parent() -> None:
     global _loop, _starting
+    # In the child the lock may be held by a thread that exists in the parent only.
     _starting = threading.Lock()
     if _loop is not None:
         _of_parents.append(_loop)
@@ -134,6 +139,8 @@ class Task(Generic[T]):
     def _end(self, task: "asyncio.Task[T]") -> None:
         self._task = None
         if task.cancelled():
+            # Set as an error, so that `result` raises asyncio's class. A cancelled future would raise that of
+            # concurrent.futures, another class, which `except Exception` catches.
             self._outcome.set_exception(asyncio.CancelledError())
         elif (error := task.exception()) is not None:
             self._outcome.set_exception(error)
@@ -209,11 +216,13 @@ async def in_parallel(act: Callable[[T], Awaitable[R]], items: Sequence[T], at_m
     try:
         return await asyncio.gather(*tasks)
     finally:
+        # `gather` raises the first error and lets the other tasks run on.
         await cancelled(tasks)
 
 
 async def each(items: Sequence[T], act: Callable[[T], Awaitable[R]]) -> list[R]:
     """Do the same to all items at the same time; wait for all, then raise the first error."""
+    # Without `return_exceptions` the first error would be raised while the others still run.
     outcomes = await asyncio.gather(*map(act, items), return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -227,6 +236,7 @@ async def cancelled(tasks: "Collection[asyncio.Future[Any]]") -> None:
     for task in left:
         task.cancel()
     if left:
+        # `asyncio.wait` has a limit and raises nothing, whatever a task does with its cancellation.
         await asyncio.wait(left, timeout=GRACE_S)
 
 

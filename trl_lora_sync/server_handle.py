@@ -32,6 +32,7 @@ from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, compare
 
 logger = logging.getLogger(__name__)
 
+# So many versions in a row are compared until one is a proof. After that, only those after 8, 16, 32, ... versions.
 _PROOFS_IN_A_ROW = 8
 # A version that is lost this often after its load is not lost by accident.
 _MAX_LOSSES = 3
@@ -128,6 +129,7 @@ class ServerHandle:
             )
         self.sends_content = is_sent_content(self.settings, self.address, served)
         if self._engine is not None:
+            # A new engine counts from zero, and reports need the sum of the run.
             self._retries_before += self._engine.retries
             await self._engine.close()  # as soon as its requests have ended
         self._engine = engine
@@ -216,12 +218,15 @@ class ServerHandle:
             self.state = ServerState.RECOVERING
         try:
             await wait_until_up(self.base_url, is_local=self.address.is_local, deadline=deadline)
+            # After a short outage the same process may answer. If it has all versions, it is not checked again.
             loaded = await self.engine.loaded(deadline)
             self.ledger.note_listed(self.base_url, loaded)
             needed = self._needed()
             is_complete = needed and all(stored.name in loaded for stored in needed)
+            # After an AdapterLostError another process may run there, whatever it lists.
             if not is_complete or isinstance(self.last_error, AdapterLostError):
                 await self.connect(deadline)
+                # Checked before any load: SGLang crashes on an adapter that does not fit its base model.
                 if checks is not None:
                     self.note_checked(*await checks.require([self], deadline))
                 for stored in needed:
@@ -230,6 +235,7 @@ class ServerHandle:
             if self.state is ServerState.RECOVERING:
                 self._serve_again()
         finally:
+            # After a failed attempt it is lost again, so that the next one tries to reach it.
             if self.state is ServerState.RECOVERING:
                 self.state = ServerState.LOST
 
@@ -268,6 +274,7 @@ class ServerHandle:
             logger.info("%s stays excluded: %s", self.base_url, reason)
             return
         try:
+            # The other half is for what follows the load on the servers in service.
             half = Deadline.after(deadline.remaining_s() / 2, f"Taking {self.base_url} back")
             await self.recover(checks, half, needs_active=False)
             await self.load_new(stored, half)
@@ -304,6 +311,7 @@ class ServerHandle:
 
     async def load(self, stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         """Load a version, awake and inside a pause if there is to be one; result and errors as of `Engine.load`."""
+        # Before the request, whose answer may be lost: the name counts as held until an unload is confirmed.
         self.ledger.note(self.base_url, stored.name, Holding.LOADING)
         await self.wake(deadline)
         if stored.is_unfinished and not self.engine.capabilities.checks_payload:
@@ -327,9 +335,11 @@ class ServerHandle:
             return
         await self.wait_for_unloads(deadline)
         try:
+            # Inside `try`: it may be paused although the answer was lost, and resuming without a pause is harmless.
             await self.engine.pause(self.settings.pause, deadline)
             yield
         finally:
+            # A new deadline, as that of the sync may be over, and a server that stays paused serves no client.
             await self.engine.resume(Deadline.after(self._timeouts.unload_s, "Resuming generation"))
 
     def unload_later(self, adapter_name: str, deadline: Deadline | None = None) -> "asyncio.Task[bool]":
@@ -339,6 +349,7 @@ class ServerHandle:
             Whether the server confirmed it; if not, the unload is repeated with the next one, and at the end.
         """
         if self._engine is not None:
+            # Before the task gets its turn: at the end of a run, `unneeded` must list a name whose turn never came.
             self.ledger.note(self.base_url, adapter_name, Holding.UNLOADING)
         return spawn(self._unload_in_turn(adapter_name, deadline))
 
@@ -351,7 +362,9 @@ class ServerHandle:
             return True
         deadline = deadline or Deadline.after(self._timeouts.unload_s, f"Unloading {adapter_name}")
         is_confirmed = False
+        # With the names that were not confirmed before. A missing name counts as unloaded, so repeating is harmless.
         for name in dict.fromkeys([*self.ledger.overdue(self.base_url), adapter_name]):
+            # An excluded server gets no request; `_serve_again` unloads what it missed.
             is_confirmed = not self.is_excluded and await self.engine.unload(name, deadline)
             self.ledger.note(self.base_url, name, Holding.GONE if is_confirmed else Holding.UNCONFIRMED)
         if not is_confirmed:
@@ -396,6 +409,7 @@ class ServerHandle:
         evidence = compare(Scores(base=self.base_logprobs, adapted=adapted), trained, tolerance=tolerance)
         if evidence.contradicts:
             raise contradiction(self.base_url, stored.name, evidence, tolerance)
+        # A proof holds until `require_verification`, as a later version may be too small to prove anything.
         self.is_verified = self.is_verified or evidence.proves
         return evidence
 
@@ -457,6 +471,7 @@ async def held(lock: asyncio.Lock, deadline: Deadline, message: str) -> AsyncIte
     left_s = deadline.remaining_s()
     try:
         await asyncio.wait_for(lock.acquire(), left_s)
+    # In Python 3.10, the oldest that is supported, this is another class than TimeoutError.
     except asyncio.TimeoutError as error:
         raise deadline.error(message) from error
     try:

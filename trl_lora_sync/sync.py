@@ -87,6 +87,7 @@ class AdapterSync:
 
     async def _prepare(self, adapter: CanonicalAdapter, expected: Expected) -> None:
         fleet = self.fleet
+        # Once the servers are connected: how an adapter reaches one depends on what that server offers.
         self._transport = transport_for(
             self.settings,
             [server.sends_content for server in fleet.servers],
@@ -101,6 +102,7 @@ class AdapterSync:
         deadline = self._control_deadline("Checking the server with a trial adapter")
         any_such = Trial(group="trained", modules=(), read=lambda form: adapter)
         await fleet.check(expected, self.transport, deadline, expected.trials or [any_such])
+        # A server that cannot release its cache fails here, before the first step of the training.
         if self.settings.frees_kv_cache:
             await fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
             await fleet.wake(self._control_deadline("Restoring the KV cache"))
@@ -141,6 +143,8 @@ class AdapterSync:
         if adapter.layout != self._layout:  # a server may ignore a module that it was not tried with
             self._layout = adapter.layout
             self.fleet.require_verification()
+        # While no server needs to be verified, a version costs no forward pass of the trainer. If a server comes back
+        # during the sync, the attempt is withdrawn, and repeated with scores.
         if score is not None and not self.needs_verification:
             try:
                 return run(self._publish(adapter, None, timer, is_final=False))
@@ -164,12 +168,14 @@ class AdapterSync:
         """
         deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
         with timer.phase("write"):
+            # `close` gives up the folder, and an evaluation after the training publishes again.
             await self.transport.open(deadline)
             stored = await self._write(adapter, deadline)
         async with self._withdrawn_on_error(stored):
             with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
                 server_load_s = await self.fleet.load(stored, deadline)
             with timer.phase("verify"):
+                # After the load: before it, files that are damaged later would pass.
                 if self.settings.verify != "off" and not self._is_compared(stored):
                     await self.transport.check(stored, adapter, deadline)
                 if not is_final and self.fleet.needs_verification:
@@ -188,6 +194,7 @@ class AdapterSync:
         server_load_s: dict[int, float],
         evidence: Sequence[Evidence],
     ) -> SyncReport:
+        # The engines count over the whole run, and a report has what came since the one before.
         retries, self._retries_reported = self.fleet.retries - self._retries_reported, self.fleet.retries
         return SyncReport(
             adapter_name=stored.name,
@@ -219,8 +226,10 @@ class AdapterSync:
     async def _withdrawn_on_error(self, stored: StoredAdapter) -> AsyncIterator[None]:
         try:
             yield
+        # BaseException, because an interrupt of the trainer cancels this task.
         except BaseException:
             # Unloaded even after a refusal: the request may have been carried out although its answer was lost.
+            # `asyncio.wait` raises no error of an unload, and cancels none at its timeout.
             await asyncio.wait(self.fleet.unload_later(stored.name), timeout=self.settings.timeouts.close_s)
             await self._delete(stored)
             raise
@@ -234,6 +243,7 @@ class AdapterSync:
             self.fleet.unload_later(stored.name)
 
     async def _delete(self, stored: StoredAdapter) -> None:
+        # A name that a server may still have stays as an empty folder, for the sweep of the next run.
         await self.transport.delete(stored, keep_name=not self.ledger.is_gone(stored.name))
 
     def _is_verified(self) -> bool | None:
@@ -282,6 +292,7 @@ class AdapterSync:
 
     async def _close(self) -> None:
         deadline = Deadline.after(self.settings.timeouts.close_s, "The end of the run")
+        # The servers first: vLLM ends if it reads an evicted adapter again and its files are gone.
         left = await self.fleet.let_go([stored.name for stored in self.ledger.retire_all()], deadline)
         if self._transport is not None:
             await self._transport.close({name for names in left.values() for name in names})

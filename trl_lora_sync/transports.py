@@ -130,10 +130,12 @@ class DiskTransport:
 
     async def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline | None) -> StoredAdapter:
         writing = self._files.submit(write)
+        # In the same thread, so that the files are complete before any later call, such as `check` or `delete`.
         self._files.submit(self.store.finish)
         try:
             return await self._wait(writing, deadline)
         except BaseException:
+            # A call that has begun cannot be cancelled, so what it still writes is deleted after it.
             if not writing.cancel():
                 writing.add_done_callback(self._delete_late)
             raise
@@ -185,6 +187,7 @@ class DiskAndHTTPTransport(DiskTransport):
     async def write(
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
+        # In the file thread, because copying an adapter from a GPU would hold up the loop.
         return await self._keep(
             lambda: replace(self.store.write(version, adapter), content=adapter.on_host()), deadline
         )
@@ -241,6 +244,7 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
     """
     choice = settings.transport
     shares_folder = address.is_local or settings.server_root is not None
+    # On SGLang 0.5.15 (H200, 0.6B model, rank 32) a load from disk took 0.02 s, and one of tensors 0.47 s.
     if choice == "disk" or (choice == "auto" and shares_folder):
         return False
     if served.takes_tensors or (choice in ("auto", "push") and served.takes_pushes):

@@ -44,6 +44,7 @@ class KnownVersions:
             return f"{self.title} {version} is not a released version, so its behaviour is unknown"
         if found < self.oldest:
             return f"{self.title} {version} is older than {self.oldest}, the first that adapter sync was written for"
+        # Compared in as many parts as `newest` has: 0.33.1 is not newer than 0.33.
         if found.release[: len(self.newest.release)] > self.newest.release:
             return f"{self.title} {version} is newer than {self.newest}, the last that adapter sync was written for"
         return None

@@ -38,7 +38,7 @@ def test_new_values_and_new_parameters_are_read() -> None:
 
 def test_new_scaling_is_read() -> None:
     reader, model = AdapterReader(), lora_model()
-    before = read(reader, model)
+    before = read(reader, model).on_host()
     for module in model.modules():
         if hasattr(module, "set_scale"):
             module.set_scale("default", 4.0)

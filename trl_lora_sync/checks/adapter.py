@@ -16,7 +16,9 @@ async def is_sampled_from(subject: Subject, deadline: Deadline, offer: Offer) ->
     try:
         await subject.server.load(stored, deadline)
         await subject.server.warm_up(stored, deadline)
+        # On vLLM `warm_up` does nothing, so this is the first use.
         await subject.engine.generate(stored.name, [_PROMPT], _SAMPLING, deadline)
+    # It shows that the path is wrong, and nothing of the base model.
     except AdapterNotVisibleError:
         raise
     except AdapterRejectedError as error:
@@ -63,6 +65,7 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
         f"adapter itself moves PEFT's by {evidence.trained_change:.4f}"
     )
     gap = subject.expected.gap(subject.base_logprobs)
+    # Another base model explains any difference, so it does not count against the adapter.
     if gap is not None and gap.is_suspicious:
         return PROBLEM, f"{words}. The server serves another base model."
     if evidence.contradicts:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The order counts: `has_width` needs the scores of `has_base`, before which a run loads no adapter.
 CHECKS: tuple[Check, ...] = (
     Check("adapters at run time", server.loads_at_run_time),
     Check("version", server.is_known_version),

@@ -71,6 +71,7 @@ async def has_room(subject: Subject, deadline: Deadline) -> Found:
     """Whether it can load an adapter while it samples from others."""
     served, settings, spec = subject.served, subject.server.settings, ENGINES[subject.served.engine]
     needed, staleness = settings.versions_at_once, settings.staleness
+    # Fused serving has one adapter at a time, and a load waits for running requests.
     if needed == 1 or served.is_fused:
         return None
     setting, way_out = (
@@ -102,6 +103,7 @@ async def has_dtype(subject: Subject, deadline: Deadline) -> Found:
         return None
     if written is None:
         return NOTE, f"{_UNKNOWN_BASE}; the server computes in {served}"
+    # float32 holds every number of float16 and bfloat16.
     if served != written and written != "float32":
         command = restart_command(subject.engine, engine_options=["--dtype", written])
         raise ServerSetupError(
@@ -162,6 +164,7 @@ async def _reserved_rank(subject: Subject, deadline: Deadline) -> int | None:
         try:
             await subject.server.load(stored, deadline)
         except LoRASyncError as error:
+            # The error quotes vLLM 0.31: "LoRA rank R is greater than max_lora_rank M." (lora/peft_helper.py)
             told = re.search(r"max_lora_rank[ =:]+(\d+)", str(error))
             return int(told[1]) if told else None
     return None
@@ -187,6 +190,7 @@ async def knows_tokens(subject: Subject, deadline: Deadline) -> Found:
     size = subject.expected.vocab_size
     if not size:
         return NOTE, _UNKNOWN_BASE
+    # The largest id: if that is known, all smaller ones are.
     if not await subject.engine.knows_token(size - 1, deadline):
         raise subject.other_base(f"its vocabulary has fewer than the trainer's {size} tokens")
     return OK, f"the server knows the trainer's {size} tokens"
@@ -211,6 +215,7 @@ async def has_base(subject: Subject, deadline: Deadline) -> Found:
             f"it gives other log-probabilities than the first server's (mean distance {gap.mean:.3f}). Serve the same "
             "model everywhere."
         )
+    # An engine that crashes on an adapter of other shapes gets none, whatever the setting.
     if subject.is_strict or not served.survives_misfit:
         relaxed = 'If they are meant to differ, set lora_sync_verify="off".' if served.survives_misfit else ""
         raise subject.other_base(f"it computes other log-probabilities ({gap})", relaxed)

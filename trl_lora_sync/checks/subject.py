@@ -89,6 +89,7 @@ class TrialStore:
         self._transport = transport
         self._ledger = ledger
         self._clean_up_s = clean_up_s
+        # No name is used twice, not even that of a trial.
         self._numbers = itertools.count(1)
 
     @asynccontextmanager
@@ -101,6 +102,8 @@ class TrialStore:
         try:
             yield stored
         finally:
+            # On all of them: where it was never loaded, the missing name counts as unloaded.
+            # `asyncio.wait` leaves a late unload to go on, and its name on disk.
             await asyncio.wait([server.unload_later(stored.name) for server in servers], timeout=self._clean_up_s)
             await self._transport.delete(stored, keep_name=not self._ledger.is_gone(stored.name))
 

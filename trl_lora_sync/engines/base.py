@@ -158,6 +158,7 @@ class Capabilities:
 
     def serves_module(self, module: str) -> bool:
         """Whether layers of this name, such as `q_proj`, can be adapted; true if unknown."""
+        # SGLang may list the packed layer (`qkv_proj`) or `all` in the place of its parts.
         packed_in = {whole for whole, parts in PACKED_LAYERS.items() if module in parts}
         return not self.target_modules or not self.target_modules.isdisjoint({"all", module, *packed_in})
 

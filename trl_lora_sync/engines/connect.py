@@ -38,6 +38,7 @@ async def connect_engine(
         ServerAuthError: it wants another API key.
         ServerSetupError: what answers is not a server that adapter sync can work with.
     """
+    # Without a key, as the engine is not known yet: a key of one engine may not go to a server of another.
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts)
     try:
         await _wait_until_up(http, deadline)
@@ -54,6 +55,7 @@ async def connect_engine(
     connected: Engine = engine_class(base_url, is_local=is_local, timeouts=timeouts)
     try:
         await connected.connect(deadline)
+    # Also after a cancellation: the caller never gets this engine, so it cannot close it.
     except BaseException:
         await connected.close()
         raise
@@ -114,6 +116,7 @@ async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
 
 
 async def _probe(http: HTTPClient, deadline: Deadline) -> None:
+    # No key guards this route: vLLM guards other prefixes, and SGLang leaves /health open.
     response = await http.request("GET", "/health", deadline)
     if response.status_code in _STILL_STARTING:
         raise ServerUnreachableError(
@@ -139,6 +142,7 @@ async def recognise(http: HTTPClient, deadline: Deadline) -> EngineSpec:
 
     for key in (NO_KEY, *keys):
         status = await status_of(SGLANG.own_route, key)
+        # vLLM guards /v1 and a few other prefixes (serve/middleware/authenticate.py, 0.31), so it answers 404 here.
         if status != 401:
             return SGLANG if status == 200 else VLLM
     if await status_of(VLLM.own_route, keys[1]) == 200:

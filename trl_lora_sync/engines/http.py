@@ -24,6 +24,7 @@ from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreacha
 from trl_lora_sync.runtime import spawn
 
 _ABORT_AGAIN_S = 0.2
+# A proxy may answer with a whole page, and these words go into an error.
 _MAX_WORDS = 2000
 # Between requests that a gateway limits: without a `Retry-After`, twice as long each time.
 _FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
@@ -75,6 +76,7 @@ class HTTPClient:
         self.base_url = base_url
         self.api_key = api_key
         self._timeouts = timeouts
+        # None for a scheme is a direct connection, whatever proxies the environment names.
         self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
         self._certificates = _certificates()
         self._connections = _Connections(self._new_client)
@@ -127,7 +129,9 @@ class HTTPClient:
             ServerSetupError: the server's certificate is not trusted.
             DeadlineExceededError: no complete answer before the deadline.
         """
+        # With no time left nothing is sent: the server would carry out a request that is not waited for.
         deadline.remaining_s()
+        # A separate task, because an abort goes on after this method has been left.
         sending = spawn(self._send(method, path, deadline, body, content, headers or {}, api_key or self.api_key))
         try:
             # httpx times each read and each write, so a peer that answers in drops is cut off here.
@@ -155,6 +159,7 @@ class HTTPClient:
         self, sending: "asyncio.Task[httpx.Response]", abort: Callable[[Deadline], Awaitable[None]]
     ) -> None:
         deadline = Deadline.after(self._timeouts.abort_s, "Aborting a request")
+        # The request has been given up. Without an abort its connection is still broken off, below.
         with contextlib.suppress(LoRASyncError):
             # More than once, as the server may not have read the request yet.
             while not deadline.is_over() and not sending.done():
@@ -232,6 +237,7 @@ class _Connections:
         is_kept = False
         try:
             yield client
+            # Not after an error or a cancellation: a closed connection shows the server that its answer is not awaited.
             is_kept = not self._is_retired
         finally:
             if is_kept:
@@ -253,6 +259,7 @@ def _ignore(task: "asyncio.Task[Any]") -> None:
 
 def _tls_error(base_url: str, error: BaseException) -> ServerSetupError | None:
     """What is wrong with the encryption, if that is the cause; waiting would not help."""
+    # httpx and httpcore wrap the error of `ssl` in errors that do not show it.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -296,6 +303,7 @@ def retrying(
     return tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(may_repeat),
         wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
+        # Not `stop_after_delay`, with which the last pause would go past the limit.
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),
         before_sleep=before_repeat,
         sleep=_no_sleep,
@@ -333,6 +341,7 @@ def _retry_after_s(response: httpx.Response) -> float | None:
     """The header as seconds from now; RFC 9110 allows a date as well. None if there is none that can be read."""
     text = response.headers.get("Retry-After", "")
     with contextlib.suppress(ValueError):
+        # At least a short pause, even after a header of 0 or a date in the past.
         if text.strip().isdecimal():
             return max(_SHORTEST_PAUSE_S, float(text))
         return max(_SHORTEST_PAUSE_S, email.utils.parsedate_to_datetime(text).timestamp() - time.time())

@@ -39,6 +39,7 @@ from trl_lora_sync.errors import (
 
 logger = logging.getLogger(__name__)
 
+# vLLM answers 503 while it is paused; a gateway answers with any of them for a server that is down.
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
 
 
@@ -78,6 +79,7 @@ class ServerEngine(ABC):
         self._retries += 1
 
     async def loaded(self, deadline: Deadline) -> dict[str, str]:
+        # Adapters have their base model as the parent, and base models have none.
         return {model["id"]: str(model.get("root")) for model in await self._models(deadline) if model.get("parent")}
 
     async def adapters_ran_at(self, deadline: Deadline) -> float | None:
@@ -92,6 +94,7 @@ class ServerEngine(ABC):
         """After an answer that does not fit its request, the next request starts on a new connection."""
         try:
             yield
+        # This answer fits its request: the files do not show yet.
         except AdapterNotVisibleError:
             raise
         except (AdapterRejectedError, GenerationError, ServerSetupError, WrongPolicyError):
@@ -106,6 +109,7 @@ class ServerEngine(ABC):
         """Load, again after a broken connection, and for a while if the server does not see the files yet."""
         grace_s = self.local_visibility_grace_s if self._is_local else self._timeouts.visibility_s
         grace = Deadline.after(grace_s, "waiting for the directory to appear")
+        # Short, because the fleet waits for longer outages, and then checks whether the server was restarted.
         hiccup = Deadline.after(self._timeouts.retry_s, "waiting for the network")
 
         def may_repeat(error: BaseException) -> bool:
@@ -246,9 +250,11 @@ class _Health:
         self._is_probing = True
         deadline = Deadline.after(self._timeouts.health_s, "The health check")
         try:
+            # A refusal such as 401 or 404 is a sign of life as well.
             if (await self._http.request("GET", "/health", deadline)).status_code < 500:
                 self._alive_at = time.monotonic()
         except LoRASyncError as error:
+            # A failed probe lets the silence grow, and `check` decides by its length.
             logger.debug("%s", error)
         finally:
             self._is_probing = False

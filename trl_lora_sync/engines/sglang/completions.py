@@ -13,11 +13,14 @@ def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
         sample: which of a group's samples; a fixed seed is advanced by it, so that they differ.
     """
     extra = dict(sampling.extra)
+    # vLLM's name is `seed`, SGLang's `sampling_seed`, and generation_kwargs may have either.
     seed = extra.pop("seed", extra.pop("sampling_seed", None))
     fields: dict[str, Any] = {
+        # Never more, which leaves a reference to the adapter behind up to 0.5.21, see `sglang.engine`.
         "n": 1,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        # SGLang switches it off with -1.
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,

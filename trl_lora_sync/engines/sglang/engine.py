@@ -66,6 +66,7 @@ _DTYPES = {
     "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32"
 }  # fmt: skip
 _NEVER_LOADED = "trl-lora-sync-probe"
+# Ids that every vocabulary has.
 _WARM_UP_PROMPT = [0, 1, 2, 3]
 _ONE_TOKEN = Sampling.unrestricted(max_tokens=1, logprobs=None)
 _Row = tuple[list[int], dict[str, Any]]  # prompt and sampling parameters of one sample
@@ -165,6 +166,7 @@ class SGLangEngine(SGLangServer):
 
     async def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         self._check_fits(adapter)
+        # Every load takes the lock that a stuck unload holds, and would hang as well.
         if self._stuck_unload and not await self._has_recovered(deadline):
             raise AdapterRejectedError(self._stuck_words())
         async with self._distrusting_connections():
@@ -203,6 +205,7 @@ class SGLangEngine(SGLangServer):
                 "never ends blocks every load; if that does not pass, restart the server"
             ) from error
         words = server_words(response)
+        # A repeated request finds its own first attempt. The path, below, distinguishes it from another client's.
         if response.status_code != 200 and "already loaded" not in words:
             raise self._load_error(adapter, response.status_code, words)
         expected = adapter.server_path or _TENSOR_PATH
@@ -365,6 +368,7 @@ class SGLangEngine(SGLangServer):
         if self._version >= _REFUSALS_LET_GO_FROM:
             return
         for _, params in rows:
+            # The seed differs from sample to sample, and each would cost a request.
             judged = {name: value for name, value in params.items() if name != "sampling_seed"}
             known = repr(sorted(judged.items()))
             if known not in self._accepted_sampling:

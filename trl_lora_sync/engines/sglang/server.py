@@ -110,6 +110,7 @@ class SGLangServer(ServerEngine):
 
     async def resume(self, deadline: Deadline) -> None:
         await self._control("/continue_generation", {}, deadline)
+        # After the answer: no unload is sent to a server that may still be paused.
         self._is_paused = False
 
     async def release_kv_cache(self, deadline: Deadline) -> None:
@@ -162,6 +163,7 @@ class SGLangServer(ServerEngine):
         if not self._is_released:
             return True
         before = self._loaded_at_release
+        # None of the adapters is there, so it was restarted, and a restore without a release would end it.
         if before and not before & (await self.loaded(deadline)).keys():
             self._is_released = False
             return False

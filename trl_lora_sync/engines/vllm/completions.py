@@ -57,6 +57,7 @@ def read_completion(choice: dict[str, Any], group: PromptGroup, sampling: Sampli
     token_ids = choice["token_ids"]
     if not isinstance(token_ids, list):
         raise ValueError("a completion came back without its token ids")
+    # A completion that was broken off is not what the policy samples.
     if choice.get("finish_reason") in (None, "abort", "error"):
         raise ValueError(f"a completion ended with finish_reason={choice.get('finish_reason')!r}")
     prompt_ids = choice.get("prompt_token_ids")

@@ -208,6 +208,7 @@ class VLLMEngine(ServerEngine):
             return None
 
     async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+        # vLLM compares ids with the vocabulary before the engine gets them (v1/engine/input_processor.py, 0.31).
         body = {"model": self.capabilities.base_model, "prompt": [token_id], "max_tokens": 1}
         return "out of vocabulary" not in server_words(await self._post("/v1/completions", body, deadline))
 
@@ -368,7 +369,9 @@ class VLLMEngine(ServerEngine):
             logger.debug("Unloading %s failed: %s", adapter_name, error)
             return False
         finally:
+            # Also after an error: what was loaded stays for one unload more, so a file that may be read is not deleted.
             await self._pushed.retire(adapter_name, deadline)
+        # 404: the name is not there, as for a repeated request (openai/models/serving.py, 0.31).
         return response.status_code in (200, 404)
 
     async def _ask_to_unload(self, adapter_name: str, deadline: Deadline) -> httpx.Response:
@@ -378,6 +381,7 @@ class VLLMEngine(ServerEngine):
     # Pausing and memory, on routes of the development mode
 
     async def pause(self, mode: str, deadline: Deadline) -> None:
+        # The prefix cache is kept: its keys contain the adapter's name, and no name is used twice.
         await self._control(f"/pause?mode={'abort' if mode == 'abort' else 'wait'}&clear_cache=false", deadline)
 
     async def resume(self, deadline: Deadline) -> None:
@@ -396,6 +400,7 @@ class VLLMEngine(ServerEngine):
                 await self._control("/sleep?level=1&mode=wait", deadline)
             else:
                 self._check_control("/release_kv_cache_memory", response)
+        # Even after a cancellation: a server that stays paused serves no client.
         except BaseException:
             await self._restore_quietly()
             raise
@@ -406,6 +411,7 @@ class VLLMEngine(ServerEngine):
         return False  # the buffers of loaded adapters are lost with the cache on some versions
 
     async def _restore_quietly(self) -> None:
+        # A new deadline for each, as that of the caller may be over.
         for path in ("/wake_up", "/resume"):
             try:
                 await self._control(path, Deadline.after(self._timeouts.undo_s, "Taking the KV cache back"))
@@ -441,6 +447,7 @@ class VLLMEngine(ServerEngine):
         at_once: int = CONCURRENT_REQUESTS,
     ) -> list[list[Completion]]:
         if any(group.images for group in groups):
+            # The route for prompts with images takes one prompt.
             batches = [[index] for index in range(len(groups))]
         else:
             batches = in_batches(groups, at_once)
@@ -544,6 +551,7 @@ class VLLMEngine(ServerEngine):
         try:
             # Chat and the token route repeat the prompt once for all choices.
             shared = {"prompt_token_ids": content.get("prompt_token_ids")}
+            # `index` counts through all choices, in the order of the prompts (openai/completion/serving.py, 0.31).
             choices = sorted((shared | choice for choice in content["choices"]), key=lambda choice: choice["index"])
             found = [read_completion(choice, groups[place // count], sampling) for place, choice in enumerate(choices)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -574,6 +582,7 @@ def _is_below(version: str, limit: Version, *, if_unknown: bool = False) -> bool
 
 def in_batches(groups: Sequence[PromptGroup], at_once: int = CONCURRENT_REQUESTS) -> list[list[int]]:
     """Indices of groups to send together: equal counts, and few enough requests to be in flight all at once."""
+    # A request has one `n` for all of its prompts, and these are either text or token ids.
     by_kind: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
         by_kind[group.count, isinstance(group.prompt, str)].append(index)

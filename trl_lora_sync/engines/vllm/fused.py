@@ -49,6 +49,7 @@ class VLLMFusedEngine(VLLMEngine):
                 f"The server answered: {words!r}"
             )
         protocol = json_object(response, ServerSetupError).get("protocol")
+        # An older or newer plugin may mean something else by the same routes.
         if protocol != PROTOCOL:
             raise ServerSetupError(
                 f"The server at {self.base_url} has version {protocol!r} of the fused routes, and this trainer "

@@ -56,6 +56,7 @@ async def request_for(
 
 
 async def _render(post: Post, model: str, images: list[Any], deadline: Deadline, restart: str) -> dict[str, Any]:
+    # In the thread for long calls, because encoding pictures as PNG would hold up the loop.
     urls = await offload(lambda: [data_url(image) for image in images])
     content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 1}

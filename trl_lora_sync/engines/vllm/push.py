@@ -93,6 +93,7 @@ class PushedAdapters:
                 f"{self._base_url} takes no adapters over HTTP. Install this package next to vLLM, and restart the "
                 f"server with {self._serve_command('--push')}."
             )
+        # In the thread for long calls, because a checksum of all bytes is computed.
         body = await offload(partial(SafetensorsBody, adapter.content))
         if len(body) > self._max_bytes:
             raise self._too_large(adapter, f"it offers {self._max_bytes / 1e6:.1f} MB")
