@@ -125,9 +125,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         tensors = [linear.weight for linear in linears]
         if self._sharded:
             shards = shards_of(linears, outermost(self.accelerator, self.model))
-            tensors = [
-                weight if shard is None else shard.values for weight, shard in zip(tensors, shards, strict=True)
-            ]
+            tensors = [weight if shard is None else shard.values for weight, shard in zip(tensors, shards, strict=True)]
         return fingerprint([*tensors, *(one.parameter for one in self._reader.extras)])
 
     def _has_changed(self) -> bool:
