@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.adapters import with_tensors
 
 from contract.served import (
     MAX_LORA_RANK,
@@ -307,7 +308,7 @@ def test_an_adapter_that_kills_the_server_is_reported_at_its_warm_up(few: Served
     assert few.fake is not None
     adapter = few.reference.adapter(1)
     short = {name: value[:-1] if "o_proj.lora_B" in name else value for name, value in adapter.tensors.items()}
-    stored = few.write(replace(adapter, tensors=short))
+    stored = few.write(with_tensors(adapter, short))
     few.engine.load(stored, soon())
     with pytest.raises(AdapterRejectedError, match=stored.name):
         few.engine.warm_up(stored, soon())

@@ -42,11 +42,8 @@ def adapter(dtype: torch.dtype = torch.bfloat16) -> CanonicalAdapter:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("is_flat", [True, False])
-def test_the_body_is_a_safetensors_file_with_the_configuration(dtype: torch.dtype, is_flat: bool) -> None:
+def test_the_body_is_a_safetensors_file_with_the_configuration(dtype: torch.dtype) -> None:
     sent = adapter(dtype)
-    if not is_flat:
-        object.__setattr__(sent, "tensors", {name: tensor.clone() for name, tensor in sent.tensors.items()})
     body = SafetensorsBody(sent)
 
     content = bytes_of_body(body)

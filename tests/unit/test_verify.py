@@ -9,8 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from contract.reference import FakeReference
 from contract.served import SMALL
+from support.adapters import with_tensors
 
 from trl_lora_sync.adapter.canonical import PLAIN
 from trl_lora_sync.errors import LoRASyncError, VerificationError
@@ -126,7 +128,7 @@ class VerifiedRun(FleetRun):
         """Of `trial_size` in one block of each layer, or of a size of its own, and zero in the others."""
         some, size = another_adapter(), self.sizes.get(group, self.trial_size)
         tensors = {name: value * (size if f".{block}." in name else 0.0) for name, value in some.tensors.items()}
-        adapter = replace(some, tensors=tensors)
+        adapter = with_tensors(some, tensors)
         return Trial(
             group=group,
             modules=[f"model.layers.*.{block}"],
@@ -149,7 +151,7 @@ class VerifiedRun(FleetRun):
     def publish_zero(self) -> SyncReport:
         """An adapter as before the first step."""
         some = another_adapter()
-        zero = replace(some, tensors={name: value * 0 for name, value in some.tensors.items()})
+        zero = replace(some, flat=torch.zeros_like(some.flat))
         self.asked += self.sync.needs_verification
         base = self.logprobs(None)
         return self.sync.publish(zero, lambda: Scores(base=base, adapted=base))
@@ -279,7 +281,7 @@ def test_an_adapter_of_other_modules_than_the_trial_adapter_has_to_be_proved_aga
     training = run(verify="first")
     assert training.publish_zero().is_verified
     fewer = random_adapter(SMALL, 7, rank=8, modules=["q_proj", "v_proj"])
-    zero = replace(fewer, tensors={name: value * 0 for name, value in fewer.tensors.items()})
+    zero = replace(fewer, flat=torch.zeros_like(fewer.flat))
     base = training.logprobs(None)
 
     report = training.sync.publish(zero, lambda: Scores(base=base, adapted=base))
