@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -128,18 +129,18 @@ class Bench:
         seeds = itertools.count(1)
         found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         first: dict[str, list[float]] = {way: [] for way in WAYS}
-        came: dict[str, dict[str, float]] = {}
+        came: dict[str, Counter[str]] = {}
+        in_worker: dict[str, Counter[str]] = {}
         for turn in range(rounds):
             for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
                 for place in range(SLOTS + TIMED):
                     self.trainer.step(next(seeds))
-                    before = self.in_worker()
+                    before = self.counts(), self.milliseconds()
                     _, parts = self.sync(way)
                     if place >= SLOTS:
                         found[way].append(parts)
-                        for name, value in self.in_worker().items():
-                            counted = came.setdefault(way, {})
-                            counted[name] = round(counted.get(name, 0) + value - before.get(name, 0), 3)
+                        came.setdefault(way, Counter()).update(self.counts() - before[0])
+                        in_worker.setdefault(way, Counter()).update(self.milliseconds() - before[1])
                     elif turn == 0:
                         first[way].append(round(parts["sync"], 3))
         return {
@@ -147,6 +148,9 @@ class Bench:
             "ms_of_all": {way: [round(one["sync"], 3) for one in samples] for way, samples in found.items()},
             "ms_of_first": first,
             "came": came,
+            "ms_in_worker": {
+                way: {part: round(ms, 3) for part, ms in parts.items()} for way, parts in in_worker.items()
+            },
         }
 
     def compare(self, prompt: list[int]) -> dict[str, Any]:
@@ -215,12 +219,15 @@ class Bench:
             is_over.set()
             thread.join()
 
-    def in_worker(self) -> dict[str, float]:
-        """How versions came to the first worker, and the milliseconds of each part, of all of them together."""
-        counts, seconds = self._ask("lora_sync_slot_counts"), self._ask("lora_sync_slot_seconds")
-        return counts | {f"{part} ms": 1e3 * value for part, value in seconds.items()}
+    def counts(self) -> Counter[str]:
+        """How versions came to the first worker."""
+        return Counter(self._ask("lora_sync_slot_counts"))
 
-    def _ask(self, method: str) -> dict[str, float]:
+    def milliseconds(self) -> Counter[str]:
+        """How long the parts took there, of all versions together."""
+        return Counter({part: 1e3 * value for part, value in self._ask("lora_sync_slot_seconds").items()})
+
+    def _ask(self, method: str) -> dict[str, Any]:
         answer = self._http.post("/collective_rpc", json={"method": method})
         return dict(answer.json()["results"][0]) if answer.status_code == 200 else {}
 

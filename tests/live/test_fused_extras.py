@@ -59,11 +59,13 @@ def state(server: VLLMServer) -> dict[str, Any]:
     return found
 
 
-def move(model: torch.nn.Module, seed: int) -> None:
-    """Give all that is trained other values, from where it began or from the last ones."""
+def move(model: torch.nn.Module, seed: int, *, matrices: bool = True) -> None:
+    """Give all that is trained other values, or all but the matrices of linear layers."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not matrices and name.endswith((".lora_A.default.weight", ".lora_B.default.weight")):
+                continue
             if parameter.requires_grad and ("lora_A" in name or "lora_B" in name):
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.05)
             elif parameter.requires_grad:
@@ -84,6 +86,7 @@ def check(server: VLLMServer, model: Path, folder: Path, syncs: int, *, trains: 
     for seed in range(syncs):
         move(trainer.model, seed)
         trainer.vllm_generation.sync_weights()
+    move(trainer.model, syncs, matrices=False)  # is noticed before the next completions, as all changes are
     rows = sample(trainer.vllm_generation, PROMPTS)
     assert is_policy_of(trainer.model, rows)
     with trainer.model.disable_adapter():
