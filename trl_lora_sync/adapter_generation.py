@@ -67,6 +67,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         settings, on_sync: the arguments.
         active_name: the adapter that new samples come from; None before the first sync and after `close`.
         dtype: in which adapters are written.
+        reader: reads the adapter of the model.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._is_new = is_new
         self._initial: dict[nn.Module, Tensor] = {}  # the initial matrices, if the base weights lack them
         self.active_name: str | None = None
-        self._reader = AdapterReader(settings.reads, proves_groups=settings.proves_groups)
+        self.reader = AdapterReader(settings.reads, proves_groups=settings.proves_groups)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
@@ -115,7 +116,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             print(summary, flush=True)
             if dropout := active_dropout(self.model):
                 print(dropout_note(dropout), flush=True)
-            if note := experts_note((path for path, _ in self.model.named_modules()), self._reader.groups()):
+            if note := experts_note((path for path, _ in self.model.named_modules()), self.reader.groups()):
                 print(note, flush=True)
             if self._initial:
                 print(initial_note(sum(one.nbytes for one in self._initial.values())), flush=True)
@@ -126,7 +127,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         if self._sharded:
             shards = shards_of(linears, outermost(self.accelerator, self.model))
             tensors = [weight if shard is None else shard.values for weight, shard in zip(tensors, shards, strict=True)]
-        return fingerprint([*tensors, *(one.parameter for one in self._reader.extras)])
+        return fingerprint([*tensors, *(one.parameter for one in self.reader.extras)])
 
     def _has_changed(self) -> bool:
         """**Collective.** Whether the adapter differs from the published one, on any process.
@@ -145,7 +146,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         linears = self.linears()
         # Also where an older version is requested: a merged or disabled adapter must not be sampled from unnoticed.
-        self._reader.check()
+        self.reader.check()
         return not self.settings.samples_older and self._fingerprint(linears) != self._published
 
     def _sync_if_changed(self) -> None:
@@ -180,8 +181,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
     def _base_weights(self) -> dict[Any, Tensor | None]:
         """What to compute with instead of the adapter for the checkpoint's base."""
         # Every lora_B: with zeros there, the product is zero whatever lora_A is.
-        zeros = dict.fromkeys(self._reader.last_linears[1::2])
-        return {**(self._initial or zeros), **neutral_extras(self._reader.extras)}
+        zeros = dict.fromkeys(self.reader.last_linears[1::2])
+        return {**(self._initial or zeros), **neutral_extras(self.reader.extras)}
 
     def _is_sharded(self) -> bool:
         """Whether a forward pass of the model needs every process."""
@@ -222,7 +223,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             _, gathered = self._gather_matrices()
 
         def read(form: Form) -> CanonicalAdapter:
-            return self._reader.read(self.model, dtype=self.dtype, form=form, gathered=gathered)
+            return self.reader.read(self.model, dtype=self.dtype, form=form, gathered=gathered)
 
         return read
 
@@ -235,8 +236,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def linears(self) -> Sequence[nn.Linear]:
         self._look_at_layout()
-        linears = self._reader.linears(self.model)
-        if self._sharded and self._reader.reads_parameters:
+        linears = self.reader.linears(self.model)
+        if self._sharded and self.reader.reads_parameters:
             raise UnsupportedSettingError(
                 "Experts, or parameters beside the matrices of linear layers, are trained, and FSDP or DeepSpeed "
                 "ZeRO-3 shards the model. Of a sharded model only the matrices of linear layers can be read. Use DDP "
@@ -267,7 +268,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         if self.settings.verify == "off":
             return lambda base: ()
-        reader, model, dtype, device = self._reader, self.model, self.dtype, self.accelerator.device
+        reader, model, dtype, device = self.reader, self.model, self.dtype, self.accelerator.device
         initial = self._initial
 
         def groups() -> dict[str, dict[str, tuple[nn.Linear, ...]]]:
@@ -344,7 +345,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         model = self.model
         is_collective = run_on_all(self.accelerator, self._is_sharded)
         initial: Mapping[Any, Tensor | None] = self._initial
-        if run_on_all(self.accelerator, self.linears) and self._reader.extras:
+        if run_on_all(self.accelerator, self.linears) and self.reader.extras:
             initial = self._base_weights()
         computed = self._base_logprobs_on_all() if is_collective else None
         return TrainedBase(

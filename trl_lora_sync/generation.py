@@ -105,7 +105,7 @@ class LoRASyncGeneration(AdapterGeneration):
         timer = PhaseTimer()
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
         with timer.phase("gather"):
-            current = run_on_all(self.accelerator, lambda: self._fingerprint(self._reader.last_linears))
+            current = run_on_all(self.accelerator, lambda: self._fingerprint(self.reader.last_linears))
         report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score))
         # After the publish: an error leaves the version before active, on every process.
         self.active_name, self._published = report.adapter_name, current
@@ -270,7 +270,7 @@ class LoRASyncGeneration(AdapterGeneration):
             self.overlap.cancel()
         if self._sync is not None:
             self._sync.close()
-        self._reader.release()
+        self.reader.release()
 
 
 def _generation_deadline(settings: SyncSettings) -> Deadline:

@@ -512,7 +512,7 @@ def test_adapter_is_written_into_slots_without_files_once_each_is_known(
 
 def test_adapter_that_moves_in_memory_is_served_exactly(trainer: Any) -> None:
     for _ in range(3):
-        trainer.vllm_generation._reader.release()  # the next version is exported into other memory
+        trainer.vllm_generation.reader.release()  # the next version is exported into other memory
         change(trainer)
         assert samples_policy(trainer)
         change(trainer)

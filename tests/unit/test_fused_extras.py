@@ -237,7 +237,7 @@ def test_at_run_time_all_of_it_is_refused_and_the_error_names_fused_serving(name
 
 def test_a_sharded_model_with_more_than_matrices_is_refused() -> None:
     generation = LoRASyncGeneration.__new__(LoRASyncGeneration)
-    generation.model, generation._reader = trained_model(use_dora=True), AdapterReader("fused")
+    generation.model, generation.reader = trained_model(use_dora=True), AdapterReader("fused")
     generation._look_at_layout = lambda: None  # type: ignore[method-assign]
     for is_sharded in (False, True):
         generation._sharded = is_sharded

@@ -29,7 +29,7 @@ PRIVATE_USES = {
     "unit/test_cuda_ipc.py": 2,
     "unit/test_engines_vllm.py": 1,
     "unit/test_fleet.py": 1,
-    "unit/test_fused_extras.py": 3,
+    "unit/test_fused_extras.py": 2,
 }
 # Private names of TRL, vLLM and Transformers, which the package overrides or reads, and tests too.
 NAMES_OF_OTHERS = {

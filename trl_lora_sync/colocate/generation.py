@@ -233,7 +233,7 @@ class ColocateGeneration(AdapterGeneration):
         read = self._gather_adapter(timer)
         with timer.phase("gather"):
             adapter = self._on_every_process(read)
-            current = run_on_all(self.accelerator, lambda: self._fingerprint(self._reader.last_linears))
+            current = run_on_all(self.accelerator, lambda: self._fingerprint(self.reader.last_linears))
         trained = self._scores_to_compare(timer, adapter)
         version = self._next_version
         self._next_version += 1  # a name is never used again, not even after a failure
@@ -377,7 +377,7 @@ class ColocateGeneration(AdapterGeneration):
         self.active_name, self.active, self.gate.is_ready, self.gate.policy = None, None, False, None
         self.holder.release()
         self._received = None
-        self._reader.release()
+        self.reader.release()
 
 
 def _no_fused(why: str) -> UnsupportedSettingError:
