@@ -81,7 +81,7 @@ def trials_of(model: Any, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool = F
     initial = remember_initial_adapter(model, is_new=True)
     generation: Any = SimpleNamespace(
         settings=SimpleNamespace(verify="first"),
-        _reader=AdapterReader(),
+        reader=AdapterReader(),
         dtype=torch.float32,
         _initial=initial,
         _is_sharded=lambda: False,

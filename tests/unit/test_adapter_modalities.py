@@ -256,7 +256,7 @@ def test_a_sharded_model_with_an_adapter_on_what_sees_images_is_refused() -> Non
     )
     generation: Any = SimpleNamespace(
         settings=SimpleNamespace(verify="first"),
-        _reader=reader,
+        reader=reader,
         dtype=torch.float32,
         _initial={},
         _is_sharded=lambda: True,
