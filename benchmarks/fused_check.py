@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import torch
+from random_adapter import linear_shapes
 from run_environment import run_environment
 from transformers import AutoConfig
 from versus.scoring import prompt_logprobs
@@ -43,17 +44,6 @@ def soon() -> Deadline:
 
 def random_adapter(config: Any, rank: int, seed: int, std: float, device: str) -> CanonicalAdapter:
     """A bfloat16 adapter on all linear layers of a Llama- or Qwen-shaped model."""
-    hidden, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    width = getattr(config, "head_dim", None) or hidden // heads
-    shapes = {
-        "self_attn.q_proj": (heads * width, hidden),
-        "self_attn.k_proj": (kv * width, hidden),
-        "self_attn.v_proj": (kv * width, hidden),
-        "self_attn.o_proj": (hidden, heads * width),
-        "mlp.gate_proj": (config.intermediate_size, hidden),
-        "mlp.up_proj": (config.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, config.intermediate_size),
-    }
     noise = torch.Generator(device).manual_seed(seed)
     layers = [
         LoRAModule(
@@ -63,7 +53,7 @@ def random_adapter(config: Any, rank: int, seed: int, std: float, device: str) -
             scaling=1.0,
         )
         for layer in range(config.num_hidden_layers)
-        for module, (out, inside) in shapes.items()
+        for module, (out, inside) in linear_shapes(config).items()
     ]
     return FlatBuffer().export(layers, dtype=torch.bfloat16, base_model="benchmark")
 

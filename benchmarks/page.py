@@ -337,16 +337,14 @@ WAYS_OF_LOADING = {
 def floor() -> str:
     header = ("shape", "way", "sync ms", "reading it", "writing it", "load", "tokens/s at 64 at once, of quiet")
     rows = []
-    for name in ("floor-8b-h100",):
-        for case in read(name)["cases"]:
-            for way, title in WAYS_OF_LOADING.items():
-                ms = case["syncs_in_turns"]["ms"][way]
-                share = case["decoding"].get(way)
-                rows.append((
-                    case["case"].replace(":", " r=").upper().replace("R=", "r="), title,
-                    *(f"{ms[part]:.1f}" for part in ("sync", "read", "write", "load")),
-                    f"{share['share']:.2f}, {share['syncs']} syncs meanwhile" if share else "",
-                ))  # fmt: skip
+    for case in read("floor-8b-h100")["cases"]:
+        shape, rank = case["case"].split(":")
+        for way, title in WAYS_OF_LOADING.items():
+            ms, share = case["syncs_in_turns"]["ms"][way], case["decoding"].get(way)
+            rows.append((
+                f"{shape.upper()} r={rank}", title, *(f"{ms[part]:.1f}" for part in ("sync", "read", "write", "load")),
+                f"{share['share']:.2f}, {share['syncs']} syncs meanwhile" if share else "",
+            ))  # fmt: skip
     return markdown(header, rows)
 
 

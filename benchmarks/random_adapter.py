@@ -13,21 +13,25 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
+    """`(out_features, in_features)` of the linear layers in each layer of a Llama- or Qwen-shaped model."""
+    hidden, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or hidden // heads
+    return {
+        "self_attn.q_proj": (heads * width, hidden),
+        "self_attn.k_proj": (kv * width, hidden),
+        "self_attn.v_proj": (kv * width, hidden),
+        "self_attn.o_proj": (hidden, heads * width),
+        "mlp.gate_proj": (config.intermediate_size, hidden),
+        "mlp.up_proj": (config.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, config.intermediate_size),
+    }
+
+
 class RandomAdapter:
-    """LoRA on all linear layers of a Qwen-shaped model, with new values for each version."""
+    """LoRA on all linear layers of a model, with new values for each version."""
 
     def __init__(self, config: Any, rank: int, device: str) -> None:
-        width = config.head_dim
-        heads, kv, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        shapes = {
-            "self_attn.q_proj": (heads * width, hidden),
-            "self_attn.k_proj": (kv * width, hidden),
-            "self_attn.v_proj": (kv * width, hidden),
-            "self_attn.o_proj": (hidden, heads * width),
-            "mlp.gate_proj": (config.intermediate_size, hidden),
-            "mlp.up_proj": (config.intermediate_size, hidden),
-            "mlp.down_proj": (hidden, config.intermediate_size),
-        }
         # A tuple, as in a run, so that nothing is looked up again.
         self._modules = tuple(
             LoRAModule(
@@ -37,7 +41,7 @@ class RandomAdapter:
                 scaling=2.0,
             )
             for layer in range(config.num_hidden_layers)
-            for module, (out, inside) in shapes.items()
+            for module, (out, inside) in linear_shapes(config).items()
         )
         self._buffer = FlatBuffer()
         self.step(0)

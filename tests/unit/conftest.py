@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 
 import pytest
 
+KEYS = ("VLLM_API_KEY", "SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY")
+
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No key, proxy or hub of the person who runs the tests reaches them."""
     for name in list(os.environ):
-        if name.lower().endswith("_proxy") or name == "VLLM_API_KEY":
+        if name.lower().endswith("_proxy") or name in KEYS:
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

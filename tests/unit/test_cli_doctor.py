@@ -34,9 +34,7 @@ CAPABILITIES = Capabilities(
 
 
 @pytest.fixture(autouse=True)
-def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY", "VLLM_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
+def _one_thread() -> None:
     torch.set_num_threads(1)
 
 

@@ -40,12 +40,6 @@ pytestmark = pytest.mark.outside
 R = 4
 
 
-@pytest.fixture(autouse=True)
-def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY", "VLLM_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[..., tuple[FakeSGLang, SGLangEngine]]]:
     with ExitStack() as stack:

