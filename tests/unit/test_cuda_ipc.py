@@ -14,10 +14,10 @@ from typing import TypeVar, cast
 
 import pytest
 import torch
-from contract.served import SMALL
-from contract.served import soon as within
+from contract.served import SMALL, soon
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.shared_memory import shared_folder
+from support.waiting import happens
 from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -88,13 +88,6 @@ def socket_of(stored: StoredAdapter) -> Path:
     return stored.path / note.files
 
 
-def soon(is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return is_so()
-
-
 def is_complete(stored: StoredAdapter) -> bool:
     assert stored.path
     with (stored.path / FILE).open("rb") as file:
@@ -149,7 +142,7 @@ def test_a_worker_that_does_not_see_the_gpu_says_so_once_and_waits_for_the_file(
     stored = apart.write(1)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(apart.add, stored)
-        assert soon(lambda: "is not visible here" in caplog.text)
+        assert happens(lambda: "is not visible here" in caplog.text)
         assert not loading.done()
         assert not is_complete(stored)
         apart.store.finish()
@@ -221,7 +214,7 @@ def test_a_worker_closes_the_memory_once_the_trainer_is_gone(served: OnOneHost) 
     assert served.gpu.opened
     [connection] = served.store.slots._shared._workers  # type: ignore[union-attr]
     connection.close()
-    assert soon(lambda: not served.gpu.opened)
+    assert happens(lambda: not served.gpu.opened)
 
 
 def test_memory_that_a_worker_does_not_close_is_not_freed(
@@ -234,7 +227,7 @@ def test_memory_that_a_worker_does_not_close_is_not_freed(
         served.store.close()
         assert served.gpu.owners
     assert "are held until this process ends" in caplog.text
-    assert soon(lambda: not served.gpu.opened)
+    assert happens(lambda: not served.gpu.opened)
     served.gpu.owners.clear()
 
 
@@ -267,10 +260,10 @@ def test_a_run_completes_its_files_by_itself() -> None:
     with shared_folder() as folder:
         ring = SlotRing(driver_for=StandInProcess(gpu), shares_gpu=True)
         transport = Blocking(DiskTransport(folder / "root", slots=ring, has_checksums=True))
-        stored = transport.write(1, flat(1), within(20))
+        stored = transport.write(1, flat(1), soon(20))
         assert stored.is_unfinished
-        assert soon(lambda: is_complete(stored))
-        transport.check(stored, flat(1), within(20))
+        assert happens(lambda: is_complete(stored))
+        transport.check(stored, flat(1), soon(20))
         transport.close()
     assert not gpu.owners
 
@@ -288,7 +281,7 @@ def test_a_server_that_does_not_wait_for_a_file_is_told_of_it_once_it_is_complet
         server.engine.load = load  # type: ignore[method-assign]
         store = AdapterStore(folder / "root", slots=SlotRing(driver_for=StandInProcess(StandInGPU()), shares_gpu=True))
         with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(run, server.load(store.write(1, flat(1)), within(60)))
+            loading = pool.submit(run, server.load(store.write(1, flat(1)), soon(60)))
             with pytest.raises(TimeoutError):
                 loading.result(0.3)
             assert not loads
@@ -452,7 +445,7 @@ def test_a_trainer_that_is_killed_leaves_no_memory_taken(segments: str) -> None:
         finally:
             trainer.send_signal(signal.SIGKILL)
             _, errors = trainer.communicate(timeout=60)
-        assert soon(lambda: before - free_bytes() < 0.1 * stage.nbytes), errors
+        assert happens(lambda: before - free_bytes() < 0.1 * stage.nbytes), errors
     assert int(torch.ones(8, device=GPU).sum()) == 8
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
+from trl_lora_sync.engines import connect
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline
 from trl_lora_sync.engines.http import (
     APIKey,
@@ -647,3 +648,16 @@ def test_garbage_collection_is_as_before_after_an_answer_was_read(was_enabled: b
         assert gc.isenabled() == was_enabled
     finally:
         gc.enable()
+
+
+def test_a_server_that_never_came_up_is_named_though_the_last_attempt_outlived_the_deadline(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([ServerUnreachableError("Nobody answers. Start it."), DeadlineExceededError("too late")])
+
+    async def probe(http: HTTPClient, deadline: Deadline) -> None:
+        raise next(answers)
+
+    monkeypatch.setattr(connect, "_probe", probe)
+    with pytest.raises(ServerUnreachableError, match="Start it"):
+        finished(connect.wait_until_up("http://localhost:1", is_local=True, deadline=soon()))

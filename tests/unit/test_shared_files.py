@@ -2,12 +2,12 @@
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.waiting import happens
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import shared_files
@@ -34,13 +34,6 @@ def seen(files: MappedFiles, file: int, folder: Path) -> bytes | None:
         return None if found is None else bytes(found.tolist())
 
 
-def soon(is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return is_so()
-
-
 def test_a_worker_sees_what_the_trainer_writes_later(shared: SharedFiles, tmp_path: Path) -> None:
     first, second = file_of(tmp_path, "1", b"one"), file_of(tmp_path, "2", b"two")
     shared.offer(first)
@@ -49,7 +42,7 @@ def test_a_worker_sees_what_the_trainer_writes_later(shared: SharedFiles, tmp_pa
     os.pwrite(first, b"ONE", 0)
     assert seen(files, first, tmp_path) == b"ONE"
     shared.offer(second)  # to a worker that is connected
-    assert soon(lambda: seen(files, second, tmp_path) == b"two")
+    assert happens(lambda: seen(files, second, tmp_path) == b"two")
 
 
 def test_only_files_that_are_offered_are_mapped(shared: SharedFiles, tmp_path: Path) -> None:
@@ -57,9 +50,9 @@ def test_only_files_that_are_offered_are_mapped(shared: SharedFiles, tmp_path: P
     files = MappedFiles(CPU)
     assert seen(files, file, tmp_path) is None
     shared.offer(file)
-    assert soon(lambda: seen(files, file, tmp_path) == b"one")
+    assert happens(lambda: seen(files, file, tmp_path) == b"one")
     shared.withdraw(file)
-    assert soon(lambda: seen(files, file, tmp_path) is None)
+    assert happens(lambda: seen(files, file, tmp_path) is None)
     shared.withdraw(file)
 
 
@@ -70,7 +63,7 @@ def test_nothing_is_held_once_the_trainer_is_gone(shared: SharedFiles, tmp_path:
     assert seen(files, file, tmp_path)
     assert str(tmp_path / "1") in Path("/proc/self/maps").read_text()
     shared.close()
-    assert soon(lambda: str(tmp_path / "1") not in Path("/proc/self/maps").read_text())
+    assert happens(lambda: str(tmp_path / "1") not in Path("/proc/self/maps").read_text())
     assert seen(files, file, tmp_path) is None
 
 
@@ -80,7 +73,7 @@ def test_a_later_trainer_in_the_same_place_is_another_one(tmp_path: Path) -> Non
         shared = SharedFiles(tmp_path)
         file = file_of(tmp_path, "file", content)
         shared.offer(file)
-        assert soon(lambda file=file, content=content: seen(files, file, tmp_path) == content)  # type: ignore[misc]
+        assert happens(lambda file=file, content=content: seen(files, file, tmp_path) == content)  # type: ignore[misc]
         shared.close()
         (tmp_path / SOCKET).unlink()
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.shared_memory import shared_folder
+from support.waiting import happens
 from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -21,6 +22,7 @@ from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import slot_writer
 from trl_lora_sync.engine_plugins.slot_writer import Group, SlotWriter
+from trl_lora_sync.engine_plugins.version_note import VersionNote
 from unit.tiny import lora_module
 
 BF16 = torch.bfloat16
@@ -216,6 +218,17 @@ class Served:
         held, expected = self.tables.held_by(self.numbers[stored.name]), self.adapters[stored.name]
         return held.keys() == expected.keys() and all(torch.equal(held[key], expected[key]) for key in held)
 
+    def maps(self, stored: StoredAdapter) -> bool:
+        """Whether the worker has got the trainer's file; a file that it is sent late, it reads."""
+        assert stored.path
+        note = VersionNote.read(stored.path)
+        assert note
+        with (
+            (stored.path / "adapter_model.safetensors").open("rb") as file,
+            self.writer.files.mapped(file.fileno(), stored.path / note.files) as found,
+        ):
+            return found is not None
+
     def is_listed(self, stored: StoredAdapter) -> bool:
         return self.numbers[stored.name] in self.tables._registered_adapters
 
@@ -409,6 +422,7 @@ def test_a_trainer_writes_to_its_files_again_while_a_worker_has_them_mapped(serv
         stored = served.write(seed)
         assert stored.path
         seen.add((stored.path / "adapter_model.safetensors").stat().st_ino)
+        assert happens(lambda stored=stored: served.maps(stored))  # type: ignore[misc]
         assert served.serves(stored)
         kept.append(stored)
         if len(kept) > 2:

@@ -6,12 +6,18 @@ from pkgutil import resolve_name
 from httpx import Auth
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, Timeouts
-from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying, unthrottled
+from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, retrying, unthrottled
 from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.engines.spec import EngineSpec
 from trl_lora_sync.engines.vllm.spec import VLLM
-from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.errors import (
+    DeadlineExceededError,
+    LoRASyncError,
+    ServerAuthError,
+    ServerSetupError,
+    ServerUnreachableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,18 +107,26 @@ async def reason_to_be_down(base_url: str, *, is_local: bool, timeouts: Timeouts
 
 
 async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
-    warned = False
+    seen: ServerUnreachableError | None = None
 
     def may_repeat(error: BaseException) -> bool:
-        nonlocal warned
-        if is_unreachable(error) and not warned:
+        nonlocal seen
+        if not isinstance(error, ServerUnreachableError):
+            return False
+        if seen is None:
             logger.warning("%s Waiting up to %.0f s for it.", error, deadline.budget_s)
-            warned = True
-        return is_unreachable(error)
+        seen = error
+        return True
 
-    async for attempt in retrying(deadline, may_repeat):
-        with attempt:
-            await _probe(http, deadline)
+    try:
+        async for attempt in retrying(deadline, may_repeat):
+            with attempt:
+                await _probe(http, deadline)
+    except DeadlineExceededError as late:
+        # The last attempt began just before the deadline. Only an earlier one knows why nothing answers.
+        if seen is None:
+            raise
+        raise seen from late
 
 
 async def _probe(http: HTTPClient, deadline: Deadline) -> None:
