@@ -2,6 +2,8 @@
 
     python benchmarks/colocate.py --shape 8b                          # vLLM beside TRL in this environment, one GPU
     python benchmarks/colocate.py --shape tiny --arms runtime         # on a CPU, to see that it works
+    python benchmarks/colocate.py --shape 8b --launch fsdp2 --arms runtime fused                   # two GPUs
+    python benchmarks/colocate.py --shape 8b --launch ddp --tensor-parallel 2 --arms weights runtime
 
 Makes a random-weight model in the shape of Qwen3 and trains it in a process for each arm:
 
@@ -13,7 +15,8 @@ Makes a random-weight model in the shape of Qwen3 and trains it in a process for
 
 Each process reports the time until the trainer is ready, each step with its sync and its generation, tokens per second
 through `trainer.vllm_generation.llm`, the GPU memory that the driver reports, and how many elements of the trainer's
-base differ from the checkpoint after training and after `--syncs` further syncs of other adapters.
+base differ from the checkpoint after training and after `--syncs` further syncs of other adapters. With several
+training processes these are the figures of the first one and of its GPU; the others do the same beside it.
 """
 
 import argparse
@@ -38,6 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo"), str(ROOT / "benchmar
 
 from colocate_engines import change_engines  # noqa: E402
 
+LAUNCHERS = ROOT / "examples" / "accelerate"
 ADAPTER = {"vllm_sync_strategy": "lora_adapter"}
 ARMS: dict[str, dict[str, str]] = {
     "weights": {"vllm_sync_strategy": "weights"},
@@ -76,17 +80,25 @@ def main() -> None:
         if args.out and args.out.exists():  # arms that were measured before, on the same machine
             result["arms"] = json.loads(args.out.read_text())["arms"]
         for arm in args.arms:
-            found = result["arms"][arm] = run(arm, model, Path(folder), on_gpu=on_gpu, limit_s=args.limit)
+            found = result["arms"][arm] = run(
+                arm, model, Path(folder), launcher_of(args.launch), on_gpu=on_gpu, limit_s=args.limit
+            )
             print(arm, json.dumps(found), flush=True)
             if args.out:  # what is measured is kept if the machine goes
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def run(arm: str, model: Path, folder: Path, *, on_gpu: bool, limit_s: float) -> dict[str, Any]:
-    """Measure one arm in a process of its own; its outcome, or as much of it as there is and the end of its output."""
+def launcher_of(launch: str | None) -> list[str]:
+    if launch is None:
+        return [sys.executable]
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHERS / f"{launch}.yaml")]
+
+
+def run(arm: str, model: Path, folder: Path, launcher: list[str], *, on_gpu: bool, limit_s: float) -> dict[str, Any]:
+    """Measure one arm by itself; its outcome, or as much of it as there is and the end of its output."""
     out, log = folder / f"{arm}.json", folder / f"{arm}.log"
-    command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--model", str(model), "--out", str(out)]
+    command = [*launcher, __file__, *sys.argv[1:], "--arm", arm, "--model", str(model), "--out", str(out)]
     started, failed = time.perf_counter(), None
     with log.open("wb") as output, driver_memory(on_gpu) as peak:
         try:
@@ -144,7 +156,8 @@ def memory_gib(which: str) -> float:
 def measure(args: argparse.Namespace) -> None:
     import torch
 
-    faulthandler.dump_traceback_later(max(1.0, args.limit - 5))  # where a process is that does not end
+    # Where a process is that does not end; the launcher of several ends with them.
+    faulthandler.dump_traceback_later(max(1.0, args.limit - 5), exit=True)
     on_gpu = args.shape != "tiny"
     if on_gpu:
         # TRL sets `max_num_seqs` to the completions of one generation batch of a process.
@@ -184,7 +197,7 @@ def measure(args: argparse.Namespace) -> None:
         "allocated_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "changed_share_after_training": changed_share(trainer, args.model),
     }
-    args.out.write_text(json.dumps(found))
+    note(found, args.out)
     trainer.vllm_generation.sync_weights()
     found["tokens_per_s"] = {
         str(count): tokens_per_s(trainer, count, length(count, args.tokens)) for count in args.at_once
@@ -192,7 +205,7 @@ def measure(args: argparse.Namespace) -> None:
     found |= folding(trainer)
     if args.profile:
         print_profile(trainer.vllm_generation.sync_weights)
-    args.out.write_text(json.dumps(found))
+    note(found, args.out)
     if args.syncs:
         del syncs[:]
         for seed in range(args.syncs):
@@ -201,7 +214,13 @@ def measure(args: argparse.Namespace) -> None:
             tokens_per_s(trainer, 1, 2)
         found["median_sync_of_many_ms"] = 1e3 * statistics.median(syncs)
         found["changed_share_after_syncs"] = changed_share(trainer, args.model)
-    args.out.write_text(json.dumps(found))
+    note(found, args.out)
+
+
+def note(found: dict[str, Any], out: Path) -> None:
+    """Keep what has been measured so far, of the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        out.write_text(json.dumps(found))
 
 
 def folding(trainer: Any) -> dict[str, Any]:
@@ -272,6 +291,7 @@ def make_trainer(args: argparse.Namespace, *, on_gpu: bool) -> Any:
         "use_vllm": True,
         "vllm_gpu_memory_utilization": args.utilisation,
         "vllm_enable_sleep_mode": args.sleep,
+        "vllm_tensor_parallel_size": args.tensor_parallel,
         "vllm_max_model_length": args.model_length,
         "per_device_train_batch_size": args.per_device,
         "gradient_accumulation_steps": args.completions // args.per_device,
@@ -341,7 +361,7 @@ def changed_share(trainer: Any, model: Path) -> float:
     from safetensors import safe_open
 
     layers = {
-        name.removeprefix("base_model.model.").replace(".base_layer", ""): weight
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): weight.data
         for name, weight in trainer.model.named_parameters()
         if ".base_layer." in name
     }
@@ -350,8 +370,11 @@ def changed_share(trainer: Any, model: Path) -> float:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dictionary
                 if name in layers:
-                    original = tensors.get_tensor(name).to(layers[name].device)
-                    changed += int((original.view(torch.int16) != layers[name].data.view(torch.int16)).sum())
+                    layer = layers[name].data
+                    layer = layer.full_tensor() if hasattr(layer, "full_tensor") else layer  # FSDP2's
+                    original = tensors.get_tensor(name).to(layer.device)
+                    # accelerate has FSDP2 keep float32 in mixed precision.
+                    changed += int((original.view(torch.int16) != layer.to(original.dtype).view(torch.int16)).sum())
                     total += original.numel()
     return changed / total
 
@@ -378,6 +401,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["tiny", "0.6b", "8b", "32b"], required=True)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument(
+        "--launch", choices=["ddp", "fsdp2"], help="train with two processes, by examples/accelerate/WAY.yaml"
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="vllm_tensor_parallel_size; needs --launch")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--completions", type=int, default=32, help="for each step")
