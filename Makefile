@@ -52,10 +52,10 @@ unit: venv
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) tests/unit -m "not outside" $(ARGS)
 
 # The colocate tests need vLLM in the trainer's environment, where the others must do without it. They come first, so that
-# the output ends with the summary of the others, and in one process: their engines take several GB.
+# the output ends with the summary of the others.
 test: venv venv-vllm venv-colocate trl-versions peft-versions launchers
 ifeq ($(strip $(ARGS)),)
-	@$(call twice,$(colocate),)
+	@$(call twice,$(colocate),$(AT_ONCE))
 	@$(call twice,$(TRAINER)/bin/python -m pytest,$(AT_ONCE))
 else ifneq ($(findstring tests/colocate,$(ARGS)),)
 	@$(COLOCATE)/bin/python -m pytest $(ARGS)
@@ -71,7 +71,7 @@ colocate = $(COLOCATE)/bin/python -m pytest tests/colocate -o cache_dir=.pytest_
 twice = $(1) $(2) || { echo "Once more, alone, what failed:"; $(1) --last-failed --last-failed-no-failures none; }
 
 test-colocate: venv-colocate launchers
-	@$(COLOCATE)/bin/python -m pytest tests/colocate $(ARGS)
+	@$(COLOCATE)/bin/python -m pytest tests/colocate $(AT_ONCE) $(ARGS)
 
 test-pythons: $(PYTHONS:%=test-python-%)
 
