@@ -200,6 +200,28 @@ def spawn(coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     return task
 
 
+def watch(readable: socket.socket, act: Callable[[], None]) -> Callable[[], None]:
+    """Call `act` on the loop, briefly, whenever there is something to read.
+
+    Returns:
+        What ends that and closes the socket; it does not wait, and may be called by any thread and in a forked child.
+    """
+    loop = _our_loop()
+
+    def end() -> None:
+        loop.remove_reader(readable)
+        readable.close()
+
+    def stop() -> None:
+        if loop is _loop:
+            loop.call_soon_threadsafe(end)
+        else:  # in a forked child, where taking it off the poll would take it off the parent's
+            readable.close()
+
+    loop.call_soon_threadsafe(loop.add_reader, readable, act)
+    return stop
+
+
 async def in_parallel(act: Callable[[T], Awaitable[R]], items: Sequence[T], at_most: int | None = None) -> list[R]:
     """Call `act` for each item, `at_most` at a time, and return the results in the order of the items.
 

@@ -61,8 +61,11 @@ def test_the_server_samples_from_every_version_that_goes_through_slots(
 def test_training_through_slots_samples_from_the_policy_that_is_trained(
     make_fast_trainer: Make, clean_server: VLLMServer, base_model: Path
 ) -> None:
+    before = set(threading.enumerate())
     trainer = make_fast_trainer(clean_server.base_url, base_model, max_steps=8)
     trainer.train()
+    begun = {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lora-sync")}
+    assert begun <= {"lora-sync-loop", "lora-sync-work", "lora-sync-files"}
     gaps = [entry["sampling/sampling_logp_difference/mean"] for entry in trainer.state.log_history if "reward" in entry]
     assert len(gaps) == 8
     assert max(gaps) < NOISE_MEAN

@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
+from support.waiting import happens
 
-from trl_lora_sync.runtime import Blocking, Task, in_parallel, offload, run
+from trl_lora_sync.runtime import Blocking, Task, in_parallel, offload, run, watch
 from unit.servers import serving
 
 SOON_S = 20.0
@@ -120,6 +123,27 @@ def test_a_forked_child_has_a_loop_of_its_own_and_leaves_the_parents_alone() -> 
         os._exit(run(double(20)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 40
     assert run(double(3)) == 6
+
+
+@pytest.mark.outside
+def test_a_socket_is_watched_until_that_is_ended_also_in_a_forked_child() -> None:
+    ours, theirs = socket.socketpair()
+    heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    stop = watch(ours, lambda: heard.put(ours.recv(9)))
+    theirs.send(b"one")
+    assert heard.get(timeout=SOON_S) == b"one"
+
+    child = os.fork()
+    if not child:
+        stop()
+        os._exit(ours.fileno() != -1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    theirs.send(b"two")
+    assert heard.get(timeout=SOON_S) == b"two"
+
+    stop()
+    assert happens(lambda: ours.fileno() == -1)
+    theirs.close()
 
 
 AT_EXIT = """

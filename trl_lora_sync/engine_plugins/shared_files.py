@@ -30,6 +30,7 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
 from trl_lora_sync.engine_plugins.page_lock import PageLockError, lock_pages
+from trl_lora_sync.runtime import watch
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
@@ -71,6 +72,7 @@ class SharedFiles:
         self._offered: dict[FileKey, int] = {}
         self._memory: Offer | None = None
         self._workers: list[socket.socket] = []
+        self._is_closed = False
         # Messages keep their borders, and the end of a process is noticed at the other end (unix(7)).
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -80,8 +82,8 @@ class SharedFiles:
         except OSError:
             self._listener.close()
             raise
-        self._accepting = threading.Thread(target=self._accept, name="lora-sync-shared-files", daemon=True)
-        self._accepting.start()
+        self._listener.setblocking(False)
+        self._stop_listening = watch(self._listener, self._accept)
 
     def offer(self, file: int) -> None:
         """Let workers map a file, until `withdraw`, by its descriptor."""
@@ -112,23 +114,21 @@ class SharedFiles:
         """
         with self._lock:
             self._memory = None
-            return self._disconnect()
+            workers, self._workers = self._workers, []
+        return self._disconnect(workers)
 
     def close(self) -> bool:
         """Withdraw everything; result as of `withdraw_memory`."""
+        self._stop_listening()
         with self._lock:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which `close` alone does not
-            self._listener.close()
+            self._is_closed = True
             self._offered.clear()
             self._memory, had_memory = None, self._memory is not None
-            is_confirmed = self._disconnect(waits=had_memory)
-        # The thread's call holds the socket, and with it the file system of the folder, until it returns.
-        self._accepting.join(PATIENCE_S)
-        return is_confirmed
+            workers, self._workers = self._workers, []
+        return self._disconnect(workers, waits=had_memory)
 
-    def _disconnect(self, *, waits: bool = True) -> bool:
-        workers, self._workers = self._workers, []
+    @staticmethod
+    def _disconnect(workers: list[socket.socket], *, waits: bool = True) -> bool:
         for worker in workers:
             with contextlib.suppress(OSError):
                 # All are notified before the first one is waited for, so they close at the same time.
@@ -150,25 +150,24 @@ class SharedFiles:
         return is_confirmed
 
     def _accept(self) -> None:
-        while True:
+        try:
+            worker, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        with self._lock:
             try:
-                worker, _ = self._listener.accept()
+                if self._is_closed or not _is_same_user(worker):
+                    raise PermissionError
+                worker.setblocking(False)  # a worker that hangs must not hold up the trainer
+                for file in self._offered.values():
+                    socket.send_fds(worker, [_OFFER], [file])
+                if self._memory is not None:
+                    worker.send(_MEMORY + self._memory.encode())
+                worker.send(_ALL)
             except OSError:
-                return
-            with self._lock:
-                try:
-                    if not _is_same_user(worker):
-                        raise PermissionError
-                    worker.setblocking(False)  # a worker that hangs must not hold up the trainer
-                    for file in self._offered.values():
-                        socket.send_fds(worker, [_OFFER], [file])
-                    if self._memory is not None:
-                        worker.send(_MEMORY + self._memory.encode())
-                    worker.send(_ALL)
-                except OSError:
-                    worker.close()
-                else:
-                    self._workers.append(worker)
+                worker.close()
+            else:
+                self._workers.append(worker)
 
     def _tell(self, send: Callable[[socket.socket], object]) -> None:
         for worker in list(self._workers):
