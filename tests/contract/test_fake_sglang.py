@@ -6,7 +6,7 @@ import io
 import json
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -256,19 +256,22 @@ def test_an_unload_waits_for_running_requests(start: Callable[..., Client], vers
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_client_that_leaves_keeps_the_reference_from_0_5_15_to_0_5_21(
-    start: Callable[..., Client], version: str
+@pytest.mark.parametrize(
+    ("queued", "keeping"), [(False, ("0.5.15", "0.5.17")), (True, [one for one in VERSIONS if one < "0.5.22"])]
+)
+def test_what_a_client_that_leaves_keeps_in_use(
+    start: Callable[..., Client], version: str, queued: bool, keeping: Sequence[str]
 ) -> None:
     client = start(version)
     name = client.load().name
     body = json.dumps({"input_ids": [1, 2, 3], "sampling_params": ONE, "lora_path": name})
     leaving = http.client.HTTPConnection(client.fake.base_url.removeprefix("http://"))
-    with client.fake.hold():
+    with client.fake.hold(queued=queued):
         leaving.request("POST", "/generate", body)
         client.fake.wait_until(lambda: client.fake.running == 1)
         leaving.close()
         client.fake.wait_until(lambda: client.fake.running == 0)
-    assert client.fake.in_flight[name] == (1 if "0.5.15" <= version < "0.5.22" else 0)
+    assert client.fake.in_flight[name] == (1 if version in keeping else 0)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -281,8 +284,20 @@ def test_an_abort_in_the_queue_keeps_the_reference_up_to_0_5_21(start: Callable[
         client.post("/abort_request", abort_all=True)
         answer = queued.result()
     assert answer.status_code == 200
-    assert answer.json()["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    meta = answer.json()["meta_info"]
+    assert meta["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    assert "prompt_tokens" not in meta
     assert client.fake.in_flight[name] == (0 if version >= "0.5.22" else 1)
+
+
+def test_the_beginning_of_an_id_aborts_nothing(start: Callable[..., Client]) -> None:
+    client = start()
+    with ThreadPoolExecutor() as pool, client.fake.hold(queued=True):
+        queued = pool.submit(client.generate, None, rid="abc")
+        client.fake.wait_until(lambda: client.fake.running == 1)
+        client.post("/abort_request", rid="ab")
+        client.fake.let_go()
+        assert queued.result().json()["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def test_an_unloaded_name_is_loaded_again_without_a_word(start: Callable[..., Client]) -> None:
@@ -308,6 +323,15 @@ def test_too_many_adapters_are_evicted_through_the_unload_that_waits(start: Call
         client.fake.let_go()
         running.result()
     assert second not in client.fake.host_adapters
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_unload_frees_the_slot_from_0_5_17_on(start: Callable[..., Client], version: str) -> None:
+    client = start(version)
+    name = client.load().name
+    client.generate(name)
+    client.unload(name)
+    assert client.fake.gpu_slots == (1 if version >= "0.5.17" else 2)
 
 
 def test_the_gpu_pool_evicts_and_copies_again(start: Callable[..., Client]) -> None:
@@ -365,9 +389,24 @@ def test_weights_do_not_survive_their_release(start: Callable[..., Client]) -> N
 # Refusals
 
 
-@pytest.mark.parametrize(("version", "words"), [("0.5.15", 500), ("0.5.22", 500), ("0.5.23", 400)])
-def test_an_unknown_sampling_field_is_refused(start: Callable[..., Client], version: str, words: int) -> None:
-    assert start(version).generate(None, sampling_params={**ONE, "seed": 1}).status_code == words
+@pytest.mark.parametrize(("version", "status"), [("0.5.15", 500), ("0.5.21", 500), ("0.5.22", 400), ("0.5.23", 400)])
+def test_an_unknown_sampling_field_is_refused(start: Callable[..., Client], version: str, status: int) -> None:
+    assert start(version).generate(None, sampling_params={**ONE, "seed": 1}).status_code == status
+
+
+@pytest.mark.parametrize(("bias", "status"), [(None, 200), ({"5": 1.0}, 200), ([], 400)])
+def test_a_bias_is_a_map_or_null(start: Callable[..., Client], bias: Any, status: int) -> None:
+    assert start().generate(None, sampling_params={**ONE, "logit_bias": bias}).status_code == status
+
+
+def test_attention_data_parallelism_takes_pinned_adapters_only(
+    start: Callable[..., Client], store: AdapterStore
+) -> None:
+    client = start(attn_dp_size=2)
+    stored = store.write(1, random_adapter(SMALL, 1, rank=8))
+    for pinned, status in ((False, 400), (True, 200)):
+        answer = client.post("/load_lora_adapter", lora_name="a", lora_path=stored.server_path, pinned=pinned)
+        assert answer.status_code == status
 
 
 def test_data_parallel_replicas_answer_500(start: Callable[..., Client]) -> None:

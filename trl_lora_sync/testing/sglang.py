@@ -2,8 +2,8 @@
 
 This file holds what SGLang's HTTP process does (`entrypoints/http_server.py`, `managers/tokenizer_manager.py`,
 `managers/tokenizer_control_mixin.py`, `lora/lora_registry.py`); `sglang_scheduler.py` holds the rest. Paths in comments
-are below `sglang/srt/`; "all" are the versions whose source was read (0.5.11, 0.5.15, 0.5.17, 0.5.23), so a rule that
-changed in 0.5.20, 0.5.21 or 0.5.22 has its boundary from the notes of others.
+are below `sglang/srt/`; "all" are the versions whose source was read: those in `VERSIONS`. A rule that is said to come
+with 0.5.15, 0.5.17 or 0.5.20 may be a version or more older, as those in between were not read.
 
 Faster than the real one on purpose: /health answers at once (SGLang takes a second), a lost client is noticed at once
 (SGLang checks every four seconds), and a pause with mode "abort" looks every 20 ms (SGLang every second).
@@ -336,9 +336,9 @@ class FakeSGLang:
             ("POST", "/resume_memory_occupation"): self._resume,
             ("POST", "/update_weight_version"): self._update_weight_version,
         }
-        if self.args.at_least("0.5.23"):  # absent from 0.5.17
+        if self.args.at_least("0.5.20"):
             routes["GET", "/ready"] = lambda *_: (200 if self._pause_mode is None else 503, "")
-        else:  # deprecated in 0.5.11, gone in 0.5.23
+        if not self.args.at_least("0.5.21"):
             routes["GET", "/get_load"] = self._get_load
         return routes
 
@@ -403,7 +403,7 @@ class FakeSGLang:
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
         }
-        if self.args.at_least("0.5.23"):
+        if self.args.at_least("0.5.20"):
             found["served_model_name"] = self._base_name
         return 200, found
 
@@ -412,9 +412,11 @@ class FakeSGLang:
         return self.args.served_model_name or self.args.model_path
 
     def _server_info(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
-        """`dataclasses.asdict(server_args)` and more; `lora_target_modules` is a set there, as given (all)."""
+        """The fields of `server_args` and more; `lora_target_modules` is a set there, as given (all)."""
         args = self.args
-        return 200, {
+        # `--dp-size N --enable-dp-attention` is another spelling of `--attn-dp-size N` from 0.5.22 on.
+        attention = {"attn_dp_size": args.attn_dp_size} if args.at_least("0.5.22") else {}
+        return 200, attention | {
             "model_path": args.model_path,
             "tokenizer_path": args.model_path,
             "served_model_name": self._base_name,
@@ -422,7 +424,7 @@ class FakeSGLang:
             "context_length": None,  # the flag, not the model's own length
             "tp_size": args.tp_size,
             "dp_size": args.dp_size,
-            "enable_dp_attention": False,
+            "enable_dp_attention": args.attn_dp_size > 1,
             "tokenizer_worker_num": args.tokenizer_worker_num,
             "enable_lora": args.enable_lora or None,
             "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
@@ -572,8 +574,8 @@ class FakeSGLang:
     # Generation: managers/tokenizer_manager.py `generate_request`
 
     def _generate(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
-        # entrypoints/api_contract.py; absent from 0.5.17
-        if self.args.at_least("0.5.23") and (words := _contract_error(body)):
+        # entrypoints/api_contract.py
+        if self.args.at_least("0.5.22") and (words := _contract_error(body)):
             return 400, {"error": words}
         job = _Job(body)
         worker = self._worker()
@@ -652,7 +654,7 @@ class FakeSGLang:
             known = {run.rid for run in self._running}
             if (taken := next((rid for rid in job.rids if rid in known), None)) is not None:
                 self._after_early_failure(worker, job)
-                raise _ClientError(f"Duplicate request ID detected: {taken}")  # read in 0.5.17 and 0.5.23
+                raise _ClientError(f"Duplicate request ID detected: {taken}")
             is_queued = self._holding == "queued"
             runs = [_Running(*one, is_queued=is_queued) for one in zip(job.rids, job.lora_names, strict=True)]
             self._running += runs
@@ -665,10 +667,8 @@ class FakeSGLang:
                 outputs.append(self._run(worker, job, index, run, prompts[index], params[index], connection))
                 done = index + 1
         except _ClientLeftError:
-            # 0.5.11 keeps the state of an abandoned request until the scheduler has aborted it. 0.5.15 and 0.5.17
-            # drop it at once (`_discard_pending_req_states`), so that its reference is never released.
-            if not self.args.at_least("0.5.15") or self.args.at_least("0.5.22"):
-                for lora_id in job.lora_ids[done:]:
+            for run, lora_id in zip(runs[done:], job.lora_ids[done:], strict=True):
+                if self._lets_go_of_abandoned(run):
                     self._release_reference(worker, lora_id)
             raise
         finally:
@@ -677,9 +677,18 @@ class FakeSGLang:
                 self._cond.notify_all()
         return outputs
 
+    def _lets_go_of_abandoned(self, run: _Running) -> bool:
+        """Whether a request whose client left releases its adapter once the scheduler has aborted it.
+
+        0.5.15 and 0.5.17 drop its state at once (`_discard_pending_req_states`), so that nothing releases it.
+        """
+        if run.is_queued:
+            return self.args.at_least("0.5.22")
+        return not self.args.at_least("0.5.15") or self.args.at_least("0.5.20")
+
     def _after_early_failure(self, worker: _Worker, job: "_Job") -> None:
         """A request that is refused after it acquired its adapter keeps the reference for ever up to 0.5.21."""
-        if self.args.at_least("0.5.22"):  # `_release_req_states_on_failure`, read in 0.5.23
+        if self.args.at_least("0.5.22"):  # `_release_req_states_on_failure`
             for lora_id in job.lora_ids:
                 self._release_reference(worker, lora_id)
 
@@ -689,7 +698,7 @@ class FakeSGLang:
             with self._cond:
                 self._check_alive()
                 self.scheduler.fetch(lora_id)
-            if not self.args.at_least("0.5.22"):  # "Warmup borrows the samples' LoRA references", read in 0.5.23
+            if not self.args.at_least("0.5.22"):  # "Warmup borrows the samples' LoRA references"
                 self._release_reference(worker, lora_id)
 
     def _tokenize(self, prompt: Any) -> list[int]:
@@ -730,10 +739,9 @@ class FakeSGLang:
         self._wait(connection, lambda: run.is_aborted or (self._holding is None and self._pause_mode is None))
         lora_id = job.lora_ids[index]
         if run.is_aborted and run.is_queued:
-            # `_handle_abort_req`: released in 0.5.23, kept in 0.5.11, 0.5.15 and 0.5.17
             if self.args.at_least("0.5.22"):
                 self._release_reference(worker, lora_id)
-            return self._output(job, index, run, prompt, None, {"type": "abort", "message": "Abort in waiting queue"})
+            return self._aborted_in_queue(job, index, run)
         with self._cond:
             self._check_alive()
             self.scheduler.check_awake()
@@ -768,9 +776,9 @@ class FakeSGLang:
         return sampler.finish
 
     def _raise_abort(self, worker: _Worker, lora_id: str | None, status: int, message: str) -> None:
-        """`_handle_abort_finish_reason`: 400 is a ValueError, 500 and 503 an HTTPException (others not up to 0.5.17).
+        """`_handle_abort_finish_reason`: 400 is a ValueError, 500 and 503 an HTTPException (others from 0.5.23 on).
 
-        Up to 0.5.17 the latter release a second time, after `_handle_batch_output` did; 0.5.23 releases once.
+        Up to 0.5.21 the latter release a second time, after `_handle_batch_output` did.
         """
         if status == 400:
             raise _ClientError(message)
@@ -778,13 +786,26 @@ class FakeSGLang:
             if not self.args.at_least("0.5.22"):
                 self._release_reference(worker, lora_id)
             raise _HTTPStatusError(status, message)
-        if self.args.at_least("0.5.22"):
+        if self.args.at_least("0.5.23"):
             raise _HTTPStatusError(status, message)
 
+    def _aborted_in_queue(self, job: "_Job", index: int, run: _Running) -> dict[str, Any]:
+        """`_handle_abort_req` (all): the scheduler never counted the tokens of the prompt."""
+        meta: dict[str, Any] = {
+            "id": run.rid,
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "weight_version": self._weight_version,
+            "e2e_latency": 0.01,
+            "completion_tokens": 0,
+        }
+        if job.return_logprob[index]:
+            meta |= {"input_token_logprobs": [], "output_token_logprobs": [], "output_token_logprobs_length": 0}
+        return {"text": "", "output_ids": [], "meta_info": meta}
+
     def _output(
-        self, job: "_Job", index: int, run: _Running, prompt: list[int], sampler: Sampler | None, finish: Any
+        self, job: "_Job", index: int, run: _Running, prompt: list[int], sampler: Sampler, finish: Any
     ) -> dict[str, Any]:
-        tokens = sampler.output if sampler else []
+        tokens = sampler.output
         meta: dict[str, Any] = {
             "id": run.rid,
             "finish_reason": finish,
@@ -793,16 +814,15 @@ class FakeSGLang:
             "num_retractions": 0,
         }
         if job.return_logprob[index]:
-            values = sampler.logprobs if sampler else []
+            values = sampler.logprobs
             start = job.logprob_start[index]
             start = len(prompt) if start == -1 else start
-            meta["input_token_logprobs"] = sampler.input_logprobs(start) if sampler and start < len(prompt) else []
+            meta["input_token_logprobs"] = sampler.input_logprobs(start) if start < len(prompt) else []
             meta["output_token_logprobs"] = [(v, t, None) for v, t in zip(values, tokens, strict=True)]
             meta["output_token_logprobs_length"] = len(values)
             if job.top_logprobs[index] > 0:
-                meta["input_top_logprobs"] = []
-                top = sampler.top if sampler else []
-                meta["output_top_logprobs"] = [[(v, t, None) for v, t in zip(*pair, strict=True)] for pair in top]
+                top = [[(v, t, None) for v, t in zip(*pair, strict=True)] for pair in sampler.top]
+                meta |= {"input_top_logprobs": [], "output_top_logprobs": top}
         meta |= {"reasoning_tokens": 0, "completion_tokens": len(tokens), "cached_tokens": 0, "e2e_latency": 0.01}
         output = {"text": self.args.text_of(tokens), "output_ids": list(tokens), "meta_info": meta}
         if job.return_prompt_token_ids and self.args.at_least("0.5.15"):
@@ -870,7 +890,8 @@ class FakeSGLang:
         rid = body.get("rid") or ""
         if body.get("abort_all"):
             self._abort(lambda run: True)
-        elif rid:
+        # Only a whole id gets to the scheduler, which then takes it for the beginning of any (all).
+        elif any(run.rid == rid for run in self._running):
             self._abort(lambda run: run.rid.startswith(rid))
         return 200, ""
 
@@ -896,8 +917,8 @@ class FakeSGLang:
     def _release(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
         with self._cond:
             running, queued = self._counts()
-            # managers/scheduler_components/weight_updater.py: 0.5.23 overlooks the queue while it is paused
-            is_idle = not running and (not queued or (self.args.at_least("0.5.23") and self._pause_mode is not None))
+            # managers/scheduler_components/weight_updater.py: 0.5.21 overlooks the queue while it is paused
+            is_idle = not running and (not queued or (self.args.at_least("0.5.21") and self._pause_mode is not None))
             self.scheduler.release_memory((body or {}).get("tags") or list(MEMORY_TAGS), is_idle)
         return 200, None
 
@@ -961,7 +982,7 @@ class _Job:
 
 
 def _contract_error(body: Any) -> str | None:
-    """What the schema of 0.5.23 refuses: unknown or null-where-a-map-is-due sampling fields (api/v1/api_types.py)."""
+    """What the schema refuses: sampling fields that are unknown, or of another type (api/v1/api_types.py)."""
     given = body.get("sampling_params") or {}
     known = sampling_params({}, ServerArgs()).keys() | {"beam_width", "watermark", "choice"}
     for params in given if isinstance(given, list) else [given]:
@@ -970,8 +991,8 @@ def _contract_error(body: Any) -> str | None:
                 return f"unknown field `{name}`, expected one of `max_new_tokens`, `stop`, ..."
             if name == "top_k" and value is not None and not isinstance(value, int):
                 return f"invalid type: floating point `{value}`, expected i64"
-            if name == "logit_bias" and not isinstance(value, dict):
-                return "invalid type: null, expected a map"
+            if name == "logit_bias" and value is not None and not isinstance(value, dict):
+                return "invalid type: sequence, expected a map"
     return None
 
 

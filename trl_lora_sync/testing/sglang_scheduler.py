@@ -1,6 +1,6 @@
 """The scheduler process of a fake SGLang: adapters in host memory, slots on the GPU, sampling, and what ends it.
 
-Sources are paths below `sglang/`, read in 0.5.11, 0.5.15, 0.5.17 and 0.5.23; "INF" marks what was inferred.
+Sources are paths below `sglang/`, read in 0.5.11, 0.5.15, 0.5.17 and 0.5.20 to 0.5.23; "INF" marks what was inferred.
 """
 
 import base64
@@ -58,6 +58,7 @@ class ServerArgs:
     max_loaded_loras: int | None = None
     tp_size: int = 1
     dp_size: int = 1
+    attn_dp_size: int = 1
     tokenizer_worker_num: int = 1
     api_key: str | None = None
     admin_api_key: str | None = None
@@ -180,6 +181,8 @@ class Scheduler:
         """srt/lora/lora_manager.py `validate_new_adapter`, srt/lora/mem_pool.py `can_support` (all); no shapes."""
         modules, rank = config["target_modules"], config["r"]
         config["lora_alpha"]
+        if self.args.attn_dp_size > 1 and not ref.pinned:  # 0.5.21 and later
+            raise AssertionError("DP-attention LoRA requires pinned adapters")
         if config.get("use_dora", False):
             raise ValueError(f"Failed to load {ref.name} because LoRA serving currently doesn't support DoRA adapters")
         if any(adapter.ref.name == ref.name for adapter in self.loras.values()):
@@ -215,11 +218,11 @@ class Scheduler:
         return layers
 
     def unload(self, lora_id: str) -> dict[str, Any]:
-        """srt/lora/lora_manager.py `unload_lora_adapter`: host copies go; from 0.5.2x on the GPU slot goes too."""
+        """srt/lora/lora_manager.py `unload_lora_adapter`: host copies go, and from 0.5.17 on the GPU slot."""
         if self.loras.pop(lora_id, None) is None and not self.args.at_least("0.5.21"):
-            self._die("AssertionError: LoRA adapter is not loaded")  # outside of the `try` up to 0.5.17
+            self._die("AssertionError: LoRA adapter is not loaded")  # outside of the `try` up to 0.5.20
             raise SchedulerDiedError
-        if self.args.at_least("0.5.21"):  # `memory_pool.remove_lora`, read in 0.5.23
+        if self.args.at_least("0.5.17"):  # `memory_pool.remove_lora`
             self.slots.pop(lora_id, None)
         return self.result(True)
 
@@ -488,8 +491,8 @@ def sampling_params(given: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
 class StrictUnpickler(pickle.Unpickler):
     """Admits what 0.5.21 and later admit, whatever the version, less what the version itself blocks.
 
-    Source: srt/utils/common.py `SafeUnpickler`: module prefixes up to 0.5.17 (and 0.5.20, by the notes of others),
-    exact names in 0.5.23, where `_load_from_bytes` may only give a storage.
+    Source: srt/utils/common.py `SafeUnpickler`: module prefixes up to 0.5.20, exact names from 0.5.21 on, where
+    `_load_from_bytes` may only give a storage.
     """
 
     _REBUILD = frozenset({"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"})
