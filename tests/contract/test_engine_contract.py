@@ -103,6 +103,7 @@ def test_connect_notices_logprobs_that_ignore_the_temperature(serve: Serve) -> N
     [
         ({"enable_lora": False}, "without LoRA support.*`trl-lora-sync serve sglang"),
         ({"dp_size": 2}, "--dp-size"),
+        ({"attn_dp_size": 2}, "--attn-dp-size 2.*pinned.*`trl-lora-sync serve sglang"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
         ({"version": "0.5.10"}, "0.5.11"),
     ],
@@ -536,13 +537,14 @@ def test_an_abort_is_an_error(few: Served, status: int | None) -> None:
         few.sample(few.base)
 
 
-def test_samples_that_another_client_aborts_are_errors(few: Served) -> None:
+@pytest.mark.parametrize("queued", [False, True])
+def test_samples_that_another_client_aborts_are_errors(few: Served, queued: bool) -> None:
     assert few.fake is not None
-    with ThreadPoolExecutor() as pool, few.fake.hold():
+    with ThreadPoolExecutor() as pool, few.fake.hold(queued=queued):
         sampled = pool.submit(few.sample, few.base, 2)
         few.fake.wait_until(lambda: few.fake.running == 2)  # type: ignore[union-attr]
         few.fake.abort_all()
-        with pytest.raises(GenerationError, match="abort"):
+        with pytest.raises(GenerationError, match="cut off"):
             sampled.result(10)
 
 

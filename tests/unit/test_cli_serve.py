@@ -462,6 +462,8 @@ def test_old_sglang_says_that_nobody_may_sample_with_n() -> None:
     [
         (["--dp-size", "2"], "--dp-size 2 cannot be used"),
         (["--data-parallel-size=2"], "one replica only"),
+        (["--attn-dp-size", "2"], "pinned adapters only"),
+        (["--attention-data-parallel-size=2"], "--attn-dp-size 2 cannot be used"),
         (["--tokenizer-worker-num", "2"], "a separate list of adapters"),
         (["--preferred-sampling-params", '{"n": 4}'], "with n=4 cannot be used with SGLang 0.5.15"),
         (["--max-lora-rank", "8"], "below the adapter's rank 12"),
@@ -480,6 +482,11 @@ def test_fixed_sglang_may_sample_with_n() -> None:
 def test_sglang_with_raw_logprobs_is_refused() -> None:
     with pytest.raises(UsageError, match="before the temperature"):
         launch("0.5.23", engine="sglang", env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "true"})
+
+
+def test_sglang_whose_front_end_loads_no_adapters_is_refused() -> None:
+    with pytest.raises(UsageError, match="SGLANG_RUST_SERVER is set"):
+        launch("0.5.23", engine="sglang", env={"SGLANG_RUST_SERVER": "1"})
 
 
 # The command

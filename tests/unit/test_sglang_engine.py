@@ -27,7 +27,13 @@ from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, server_words
 from trl_lora_sync.engines.sglang.completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang.engine import SGLangEngine
 from trl_lora_sync.engines.sglang.payload import TensorPayload
-from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, GenerationError, ServerAuthError
+from trl_lora_sync.errors import (
+    AdapterNotVisibleError,
+    AdapterRejectedError,
+    GenerationError,
+    ServerAuthError,
+    ServerSetupError,
+)
 from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.testing import VERSIONS, FakeSGLang, ServerArgs, random_adapter
 from trl_lora_sync.testing.sglang_scheduler import StrictUnpickler
@@ -272,6 +278,14 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(meta: dict[str, Any]) ->
         read_completion(answer(**meta), PROMPT, sampling(logprobs=0))
 
 
+def test_a_sample_that_was_aborted_in_the_queue_is_not_taken_for_another_prompts() -> None:
+    """Its answer has no length of the prompt (managers/tokenizer_manager.py `_handle_abort_req`)."""
+    cut_off = answer(finish_reason={"type": "abort", "message": "Abort in waiting queue"})
+    del cut_off["meta_info"]["prompt_tokens"]
+    with pytest.raises(ValueError, match=r"cut off.*Abort in waiting queue"):
+        read_completion(cut_off, PROMPT, sampling(logprobs=0))
+
+
 def test_a_prompt_that_is_repeated_must_be_the_one_that_was_sent() -> None:
     read_completion(answer() | {"prompt_token_ids": PROMPT}, PROMPT, sampling(logprobs=0))
     with pytest.raises(ValueError, match="another prompt"):
@@ -340,6 +354,14 @@ def test_every_way_to_say_that_nothing_is_there_is_understood(serve: Serve, tmp_
     fake.canned["/load_lora_adapter"] = [refusal(words.replace("PATH", str(stored.server_path)))]
     with pytest.raises(AdapterNotVisibleError, match="lora_sync_server_dir"):
         engine.load(stored, soon())
+
+
+def test_a_server_without_the_route_is_told_from_an_adapter_that_does_not_fit(serve: Serve, tmp_path: Path) -> None:
+    """As SGLang's Rust server has none. The base model was blamed."""
+    fake, engine = serve()
+    fake.canned["/load_lora_adapter"] = [(404, {"error": {"message": "Not Found"}})]
+    with pytest.raises(ServerSetupError, match="without SGLANG_RUST_SERVER"):
+        engine.load(stored_at(tmp_path), soon())
 
 
 def test_the_same_words_about_tensors_are_a_refusal(serve: Serve, tmp_path: Path) -> None:

@@ -63,12 +63,20 @@ def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted,
             f"--dp-size {replicas} cannot be used: SGLang loads adapters into one replica only. Start independent "
             "servers, one URL each."
         )
+    groups = given.number("--attn-dp-size", "--attention-data-parallel-size", default=1)
+    if groups > 1:
+        raise UsageError(
+            f"--attn-dp-size {groups} cannot be used: SGLang then takes pinned adapters only, and versions are not "
+            "pinned. Leave it out."
+        )
     workers = given.number("--tokenizer-worker-num", default=1)
     if workers > 1:
         raise UsageError(
             f"--tokenizer-worker-num {workers} cannot be used: each worker keeps a separate list of adapters, so "
             "requests to the others would fail. Leave it out."
         )
+    if is_on(environ, "SGLANG_RUST_SERVER"):
+        raise UsageError("SGLANG_RUST_SERVER is set: SGLang's Rust server loads no adapters. Unset it.")
     if is_on(environ, "SGLANG_RETURN_ORIGINAL_LOGPROB"):
         raise UsageError(
             "SGLANG_RETURN_ORIGINAL_LOGPROB is set: log-probabilities would come before the temperature, and TRL's "

@@ -37,7 +37,8 @@ def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
 def read_completion(answer: dict[str, Any], prompt_ids: list[int], sampling: Sampling) -> Completion:
     """Check one answer and bring it into the shape TRL expects.
 
-    No version names the adapter in its answer. All give the length of the prompt, and newer ones the prompt itself.
+    No version names the adapter in its answer. All give the length of the prompt, unless the sample was aborted in the
+    queue, and newer ones the prompt itself.
 
     Raises:
         ValueError: with the reason why it cannot be trained on.
@@ -45,14 +46,14 @@ def read_completion(answer: dict[str, Any], prompt_ids: list[int], sampling: Sam
         place (srt/managers/schedule_batch.py `_check_vocab_boundary_finish`, 0.5.11 to 0.5.23).
     """
     meta, token_ids = answer["meta_info"], answer["output_ids"]
+    reason = meta["finish_reason"] or {}
+    if reason.get("type") not in ("stop", "length"):
+        raise ValueError(f"a completion was cut off ({reason.get('type')}: {reason.get('message', 'no reason given')})")
     length, echo = meta.get("prompt_tokens"), answer.get("prompt_token_ids")
     if length != len(prompt_ids) or (echo is not None and echo != prompt_ids):
         raise ValueError(
             f"a completion belongs to another prompt (prompt_tokens={length!r}, where {len(prompt_ids)} were sent)"
         )
-    reason = meta["finish_reason"] or {}
-    if reason.get("type") not in ("stop", "length"):
-        raise ValueError(f"a completion was cut off ({reason.get('type')}: {reason.get('message', 'no reason given')})")
     if reason.get("matched") == "NaN happened":
         raise ValueError("the server sampled from NaN; look for its cause in the adapter or in the server's log")
     logprobs = logprob_token_ids = None

@@ -233,6 +233,12 @@ class SGLangEngine(SGLangServer):
         )
 
     def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
+        if status == 404:
+            return self._setup_error(
+                "has no route that loads an adapter (HTTP 404)",
+                "SGLang's Rust server has none, and a gateway may not pass it on",
+                "Restart it without SGLANG_RUST_SERVER, or give vllm_server_base_url the server's own URL",
+            )
         path = adapter.server_path
         if path is not None and (path in words or any(known in words for known in _NOT_FOUND_WORDS)):
             return AdapterNotVisibleError(
@@ -431,8 +437,9 @@ class SGLangEngine(SGLangServer):
     async def _abort(self, request_ids: Sequence[str], deadline: Deadline) -> None:
         """End requests before their connection is broken off.
 
-        From 0.5.15 to 0.5.21 a request whose client leaves keeps its adapter's reference for ever, and so does an abort
-        of a queued request; no unload gets past that. An abort of a running request releases the reference.
+        In 0.5.15 and 0.5.17 a request whose client leaves keeps its adapter's reference for ever, and up to 0.5.21 so
+        does an abort of a queued request; no unload gets past that. An abort of a running request releases the
+        reference.
         Source: managers/tokenizer_manager.py `abort_request`, `_handle_abort_req`, `_discard_pending_req_states`.
         """
         for request_id in request_ids:

@@ -64,6 +64,13 @@ class SGLangServer(ServerEngine):
                 "SGLang loads adapters into one replica only",
                 f"Start independent servers, one URL each, with {self._serve_command()}",
             )
+        # From 0.5.22 on, `--dp-size N --enable-dp-attention` is reported as dp_size 1 and attn_dp_size N as well.
+        if (groups := int(server.get("attn_dp_size") or 1)) > 1:
+            raise self._setup_error(
+                f"was started with attention data parallelism (--attn-dp-size {groups})",
+                "SGLang then takes pinned adapters only, and versions are not pinned",
+                f"Restart it with {self._serve_command()}",
+            )
         if int(server.get("tokenizer_worker_num") or 1) > 1:
             raise self._setup_error(
                 f"was started with --tokenizer-worker-num {server['tokenizer_worker_num']}",
