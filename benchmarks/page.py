@@ -197,9 +197,28 @@ def faults() -> str:
         ("completions requested from each server after a sync", f"{asked:,}"),
         ("largest distance to the active version's log-probabilities", f"{own:.3f}"),
         ("smallest distance to another version's", f"{other:.2f}"),
-        ("schedules that left an unused adapter name on a server", f"{len(found['left_behind'])}"),
+        ("schedules that left an unused adapter name on a server", f"{_schedules_that_left(found, 'adapter')}"),
+        ("schedules that left the record of one for the next run", f"{_schedules_that_left(found, 'file')}"),
     ]  # fmt: skip
     return markdown(("", ""), rows)
+
+
+def own_tests() -> str:
+    found = read("trls-own-tests-cpu")
+    first, second = found["outcomes"]
+    rows = [
+        (outcome, str(found["outcomes"][first].get(key, 0)), str(found["outcomes"][second].get(key, 0)))
+        for outcome, key in (("passed", "passed"), ("failed", "failure"), ("skipped", "skipped"))
+    ]
+    return markdown(
+        ("", f"{first} classes", f"{second} classes"),
+        [*rows, ("ended otherwise than with TRL's", "", f"{len(found['different'])}")],
+    )
+
+
+def _schedules_that_left(found: dict[str, Any], what: str) -> int:
+    seeds = [left.partition(": ") for left in found["left_behind"]]
+    return len({seed for seed, _, left in seeds if left.startswith(f"{what} ")})
 
 
 def kills() -> str:
@@ -508,9 +527,10 @@ def _code(commands: Iterable[str]) -> str:
 
 
 def _about(run: dict[str, Any]) -> str:
-    engine, versions = run["server"], run["versions"]
-    known = ", ".join(f"{title} {versions[name]}" for name, title in PACKAGES.items() if name in versions)
-    return f"{ENGINES[engine['engine']]} {engine['version']}, {known}; {table.hardware(run)}; {run['date']}"
+    engine, versions = run.get("server"), run["versions"]
+    known = [f"{ENGINES[engine['engine']]} {engine['version']}"] if engine else []
+    known += [f"{title} {versions[name]}" for name, title in PACKAGES.items() if name in versions]
+    return f"{', '.join(known)}; {table.hardware(run)}; {run['date']}"
 
 
 def _ms(seconds: float) -> str:
@@ -537,6 +557,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "completions": completions,
     "faults": faults,
     "kills": kills,
+    "own-tests": own_tests,
     "soak": soak,
     "soak-controls": soak_controls,
     "grpo-runs": grpo_runs,

@@ -322,7 +322,6 @@ def test_a_run_that_goes_on_after_its_end_keeps_the_record_of_what_it_left(run: 
     assert (tmp_path / "sync" / left.rpartition("-v")[0] / left).is_dir()
     training.sync.close()
     assert fake.host_adapters == []
-    run([fake]).sync.close()
     assert not (tmp_path / "sync").exists()
 
 

@@ -215,7 +215,8 @@ class AdapterStore:
         self.slots = slots
         self._has_checksums = has_checksums
         self.lock: int | None = None
-        self._has_record = False
+        # Run ids under which `close` has left names, for the sweep of another run or for a later `close`.
+        self._records: set[str] = set()
         self._pid = os.getpid()
 
     @property
@@ -235,8 +236,8 @@ class AdapterStore:
         """
         if self.lock is not None:
             return
-        if self._has_record:  # which the sweep of another run may be reading
-            self.run_id, self._has_record = new_run_id(), False
+        if self.run_id in self._records:  # which the sweep of another run may be reading
+            self.run_id = new_run_id()
         # Locked under another name first, so that a sweep never meets a run folder without its lock.
         starting = self.root / f".{self.run_id}{_STARTING}"
         try:
@@ -251,8 +252,8 @@ class AdapterStore:
             shutil.rmtree(self.directory, ignore_errors=True)
             starting.rename(self.directory)
         except OSError as error:
-            self.close()
             shutil.rmtree(starting, ignore_errors=True)
+            self._release()
             raise AdapterExportError(
                 f"The adapter folder {self.directory} cannot be created ({error}). Adapter versions are written there "
                 "for the servers to load. Set lora_sync_dir to a folder that this process can write and the servers "
@@ -386,19 +387,23 @@ class AdapterStore:
         Args:
             names: names that a server may still have. Their folders stay, empty, for the sweep of the next run.
         """
-        is_over = self.lock is None and not self._has_record
+        is_over = self.lock is None and not self._records
         if is_over or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
-        # Names of another run id come from a record that an earlier `close` has left.
-        names = [name for name in names if name.startswith(f"{self.run_id}-v")]
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
         if self.slots is not None:
             self.slots.close()
-        self._has_record = bool(names)
-        if not names:
-            shutil.rmtree(self.directory, ignore_errors=True)
-        elif self.lock is not None:
-            _delete_all_but(self.directory, names)
+        for run_id in {*self._records, *([] if self.lock is None else [self.run_id])}:
+            left = [name for name in names if name.startswith(f"{run_id}-v")]
+            if left:
+                _delete_all_but(self.root / run_id, left)
+                self._records.add(run_id)
+            else:
+                shutil.rmtree(self.root / run_id, ignore_errors=True)
+                self._records.discard(run_id)
+        self._release()
+
+    def _release(self) -> None:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
