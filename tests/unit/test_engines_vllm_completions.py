@@ -39,7 +39,7 @@ def completions_form(*positions: tuple[int, float | None, dict[int, float] | Non
 
 
 def content_form(*positions: tuple[int, float | None, dict[int, float] | None]) -> dict[str, Any]:
-    """As chat completions and the token route send them."""
+    """As chat completions send them, and the token route up to vLLM 0.31."""
     return {
         "content": [
             {
@@ -50,6 +50,24 @@ def content_form(*positions: tuple[int, float | None, dict[int, float] | None]) 
             for token, logprob, top in positions
         ]
     }
+
+
+def token_route_form(*positions: tuple[int, float | None, dict[int, float] | None]) -> dict[str, Any]:
+    """As the token route of vLLM 0.32 and later sends them."""
+    return {
+        "content": [
+            {
+                "token_id": token,
+                "logprob": logprob,
+                "rank": 1,
+                "top_logprobs": [{"token_id": t, "logprob": value, "rank": 1} for t, value in (top or {}).items()],
+            }
+            for token, logprob, top in positions
+        ]
+    }
+
+
+FORMS = [completions_form, content_form, token_route_form]
 
 
 def choice(**changes: Any) -> dict[str, Any]:
@@ -119,20 +137,20 @@ def test_fields_that_decide_about_policy_and_shape_are_reserved() -> None:
 # Log-probabilities
 
 
-@pytest.mark.parametrize("form", [completions_form, content_form])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("top", [None, {}, {7: -0.5}])
 def test_logprobs_0_is_the_sampled_token_alone(form: Any, top: Any) -> None:
     assert read_logprobs(form((7, -0.5, top)), [7]) == ([[-0.5]], [[7]])
 
 
-@pytest.mark.parametrize("form", [completions_form, content_form])
+@pytest.mark.parametrize("form", FORMS)
 def test_logprobs_n_are_sorted_by_falling_probability(form: Any) -> None:
     values, ids = read_logprobs(form((7, -2.0, {9: -3.0, 7: -2.0, 8: -0.1}), (8, -0.1, {8: -0.1, 7: -4.0})), [7, 8])
     assert values == [[-0.1, -2.0, -3.0], [-0.1, -4.0]]
     assert ids == [[8, 7, 9], [8, 7]]
 
 
-@pytest.mark.parametrize("form", [completions_form, content_form])
+@pytest.mark.parametrize("form", FORMS)
 def test_sampled_token_outside_the_top_n_is_kept(form: Any) -> None:
     assert read_logprobs(form((7, -9.0, {8: -0.1, 9: -2.0})), [7]) == ([[-0.1, -2.0, -9.0]], [[8, 9, 7]])
 
@@ -152,13 +170,13 @@ def test_alternative_of_probability_zero_comes_last() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -9999.0, None])
-@pytest.mark.parametrize("form", [completions_form, content_form])
+@pytest.mark.parametrize("form", FORMS)
 def test_sampled_token_without_a_finite_logprob_is_refused(form: Any, value: float | None) -> None:
     with pytest.raises(ValueError, match=rf"the sampled token 8 has the log-probability {value!r}"):
         read_logprobs(form((7, -0.5, None), (8, value, None)), [7, 8])
 
 
-@pytest.mark.parametrize("form", [completions_form, content_form])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("token_ids", [[7, 8, 9], [7], []])
 def test_more_or_fewer_logprobs_than_tokens_are_refused(form: Any, token_ids: list[int]) -> None:
     with pytest.raises(ValueError, match=f"{len(token_ids)} tokens came with 2 log-probabilities"):
@@ -171,7 +189,7 @@ def test_lists_of_different_lengths_are_refused() -> None:
         read_logprobs(broken, [7, 8])
 
 
-@pytest.mark.parametrize("form", [completions_form, content_form])
+@pytest.mark.parametrize("form", FORMS)
 def test_logprob_of_another_token_is_refused(form: Any) -> None:
     with pytest.raises(ValueError, match="token 8 came with the log-probability of 'token_id:9'"):
         read_logprobs(form((7, -0.5, None), (9, -0.5, None)), [7, 8])
@@ -215,6 +233,7 @@ def test_every_list_of_alternatives_is_left_out() -> None:
         {"top_logprobs": [{"]": -0.5}, {'"}]': -0.5}]},
         {"top_logprobs": [{"token_id:7": None}]},
         content_form((7, -0.5, {7: -0.5})),
+        token_route_form((7, -0.5, {7: -0.5})),
     ],
 )
 def test_what_looks_otherwise_stays_as_it_is(content: Any) -> None:

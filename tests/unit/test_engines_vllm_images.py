@@ -110,9 +110,18 @@ def test_each_request_has_an_id_of_its_own() -> None:
     assert len({request(post)[1]["request_id"] for _ in range(10)}) == 10
 
 
-def test_server_without_the_route_is_an_error_with_the_flag_to_set() -> None:
-    post, _ = answering(404, {"detail": "Not Found"})
-    with pytest.raises(ServerSetupError, match=r"--enable-scale-out.*'Not Found'"):
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, {"detail": "Not Found"}, "Not Found"),  # vLLM 0.31
+        (403, {"error": {"message": "Scale-out endpoints are disabled.", "code": 403}}, "are disabled"),  # and later
+    ],
+)
+def test_server_without_the_route_is_an_error_with_the_flag_to_set(
+    status: int, body: dict[str, Any], words: str
+) -> None:
+    post, _ = answering(status, body)
+    with pytest.raises(ServerSetupError, match=rf"--enable-scale-out.*{words}"):
         request(post)
 
 

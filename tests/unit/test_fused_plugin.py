@@ -478,7 +478,9 @@ def test_workers_that_hold_something_else_stop_the_server() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("path", ["/update_weights", "/start_weight_update", "/v1/load_lora_adapter", "/sleep"])
+@pytest.mark.parametrize(
+    "path", ["/update_weights", "/start_weight_update", "/v1/load_lora_adapter", "/weight_checker", "/sleep"]
+)
 def test_what_would_change_the_base_is_refused(path: str) -> None:
     async def test() -> None:
         server = Server()
@@ -488,7 +490,10 @@ def test_what_would_change_the_base_is_refused(path: str) -> None:
     run(test())
 
 
-@pytest.mark.parametrize("path", ["/pause", "/resume", "/wake_up", "/tokenize", "/v1/lora_sync/adapters/x"])
+@pytest.mark.parametrize(
+    "path",
+    ["/pause", "/resume", "/wake_up", "/tokenize", "/inference/v1/abort_requests", "/v1/lora_sync/adapters/x"],
+)
 def test_routes_that_sample_nothing_are_never_held_back(path: str) -> None:
     async def test() -> None:
         server = Server()

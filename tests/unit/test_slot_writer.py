@@ -73,9 +73,14 @@ class Layer:
 
 
 class Tables:
-    """As `LRUCacheLoRAModelManager` of vllm/lora/model_manager.py (0.26, 0.31)."""
+    """As `LRUCacheLoRAModelManager` of vllm/lora/model_manager.py (0.26 to 0.33).
+
+    Attributes:
+        notes_first: whether a slot is noted before the layers take an adapter; vLLM 0.33 notes it afterwards.
+    """
 
     capacity = KEPT
+    notes_first = True
 
     def __init__(self, members: list[tuple[str, ...]]) -> None:
         self.modules = {",".join(one): Layer(one) for one in members}
@@ -114,8 +119,8 @@ class Tables:
         if None not in self.lora_index_to_id:
             self._active_adapters.remove_oldest()
         slot = self.lora_index_to_id.index(None)
-        self._active_adapters[number] = None
-        self.lora_index_to_id[slot] = number
+        if self.notes_first:
+            self._note(number, slot)
         tensors = self._registered_adapters[number].tensors
         for layer in self.modules.values():
             prefix = "base_model.model."
@@ -124,7 +129,13 @@ class Tables:
                 layer.set_lora(slot, [(tensors[a], tensors[b] * self.scaling) for a, b in keys])
             else:
                 layer.reset_lora(slot)
+        if not self.notes_first:
+            self._note(number, slot)
         return True
+
+    def _note(self, number: int, slot: int) -> None:
+        self._active_adapters[number] = None
+        self.lora_index_to_id[slot] = number
 
     def held_by(self, number: int) -> dict[str, Tensor]:
         """What the layers would compute with, by the names in the file; without the padding, which must be zero."""
@@ -143,7 +154,7 @@ class Tables:
 
 
 class Manager:
-    """As `LRUCacheWorkerLoRAManager` of vllm/lora/worker_manager.py (0.26, 0.31)."""
+    """As `LRUCacheWorkerLoRAManager` of vllm/lora/worker_manager.py (0.26 to 0.33)."""
 
     def __init__(self, tables: Tables) -> None:
         self._adapter_manager = tables
@@ -285,6 +296,23 @@ def test_another_kind_in_a_slot_leaves_nothing_behind(served: Served) -> None:
         assert served.serves(served.write(seed, rank))
     assert served.serves(served.write(10, 2, BF16, "o"))
     assert served.serves(served.write(11, 2))
+
+
+@pytest.mark.parametrize("notes_first", [True, False])
+def test_an_adapter_that_a_layer_refuses_leaves_nothing_behind_in_its_slot(
+    served: Served, notes_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers before that one have taken it."""
+    served.tables.notes_first = notes_first
+    assert all(served.serves(served.write(seed, R, BF16, "q", "k")) for seed in range(1, 4))
+
+    def refuse(slot: int, pairs: object) -> None:
+        raise RuntimeError("The size of tensor a (8) must match the size of tensor b (9)")
+
+    monkeypatch.setattr(served.tables.modules["unused"], "set_lora", refuse)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        served.add(served.write(4, R, BF16, "o", "unused"))
+    assert all(served.serves(served.write(seed, R, BF16, "q", "k")) for seed in range(5, 8))
 
 
 def test_adapters_without_a_note_and_versions_take_turns(served: Served) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -189,9 +190,10 @@ def _aborted_on_error(llm: Any) -> Iterator[None]:
 class RandomDraws:
     """Lets all processes of one engine draw the same tokens.
 
-    Each draws by itself, from torch's own generator, which the trainer uses as well (0.26 and 0.31). Once the processes
-    have taken different amounts of random numbers from it, as dropout does on batches of different sizes, they draw
-    different tokens and go on with keys and values that belong to neither.
+    Each draws by itself: from torch's own generator, or, with vLLM's second model runner, from a seed for each request
+    that NumPy's own generator draws (0.26 to 0.33, v1/worker/gpu/sample/states.py). The trainer uses both as well. Once
+    the processes have taken different amounts of random numbers, as dropout does on batches of different sizes, they
+    draw different tokens and go on with keys and values that belong to neither.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -207,12 +209,18 @@ class RandomDraws:
             yield
             return
         self._calls += 1
+        # TRL's seed is the number of the engine. Without the shift, each engine would draw what the next one drew a
+        # call before.
+        seed = self._seed + (self._calls << 20)
         # The trainer's own random state comes back afterwards, so sampling does not change its dropout.
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-            # TRL's seed is the number of the engine. Without the shift, each engine would draw what the next one drew a
-            # call before.
-            torch.manual_seed(self._seed + (self._calls << 20))
-            yield
+        numpy_state = np.random.get_state()
+        try:
+            with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+                torch.manual_seed(seed)
+                np.random.seed(seed % (1 << 32))  # it takes 32 bits
+                yield
+        finally:
+            np.random.set_state(numpy_state)
 
 
 class SamplingGate:

@@ -26,12 +26,13 @@ _MAX_BODY_BYTES = 1 << 16
 _LOAD_TIMEOUT_S = 60.0
 # For a request that wants another version than the one which requests before it are sampled from.
 _CHANGE_TIMEOUT_S = 600.0
-# POST routes that sample nothing, of which some must work while requests are held back. Source: vLLM 0.26 and 0.31.
+# POST routes that sample nothing, of which some must work while requests are held back. Source: vLLM 0.26 to 0.33.
 _CONTROL = frozenset(
     {
         "/abort_requests",
         "/collective_rpc",
         "/detokenize",
+        "/inference/v1/abort_requests",
         "/is_scaling_elastic_ep",
         "/pause",
         "/release_kv_cache_memory",
@@ -40,6 +41,7 @@ _CONTROL = frozenset(
         "/reset_prefix_cache",
         "/resume",
         "/scale_elastic_ep",
+        "/shutdown_weight_transfer_engine",
         "/sleep",
         "/start_profile",
         "/stop_profile",
@@ -57,6 +59,7 @@ _CHANGES_BASE = frozenset(
         "/start_weight_update",
         "/update_weights",
         "/v1/load_lora_adapter",
+        "/weight_checker",  # one of its actions sets all weights to zero (rl/online/api_router.py, 0.32)
     }
 )
 
@@ -292,7 +295,8 @@ def _engine_of(scope: Scope) -> Any:
 
     Raises:
         Refused: the server was started in a way that fused serving does not work with; what to change.
-    Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
+    Source: `init_app_state` in vllm/entrypoints/openai/api_server.py (0.26), the same in launchers/api_server (0.31 to
+    0.33).
     """
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:

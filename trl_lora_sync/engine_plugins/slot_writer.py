@@ -358,7 +358,12 @@ class SlotWriter:
     def _activate(self, number: int, *rest: Any, **options: Any) -> Any:
         """vLLM's own, which resets a slot before it puts anything there."""
         was_active = number in self._tables._active_adapters
-        result = self._usual_activate(number, *rest, **options)
+        try:
+            result = self._usual_activate(number, *rest, **options)
+        except Exception:
+            # Some layers may have taken it, in whichever slot is noted as free by now.
+            self._primed.clear()
+            raise
         if not was_active and number in self._tables.lora_index_to_id:
             self._primed.pop(self._tables.lora_index_to_id.index(number), None)
         return result

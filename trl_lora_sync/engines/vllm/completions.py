@@ -103,7 +103,7 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
     """
     if "content" in logprobs:  # chat completions and the token route
         positions = [
-            (entry["token"], entry["logprob"], {top["token"]: top["logprob"] for top in entry["top_logprobs"]})
+            (_name_of(entry), entry["logprob"], {_name_of(top): top["logprob"] for top in entry["top_logprobs"]})
             for entry in logprobs["content"]
         ]
     elif logprobs["top_logprobs"] is None:  # `without_alternatives`
@@ -137,6 +137,12 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
 def _is_logprob(value: float | None) -> bool:
     """Whether a sampled token can have it; vLLM sends -9999 for minus infinity."""
     return value is not None and -9999.0 < value < math.inf
+
+
+def _name_of(entry: dict[str, Any]) -> str:
+    """How an entry names its token; the token route gives the number alone since vLLM 0.32."""
+    token: str = entry["token"] if "token" in entry else f"token_id:{entry['token_id']}"
+    return token
 
 
 def _token_id(token: str) -> int:

@@ -61,7 +61,8 @@ async def _render(post: Post, model: str, images: list[Any], deadline: Deadline,
     content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
     response = await post(_RENDER, body, deadline)
-    if response.status_code == 404:
+    # 403 since vLLM 0.32, whose words name the flag.
+    if response.status_code in (403, 404):
         raise ServerSetupError(
             f"The vLLM server does not offer {_RENDER}, which image prompts need. From vLLM 0.31 on, restart it with "
             f"{restart}. The server answered: {server_words(response)!r}"
