@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from support.models import base_weights, lora, peft_model, randomize_adapter, same_tensors, written_adapter
 from support.policies import RATIO_SPREAD, is_policy_of, sample, token_ids
-from support.servers import Proxy, adapters_on
+from support.servers import Proxy, adapters_on, vllm_version
 from support.trainers import METRICS, mean_byte, prompts, steps_of
 from transformers import TrainerCallback
 from vllm_server import VLLMServer
@@ -71,7 +71,8 @@ def test_a_run_trains_the_policy_it_samples_from_and_leaves_nothing_behind(
     assert any(value.abs().max() > 0 for name, value in trainer.model.named_parameters() if "lora_B" in name)
     assert same_tensors(base_weights(trainer.model), before)
     assert len(announced) == 1
-    for said in ("vllm 0.31.0", clean_server.base_url, "rank 8", str(tmp_path / "sync"), "checked:"):
+    version = vllm_version(clean_server.base_url)
+    for said in (f"vllm {version}", clean_server.base_url, "rank 8", str(tmp_path / "sync"), "checked:"):
         assert said in announced[0]
     assert all(len(versions) >= 1 for versions in seen), "versions were written somewhere else"
     assert nothing_left(clean_server, tmp_path)

@@ -23,6 +23,12 @@ def adapters_on(base_url: str, api_key: str | None = None) -> dict[str, str]:
     return {model["id"]: model["root"] for model in models if model["parent"]}
 
 
+def vllm_version(base_url: str) -> str:
+    """What a vLLM server says that it is."""
+    answer = httpx.get(f"{base_url}/version", timeout=30, trust_env=False)
+    return str(answer.raise_for_status().json()["version"])
+
+
 @contextlib.contextmanager
 def nobody_listening() -> Iterator[str]:
     """The URL of a port on which nobody listens, and nobody else can while the block lasts."""
