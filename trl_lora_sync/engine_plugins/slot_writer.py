@@ -1,6 +1,6 @@
 """Writes the versions of a trainer's adapter into the slots of vLLM's layers, in each worker of a server.
 
-vLLM (0.26, 0.31) reads an adapter tensor by tensor, and calls two methods of each layer for it; at 8B that takes tens
+vLLM (0.26 to 0.33) reads an adapter tensor by tensor, and calls two methods of each layer for it; at 8B that takes tens
 of milliseconds of Python and launches. Here the first adapter of a kind (the same names, shapes and configuration) is
 left to vLLM, with all its checks, and where its elements end up is found out (`slot_layout`). Later ones are
 copied as a whole to the device, from the memory of the trainer's GPU if that can be opened and else from the file, and
@@ -155,7 +155,7 @@ class SlotWriter:
             self._load(request, note)
         except Exception:
             self._remove(number)
-            # All workers have failed. vLLM (0.26, 0.31) collects their answers up to the first error, and would take
+            # All workers have failed. vLLM (0.26 to 0.33) collects their answers up to the first error, and would take
             # what is left for answers to its next call, so only the last one raises it. A step fails on all of them.
             if self._is_in_step or self._group.is_last:
                 raise
@@ -361,7 +361,7 @@ class SlotWriter:
         try:
             result = self._usual_activate(number, *rest, **options)
         except Exception:
-            # Some layers may have taken it, in whichever slot is noted as free by now.
+            # Some layers may have taken it, and in which slot is not known any more.
             self._primed.clear()
             raise
         if not was_active and number in self._tables.lora_index_to_id:
