@@ -2,7 +2,7 @@
 
 In a batch with requests for an adapter, vLLM on a CPU computes those for the base model with an adapter as well (seen
 on 0.31): the index -1, which stands for no adapter, selects the last slot. Requests for adapters are right, and so are
-both on a GPU (seen on 0.26). Source: `bgmv_shrink` in vllm/lora/ops/torch_ops/lora_ops.py.
+both on a GPU (seen on 0.26). Source: `bgmv_shrink` in vllm/lora/ops/torch_ops/lora_ops.py, which 0.33 has mended.
 """
 
 import asyncio

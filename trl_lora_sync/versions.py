@@ -75,8 +75,8 @@ PEFT = KnownVersions(
 VLLM_COLOCATE = KnownVersions(
     title="vLLM",
     oldest=Version("0.26"),
-    newest=Version("0.31"),
-    run=("0.26.0 with fused serving on a GPU", "0.31.0 on a CPU"),
+    newest=Version("0.33"),
+    run=("0.26.0 with fused serving on a GPU", "0.31.0", "0.32.0 on a CPU"),
 )
 
 

@@ -1,4 +1,4 @@
-"""What vLLM needs on a CPU that it shares with the trainer. Run on vLLM 0.31.0."""
+"""What vLLM needs on a CPU that it shares with the trainer. Run on vLLM 0.31.0 and 0.32.0."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Every private vLLM name that colocate mode touches. Read in vLLM 0.26 and 0.31; run on 0.31 (CPU).
+"""Every private vLLM name that colocate mode touches. Read in vLLM 0.26 and 0.31 to 0.33; run on 0.31 and 0.32 (CPU).
 
 What is relied on, in a process with `distributed_executor_backend="external_launcher"`:
 
@@ -399,7 +399,7 @@ def served_name(llm: Any, key: str) -> str:
 
     mapper = getattr(served_model(llm), "hf_to_vllm_mapper", None)
     # The plain mapper turns q_proj into qkv_proj, and a layer that joins several then finds none of its parts.
-    for method in ("get_rename_mapper", "get_unstacked_mapper"):  # of 0.31 and of 0.26
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):  # of 0.31 and later, and of 0.26
         if mapper is not None and hasattr(mapper, method):
             mapper = getattr(mapper, method)()
             break
@@ -422,7 +422,7 @@ class KVCacheMemory:
         """Give it back; nothing if that is done already, or vLLM runs without a sleep mode."""
         if self._is_released or not self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
             return
-        if hasattr(self._llm.llm_engine, "release_kv_cache_memory"):  # 0.31
+        if hasattr(self._llm.llm_engine, "release_kv_cache_memory"):  # 0.31 to 0.33
             # The release requires a completed pause (0.31, v1/engine/core.py). Level 0 pauses, and moves no memory.
             self._llm.llm_engine.sleep(level=0)
             self._llm.llm_engine.release_kv_cache_memory()

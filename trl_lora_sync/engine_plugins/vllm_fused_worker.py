@@ -3,7 +3,7 @@
     vllm serve MODEL --worker-extension-cls trl_lora_sync.engine_plugins.vllm_fused_worker.FusedWorker ...
 
 Its methods are called through `collective_rpc`, on all workers alike, by the middleware in `vllm_fused`. They answer
-with plain values and raise nothing: vLLM (0.26 to 0.31) stops collecting answers at the first worker that fails, and
+with plain values and raise nothing: vLLM (0.26 to 0.33) stops collecting answers at the first worker that fails, and
 would take the answers of the others for answers to its next call.
 
 Environment of the server:

