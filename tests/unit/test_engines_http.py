@@ -655,9 +655,9 @@ def test_a_server_that_never_came_up_is_named_though_the_last_attempt_outlived_t
 ) -> None:
     answers = iter([ServerUnreachableError("Nobody answers. Start it."), DeadlineExceededError("too late")])
 
-    async def probe(http: HTTPClient, deadline: Deadline) -> None:
+    async def request(*args: object) -> httpx.Response:
         raise next(answers)
 
-    monkeypatch.setattr(connect, "_probe", probe)
+    monkeypatch.setattr(HTTPClient, "request", request)
     with pytest.raises(ServerUnreachableError, match="Start it"):
         finished(connect.wait_until_up("http://localhost:1", is_local=True, deadline=soon()))

@@ -2,8 +2,8 @@
 
 This file holds what SGLang's HTTP process does (`entrypoints/http_server.py`, `managers/tokenizer_manager.py`,
 `managers/tokenizer_control_mixin.py`, `lora/lora_registry.py`); `sglang_scheduler.py` holds the rest. Paths in comments
-are below `sglang/srt/`; "all" are the versions whose source was read: those in `VERSIONS`. A rule that is said to come
-with 0.5.15, 0.5.17 or 0.5.20 may be a version or more older, as those in between were not read.
+are below `sglang/srt/`; "all" are the versions in `VERSIONS`, whose source was read. A rule that comes with 0.5.15,
+0.5.17 or 0.5.20 here may be older, as the versions before these were not read.
 
 Faster than the real one on purpose: /health answers at once (SGLang takes a second), a lost client is noticed at once
 (SGLang checks every four seconds), and a pause with mode "abort" looks every 20 ms (SGLang every second).
