@@ -34,6 +34,7 @@ from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, GPUMemory, IPCError, Wait, driver_for
 from trl_lora_sync.engine_plugins.page_lock import PageLockError, copy_to_host, lock_pages
 from trl_lora_sync.engine_plugins.shared_files import SharedFiles
+from trl_lora_sync.runtime import watch
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +375,7 @@ class SlotRing:
     def _share(self, pool: Path) -> SharedFiles | None:
         if self._shared is None and self._shares:
             try:
-                self._shared = SharedFiles(pool)
+                self._shared = SharedFiles(pool, watch)
             except OSError as error:
                 logger.warning(
                     "Servers on this host read adapter versions instead of mapping them: %s: %s", pool, error

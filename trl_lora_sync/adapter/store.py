@@ -253,7 +253,8 @@ class AdapterStore:
             starting.rename(self.directory)
         except OSError as error:
             shutil.rmtree(starting, ignore_errors=True)
-            self._release()
+            if self.lock is not None:  # else the root may be another user's
+                self._release()
             raise AdapterExportError(
                 f"The adapter folder {self.directory} cannot be created ({error}). Adapter versions are written there "
                 "for the servers to load. Set lora_sync_dir to a folder that this process can write and the servers "

@@ -30,7 +30,6 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
 from trl_lora_sync.engine_plugins.page_lock import PageLockError, lock_pages
-from trl_lora_sync.runtime import watch
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
@@ -40,6 +39,9 @@ _OFFER, _WITHDRAW, _MEMORY, _ALL = b"+", b"-", b"*", b"."
 _MESSAGE_BYTES = 1024
 # Locking the pages of a large file takes a part of a second.
 PATIENCE_S = 2.0
+# As `runtime.watch`, which a worker has no use for: calls the function when the socket can be read, until its result is
+# called.
+Watch = Callable[[socket.socket, Callable[[], None]], Callable[[], None]]
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -61,12 +63,13 @@ class SharedFiles:
 
     Args:
         folder: private to the user; the socket is made in it.
+        watch: how to hear of workers that connect.
 
     Raises:
         OSError: the socket cannot be made there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, watch: Watch) -> None:
         # Guards what follows, so that a worker that connects meanwhile gets each offer once.
         self._lock = threading.Lock()
         self._offered: dict[FileKey, int] = {}
