@@ -242,7 +242,8 @@ def test_versions_are_written_into_their_slots_and_late_requests_get_their_own(q
     came.subtract(before)
     assert came["written"] == 4 + 2 + 2
     assert came["loaded by vLLM"] == came["read"] == 0
-    assert quick.engine.score(quick.engine.capabilities.base_model, PROMPT, soon(60)) == base
+    # Not to the last bit, as vLLM rounds differently by how many tokens it computes at once.
+    assert quick.engine.score(quick.engine.capabilities.base_model, PROMPT, soon(60)) == pytest.approx(base, abs=1e-5)
 
 
 def test_a_written_version_is_bit_for_bit_what_vllm_loads(quick: Quick) -> None:
