@@ -370,7 +370,7 @@ def changed_share(trainer: Any, model: Path) -> float:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dictionary
                 if name in layers:
-                    layer = layers[name].data
+                    layer = layers[name]
                     layer = layer.full_tensor() if hasattr(layer, "full_tensor") else layer  # FSDP2's
                     original = tensors.get_tensor(name).to(layer.device)
                     # accelerate has FSDP2 keep float32 in mixed precision.

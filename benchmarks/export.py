@@ -272,8 +272,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_args(arguments)
-    seen = run_environment("none", "")
-    del seen["server"]
+    seen = run_environment()
     cases = []
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="trl-lora-sync-benchmark-") as folder:
         for shape, rank in args.chosen:

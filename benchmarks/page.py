@@ -203,6 +203,11 @@ def faults() -> str:
     return markdown(("", ""), rows)
 
 
+def _schedules_that_left(found: dict[str, Any], what: str) -> int:
+    seeds = [left.partition(": ") for left in found["left_behind"]]
+    return len({seed for seed, _, left in seeds if left.startswith(f"{what} ")})
+
+
 def own_tests() -> str:
     found = read("trls-own-tests-cpu")
     first, second = found["outcomes"]
@@ -214,11 +219,6 @@ def own_tests() -> str:
         ("", f"{first} classes", f"{second} classes"),
         [*rows, ("ended otherwise than with TRL's", "", f"{len(found['different'])}")],
     )
-
-
-def _schedules_that_left(found: dict[str, Any], what: str) -> int:
-    seeds = [left.partition(": ") for left in found["left_behind"]]
-    return len({seed for seed, _, left in seeds if left.startswith(f"{what} ")})
 
 
 def kills() -> str:

@@ -15,8 +15,8 @@ import torch
 _PACKAGES = ("torch", "transformers", "peft", "trl", "trl-lora-sync", "safetensors", "bitsandbytes")
 
 
-def run_environment(engine: str, engine_version: str) -> dict[str, Any]:
-    """Command, date, versions and hardware of the running script and its server."""
+def run_environment(engine: str | None = None, engine_version: str = "") -> dict[str, Any]:
+    """Command, date, versions and hardware of the running script and of its server, if it has one."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -24,7 +24,7 @@ def run_environment(engine: str, engine_version: str) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "server": {"engine": engine, "version": engine_version},
+        **({"server": {"engine": engine, "version": engine_version}} if engine else {}),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": versions,

@@ -171,9 +171,7 @@ def environment() -> dict[str, Any]:
     from run_environment import run_environment
     from versus.results import command_line
 
-    found = run_environment("none", "") | {"command": f"{command_line(('--trl', '--out'))} --trl trl"}
-    del found["server"]
-    return found
+    return run_environment() | {"command": f"{command_line(('--trl', '--out'))} --trl trl"}
 
 
 def revision(checkout: Path) -> str:

@@ -394,7 +394,10 @@ class AdapterStore:
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
         if self.slots is not None:
             self.slots.close()
-        for run_id in {*self._records, *([] if self.lock is None else [self.run_id])}:
+        run_ids = set(self._records)
+        if self.lock is not None:
+            run_ids.add(self.run_id)
+        for run_id in run_ids:
             left = [name for name in names if name.startswith(f"{run_id}-v")]
             if left:
                 _delete_all_but(self.root / run_id, left)

@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from httpx import Auth
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, Timeouts
-from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, retrying, unthrottled
+from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying, unthrottled
 from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.engines.spec import EngineSpec
@@ -111,7 +111,7 @@ async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
 
     def may_repeat(error: BaseException) -> bool:
         nonlocal seen
-        if not isinstance(error, ServerUnreachableError):
+        if not is_unreachable(error):
             return False
         if seen is None:
             logger.warning("%s Waiting up to %.0f s for it.", error, deadline.budget_s)

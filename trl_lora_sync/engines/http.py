@@ -12,7 +12,7 @@ import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 from urllib.parse import urljoin, urlsplit
 
 import httpx
@@ -363,7 +363,7 @@ def redirect_error(response: httpx.Response) -> ServerSetupError:
     )
 
 
-def is_unreachable(error: BaseException) -> bool:
+def is_unreachable(error: BaseException) -> TypeGuard[ServerUnreachableError]:
     """Whether the request may simply be sent again, if sending it twice does no harm."""
     return isinstance(error, ServerUnreachableError)
 
