@@ -56,7 +56,7 @@ EDGE_STEPS = 5
 RATIO = "sampling/importance_sampling_ratio"
 # Steps that are drawn, counted from the first; those before are still warming up.
 DRAWN = range(3, 7)
-PLACES = ("--model", "--server-python", "--out")
+PLACES = ("--model", "--url", "--server-python", "--out")
 Span = tuple[str, float, float]
 
 
@@ -87,6 +87,9 @@ def main() -> None:
 @contextmanager
 def serving(args: argparse.Namespace, folder: Path, *, on_gpu: bool) -> Iterator[tuple[Path, str]]:
     """The model, and the URL of a server for it."""
+    if args.url:
+        yield args.model, args.url
+        return
     if not on_gpu:
         model = args.model or make_model(folder / "model")
         with VLLMServer(model, python=args.server_python, log_path=args.out.with_suffix(".server.log")) as running:
@@ -171,6 +174,7 @@ def measure(
         vllm_mode="server",
         vllm_server_base_url=url,
         vllm_sync_strategy="lora_adapter",
+        lora_sync_serving="fused" if "--fused" in args.serve else "runtime",
         per_device_train_batch_size=args.per_device,
         gradient_accumulation_steps=args.completions // args.per_device,
         num_generations=args.generations,
@@ -186,6 +190,7 @@ def measure(
         disable_tqdm=True,
         use_cpu=not on_gpu,
         bf16=on_gpu,
+        gradient_checkpointing=not args.no_checkpointing,
         model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32"},
         **ARMS[arm],
     )
@@ -247,6 +252,7 @@ def write(args: argparse.Namespace, runs: list[dict[str, Any]], version: str) ->
         **run_environment("vllm", version),
         "command": command_line(PLACES),
         "shape": args.shape if args.server_gpu is not None else "demo",
+        "serve": args.serve,
         "lora_rank": args.rank,
         "completions": args.completions,
         "completion_tokens": args.completion_tokens,
@@ -361,8 +367,10 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--per-device", type=int, default=64, help="completions of one forward pass (default: 64)")
     add("--generations", type=int, default=16, help="completions of a prompt (default: 16)")
     add("--completion-tokens", type=int, default=16, help="at most, of each completion (default: 16)")
+    add("--no-checkpointing", action="store_true", help="gradient_checkpointing=False, where the memory allows it")
     add("--shape", choices=list(SHAPES), default="8b", help="on GPUs (default: 8b)")
     add("--model", type=Path, help="folder of a model, if it has been made already")
+    add("--url", help="a server of that model that is running already")
     add(
         "--server-gpu", type=int, help="number of the server's GPU; the trainer's is 0. Without it, all runs on the CPU"
     )

@@ -47,7 +47,7 @@ USUAL_PHASES = {
 # Above the ranks that are compared: to see how a sync grows.
 GROWN_RANK = 256
 USUAL_RANKS = {"8b": [32, 8, 128, GROWN_RANK]}
-ARMS = ("weights", "async trainer", "runtime", "fused")  # as in versus/kinds.py, which imports torch
+ARMS = ("weights", "async trainer", "runtime", "runtime by file", "fused")  # as in versus/kinds.py, which imports torch
 RESULT = ROOT / "benchmarks" / "results" / "vs-weights.json"
 GIB = 1024**3
 BLOCK_TOKENS = 16  # of vLLM's KV cache
@@ -202,9 +202,9 @@ class Comparison:
 
     def servers(self, rank: int) -> dict[str, Any]:
         """The server of each arm; those that apply adapters to each token reserve this very rank."""
-        from versus.kinds import server_kind
+        from versus.kinds import server_kind, server_number
 
-        return {name: self.server(server_kind(name), rank) for name in self.arms}
+        return {name: self.server(server_kind(name), rank, server_number(name)) for name in self.arms}
 
     def server(self, kind: str, rank: int, number: int = 0) -> Any:
         from versus.servers import ServerSpec
@@ -316,6 +316,7 @@ class Comparison:
                 self.kept_arms.pop(url).close()
 
     def measure_phase(self, phase: str, rank: int, group: Group, turns: Any) -> None:
+        from versus.kinds import SERVED_AS_RUNTIME
         from versus.measure import Load, Turns, measure_decoding, measure_drift, measure_syncs
         from versus.profile import measure_profiles
         from versus.steps import Batch, measure_steps
@@ -326,8 +327,7 @@ class Comparison:
             measure_syncs(turns, bench, args.warmup, args.repeats, save)
             self.keep_memory(rank, group, turns)
         elif phase == "decode":
-            # The async trainer's server is that of `runtime`, and so is what it serves.
-            decoding = Turns([arm for arm in turns.arms if arm.name != "async trainer"], clock)
+            decoding = Turns([arm for arm in turns.arms if arm.name not in SERVED_AS_RUNTIME], clock)
             load = Load(
                 concurrency=tuple(args.concurrency),
                 prompt_tokens=args.prompt_tokens,
@@ -342,7 +342,8 @@ class Comparison:
             measure_profiles(turns, bench, args.repeats, self.work, save)
         elif phase == "steps":
             batch = Batch(completions=args.completions, tokens=args.completion_tokens, micro_batch=args.micro_batch)
-            measure_steps(turns.arms, bench, batch, args.steps, self.work, clock, save)
+            arms = [arm for arm in turns.arms if arm.name not in SERVED_AS_RUNTIME]
+            measure_steps(arms, bench, batch, args.steps, self.work, clock, save)
 
     def fleets(self, rank: int) -> dict[str, list[Any]]:
         """The servers of each arm of ours whose fleet is still to be measured."""

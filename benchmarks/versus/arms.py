@@ -3,7 +3,8 @@
 - `weights`: TRL's own. `VLLMGeneration.sync_weights` merges the adapter, sends every weight over NCCL, unmerges.
 - `async trainer`: what `trl.experimental.async_grpo` does each time; its own method is called on an object that has
   what it uses: pause, `save_pretrained`, load under a new name, resume, unload of the version before.
-- `runtime`: ours, the server applies the adapter to each token.
+- `runtime`: ours, the server applies the adapter to each token. From GPU to GPU where that works.
+- `runtime by file`: the same, by the file that both processes map.
 - `fused`: ours, the server computes merged weights from the adapter.
 """
 
@@ -17,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
+from unittest import mock
 
 from peft import PeftModel
 
+from trl_lora_sync import transports
+from trl_lora_sync.adapter.slots import SlotRing
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.generation import LoRASyncGeneration
@@ -27,7 +31,7 @@ from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.places import default_sync_dir
 from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import ServerAddress, SyncSettings
-from versus.kinds import HAS_SERVING
+from versus.kinds import BY_FILE, HAS_SERVING, server_kind
 from versus.servers import ServerSpec
 from versus.workbench import Workbench
 
@@ -235,7 +239,7 @@ class OurArm:
         self.server = server
         self._bench = bench
         self._reports: list[SyncReport] = []
-        serving = {"serving": name} if HAS_SERVING else {}
+        serving = {"serving": server_kind(name)} if HAS_SERVING else {}
         settings = SyncSettings(
             servers=tuple(ServerAddress(base_url=url, is_local=True) for url in urls),
             engine="vllm",
@@ -251,9 +255,10 @@ class OurArm:
             generation_timeout_s=TIMEOUT_S,
             **serving,
         )
-        self.generation = LoRASyncGeneration(
-            **_generation_arguments(bench, ",".join(urls)), settings=settings, on_sync=self._reports.append
-        )
+        with _no_shared_gpu() if name == BY_FILE else contextlib.nullcontext():
+            self.generation = LoRASyncGeneration(
+                **_generation_arguments(bench, ",".join(urls)), settings=settings, on_sync=self._reports.append
+            )
 
     @property
     def model_name(self) -> str:
@@ -284,6 +289,11 @@ class OurArm:
 
     def close(self) -> None:
         self.generation.sync.end()
+
+
+def _no_shared_gpu() -> Any:
+    """Trainers that are made meanwhile offer servers no memory of their GPU, as where the driver refuses it."""
+    return mock.patch.object(transports, "SlotRing", lambda **given: SlotRing(**{**given, "shares_gpu": False}))
 
 
 @contextlib.contextmanager

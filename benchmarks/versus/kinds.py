@@ -4,8 +4,11 @@ from dataclasses import fields
 
 from trl_lora_sync.settings import SyncSettings
 
-ARMS = ("weights", "async trainer", "runtime", "fused")
+BY_FILE = "runtime by file"
+ARMS = ("weights", "async trainer", "runtime", BY_FILE, "fused")
 OURS = ("runtime", "fused")
+# Their server serves as that of `runtime` does.
+SERVED_AS_RUNTIME = ("async trainer", BY_FILE)
 # Of the prompts of a GRPO step.
 STEP_PROMPT_TOKENS = 64
 # Without fused serving in the package there is no such setting, and the arm is left out.
@@ -24,4 +27,9 @@ def why_left_out(name: str, device: str, gpus: int) -> str | None:
 
 
 def server_kind(arm: str) -> str:
-    return "runtime" if arm == "async trainer" else arm
+    return "runtime" if arm in SERVED_AS_RUNTIME else arm
+
+
+def server_number(arm: str) -> int:
+    """Tells equal servers apart. Two trainers of ours would take each other's slots on one server."""
+    return int(arm == BY_FILE)
