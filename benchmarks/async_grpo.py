@@ -42,6 +42,7 @@ from tree_attention import plain_kernel  # noqa: E402
 from trl.chat_template_utils import qwen3_template  # noqa: E402
 from trl.experimental import async_grpo as trls  # noqa: E402
 from versus.results import command_line  # noqa: E402
+from versus.servers import gpu_names  # noqa: E402
 from versus.shapes import SHAPES, write_model  # noqa: E402
 from vllm_server import DEFAULT_PYTHON, VLLMServer  # noqa: E402
 
@@ -76,9 +77,9 @@ def main() -> None:
     result = {
         "benchmark": "async_grpo",
         **run_environment("vllm", version),
+        "gpus": gpu_names() if on_gpu else [],  # the server's, too
         "command": command_line(PLACES),
         "shape": args.shape if on_gpu else "demo",
-        "gpus": (2 if args.server_gpu else 1) if on_gpu else 0,
         "lora_rank": args.rank,
         "clients": args.clients,
         "completion_tokens": args.completion_tokens,

@@ -35,14 +35,16 @@ if "--server-gpu" in sys.argv:
 
 import httpx  # noqa: E402
 import torch  # noqa: E402
-from default_runs import server  # noqa: E402
+from default_runs import PARTS, server  # noqa: E402
 from grpo import builtin_prompts, lowercase_reward  # noqa: E402
 from make_model import make_model  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from run_environment import run_environment  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from versus.results import command_line  # noqa: E402
+from versus.servers import gpu_names  # noqa: E402
 from versus.shapes import SHAPES, write_model  # noqa: E402
+from versus.timelines import chart  # noqa: E402
 from vllm_server import DEFAULT_PYTHON, VLLMServer  # noqa: E402
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer  # noqa: E402
@@ -225,6 +227,7 @@ def measure(
         "generation_s_median": round(
             statistics.median(end - start for what, start, end in watch.spans if what == "generation"), 3
         ),
+        "syncs": [{part: row[f"lora_sync/{part}"] for part in PARTS} for row in logged],
         "timeline": watch.drawn(),
     }
     if "lora_sync_overlap" in ARMS[arm]:
@@ -250,6 +253,7 @@ def write(args: argparse.Namespace, runs: list[dict[str, Any]], version: str) ->
     result = {
         "benchmark": "overlap",
         **run_environment("vllm", version),
+        "gpus": gpu_names() if args.server_gpu is not None else [],  # the server's, too
         "command": command_line(PLACES),
         "shape": args.shape if args.server_gpu is not None else "demo",
         "serve": args.serve,
@@ -309,49 +313,6 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-# The chart
-
-_COLORS = {"generation": "#4c78a8", "training": "#72b7b2", "sync": "#e45756", "waiting": "#bab0ac"}
-_LEFT, _WIDTH, _ROW, _GREY = 80, 800, 22, "#7f8a98"
-
-
-def chart(timelines: dict[str, dict[str, Any]]) -> str:
-    """Two rows for each arm, on one scale: when the server sampled, and what the trainer did."""
-    longest = max((one["end"] for one in timelines.values()), default=1.0)
-    scale = _WIDTH / longest
-    parts, top = [], 24
-    for place, (name, color) in enumerate(_COLORS.items()):
-        parts.append(_box(_LEFT + 130 * place, 4, 12, 12, color))
-        parts.append(_text(_LEFT + 130 * place + 18, 14, name))
-    for arm, one in timelines.items():
-        parts.append(_text(_LEFT, top + 18, f"{arm}: {len(one['steps'])} steps in {one['end']:.1f} s"))
-        for row, (lane, kinds) in enumerate((("server", ("generation",)), ("trainer", ("waiting", "sync")))):
-            y = top + 24 + row * (_ROW + 4)
-            parts.append(_text(4, y + 15, lane))
-            if lane == "trainer":
-                parts.append(_box(_LEFT, y, one["end"] * scale, _ROW, _COLORS["training"]))
-            parts += [
-                _box(_LEFT + since * scale, y, (until - since) * scale, _ROW, _COLORS[what])
-                for kind in kinds
-                for what, since, until in one["spans"]
-                if what == kind
-            ]
-        for step in one["steps"]:
-            x = _LEFT + step * scale
-            parts.append(f'<path d="M{x:.1f} {top + 22}v{2 * _ROW + 8}" stroke="{_GREY}"/>')
-        top += 24 + 2 * (_ROW + 4) + 8
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 10} {top}" font-size="13" '
-    return f'{head}font-family="sans-serif" fill="{_GREY}">\n' + "\n".join(parts) + "\n</svg>\n"
-
-
-def _box(x: float, y: float, width: float, height: float, color: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" fill="{color}"/>'
-
-
-def _text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x}" y="{y}">{words}</text>'
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -17,14 +17,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from versus import table  # noqa: E402
+from versus import table, timelines  # noqa: E402
 from versus.table import Row, markdown  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 CHART = ROOT / "docs" / "assets" / "vs-weights.svg"
+OVERLAP_CHART = ROOT / "docs" / "assets" / "overlap-2xh100.svg"
 MB = 1e6
+TRLS_OWN = "TRL's own"
 PACKAGES = {"trl": "TRL", "torch": "torch", "peft": "PEFT", "deepspeed": "DeepSpeed", "bitsandbytes": "bitsandbytes"}
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 
@@ -35,30 +37,68 @@ def read(name: str) -> Any:
 
 
 def versus_summary() -> str:
-    return table.summary(read("vs-weights"))
+    return table.summary(read("vs-weights-2xh100"))
 
 
 def versus_tables() -> str:
     return table.tables(read("vs-weights"))
 
 
-def default_sentence() -> str:
-    """Whole runs in two sentences, for the README."""
-    found = read("default-runs")
-    parts = []
-    for one in found:
-        later = _later_syncs(one)
-        median, largest = (round(1000 * value) for value in (statistics.median(later), max(later)))
-        parts.append(f"{median} ms (median of {len(later)}, at most {largest}) with `{_serving(one)}`")
-    first = [sync for one in found for sync in _first_syncs(one)]
-    [shape], [rate] = {one["shape"].upper() for one in found}, {one["learning_rate"] for one in found}
-    verified = " Every version was verified." if all(one["all_verified"] for one in found) else ""
+def slots_sync() -> str:
+    """The parts of each arm's sync, with versions written into the server's slots."""
+    arms = read("vs-weights-2xh100")["shapes"]["8b"]["ranks"]["32"]["sync"]
+    stock_s = arms["weights"]["median"]["sync_s"]
+    rows = []
+    for arm, found in arms.items():
+        parts = [_ms(found["split"][f"{part}_s"]) for part in ("gather", "write", "load")]
+        sync_s = found["median"]["sync_s"]
+        rows.append((f"`{arm}`", *parts, _ms(sync_s), f"{sync_s / stock_s:.2f}", ", ".join(found["beside"])))
+    return markdown(("arm", "gather ms", "write ms", "load ms", "sync ms", "/ `weights`", "took turns"), rows)
+
+
+def ahead_sentence() -> str:
+    """Whole runs with sampling ahead and without, for the README."""
+    found = read("overlap-2xh100")
+    plain, ahead = found["summary"]
+    syncs = [sync for run in found["runs"] for sync in run["syncs"][1:]]
+    assert all(sync["verified"] == 1.0 for run in found["runs"] for sync in run["syncs"])
     return textwrap.fill(
-        f"In whole GRPO runs with default settings at {shape} and a learning rate of {rate:.0e}, a sync after the "
-        f"first took {' and '.join(parts)}. The first sync took {min(first):.2f} to {max(first):.2f} s, because it "
-        f"compares server and trainer.{verified}".replace("e-0", "e-"),
+        f"In whole GRPO runs on the same GPUs, a sync after the first took {_ms(_median(syncs))} ms (median of "
+        f"{len(syncs)}, at most {_ms(max(sync['total_s'] for sync in syncs))}) with `runtime`, and every version was "
+        "verified. With [sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer "
+        f"computes, a step took {ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
         width=120,
     )
+
+
+def _median(syncs: Iterable[dict[str, Any]]) -> float:
+    return statistics.median(sync["total_s"] for sync in syncs)
+
+
+def overlap() -> str:
+    header = ("arm", "step s", "/ no overlap", "generation s", "generation hidden", "waited for it s",
+              "mean importance ratio")  # fmt: skip
+    found = read("overlap-2xh100")
+    generation_s = {run["arm"]: run["generation_s_median"] for run in found["runs"]}
+    rows = []
+    for one in found["summary"]:
+        ahead = (f"{100 * one['hidden']:.0f} %", f"{one['wait_s']:.2f}") if "hidden" in one else ("", "")
+        rows.append((
+            one["arm"], f"{one['step_s_median']:.1f}", f"{one['step_against_no_overlap']:.2f}",
+            f"{generation_s[one['arm']]:.1f}", *ahead, f"{one['importance_ratio_mean']:.2f}",
+        ))  # fmt: skip
+    return markdown(header, rows)
+
+
+def async_grpo() -> str:
+    found = read("async-grpo-2xh100")["summary"]
+    rows = []
+    for name in ("trl-lora-sync", TRLS_OWN):
+        parts = {part.removesuffix("_s").replace("_", " "): seconds for part, seconds in found[name].items()}
+        total_s = parts.pop("total")
+        told = ", ".join(f"{part} {_ms(seconds)}" for part, seconds in parts.items())
+        rows.append((name, _ms(total_s), f"{total_s / found[TRLS_OWN]['total_s']:.3f}", told))
+    return markdown(("sync", "ms", "/ TRL's own", "its parts, ms"), rows)
 
 
 def default_runs() -> str:
@@ -543,10 +583,13 @@ def _short(value: float) -> str:
 
 README_SECTIONS: Mapping[str, Callable[[], str]] = {
     "vs-weights-summary": versus_summary,
-    "default-runs": default_sentence,
+    "sampling-ahead": ahead_sentence,
 }
 PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "vs-weights-summary": versus_summary,
+    "slots-sync": slots_sync,
+    "overlap": overlap,
+    "async-grpo": async_grpo,
     "default-runs": default_runs,
     "vs-weights": versus_tables,
     "other-arms": other_arms,
@@ -607,6 +650,7 @@ def write() -> None:
     for file, sections in pages():
         file.write_text(fill(file.read_text(), sections))
     CHART.write_text(table.chart(read("vs-weights")))
+    OVERLAP_CHART.write_text(timelines.chart(read("overlap-2xh100")["timelines"]))
 
 
 if __name__ == "__main__":
