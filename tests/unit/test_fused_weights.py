@@ -105,6 +105,34 @@ def test_on_a_gpu_too_product_and_sum_are_rounded_once(dtype: torch.dtype, rank:
     assert torch.equal(weight, before)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_one_launch_writes_all_layers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def normal(rows: int, columns: int, std: float) -> Tensor:
+        return (std * torch.randn(rows, columns, generator=random, device="cuda")).to(torch.bfloat16)
+
+    shapes = [(256, 512), (130, 72), (64, 4096), (700, 333)]
+    weights = {f"w{n}": normal(*shape, 0.02) for n, shape in enumerate(shapes)}
+    targets = {name: InPlace(weight, weight.clone()) for name, weight in weights.items()}
+    pieces = {name: [Piece(name, (0, one.shape[0]), (0, one.shape[1]), 0, 0)] for name, one in weights.items()}
+    adapter = {name: (normal(8, one.shape[1], 0.05), normal(one.shape[0], 8, 0.05)) for name, one in weights.items()}
+    kernel = fused_weights.kernel_on(weights["w0"].device, torch.bfloat16)
+    assert kernel is not None
+    launches: list[int] = []
+    monkeypatch.setattr(
+        fused_weights, "kernel_on", lambda *_: lambda jobs, scaling: (launches.append(len(jobs)), kernel(jobs, scaling))
+    )
+    fuse(finite("a", 0.5, adapter), targets, pieces)
+    assert launches == [4]
+    for name, (lora_A, lora_B) in adapter.items():
+        exact = targets[name].base.double() + 0.5 * lora_B.double() @ lora_A.double()
+        assert (weights[name].double() - exact).abs().max() <= exact.abs().max() * torch.finfo(
+            torch.bfloat16
+        ).eps * 0.501
+
+
 def test_each_fuse_starts_from_the_base() -> None:
     layer, once = Layer(), Layer()
     for seed in range(5):

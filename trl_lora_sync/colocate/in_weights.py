@@ -18,7 +18,7 @@ from trl_lora_sync.colocate import engine, placing
 from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.engine_plugins.folded_base import BaseChangedError, FoldedBase
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
-from trl_lora_sync.engine_plugins.fused_weights import fuse_piece, part_of
+from trl_lora_sync.engine_plugins.fused_weights import OneLaunch, fuse_piece, part_of
 from trl_lora_sync.errors import AdapterRejectedError, UnsupportedSettingError, WrongPolicyError
 
 Matrices = dict[str, tuple[Tensor, Tensor]]
@@ -133,6 +133,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         self._is_whole = False
         device = next(iter(self._parameters.values())).device
         # Under the trainer's autocast the product would be rounded to half precision before it is added.
+        launch = OneLaunch(1.0)
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for module, pieces in self._pieces.items():
                 base = self._base[module].data
@@ -142,9 +143,10 @@ class MergedIntoOwnWeights(AdaptersInWeights):
                     target = part_of(self._parameters[piece.owner], piece)
                     source = base[slice(*piece.rows), slice(*piece.columns)]
                     if module in matrices:
-                        fuse_piece(target, source, *matrices[module], piece, 1.0)
+                        fuse_piece(target, source, *matrices[module], piece, launch)
                     else:
                         target.copy_(source)
+            launch.run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._written, self._is_whole = name, True

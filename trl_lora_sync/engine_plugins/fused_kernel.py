@@ -1,9 +1,12 @@
-"""W0 + scaling * lora_B @ lora_A in one pass over the weights, for GPUs; needs Triton, which vLLM brings along there.
+"""W0 + scaling * lora_B @ lora_A for many weights in one launch, for GPUs; needs Triton, which vLLM brings along there.
 
 cuBLAS copies W0 to where the sum goes, and reads it once more from there; what it then writes differs from the sum that
 is rounded once in one of ten elements (bfloat16, rank 32, torch 2.11 on an H200).
 """
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,43 +14,82 @@ from torch import Tensor
 _ROWS, _COLUMNS, _WARPS = 64, 128, 4
 # Triton's `dot` takes no inner dimension below 16 on NVIDIA GPUs.
 _LEAST_RANK, _MOST_RANK = 16, 64  # of one product of tiles
+_FIELDS = tl.constexpr(13)  # of an entry of the table
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Elements that a thread reads at once, if they begin at multiples of 16 bytes.
+_ELEMENTS = tl.constexpr(8)
+_BYTES = tl.constexpr(16)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _fuse(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton types
-    weight, base, lora_A, lora_B, scaling, rows, columns, rank, weight_stride, base_stride, a_stride, b_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+    entries, entry_of, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    B_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    number = tl.program_id(0)
+    entry = entries + tl.load(entry_of + number).to(tl.int64) * _FIELDS
+    rows, columns = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+    rank = tl.load(entry + 2).to(tl.int32)
+    tile = number - tl.load(entry + 3).to(tl.int32)
+    in_row = tl.load(entry + 4).to(tl.int32)
+    weight = tl.load(entry + 5).to(tl.pointer_type(DTYPE))
+    base = tl.load(entry + 6).to(tl.pointer_type(DTYPE))
+    lora_A = tl.load(entry + 7).to(tl.pointer_type(DTYPE))
+    lora_B = tl.load(entry + 8).to(tl.pointer_type(DTYPE))
+    weight_stride, base_stride = tl.load(entry + 9), tl.load(entry + 10)
+    a_stride, b_stride = tl.load(entry + 11), tl.load(entry + 12)
+    if ALIGNED:  # without this, Triton reads 2 bytes at a time
+        weight, base = tl.multiple_of(weight, _BYTES), tl.multiple_of(base, _BYTES)
+        lora_A = tl.multiple_of(lora_A, _BYTES)
+        columns = tl.multiple_of(columns, _ELEMENTS)
+        weight_stride, base_stride = tl.multiple_of(weight_stride, _ELEMENTS), tl.multiple_of(base_stride, _ELEMENTS)
+        a_stride = tl.multiple_of(a_stride, _ELEMENTS)
+    if B_ALIGNED:
+        lora_B, b_stride = tl.multiple_of(lora_B, _BYTES), tl.multiple_of(b_stride, _ELEMENTS)
+        rank = tl.multiple_of(rank, _ELEMENTS)
+    row = (tile // in_row) * ROWS + tl.arange(0, ROWS)
+    column = (tile % in_row) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows, in_columns = (row < rows)[:, None], (column < columns)[None, :]
+    row = row.to(tl.int64)[:, None]  # embeddings have more elements than 32 bits count
     product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, rank, RANK):
         k = start + tl.arange(0, RANK)
-        b = tl.load(lora_B + row[:, None] * b_stride + k[None, :], mask=in_rows & (k < rank)[None, :], other=0.0)
+        b = tl.load(lora_B + row * b_stride + k[None, :], mask=in_rows & (k < rank)[None, :], other=0.0)
         a = tl.load(lora_A + k[:, None] * a_stride + column[None, :], mask=(k < rank)[:, None] & in_columns, other=0.0)
         product = tl.dot(b, a, product)
     inside = in_rows & in_columns
-    row = row.to(tl.int64)[:, None]  # embeddings have more elements than 32 bits count
     kept = tl.load(base + row * base_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    fused = (kept + scaling * product).to(weight.dtype.element_ty)
-    tl.store(weight + row * weight_stride + column[None, :], fused, mask=inside)
+    tl.store(weight + row * weight_stride + column[None, :], (kept + scaling * product).to(DTYPE), mask=inside)
 
 
-def fuse_tiles(weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> None:
-    """Write base + scaling * lora_B @ lora_A to `weight`, which may be `base`. Accumulates in float32, rounds once.
+def fuse_tiles(jobs: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], scaling: float) -> None:
+    """Write base + scaling * lora_B @ lora_A to each weight. Accumulates in float32, rounds once.
 
     Args:
-        weight, base: `(out_features, in_features)`.
-        lora_A, lora_B: `(r, in_features)` and `(out_features, r)`. All four have one 16-bit dtype, are on one GPU, and
-            have the elements of a row side by side.
+        jobs: weight, base, lora_A and lora_B of each, with the shapes `(out_features, in_features)` twice,
+            `(r, in_features)` and `(out_features, r)`. The base may be the weight; no two weights overlap. All have one
+            16-bit dtype, are on one GPU, and have the elements of a row side by side.
     """
-    rows, columns = weight.shape
-    rank = lora_A.shape[0]
-    grid = (triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))
-    _fuse[grid](
-        weight, base, lora_A, lora_B, scaling, rows, columns, rank,
-        weight.stride(0), base.stride(0), lora_A.stride(0), lora_B.stride(0),
-        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(rank))),
-        num_warps=_WARPS,
+    device, dtype = jobs[0][0].device, jobs[0][0].dtype
+    entries, first_tiles, ranks = [], [0], set()
+    is_aligned = is_b_aligned = True
+    for job in jobs:
+        (rows, columns), rank = job[0].shape, job[2].shape[0]
+        addresses, strides = [one.data_ptr() for one in job], [one.stride(0) for one in job]
+        in_row = triton.cdiv(columns, _COLUMNS)
+        entries.append([rows, columns, rank, first_tiles[-1], in_row, *addresses, *strides])
+        first_tiles.append(first_tiles[-1] + triton.cdiv(rows, _ROWS) * in_row)
+        ranks.add(rank)
+        *others, address = addresses
+        is_aligned &= not any(one % _BYTES.value for one in others)
+        is_aligned &= not any(one % _ELEMENTS.value for one in (columns, *strides[:3]))
+        is_b_aligned &= not (address % _BYTES.value or rank % _ELEMENTS.value or strides[3] % _ELEMENTS.value)
+    numbers = torch.arange(len(jobs), dtype=torch.int32, device=device)
+    # Without `output_size`, torch would wait for the device to find it out.
+    entry_of = numbers.repeat_interleave(torch.tensor(first_tiles).diff().to(device), output_size=first_tiles[-1])
+    _fuse[(first_tiles[-1],)](
+        torch.tensor(entries, dtype=torch.int64).to(device), entry_of, scaling,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(max(ranks)))),
+        DTYPE=_DTYPES[dtype], ALIGNED=is_aligned, B_ALIGNED=is_b_aligned, num_warps=_WARPS,
     )  # fmt: skip

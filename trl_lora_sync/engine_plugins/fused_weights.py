@@ -5,7 +5,7 @@ are computed in float32 and rounded once. Knows torch and no engine.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +23,9 @@ from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileErro
 from trl_lora_sync.engine_plugins.fused_placement import Piece
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError, bytes_of, joined
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
+# Weight, base, lora_A and lora_B of one rectangle.
+Job = tuple[Tensor, Tensor, Tensor, Tensor]
+Kernel = Callable[[Sequence[Job], float], None]
 
 _KINDS = ("lora_A", "lora_B")
 _KERNEL_DTYPES = ({torch.bfloat16}, {torch.float16})
@@ -204,6 +206,7 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
     for module, found in pieces.items():
         for piece in found:
             by_target[piece.owner].append((module, piece))
+    launch = OneLaunch(adapter.scaling if adapter is not None else 1.0)
     for key, target in targets.items():
         with target.changing() as weight, torch.no_grad():
             # Bases first: a layer may have been adapted as a whole by one adapter and in parts by another.
@@ -216,8 +219,8 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
                     changes[module].write(*parts, piece)
                 elif module in matrices:
                     assert adapter is not None
-                    magnitude = adapter.magnitudes.get(module)
-                    fuse_piece(*parts, *matrices[module], piece, adapter.scaling, magnitude)
+                    fuse_piece(*parts, *matrices[module], piece, launch, adapter.magnitudes.get(module))
+    launch.run()
 
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:
@@ -226,16 +229,45 @@ def part_of(whole: Tensor, piece: Piece) -> Tensor:
     return matrix[piece.top : piece.bottom, piece.left : piece.right]
 
 
+class OneLaunch:
+    """Rectangles that one launch of a kernel writes, instead of one for each."""
+
+    def __init__(self, scaling: float) -> None:
+        self.scaling = scaling
+        self._jobs: dict[tuple[torch.device, torch.dtype], list[Job]] = {}
+
+    def takes(self, job: Job) -> bool:
+        """Note down a rectangle for `run`, if there is a kernel for it."""
+        weight = job[0]
+        suits = (
+            weight.is_cuda
+            and {one.dtype for one in job} in _KERNEL_DTYPES
+            and all(one.stride(1) == 1 for one in job)
+            and kernel_on(weight.device, weight.dtype) is not None
+        )
+        if suits:
+            self._jobs.setdefault((weight.device, weight.dtype), []).append(job)
+        return suits
+
+    def run(self) -> None:
+        """Write what `takes` has noted down."""
+        for (device, dtype), jobs in self._jobs.items():
+            kernel = kernel_on(device, dtype)
+            assert kernel is not None
+            kernel(jobs, self.scaling)
+        self._jobs.clear()
+
+
 def fuse_piece(
     weight: Tensor,
     base: Tensor,
     lora_A: Tensor,
     lora_B: Tensor,
     piece: Piece,
-    scaling: float,
+    launch: OneLaunch,
     magnitude: Tensor | None = None,
 ) -> None:
-    """Write `base + scaling * lora_B @ lora_A` to a rectangle of a weight.
+    """Write `base + scaling * lora_B @ lora_A` to a rectangle of a weight, or leave it to `launch`.
 
     Args:
         weight: the rectangle, in the served dtype.
@@ -244,7 +276,7 @@ def fuse_piece(
         piece: which rectangle of the module it is.
         magnitude: with DoRA, the norms that the module's rows get; else None.
     """
-    rows, columns = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)]
+    rows, columns, scaling = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)], launch.scaling
     if base.device != weight.device:
         # One transfer over the bus, into memory that is there already; the sum may be written over its base.
         weight.copy_(base, non_blocking=True)
@@ -252,16 +284,8 @@ def fuse_piece(
     if magnitude is not None:
         fuse_with_magnitude(weight, base, columns, rows, scaling, magnitude[slice(*piece.rows)])
         return
-    operands = (weight, base, columns, rows)
-    if (
-        weight.is_cuda
-        and {one.dtype for one in operands} in _KERNEL_DTYPES
-        and all(one.stride(1) == 1 for one in operands)
-    ):
-        kernel = kernel_on(weight.device, weight.dtype)
-        if kernel is not None:
-            kernel(*operands, scaling)
-            return
+    if launch.takes((weight, base, columns, rows)):
+        return
     columns = columns.float()
     step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
     for start in range(0, weight.shape[0], step):
@@ -276,9 +300,9 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel | None:
         from trl_lora_sync.engine_plugins.fused_kernel import fuse_tiles
 
         # Numbers that 16 bits hold exactly, so any difference is an error of the kernel.
-        weight, lora_A, lora_B = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(3))
-        fuse_tiles(weight, weight, lora_A, lora_B, 2.0)
-        if not bool((weight == 1 + 2 * 16).all()):
+        jobs = [tuple(torch.ones(size, size, dtype=dtype, device=device) for _ in range(3)) for size in (16, 5)]
+        fuse_tiles([(weight, weight, lora_A, lora_B) for weight, lora_A, lora_B in jobs], 2.0)
+        if not all(bool((weight == 1 + 2 * len(weight)).all()) for weight, _, _ in jobs):
             raise ArithmeticError("its sum is wrong")
     except Exception as error:  # such as a missing compiler
         logger.warning("Adapters are fused without Triton, which takes longer: %s: %s", type(error).__name__, error)
