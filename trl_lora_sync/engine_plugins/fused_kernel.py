@@ -19,6 +19,8 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Elements that a thread reads at once, if they begin at multiples of 16 bytes.
 _ELEMENTS = tl.constexpr(8)
 _BYTES = tl.constexpr(16)
+# Weight, base, lora_A and lora_B.
+Job = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -63,33 +65,43 @@ def _fuse(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton
     tl.store(weight + row * weight_stride + column[None, :], (kept + scaling * product).to(DTYPE), mask=inside)
 
 
-def fuse_tiles(jobs: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], scaling: float) -> None:
+def fuse_tiles(jobs: Sequence[Job], scaling: float) -> None:
     """Write base + scaling * lora_B @ lora_A to each weight. Accumulates in float32, rounds once.
 
     Args:
-        jobs: weight, base, lora_A and lora_B of each, with the shapes `(out_features, in_features)` twice,
-            `(r, in_features)` and `(out_features, r)`. The base may be the weight; no two weights overlap. All have one
-            16-bit dtype, are on one GPU, and have the elements of a row side by side.
+        jobs: tensors of the shapes `(out_features, in_features)` twice, `(r, in_features)` and `(out_features, r)`. The
+            base may be the weight; no two weights overlap. All have one 16-bit dtype, are on one GPU, and have the
+            elements of a row side by side.
     """
+    groups: dict[tuple[bool, bool], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(_alignment(job), []).append(job)
+    for (is_aligned, is_b_aligned), group in groups.items():
+        _launch(group, scaling, is_aligned=is_aligned, is_b_aligned=is_b_aligned)
+
+
+def _alignment(job: Job) -> tuple[bool, bool]:
+    """Whether all rows of the weight, its base and lora_A begin at multiples of 16 bytes, and those of lora_B."""
+    *begins, b_begins = [not (one.data_ptr() % _BYTES.value or one.stride(0) % _ELEMENTS.value) for one in job]
+    columns, rank = job[0].shape[1], job[2].shape[0]
+    return all(begins) and not columns % _ELEMENTS.value, b_begins and not rank % _ELEMENTS.value
+
+
+def _launch(jobs: Sequence[Job], scaling: float, *, is_aligned: bool, is_b_aligned: bool) -> None:
     device, dtype = jobs[0][0].device, jobs[0][0].dtype
-    entries, first_tiles, ranks = [], [0], set()
-    is_aligned = is_b_aligned = True
+    entries, first_tiles = [], [0]
     for job in jobs:
         (rows, columns), rank = job[0].shape, job[2].shape[0]
-        addresses, strides = [one.data_ptr() for one in job], [one.stride(0) for one in job]
         in_row = triton.cdiv(columns, _COLUMNS)
+        addresses, strides = [one.data_ptr() for one in job], [one.stride(0) for one in job]
         entries.append([rows, columns, rank, first_tiles[-1], in_row, *addresses, *strides])
         first_tiles.append(first_tiles[-1] + triton.cdiv(rows, _ROWS) * in_row)
-        ranks.add(rank)
-        *others, address = addresses
-        is_aligned &= not any(one % _BYTES.value for one in others)
-        is_aligned &= not any(one % _ELEMENTS.value for one in (columns, *strides[:3]))
-        is_b_aligned &= not (address % _BYTES.value or rank % _ELEMENTS.value or strides[3] % _ELEMENTS.value)
     numbers = torch.arange(len(jobs), dtype=torch.int32, device=device)
     # Without `output_size`, torch would wait for the device to find it out.
     entry_of = numbers.repeat_interleave(torch.tensor(first_tiles).diff().to(device), output_size=first_tiles[-1])
+    largest_rank = max(job[2].shape[0] for job in jobs)
     _fuse[(first_tiles[-1],)](
         torch.tensor(entries, dtype=torch.int64).to(device), entry_of, scaling,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(max(ranks)))),
+        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(largest_rank))),
         DTYPE=_DTYPES[dtype], ALIGNED=is_aligned, B_ALIGNED=is_b_aligned, num_warps=_WARPS,
     )  # fmt: skip
