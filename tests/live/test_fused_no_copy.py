@@ -35,7 +35,9 @@ SYNCS = 50
 PLUGIN = """
 def leave_weights_plain():
     import vllm._custom_ops
+    import vllm.model_executor.layers.utils as layers
     vllm._custom_ops._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda *_: False  # small weights on a CPU with AMX
 """
 
 

@@ -25,7 +25,8 @@ def test_comparison_measures_every_phase_of_every_arm_that_runs_on_a_cpu(tmp_pat
     ours = {"runtime", "fused"} - left_out
     (measured,) = found["ranks"].values()
     assert "failed" not in measured
-    assert set(measured["sync"]) == set(measured["drift"]) == set(measured["profile"]) == ours | {"async trainer"}
+    synced = ours | {"async trainer", "runtime by file"}
+    assert set(measured["sync"]) == set(measured["drift"]) == set(measured["profile"]) == synced
     assert set(measured["decode"]) == set(measured["steps"]) == ours
     assert set(found["fleet"]) == ours
     for arm, seen in measured["sync"].items():

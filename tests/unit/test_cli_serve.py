@@ -117,16 +117,27 @@ def test_vllm_script_whose_interpreter_is_gone_is_not_used(environment: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("extra", "has_amx", "dtype"),
-    [((), False, None), ((), True, ["float32"]), (("--dtype", "bfloat16"), True, ["bfloat16"])],
+    ("extra", "has_amx", "hidden_size", "dtype"),
+    [
+        ((), False, 128, None),
+        ((), True, 128, ["float32"]),
+        ((), True, 1024, None),
+        (("--dtype", "bfloat16"), True, 128, ["bfloat16"]),
+    ],
 )
-def test_cpu_with_amx_serves_in_float32_unless_told_otherwise(
-    extra: tuple[str, ...], has_amx: bool, dtype: list[str] | None, monkeypatch: pytest.MonkeyPatch
+def test_cpu_with_amx_serves_a_tiny_model_in_float32_unless_told_otherwise(
+    extra: tuple[str, ...],
+    has_amx: bool,
+    hidden_size: int,
+    dtype: list[str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm_on_cpu, "has_amx", lambda: has_amx)
-    found = launch("0.31.0", *extra, engine="vllm-cpu")
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": hidden_size}))
+    found = launch("0.31.0", *extra, engine="vllm-cpu", model=str(tmp_path))
     assert values(found).get("--dtype") == dtype
-    assert any("--dtype bfloat16" in note for note in found.notes) == (has_amx and not extra)
+    assert any("--dtype bfloat16" in note for note in found.notes) == (dtype == ["float32"])
 
 
 @pytest.mark.parametrize(

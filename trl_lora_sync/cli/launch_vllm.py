@@ -100,7 +100,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
         env["VLLM_SERVER_DEV_MODE"] = "1"
         notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
     if on_cpu:
-        flags |= cpu_flags(given, environ)
+        flags |= cpu_flags(given, environ, request.model)
         env |= cpu_env(given, environ)
         notes += cpu_notes(installed.version, flags)
     has_key = given.has("--api-key")

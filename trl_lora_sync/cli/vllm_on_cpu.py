@@ -1,6 +1,7 @@
 """What vLLM needs on a CPU that it shares with the trainer. Run on vLLM 0.31.0 and 0.32.0."""
 
 import contextlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from trl_lora_sync.cli.launch import EngineArguments
 
 # By default vLLM wants 0.92 of the host's memory, and ends if that is not free (vllm/v1/worker/cpu_worker.py).
 _KV_CACHE_GIB = 2
+# With one head for keys and values to each for queries, 512 x 3 x 512 elements.
+_TINY_HIDDEN_SIZE = 512
 # Replaces the size above; what is given in it also wins over --kv-cache-memory-bytes (vllm/platforms/cpu.py).
 _KV_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
@@ -28,14 +31,14 @@ _PARALLEL = (
 )
 
 
-def cpu_flags(given: EngineArguments, environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Flags that let vLLM start beside other processes."""
+def cpu_flags(given: EngineArguments, environ: Mapping[str, str], model: str) -> dict[str, str | None]:
+    """Flags that let vLLM start beside other processes, and serve a tiny `model`."""
     flags: dict[str, str | None] = {"--enforce-eager": None}
     if _is_one_process(given):
         flags |= ONE_PROCESS_FLAGS
     if not (given.has("--kv-cache-memory-bytes", "--gpu-memory-utilization") or environ.get(_KV_CACHE_VARIABLE)):
         flags["--kv-cache-memory-bytes"] = str(_KV_CACHE_GIB * 1024**3)
-    if not given.has("--dtype") and has_amx():
+    if not given.has("--dtype") and has_amx() and _is_tiny(model):
         flags["--dtype"] = "float32"
     flags["--max-model-len"] = "auto"  # as long as the cache holds; vLLM ends if the model's own length does not fit
     return flags
@@ -58,16 +61,28 @@ def cpu_notes(version: str, flags: Mapping[str, str | None]) -> list[str]:
         )
     if "--dtype" in flags:
         notes.append(
-            "The model is served in float32, because this CPU has AMX. In bfloat16, vllm-cpu can end at the first "
-            "request there (0.31). To try it, end the command with -- --dtype bfloat16."
+            "This CPU has AMX, with which vllm-cpu 0.31 ends at the first request for a model as small as this one in "
+            "bfloat16 (SIGILL). It is served in float32. To try the other, end the command with -- --dtype bfloat16."
         )
     return notes
 
 
 def has_amx() -> bool:
-    """Whether this CPU has tile registers, which vllm-cpu 0.31 uses in bfloat16 without asking Linux for them."""
+    """Whether this CPU has tile registers.
+
+    In bfloat16, vllm-cpu 0.31 uses them for attention without requesting them from Linux. For larger models it works,
+    because oneDNN requests them, and vLLM multiplies matrices above 1 MiB with that
+    (vllm/model_executor/layers/utils.py).
+    """
     with contextlib.suppress(OSError):
         return " amx_tile " in Path("/proc/cpuinfo").read_text()
+    return False
+
+
+def _is_tiny(model: str) -> bool:
+    """Whether it is a folder with a model whose attention may have no matrix above 1 MiB in 16 bits."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return bool(json.loads((Path(model) / "config.json").read_bytes())["hidden_size"] <= _TINY_HIDDEN_SIZE)
     return False
 
 

@@ -81,7 +81,7 @@ def fuse_tiles(jobs: Sequence[Job], scaling: float) -> None:
 
 
 def _alignment(job: Job) -> tuple[bool, bool]:
-    """Whether all rows of the weight, its base and lora_A begin at multiples of 16 bytes, and those of lora_B."""
+    """Whether all rows of the weight, its base and lora_A begin at multiples of 16 bytes; and all rows of lora_B."""
     *begins, b_begins = [not (one.data_ptr() % _BYTES.value or one.stride(0) % _ELEMENTS.value) for one in job]
     columns, rank = job[0].shape[1], job[2].shape[0]
     return all(begins) and not columns % _ELEMENTS.value, b_begins and not rank % _ELEMENTS.value
