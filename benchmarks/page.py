@@ -60,19 +60,15 @@ def ahead_sentence() -> str:
     """Whole runs with sampling ahead and without, for the README."""
     found = read("overlap-2xh100")
     plain, ahead = found["summary"]
-    syncs = [sync for run in found["runs"] for sync in run["syncs"][1:]]
+    later = _later_syncs(found)
     assert all(sync["verified"] == 1.0 for run in found["runs"] for sync in run["syncs"])
     return textwrap.fill(
-        f"In whole GRPO runs on the same GPUs, a sync after the first took {_ms(_median(syncs))} ms (median of "
-        f"{len(syncs)}, at most {_ms(max(sync['total_s'] for sync in syncs))}) with `runtime`, and every version was "
+        f"In whole GRPO runs on the same GPUs, a sync after the first took {_ms(statistics.median(later))} ms "
+        f"(median of {len(later)}, at most {_ms(max(later))}) with `runtime`, and every version was "
         "verified. With [sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer "
         f"computes, a step took {ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
         width=120,
     )
-
-
-def _median(syncs: Iterable[dict[str, Any]]) -> float:
-    return statistics.median(sync["total_s"] for sync in syncs)
 
 
 def overlap() -> str:

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trl_lora_sync.engine_plugins.fused_kernel import DTYPES, owners_of_tiles, rank_of_tiles
+
 # A thread has 32 elements of a tile. With 64, its values do not fit into registers.
 _ROWS, _COLUMNS, _WARPS = 64, 64, 4
-_LEAST_RANK, _MOST_RANK = 16, 64  # of one product of tiles
 _FIELDS = tl.constexpr(7)  # of an entry of the table
 _BLOCK = tl.constexpr(256)  # of kept elements, of one step
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,9 @@ def make_table(weights: Sequence[Tensor], matrices: Sequence[tuple[Tensor, Tenso
         first, in_row = first_tiles[-1], triton.cdiv(columns, _COLUMNS)
         rows_of.append([weight.data_ptr(), rows, columns, first, in_row, lora_A.data_ptr(), lora_B.data_ptr()])
         first_tiles.append(first + triton.cdiv(rows, _ROWS) * in_row)
-    numbers = torch.arange(len(weights), dtype=torch.int32, device=device)
     return Table(
         entries=torch.tensor(rows_of, dtype=torch.int64).to(device),
-        # Without `output_size`, torch would wait for the device to find it out.
-        weight_of=numbers.repeat_interleave(torch.tensor(first_tiles).diff().to(device), output_size=first_tiles[-1]),
+        weight_of=owners_of_tiles(first_tiles, device),
         first_tiles=first_tiles,
         rank=pairs[0][0].shape[0] if matrices else 0,
         dtype=weights[0].dtype,
@@ -131,11 +129,11 @@ def _all_of(table: Table) -> range:
 def _visit(table: Table, weights: range, found: Tensor, kept: Tensor | None = None, *, mode: str) -> None:
     first, end = table.first_tiles[weights.start], table.first_tiles[weights.stop]
     rank = 0 if mode == "sum" else table.rank  # compiled once for all ranks
-    step = min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(rank)))
+    step = rank_of_tiles(rank)
     _visit_tile[(end - first,)](
         table.entries, table.weight_of, first, rank, found, kept,
         ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=step, RANKS=triton.cdiv(rank, step) * step,
-        DTYPE=_DTYPES[table.dtype], ALIGNED=table.is_aligned, MODE=mode, num_warps=_WARPS,
+        DTYPE=DTYPES[table.dtype], ALIGNED=table.is_aligned, MODE=mode, num_warps=_WARPS,
     )  # fmt: skip
 
 

@@ -15,11 +15,11 @@ _ROWS, _COLUMNS, _WARPS = 64, 128, 4
 # Triton's `dot` takes no inner dimension below 16 on NVIDIA GPUs.
 _LEAST_RANK, _MOST_RANK = 16, 64  # of one product of tiles
 _FIELDS = tl.constexpr(13)  # of an entry of the table
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Elements that a thread reads at once, if they begin at multiples of 16 bytes.
 _ELEMENTS = tl.constexpr(8)
 _BYTES = tl.constexpr(16)
-# Weight, base, lora_A and lora_B.
+# Weight, base, lora_A and lora_B of one rectangle.
 Job = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -96,12 +96,24 @@ def _launch(jobs: Sequence[Job], scaling: float, *, is_aligned: bool, is_b_align
         addresses, strides = [one.data_ptr() for one in job], [one.stride(0) for one in job]
         entries.append([rows, columns, rank, first_tiles[-1], in_row, *addresses, *strides])
         first_tiles.append(first_tiles[-1] + triton.cdiv(rows, _ROWS) * in_row)
-    numbers = torch.arange(len(jobs), dtype=torch.int32, device=device)
-    # Without `output_size`, torch would wait for the device to find it out.
-    entry_of = numbers.repeat_interleave(torch.tensor(first_tiles).diff().to(device), output_size=first_tiles[-1])
-    largest_rank = max(job[2].shape[0] for job in jobs)
     _fuse[(first_tiles[-1],)](
-        torch.tensor(entries, dtype=torch.int64).to(device), entry_of, scaling,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(largest_rank))),
-        DTYPE=_DTYPES[dtype], ALIGNED=is_aligned, B_ALIGNED=is_b_aligned, num_warps=_WARPS,
+        torch.tensor(entries, dtype=torch.int64).to(device), owners_of_tiles(first_tiles, device), scaling,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=rank_of_tiles(max(job[2].shape[0] for job in jobs)),
+        DTYPE=DTYPES[dtype], ALIGNED=is_aligned, B_ALIGNED=is_b_aligned, num_warps=_WARPS,
     )  # fmt: skip
+
+
+def owners_of_tiles(first_tiles: Sequence[int], device: torch.device) -> Tensor:
+    """int32 of shape `(tiles,)`, the number of the weight that each tile is of.
+
+    Args:
+        first_tiles: of each weight, and the number of all tiles.
+    """
+    numbers = torch.arange(len(first_tiles) - 1, dtype=torch.int32, device=device)
+    # Without `output_size`, torch would wait for the device to find it out.
+    return numbers.repeat_interleave(torch.tensor(first_tiles).diff().to(device), output_size=first_tiles[-1])
+
+
+def rank_of_tiles(rank: int) -> int:
+    """The inner dimension of one product of tiles."""
+    return int(min(_MOST_RANK, max(_LEAST_RANK, triton.next_power_of_2(rank))))

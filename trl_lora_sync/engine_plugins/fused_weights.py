@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from math import gcd
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 import torch
@@ -23,9 +23,10 @@ from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileErro
 from trl_lora_sync.engine_plugins.fused_placement import Piece
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError, bytes_of, joined
 
-# Weight, base, lora_A and lora_B of one rectangle.
-Job = tuple[Tensor, Tensor, Tensor, Tensor]
-Kernel = Callable[[Sequence[Job], float], None]
+if TYPE_CHECKING:
+    from trl_lora_sync.engine_plugins.fused_kernel import Job
+
+Kernel = Callable[[Sequence["Job"], float], None]
 
 _KINDS = ("lora_A", "lora_B")
 _KERNEL_DTYPES = ({torch.bfloat16}, {torch.float16})
@@ -236,7 +237,7 @@ class OneLaunch:
         self.scaling = scaling
         self._jobs: dict[tuple[torch.device, torch.dtype], list[Job]] = {}
 
-    def takes(self, job: Job) -> bool:
+    def takes(self, job: "Job") -> bool:
         """Note down a rectangle for `run`, if there is a kernel for it."""
         weight = job[0]
         suits = (
