@@ -66,9 +66,9 @@ class PeftReference:
         self.base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self._device)
         self.vocab = int(self.base.config.vocab_size)
         self._shapes = Shapes.of_config(self.base.config)
-        # bfloat16 on the server rounds in every layer. Seen: 0.007 to 0.035 with 2 layers, up to 0.110 with
-        # 28 layers (SGLang 0.5.15 on an H200), where adapters move the policy by more than 1.
-        self.tolerance = 0.03 * max(2.0, self._shapes.layers**0.5)
+        # bfloat16 on the server rounds in every layer. Seen: 0.007 to 0.035 with 2 layers, up to 0.177 with
+        # 28 layers (SGLang 0.5.15 on an H100), where adapters move the policy by more than 1.
+        self.tolerance = max(0.06, 0.04 * self._shapes.layers**0.5)
 
     def adapter(self, seed: int, *, rank: int = 8, modules: Sequence[str] = MODULES) -> CanonicalAdapter:
         return random_adapter(self._shapes, seed, rank=rank, modules=modules)

@@ -22,7 +22,14 @@ SHAPES = {"q": (32, 48), "v": (16, 48), "down": (48, 96)}
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.outside,  # Triton runs a compiler
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+        ],
+    ),
 ]
 
 

@@ -75,6 +75,7 @@ def test_product_and_sum_are_rounded_once(dtype: torch.dtype, adapter_dtype: tor
 
 needs_gpu = [
     pytest.mark.gpu,
+    pytest.mark.outside,  # Triton runs a compiler
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 
@@ -106,6 +107,7 @@ def test_on_a_gpu_too_product_and_sum_are_rounded_once(dtype: torch.dtype, rank:
 
 
 @pytest.mark.gpu
+@pytest.mark.outside
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_one_launch_writes_all_layers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator("cuda").manual_seed(0)
