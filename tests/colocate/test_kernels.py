@@ -7,7 +7,7 @@ import sys
 # In a process of its own, as Triton reads the variable when it is imported.
 PROGRAM = """
 import torch
-from trl_lora_sync.engine_plugins.fused_kernel import fuse_tiles
+from trl_lora_sync.engine_plugins.fused_kernel import launches_of
 
 torch.manual_seed(0)
 dtype = torch.float16  # NumPy, with which the interpreter computes, has no bfloat16
@@ -35,7 +35,8 @@ for jobs in (
     [*(job(view, 8) for view in views), job(odd, 8)],
     [job(odd, 1), job(views[0], 70)],
 ):
-    fuse_tiles(jobs, 0.3)
+    for launch in launches_of(jobs):
+        launch.run(0.3)
     for weight, base, lora_A, lora_B in jobs:
         exact = base.double() + 0.3 * lora_B.double() @ lora_A.double()
         assert (weight.double() - exact).abs().max() <= exact.abs().max() * torch.finfo(dtype).eps * 0.501

@@ -124,7 +124,7 @@ def test_one_launch_writes_all_layers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert kernel is not None
     launches: list[int] = []
     monkeypatch.setattr(
-        fused_weights, "kernel_on", lambda *_: lambda jobs, scaling: (launches.append(len(jobs)), kernel(jobs, scaling))
+        fused_weights, "kernel_on", lambda *_: lambda jobs: (launches.append(len(jobs)), kernel(jobs))[1]
     )
     fuse(finite("a", 0.5, adapter), targets, pieces)
     assert launches == [4]
@@ -133,6 +133,23 @@ def test_one_launch_writes_all_layers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
         assert (weights[name].double() - exact).abs().max() <= exact.abs().max() * torch.finfo(
             torch.bfloat16
         ).eps * 0.501
+
+
+@pytest.mark.gpu
+@pytest.mark.outside
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_a_launch_writes_what_the_matrices_hold_when_it_runs() -> None:
+    weight, lora_A, lora_B = (torch.randn(*shape, device="cuda").half() for shape in ((64, 72), (8, 72), (64, 8)))
+    targets = {"w": InPlace(weight, weight.clone())}
+    pieces = {"m": [Piece("w", (0, 64), (0, 72), 0, 0)]}
+    launch = fuse(finite("a", 0.5, {"m": (lora_A, lora_B)}), targets, pieces)
+    lora_B.mul_(2)
+    assert launch is not None
+    launch.run(0.25)
+    again = weight.clone()
+    fuse(finite("b", 0.25, {"m": (lora_A, lora_B)}), targets, pieces)
+    assert torch.equal(weight, again)
+    assert fuse(None, targets, pieces) is None
 
 
 def test_each_fuse_starts_from_the_base() -> None:
@@ -247,11 +264,25 @@ def test_an_adapter_is_read_as_it_was_written(write: Write, dtype: torch.dtype) 
 
 def test_two_adapters_that_were_read_are_both_kept(write: Write) -> None:
     reader = Reader(torch.device("cpu"))
-    first = reader.read("a", read_head(str(write()))).matrices["layers.0.q_proj"]
-    kept = [tensor.clone() for tensor in first]
+    first = reader.read("a", read_head(str(write())))
+    kept = [tensor.clone() for tensor in first.matrices["layers.0.q_proj"]]
     other = dict(zip([f"{PREFIX}q_proj.lora_{kind}.weight" for kind in "AB"], matrices(7), strict=True))
-    reader.read("b", read_head(str(write(other))))
-    assert all(torch.equal(one, copy) for one, copy in zip(first, kept, strict=True))
+    second = reader.read("b", read_head(str(write(other))))
+    assert all(torch.equal(*pair) for pair in zip(first.matrices["layers.0.q_proj"], kept, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(second.matrices["layers.0.q_proj"], matrices(7), strict=True))
+
+
+def test_memory_is_used_again_once_nobody_keeps_its_adapter(write: Write) -> None:
+    reader = Reader(torch.device("cpu"))
+    first, second = (reader.read(name, read_head(str(write()))) for name in "ab")
+    assert second.matrices is not first.matrices
+    of_first = first.matrices
+    del first
+    other = dict(zip([f"{PREFIX}q_proj.lora_{kind}.weight" for kind in "AB"], matrices(7), strict=True))
+    third = reader.read("c", read_head(str(write(other))))
+    assert third.matrices is of_first
+    assert all(torch.equal(*pair) for pair in zip(third.matrices["layers.0.q_proj"], matrices(7), strict=True))
+    assert reader.read("d", read_head(str(write(lora_alpha=0)))).matrices == {}
 
 
 def test_rank_stabilised_scaling_is_known(write: Write) -> None:

@@ -133,7 +133,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         self._is_whole = False
         device = next(iter(self._parameters.values())).device
         # Under the trainer's autocast the product would be rounded to half precision before it is added.
-        launch = OneLaunch(1.0)
+        launch = OneLaunch()
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for module, pieces in self._pieces.items():
                 base = self._base[module].data
@@ -143,10 +143,10 @@ class MergedIntoOwnWeights(AdaptersInWeights):
                     target = part_of(self._parameters[piece.owner], piece)
                     source = base[slice(*piece.rows), slice(*piece.columns)]
                     if module in matrices:
-                        fuse_piece(target, source, *matrices[module], piece, launch)
+                        fuse_piece(target, source, *matrices[module], piece, 1.0, launch)
                     else:
                         target.copy_(source)
-            launch.run()
+            launch.run(1.0)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._written, self._is_whole = name, True

@@ -5,6 +5,7 @@ is rounded once in one of ten elements (bfloat16, rank 32, torch 2.11 on an H200
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -65,8 +66,25 @@ def _fuse(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton
     tl.store(weight + row * weight_stride + column[None, :], (kept + scaling * product).to(DTYPE), mask=inside)
 
 
-def fuse_tiles(jobs: Sequence[Job], scaling: float) -> None:
-    """Write base + scaling * lora_B @ lora_A to each weight. Accumulates in float32, rounds once.
+class Launch(NamedTuple):
+    """Rectangles that are written at once, as the kernel takes them.
+
+    Attributes:
+        table: int64 of shape `(rectangles, 13)`.
+        owners: see `owners_of_tiles`.
+    """
+
+    table: Tensor
+    owners: Tensor
+    options: dict[str, Any]
+
+    def run(self, scaling: float) -> None:
+        """Write base + scaling * lora_B @ lora_A to each weight. Accumulates in float32, rounds once."""
+        _fuse[(len(self.owners),)](self.table, self.owners, scaling, **self.options)
+
+
+def launches_of(jobs: Sequence[Job]) -> list[Launch]:
+    """What writes these tensors, with whatever they hold at that time; valid as long as they have their memory.
 
     Args:
         jobs: tensors of the shapes `(out_features, in_features)` twice, `(r, in_features)` and `(out_features, r)`. The
@@ -76,8 +94,10 @@ def fuse_tiles(jobs: Sequence[Job], scaling: float) -> None:
     groups: dict[tuple[bool, bool], list[Job]] = {}
     for job in jobs:
         groups.setdefault(_alignment(job), []).append(job)
-    for (is_aligned, is_b_aligned), group in groups.items():
-        _launch(group, scaling, is_aligned=is_aligned, is_b_aligned=is_b_aligned)
+    return [
+        _launch(group, is_aligned=is_aligned, is_b_aligned=is_b_aligned)
+        for (is_aligned, is_b_aligned), group in groups.items()
+    ]
 
 
 def _alignment(job: Job) -> tuple[bool, bool]:
@@ -87,7 +107,7 @@ def _alignment(job: Job) -> tuple[bool, bool]:
     return all(begins) and not columns % _ELEMENTS.value, b_begins and not rank % _ELEMENTS.value
 
 
-def _launch(jobs: Sequence[Job], scaling: float, *, is_aligned: bool, is_b_aligned: bool) -> None:
+def _launch(jobs: Sequence[Job], *, is_aligned: bool, is_b_aligned: bool) -> Launch:
     device, dtype = jobs[0][0].device, jobs[0][0].dtype
     entries, first_tiles = [], [0]
     for job in jobs:
@@ -96,11 +116,19 @@ def _launch(jobs: Sequence[Job], scaling: float, *, is_aligned: bool, is_b_align
         addresses, strides = [one.data_ptr() for one in job], [one.stride(0) for one in job]
         entries.append([rows, columns, rank, first_tiles[-1], in_row, *addresses, *strides])
         first_tiles.append(first_tiles[-1] + triton.cdiv(rows, _ROWS) * in_row)
-    _fuse[(first_tiles[-1],)](
-        torch.tensor(entries, dtype=torch.int64).to(device), owners_of_tiles(first_tiles, device), scaling,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=rank_of_tiles(max(job[2].shape[0] for job in jobs)),
-        DTYPE=DTYPES[dtype], ALIGNED=is_aligned, B_ALIGNED=is_b_aligned, num_warps=_WARPS,
-    )  # fmt: skip
+    return Launch(
+        torch.tensor(entries, dtype=torch.int64).to(device),
+        owners_of_tiles(first_tiles, device),
+        {
+            "ROWS": _ROWS,
+            "COLUMNS": _COLUMNS,
+            "RANK": rank_of_tiles(max(job[2].shape[0] for job in jobs)),
+            "DTYPE": DTYPES[dtype],
+            "ALIGNED": is_aligned,
+            "B_ALIGNED": is_b_aligned,
+            "num_warps": _WARPS,
+        },
+    )
 
 
 def owners_of_tiles(first_tiles: Sequence[int], device: torch.device) -> Tensor:

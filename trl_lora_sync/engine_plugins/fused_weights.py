@@ -5,11 +5,12 @@ are computed in float32 and rounded once. Knows torch and no engine.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,14 +20,16 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, fuse_with_magnitude
-from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError
+from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content
 from trl_lora_sync.engine_plugins.fused_placement import Piece
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError, bytes_of, joined
 
 if TYPE_CHECKING:
-    from trl_lora_sync.engine_plugins.fused_kernel import Job
+    from trl_lora_sync.engine_plugins.fused_kernel import Job, Launch
 
-Kernel = Callable[[Sequence["Job"], float], None]
+Kernel = Callable[[Sequence["Job"]], list["Launch"]]
+# lora_A and lora_B by the module's name.
+Matrices = dict[str, tuple[Tensor, Tensor]]
 
 _KINDS = ("lora_A", "lora_B")
 _KERNEL_DTYPES = ({torch.bfloat16}, {torch.float16})
@@ -79,33 +82,39 @@ class FusedAdapter:
 
     name: str
     scaling: float
-    matrices: dict[str, tuple[Tensor, Tensor]] = field(repr=False)
+    matrices: Matrices = field(repr=False)
     magnitudes: dict[str, Tensor] = field(default_factory=dict, repr=False)
     changes: dict[str, Change] = field(default_factory=dict, repr=False)
 
 
 class Reader:
-    """Brings the tensors of a file to the device in one go; keeps its buffer, as pinning memory is slow."""
+    """Brings the tensors of a file to the device in one go.
+
+    Keeps its memory, as pinning it is slow, and as the views of it and the table of a launch are then made once. With
+    versions in turns, that is memory for two adapters.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._files = ParallelReader()
+        self._memories: list[_Memory] = []
 
     def read(self, name: str, adapter: AdapterFile) -> FusedAdapter:
-        """The adapter, as views of one buffer on the device, without its all-zero modules.
+        """The adapter without its all-zero modules, as views of memory that is used again once nobody keeps the result.
 
         Raises:
             AdapterFileError: the file is gone or shorter than its header promises, or holds NaN or infinity.
         """
+        memory = self._free_memory(adapter)
+        data, content = memory.data, adapter.content
         try:
             with adapter.file.open("rb", buffering=0) as file:
-                data = self._read(file.fileno(), adapter.head.start, adapter.head.size)
+                self._fill(data, file.fileno(), adapter.head.start)
         except OSError as error:
             raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", is_missing=True) from error
         except ShortFileError as error:
             raise AdapterFileError(f"{adapter.file}: {error}") from error
-        content = adapter.content
         changes = {
             key: Change(
                 kind,
@@ -114,31 +123,34 @@ class Reader:
             )
             for key, (kind, span) in content.tensors.items()
         }
-        return finite(
-            name,
-            adapter.scaling,
-            {key: (a.view_in(data), b.view_in(data)) for key, (a, b) in content.modules.items()},
-            {key: span.view_in(data).float().sum(0) for key, span in content.magnitudes.items()},
-            changes,
-        )
+        magnitudes = {key: span.view_in(data).float().sum(0) for key, span in content.magnitudes.items()}
+        found = finite(name, adapter.scaling, memory.matrices, magnitudes, changes, memory.largest)
+        memory.holds = weakref.ref(found)
+        return found
 
-    def _read(self, file: int, start: int, size: int) -> Tensor:
+    def _free_memory(self, adapter: AdapterFile) -> "_Memory":
+        """Memory of the right kind that no adapter is in; what held other kinds goes with its adapters."""
+        self._memories = [one for one in self._memories if one.content is adapter.content]
+        for memory in self._memories:
+            if memory.holds() is None:
+                return memory
+        new = _Memory(adapter.content, torch.empty(adapter.head.size, dtype=torch.uint8, device=self.device))
+        self._memories.append(new)
+        return new
+
+    def _fill(self, data: Tensor, file: int, start: int) -> None:
         if self.device.type != "cuda":
-            # New memory each time, because the matrices are views of it.
-            data = torch.empty(size, dtype=torch.uint8)
-            self._fill(data, file, start)
-            return data
-        if self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        data = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._read(data, file, start)
+            return
+        if self._staging.numel() < data.numel():
+            self._staging = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
         try:
-            self._fill(self._staging[:size], file, start, copy_to=data)
+            self._read(self._staging[: data.numel()], file, start, copy_to=data)
         finally:
             # The next read writes to the staging memory, so no copy from it may be under way, after an error neither.
             torch.cuda.current_stream(self.device).synchronize()
-        return data
 
-    def _fill(self, memory: Tensor, file: int, start: int, copy_to: Tensor | None = None) -> None:
+    def _read(self, memory: Tensor, file: int, start: int, copy_to: Tensor | None = None) -> None:
         # Closed after an error too, because from then on no thread writes to `memory`.
         with contextlib.closing(self._files.read(file, bytes_of(memory), start)) as parts:
             for part in parts:
@@ -146,60 +158,102 @@ class Reader:
                     copy_to[part].copy_(memory[part], non_blocking=True)
 
 
+class _Memory:
+    """Memory for the adapters of one kind.
+
+    Attributes:
+        data: the bytes of all tensors, as in the file.
+        matrices: lora_A and lora_B of each module, as views of it.
+        largest: of all matrices.
+        holds: the adapter that was read last; None once nobody keeps it.
+    """
+
+    def __init__(self, content: Content, data: Tensor) -> None:
+        self.content = content
+        self.data = data
+        self.matrices = {key: (a.view_in(data), b.view_in(data)) for key, (a, b) in content.modules.items()}
+        self.largest = Largest([one for pair in self.matrices.values() for one in pair])
+        self.holds: Callable[[], FusedAdapter | None] = lambda: None
+
+
 def finite(
     name: str,
     scaling: float,
-    matrices: dict[str, tuple[Tensor, Tensor]],
+    matrices: Matrices,
     magnitudes: dict[str, Tensor] | None = None,
     changes: dict[str, Change] | None = None,
+    largest: "Largest | None" = None,
 ) -> FusedAdapter:
-    """The adapter without its all-zero modules.
+    """The adapter without its all-zero modules; with the very `matrices`, if there are none.
+
+    Args:
+        largest: of the matrices, if it has been made before.
 
     Raises:
         AdapterFileError: it holds NaN or infinity.
     """
     magnitudes, changes = magnitudes or {}, changes or {}
-    named = {
-        f"{module}.{kind}": one for module, pair in matrices.items() for kind, one in zip(_KINDS, pair, strict=True)
-    }
-    largest = _largest(list(named.values())) if named else []
+    sizes = (largest or Largest([one for pair in matrices.values() for one in pair])).now()
     others = {f"{module}.magnitude": one for module, one in magnitudes.items()}
     others |= {key: change.tensor for key, change in changes.items()}
     # Comparisons with NaN are false, so `not <` finds NaN and `>=` would not.
-    broken = [key for key, value in zip(named, largest, strict=True) if not value < float("inf")]
+    broken = [
+        f"{module}.{kind}"
+        for module, pair in zip(matrices, _pairs(sizes), strict=True)
+        for kind, value in zip(_KINDS, pair, strict=True)
+        if not value < float("inf")
+    ]
     broken += [key for key, one in others.items() if not bool(one.isfinite().all())]
     if broken:
         raise AdapterFileError(f"The adapter holds NaN or infinity, in {', '.join(broken[:3])}.")
-    sizes = zip(largest[::2], largest[1::2], strict=True)
     moved = {
         name: pair
-        for (name, pair), (a, b) in zip(matrices.items(), sizes, strict=True)
+        for (name, pair), (a, b) in zip(matrices.items(), _pairs(sizes), strict=True)
         if (a and b and scaling) or name in magnitudes
     }
-    return FusedAdapter(name, scaling, moved, magnitudes, changes)
+    return FusedAdapter(name, scaling, matrices if len(moved) == len(matrices) else moved, magnitudes, changes)
 
 
-def _largest(tensors: list[Tensor]) -> list[float]:
-    """The largest magnitude in each tensor; NaN for a tensor with a NaN."""
-    sizes = [tensor.numel() for tensor in tensors]
-    # Each tensor is then a whole number of rows, and one reduction serves all of them.
-    width = gcd(*sizes)
-    flat = joined(tensors)
-    if flat is not None and width >= _LEAST_WIDTH:
-        rows = flat.view(-1, width)
-        largest: list[float] = torch.maximum(rows.amax(1), -rows.amin(1)).tolist()
-        if all(value < float("inf") for value in largest):  # `max` would lose a NaN
-            ends = [end // width for end in accumulate(sizes)]
-            return [max(largest[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-    return torch.stack(list(torch._foreach_norm(tensors, float("inf")))).tolist()
+def _pairs(values: list[float]) -> Iterator[tuple[float, float]]:
+    return zip(values[::2], values[1::2], strict=True)
 
 
-def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]) -> None:
+class Largest:
+    """The largest magnitude in each of some tensors, as often as they change."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._rows: Tensor | None = None
+        sizes = [tensor.numel() for tensor in tensors]
+        # Each tensor is then a whole number of rows, and one reduction serves all of them.
+        width = gcd(*sizes)
+        flat = joined(tensors) if tensors and width >= _LEAST_WIDTH else None
+        if flat is not None:
+            self._rows = flat.view(-1, width)
+            self._ends = [end // width for end in accumulate(sizes)]
+
+    def now(self) -> list[float]:
+        """Of what they hold now; NaN for a tensor with a NaN."""
+        if not self._tensors:
+            return []
+        if self._rows is not None:
+            largest: list[float] = torch.maximum(self._rows.amax(1), -self._rows.amin(1)).tolist()
+            if all(value < float("inf") for value in largest):  # `max` would lose a NaN
+                return [max(largest[start:end]) for start, end in pairwise([0, *self._ends])]
+        return torch.stack(list(torch._foreach_norm(self._tensors, float("inf")))).tolist()
+
+
+def fuse(
+    adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]
+) -> "OneLaunch | None":
     """Put an adapter, or the base for None, into all weights that any adapter has ever changed.
 
     Args:
         targets: the parameters by their keys.
         pieces: of every module that was ever adapted.
+
+    Returns:
+        What can be run instead of this for a later adapter in the same memory; None if that would not be all.
     """
     matrices = adapter.matrices if adapter is not None else {}
     changes = adapter.changes if adapter is not None else {}
@@ -207,21 +261,26 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
     for module, found in pieces.items():
         for piece in found:
             by_target[piece.owner].append((module, piece))
-    launch = OneLaunch(adapter.scaling if adapter is not None else 1.0)
+    launch = OneLaunch()
+    scaling = adapter.scaling if adapter is not None else 1.0
     for key, target in targets.items():
+        launch.is_all &= isinstance(target, InPlace)
         with target.changing() as weight, torch.no_grad():
             # Bases first: a layer may have been adapted as a whole by one adapter and in parts by another.
             for module, piece in by_target[key]:
                 if module not in matrices and module not in changes:
                     part_of(weight, piece).copy_(part_of(target.base, piece), non_blocking=True)
+                    launch.is_all = False
             for module, piece in by_target[key]:
                 parts = part_of(weight, piece), part_of(target.base, piece)
                 if module in changes:
                     changes[module].write(*parts, piece)
+                    launch.is_all = False
                 elif module in matrices:
                     assert adapter is not None
-                    fuse_piece(*parts, *matrices[module], piece, launch, adapter.magnitudes.get(module))
-    launch.run()
+                    fuse_piece(*parts, *matrices[module], piece, scaling, launch, adapter.magnitudes.get(module))
+    launch.run(scaling)
+    return launch if launch.is_all else None
 
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:
@@ -231,11 +290,16 @@ def part_of(whole: Tensor, piece: Piece) -> Tensor:
 
 
 class OneLaunch:
-    """Rectangles that one launch of a kernel writes, instead of one for each."""
+    """Rectangles that one launch of a kernel writes, instead of one for each.
 
-    def __init__(self, scaling: float) -> None:
-        self.scaling = scaling
+    Attributes:
+        is_all: whether nothing else is written.
+    """
+
+    def __init__(self) -> None:
+        self.is_all = True
         self._jobs: dict[tuple[torch.device, torch.dtype], list[Job]] = {}
+        self._launches: list[Launch] | None = None
 
     def takes(self, job: "Job") -> bool:
         """Note down a rectangle for `run`, if there is a kernel for it."""
@@ -250,13 +314,16 @@ class OneLaunch:
             self._jobs.setdefault((weight.device, weight.dtype), []).append(job)
         return suits
 
-    def run(self) -> None:
-        """Write what `takes` has noted down."""
-        for (device, dtype), jobs in self._jobs.items():
-            kernel = kernel_on(device, dtype)
-            assert kernel is not None
-            kernel(jobs, self.scaling)
-        self._jobs.clear()
+    def run(self, scaling: float) -> None:
+        """Write what `takes` has noted down, with what the matrices hold now."""
+        if self._launches is None:
+            self._launches = []
+            for (device, dtype), jobs in self._jobs.items():
+                kernel = kernel_on(device, dtype)
+                assert kernel is not None
+                self._launches += kernel(jobs)
+        for launch in self._launches:
+            launch.run(scaling)
 
 
 def fuse_piece(
@@ -265,6 +332,7 @@ def fuse_piece(
     lora_A: Tensor,
     lora_B: Tensor,
     piece: Piece,
+    scaling: float,
     launch: OneLaunch,
     magnitude: Tensor | None = None,
 ) -> None:
@@ -277,16 +345,19 @@ def fuse_piece(
         piece: which rectangle of the module it is.
         magnitude: with DoRA, the norms that the module's rows get; else None.
     """
-    rows, columns, scaling = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)], launch.scaling
+    rows, columns = lora_B[slice(*piece.rows)], lora_A[:, slice(*piece.columns)]
     if base.device != weight.device:
         # One transfer over the bus, into memory that is there already; the sum may be written over its base.
         weight.copy_(base, non_blocking=True)
         base = weight
+        launch.is_all = False
     if magnitude is not None:
+        launch.is_all = False
         fuse_with_magnitude(weight, base, columns, rows, scaling, magnitude[slice(*piece.rows)])
         return
     if launch.takes((weight, base, columns, rows)):
         return
+    launch.is_all = False
     columns = columns.float()
     step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
     for start in range(0, weight.shape[0], step):
@@ -298,17 +369,18 @@ def fuse_piece(
 def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     """What fuses on a GPU in one pass, if Triton is there and it works."""
     try:
-        from trl_lora_sync.engine_plugins.fused_kernel import fuse_tiles
+        from trl_lora_sync.engine_plugins.fused_kernel import launches_of
 
         # Numbers that 16 bits hold exactly, so any difference is an error of the kernel.
         jobs = [tuple(torch.ones(size, size, dtype=dtype, device=device) for _ in range(3)) for size in (16, 5)]
-        fuse_tiles([(weight, weight, lora_A, lora_B) for weight, lora_A, lora_B in jobs], 2.0)
+        for launch in launches_of([(weight, weight, lora_A, lora_B) for weight, lora_A, lora_B in jobs]):
+            launch.run(2.0)
         if not all(bool((weight == 1 + 2 * len(weight)).all()) for weight, _, _ in jobs):
             raise ArithmeticError("its sum is wrong")
     except Exception as error:  # such as a missing compiler
         logger.warning("Adapters are fused without Triton, which takes longer: %s: %s", type(error).__name__, error)
         return None
-    return fuse_tiles
+    return launches_of
 
 
 def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]:
