@@ -104,17 +104,24 @@ class LoRASyncGeneration(AdapterGeneration):
             run_on_main(self.accelerator, self._settle)
         timer = PhaseTimer()
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
-        with timer.phase("gather"):
-            current = run_on_all(self.accelerator, lambda: self._fingerprint(self.reader.last_linears))
-        report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score))
+        noted: list[tuple[int, ...]] = []
+
+        def note() -> None:
+            noted[:] = [self._fingerprint(self.reader.last_linears)]
+
+        # On process 0, while the servers load.
+        run_on_all(self.accelerator, (lambda: None) if self.accelerator.is_main_process else note)
+        report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score, note))
         # After the publish: an error leaves the version before active, on every process.
-        self.active_name, self._published = report.adapter_name, current
+        self.active_name, self._published = report.adapter_name, noted[0]
         self.on_sync(report)
 
-    def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
+    def _publish(
+        self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter, meanwhile: Callable[[], None]
+    ) -> SyncReport:
         with timer.phase("gather"):
             adapter = read(self.sync.form)
-        return self.sync.publish(adapter, score, timer)
+        return self.sync.publish(adapter, score, timer, meanwhile)
 
     def _settle(self) -> None:
         assert self.overlap is not None

@@ -170,10 +170,16 @@ class Task(Generic[T]):
             self._task.cancel()
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the loop, and wait for it; an error in this thread meanwhile cancels it."""
+def run(coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], object] | None = None) -> T:
+    """Run a coroutine on the loop, and wait for it; an error in this thread meanwhile cancels it.
+
+    Args:
+        meanwhile: called in this thread before the wait.
+    """
     task = Task(coroutine)
     try:
+        if meanwhile is not None:
+            meanwhile()
         task.wait()
     except BaseException:
         task.cancel()

@@ -8,6 +8,7 @@ The trainer's threads call the methods without `async`; what they start runs on 
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from statistics import fmean
@@ -21,7 +22,7 @@ from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.runtime import run
+from trl_lora_sync.runtime import run, spawn
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
 from trl_lora_sync.verify import Evidence, ReadAdapter, Scores, TrainedBase, Trial
@@ -120,7 +121,11 @@ class AdapterSync:
         return self.fleet.needs_verification
 
     def publish(
-        self, adapter: CanonicalAdapter, score: ScoreAdapter | None = None, timer: PhaseTimer | None = None
+        self,
+        adapter: CanonicalAdapter,
+        score: ScoreAdapter | None = None,
+        timer: PhaseTimer | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> SyncReport:
         """Make an adapter the active version, on every server or on none.
 
@@ -131,6 +136,7 @@ class AdapterSync:
             score: computes the log-probabilities of `PROBE_PROMPT` with this adapter and without, or None where that
                 cannot be done now; called only if a server needs to be verified. Without it, none is.
             timer: has been running since the sync began, if it began before this call.
+            meanwhile: called while the servers load, once for each attempt; if it fails, so does the sync.
 
         Raises:
             AdapterExportError: it could not be written.
@@ -147,30 +153,60 @@ class AdapterSync:
         # during the sync, the attempt is withdrawn, and repeated with scores.
         if score is not None and not self.needs_verification:
             try:
-                return run(self._publish(adapter, None, timer, is_final=False))
+                return self._attempt(adapter, None, timer, meanwhile, is_final=False)
             except VerificationDueError as error:
                 logger.warning("%s", error)
         with timer.phase("verify"):
             probe = score() if score is not None and self.needs_verification else None
-        return run(self._publish(adapter, probe, timer))
+        return self._attempt(adapter, probe, timer, meanwhile)
+
+    def _attempt(
+        self,
+        adapter: CanonicalAdapter,
+        probe: Scores | None,
+        timer: PhaseTimer,
+        meanwhile: Callable[[], object] | None,
+        *,
+        is_final: bool = True,
+    ) -> SyncReport:
+        """Arguments and errors as of `_publish`."""
+        written = threading.Event()
+
+        def beside() -> None:
+            # Not beside the writing, which uses the same device.
+            written.wait()
+            if meanwhile is not None:
+                meanwhile()
+
+        return run(self._publish(adapter, probe, timer, written, is_final=is_final), beside)
 
     async def _publish(
-        self, adapter: CanonicalAdapter, probe: Scores | None, timer: PhaseTimer, *, is_final: bool = True
+        self,
+        adapter: CanonicalAdapter,
+        probe: Scores | None,
+        timer: PhaseTimer,
+        written: threading.Event,
+        *,
+        is_final: bool,
     ) -> SyncReport:
         """One attempt.
 
         Args:
             probe: log-probabilities of `PROBE_PROMPT`, for servers that need to be verified.
+            written: set once the version is written, or cannot be.
             is_final: whether such a server may go unverified if there is no probe.
 
         Raises:
             VerificationDueError: it may not, and came back during this sync.
         """
         deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
-        with timer.phase("write"):
-            # `close` gives up the folder, and an evaluation after the training publishes again.
-            await self.transport.open(deadline)
-            stored = await self._write(adapter, deadline)
+        try:
+            with timer.phase("write"):
+                # `close` gives up the folder, and an evaluation after the training publishes again.
+                await self.transport.open(deadline)
+                stored = await self._write(adapter, deadline)
+        finally:
+            written.set()
         async with self._withdrawn_on_error(stored):
             with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
                 server_load_s = await self.fleet.load(stored, deadline)
@@ -183,8 +219,7 @@ class AdapterSync:
                 evidence = [] if probe is None else await self.fleet.verify(stored, probe, deadline)
         self.ledger.activate(stored)  # from here on new requests name it, and a server that restarts is given it
         self.fleet.note_activation()
-        await self._retire_old_versions()
-        self.transport.prepare()  # beside the generation that follows
+        self._retire_old_versions()
         return self._report(stored, timer, server_load_s, evidence)
 
     def _report(
@@ -234,13 +269,17 @@ class AdapterSync:
             await self._delete(stored)
             raise
 
-    async def _retire_old_versions(self) -> None:
-        """See `VersionLedger.retire`; servers unload beside the training."""
+    def _retire_old_versions(self) -> None:
+        """See `VersionLedger.retire`; unloaded and deleted beside the generation that follows."""
         unloaded, deletable = self.ledger.retire()
-        for stored in deletable:
-            await self._delete(stored)
         for stored in unloaded:
             self.fleet.unload_later(stored.name)
+        spawn(self._tidy_up(deletable))
+
+    async def _tidy_up(self, deletable: Sequence[StoredAdapter]) -> None:
+        await asyncio.gather(*map(self._delete, deletable))
+        # After that, as a version that goes may leave its memory to the next one.
+        self.transport.prepare()
 
     async def _delete(self, stored: StoredAdapter) -> None:
         # A name that a server may still have stays as an empty folder, for the sweep of the next run.

@@ -272,7 +272,7 @@ def test_two_adapters_that_were_read_are_both_kept(write: Write) -> None:
     assert all(torch.equal(*pair) for pair in zip(second.matrices["layers.0.q_proj"], matrices(7), strict=True))
 
 
-def test_memory_is_used_again_once_nobody_keeps_its_adapter(write: Write) -> None:
+def test_memory_is_used_again_once_its_adapter_is_gone(write: Write) -> None:
     reader = Reader(torch.device("cpu"))
     first, second = (reader.read(name, read_head(str(write()))) for name in "ab")
     assert second.matrices is not first.matrices

@@ -101,7 +101,7 @@ class Reader:
         self._memories: list[_Memory] = []
 
     def read(self, name: str, adapter: AdapterFile) -> FusedAdapter:
-        """The adapter without its all-zero modules, as views of memory that is used again once nobody keeps the result.
+        """The adapter without its all-zero modules, as views of memory that is used again once the result is gone.
 
         Raises:
             AdapterFileError: the file is gone or shorter than its header promises, or holds NaN or infinity.
@@ -125,14 +125,14 @@ class Reader:
         }
         magnitudes = {key: span.view_in(data).float().sum(0) for key, span in content.magnitudes.items()}
         found = finite(name, adapter.scaling, memory.matrices, magnitudes, changes, memory.largest)
-        memory.holds = weakref.ref(found)
+        memory.newest = weakref.ref(found)
         return found
 
     def _free_memory(self, adapter: AdapterFile) -> "_Memory":
         """Memory of the right kind that no adapter is in; what held other kinds goes with its adapters."""
         self._memories = [one for one in self._memories if one.content is adapter.content]
         for memory in self._memories:
-            if memory.holds() is None:
+            if memory.newest() is None:
                 return memory
         new = _Memory(adapter.content, torch.empty(adapter.head.size, dtype=torch.uint8, device=self.device))
         self._memories.append(new)
@@ -165,7 +165,7 @@ class _Memory:
         data: the bytes of all tensors, as in the file.
         matrices: lora_A and lora_B of each module, as views of it.
         largest: of all matrices.
-        holds: the adapter that was read last; None once nobody keeps it.
+        newest: returns the adapter that was read last, or None once it is gone.
     """
 
     def __init__(self, content: Content, data: Tensor) -> None:
@@ -173,7 +173,7 @@ class _Memory:
         self.data = data
         self.matrices = {key: (a.view_in(data), b.view_in(data)) for key, (a, b) in content.modules.items()}
         self.largest = Largest([one for pair in self.matrices.values() for one in pair])
-        self.holds: Callable[[], FusedAdapter | None] = lambda: None
+        self.newest: Callable[[], FusedAdapter | None] = lambda: None
 
 
 def finite(
@@ -193,7 +193,7 @@ def finite(
         AdapterFileError: it holds NaN or infinity.
     """
     magnitudes, changes = magnitudes or {}, changes or {}
-    sizes = (largest or Largest([one for pair in matrices.values() for one in pair])).now()
+    sizes = (largest or Largest([one for pair in matrices.values() for one in pair])).of_each()
     others = {f"{module}.magnitude": one for module, one in magnitudes.items()}
     others |= {key: change.tensor for key, change in changes.items()}
     # Comparisons with NaN are false, so `not <` finds NaN and `>=` would not.
@@ -232,7 +232,7 @@ class Largest:
             self._rows = flat.view(-1, width)
             self._ends = [end // width for end in accumulate(sizes)]
 
-    def now(self) -> list[float]:
+    def of_each(self) -> list[float]:
         """Of what they hold now; NaN for a tensor with a NaN."""
         if not self._tensors:
             return []
