@@ -236,7 +236,7 @@ class Served:
         assert note
         with (
             (stored.path / "adapter_model.safetensors").open("rb") as file,
-            self.writer.files.mapped(file.fileno(), stored.path / note.files) as found,
+            self.writer.fetcher.files.mapped(file.fileno(), stored.path / note.files) as found,
         ):
             return found is not None
 

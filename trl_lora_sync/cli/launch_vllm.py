@@ -82,7 +82,7 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
             flags["--enable-mixed-moe-lora-format"] = None
         # Without it vLLM has no routes that load adapters (0.22 to 0.33).
         env[RUNTIME_LORA] = "True"
-    visible = with_all_gpus(environ) if has_written_slots and not on_cpu else None
+    visible = with_all_gpus(environ) if (has_written_slots or request.is_fused) and not on_cpu else None
     # Ray would place workers on them.
     if visible is not None and given.get("--distributed-executor-backend") != "ray":
         env[VISIBLE] = visible

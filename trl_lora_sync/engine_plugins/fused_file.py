@@ -27,6 +27,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
     TensorSpan,
     head_of,
 )
+from trl_lora_sync.engine_plugins.version_note import VersionNote
 
 _PREFIX = "base_model.model."
 TOKENS_KEY = "lora_sync_tokens"
@@ -72,6 +73,8 @@ class AdapterFile:
         content: what the tensors are; the same object for every file with the same header.
         scaling: what `lora_B @ lora_A` is multiplied with.
         tokens: for each tensor of which some rows are replaced, how many it has and which ones.
+        config: the file `adapter_config.json`.
+        note: what its trainer has noted of it, if it has.
     """
 
     file: Path
@@ -79,6 +82,8 @@ class AdapterFile:
     content: "Content"
     scaling: float
     tokens: dict[str, tuple[int, list[int]]]
+    config: bytes = b""
+    note: VersionNote | None = None
 
     @property
     def modules(self) -> dict[str, tuple[TensorSpan, TensorSpan]]:
@@ -114,7 +119,8 @@ def read_head(folder: str) -> AdapterFile:
     """
     root = Path(folder)
     try:
-        config = json.loads((root / CONFIG_FILE).read_bytes())
+        text = (root / CONFIG_FILE).read_bytes()
+        config = json.loads(text)
         file = root / TENSORS_FILE
         with file.open("rb", buffering=0) as opened:
             head = head_of(opened.fileno())
@@ -131,7 +137,15 @@ def read_head(folder: str) -> AdapterFile:
         raise AdapterFileError(
             f"{folder} holds no adapter that can be read ({type(error).__name__}: {error})"
         ) from error
-    return AdapterFile(file=file, head=head, content=content, scaling=scaling, tokens=tokens)
+    return AdapterFile(
+        file=file,
+        head=head,
+        content=content,
+        scaling=scaling,
+        tokens=tokens,
+        config=text,
+        note=VersionNote.read(root),
+    )
 
 
 def _scaling_of(config: dict[str, Any]) -> float:

@@ -18,6 +18,7 @@ from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.routes import below, check_key, path_of, refusal, respond
 from trl_lora_sync.engine_plugins.timeouts import timeout
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE, WORKER
+from trl_lora_sync.engine_plugins.vllm_quick_load import NOTE_FORM
 
 T = TypeVar("T")
 
@@ -181,6 +182,7 @@ class FusedMiddleware:
             self.broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
         state = {
             "protocol": PROTOCOL,
+            "checks": NOTE_FORM,
             "current": current,
             "adapters": dict(self.adapters),
             "workers": workers,

@@ -4,7 +4,6 @@ Every fuse starts from W0, so nothing drifts, and the base comes back bit for bi
 are computed in float32 and rounded once. Knows torch and no engine.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher
 from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, fuse_with_magnitude
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content
 from trl_lora_sync.engine_plugins.fused_placement import Piece
-from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError, bytes_of, joined
+from trl_lora_sync.engine_plugins.safetensors_file import ShortFileError, joined
 
 if TYPE_CHECKING:
     from trl_lora_sync.engine_plugins.fused_kernel import Job, Launch
@@ -96,25 +96,31 @@ class Reader:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self._files = ParallelReader()
+        self._fetcher = Fetcher(device)
         self._memories: list[_Memory] = []
 
     def read(self, name: str, adapter: AdapterFile) -> FusedAdapter:
         """The adapter without its all-zero modules, as views of memory that is used again once the result is gone.
 
         Raises:
-            AdapterFileError: the file is gone or shorter than its header promises, or holds NaN or infinity.
+            AdapterFileError: the file is gone or shorter than its header promises, is not what the trainer sent, or
+                holds NaN or infinity.
         """
         memory = self._free_memory(adapter)
-        data, content = memory.data, adapter.content
+        data, content, folder = memory.data, adapter.content, adapter.file.parent
         try:
             with adapter.file.open("rb", buffering=0) as file:
-                self._fill(data, file.fileno(), adapter.head.start)
+                if adapter.note is None:
+                    self._fetcher.read(file.fileno(), adapter.head.start, data)
+                else:
+                    given = (file.fileno(), adapter.head, adapter.config, adapter.note)
+                    self._fetcher.fetch(name, folder, *given, data)
         except OSError as error:
             raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", is_missing=True) from error
         except ShortFileError as error:
             raise AdapterFileError(f"{adapter.file}: {error}") from error
+        except DamagedError as error:
+            raise AdapterFileError(str(error)) from error
         changes = {
             key: Change(
                 kind,
@@ -137,25 +143,6 @@ class Reader:
         new = _Memory(adapter.content, torch.empty(adapter.head.size, dtype=torch.uint8, device=self.device))
         self._memories.append(new)
         return new
-
-    def _fill(self, data: Tensor, file: int, start: int) -> None:
-        if self.device.type != "cuda":
-            self._read(data, file, start)
-            return
-        if self._staging.numel() < data.numel():
-            self._staging = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
-        try:
-            self._read(self._staging[: data.numel()], file, start, copy_to=data)
-        finally:
-            # The next read writes to the staging memory, so no copy from it may be under way, after an error neither.
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def _read(self, memory: Tensor, file: int, start: int, copy_to: Tensor | None = None) -> None:
-        # Closed after an error too, because from then on no thread writes to `memory`.
-        with contextlib.closing(self._files.read(file, bytes_of(memory), start)) as parts:
-            for part in parts:
-                if copy_to is not None:
-                    copy_to[part].copy_(memory[part], non_blocking=True)
 
 
 class _Memory:

@@ -13,9 +13,8 @@ in its own way, and the reason is logged.
 """
 
 import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -26,19 +25,16 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger, unfinished
 from trl_lora_sync.engine_plugins.checksum import checksum
-from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
+from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
     DTYPES,
     MALFORMED,
     TENSORS_FILE,
     Head,
-    ParallelReader,
     TensorSpan,
-    bytes_of,
     head_of,
 )
-from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.slot_layout import (
     Box,
     LayoutError,
@@ -47,7 +43,7 @@ from trl_lora_sync.engine_plugins.slot_layout import (
     find_boxes,
     read_digits,
 )
-from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
+from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote
 
 _KINDS = 8
 # One tensor for each expert makes tens of thousands; to find out where they go would take minutes of requests waiting.
@@ -56,10 +52,6 @@ _RESERVED = -1  # no adapter has this number
 _SEED = 0
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
-
-
-class DamagedError(ValueError):
-    """The bytes of a version are not what the trainer sent."""
 
 
 class _DoubtError(Exception):
@@ -124,17 +116,14 @@ class SlotWriter:
         self._tables.remove_adapter, self._tables.remove_oldest_adapter, manager._load_adapter  # noqa: B018
         self._parts = slot_parts(self._tables.modules.values(), len(self._index))
         self._device = self._parts[0].device
-        self.files = MappedFiles(self._device)
-        self._reader = ParallelReader()
+        self.fetcher = Fetcher(self._device)
         self._plans: OrderedDict[_Kind, _Plan | None] = OrderedDict()
         self.stage = torch.empty(0, dtype=torch.uint8)
         self._staged: _Kind | None = None
-        self._host = torch.empty(0, dtype=torch.uint8)
         # Slots that hold an adapter of a kind and nothing else, so that another one of that kind may go over it.
         self._primed: dict[int, _Kind] = {}
         self._written: set[int] = set()
-        self.counts: Counter[str] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # of the parts of writing all versions
+        self.counts, self.seconds = self.fetcher.counts, self.fetcher.seconds
         self._group = group
         self._is_in_step = False
         # Replaced last, so that an error above leaves vLLM's own methods in place.
@@ -231,7 +220,7 @@ class SlotWriter:
             self._compare(plan, slot, request, note)
             self.counts["loaded by vLLM"] += 1
             return
-        with self._timed("put"):
+        with self.fetcher.timed("put"):
             for targets, sources in chain(*self._views(plan, slot)):
                 torch._foreach_copy_(targets, sources)
         self._tables._registered_adapters[number] = _Written(number)
@@ -240,7 +229,7 @@ class SlotWriter:
         # The layout of the slots has changed while the batch may be the same as before.
         self._tables._last_mapping = None
         self._written.add(number)
-        with self._timed("compare"):
+        with self.fetcher.timed("compare"):
             self._compare(plan, slot, request, note)
         self.counts["written"] += 1
 
@@ -278,67 +267,9 @@ class SlotWriter:
         except MALFORMED as error:
             raise DamagedError(f"The file of {request.lora_name!r} {DAMAGED}{error}. Nothing was loaded.") from error
         kind = _Kind(head, (folder / CONFIG_FILE).read_bytes(), str(getattr(request, "is_3d_lora_weight", None)))
-        if digest_of(head.header, kind.config) != note.head:
-            raise DamagedError(
-                f"{request.lora_name!r} {DAMAGED}the header of its file or its {CONFIG_FILE} are not as the trainer "
-                "wrote them. Nothing was loaded."
-            )
         self._prepare_stage(kind)
-        if note.memory.isdecimal():
-            with self._timed("fetch from GPU"):
-                is_there = self._fetch_from_gpu(folder / note.files, note)
-            if is_there:
-                self.counts["from GPU"] += 1
-                return kind
-        unfinished.wait(file)
-        socket_path = folder / note.files if note.files else None
-        with self._timed("fetch from file"), self._mapped(file, socket_path) as mapped:
-            if mapped is not None:
-                self.stage.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
-                self.counts["mapped"] += 1
-            else:
-                self._read(file, head)
-                self.counts["read"] += 1
-            found = checksum(self.stage)  # waits until the mapping is not used any more
-        if found != note.checksum:
-            raise DamagedError(
-                f"The file of {request.lora_name!r} {DAMAGED}its tensors have the checksum {found}, and the trainer "
-                f"sent {note.checksum}. Nothing was loaded."
-            )
+        self.fetcher.fetch(request.lora_name, folder, file, head, kind.config, note, self.stage)
         return kind
-
-    def _fetch_from_gpu(self, socket_path: Path, note: VersionNote) -> bool:
-        """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
-        try:
-            with self.files.opened(int(note.memory), socket_path) as memory:
-                if memory is None:
-                    return False
-                memory.copy_to(self.stage)
-        except IPCError as error:
-            logger.warning("A version is read from its file instead of the trainer's GPU: %s.", error)
-            return False
-        return checksum(self.stage) == note.checksum  # else a later version is there, and the file decides
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[part] += time.perf_counter() - started
-
-    @contextmanager
-    def _mapped(self, file: int, socket_path: Path | None) -> Iterator[Tensor | None]:
-        if socket_path is None:
-            yield None
-        else:
-            with self.files.mapped(file, socket_path) as found:
-                yield found
-
-    def _read(self, file: int, head: Head) -> None:
-        if self._host.numel() != head.size:
-            self._host = torch.empty(0, dtype=torch.uint8)
-            self._host = torch.empty(head.size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        for part in self._reader.read(file, bytes_of(self._host), head.start):
-            self.stage[part].copy_(self._host[part], non_blocking=True)
 
     def _prepare_stage(self, kind: _Kind) -> None:
         """Have memory on the device for one kind at a time."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.cuda_ipc import visible_gpus
 from trl_lora_sync.engine_plugins.folded_weights import FoldedWeights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
@@ -146,6 +147,7 @@ class FusedModel:
             "base_copy": self._kept_in,
             "base_copy_bytes": copied if self._folded is None else self._folded.kept_bytes,
             "modules": sorted(self.pieces),
+            "gpus": visible_gpus() if self._reader.device.type == "cuda" else [],
         }
 
     def prepare(self, name: str, path: str) -> Answer:

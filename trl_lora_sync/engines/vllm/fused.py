@@ -12,6 +12,7 @@ import httpx
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
+from trl_lora_sync.engine_plugins.vllm_quick_load import NOTE_FORM
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import json_object, server_words
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
@@ -48,13 +49,17 @@ class VLLMFusedEngine(VLLMEngine):
                 f"Fused serving does not work on the vLLM server at {self.base_url} (HTTP {response.status_code}). "
                 f"The server answered: {words!r}"
             )
-        protocol = json_object(response, ServerSetupError).get("protocol")
+        state = json_object(response, ServerSetupError)
+        protocol = state.get("protocol")
         # An older or newer plugin may mean something else by the same routes.
         if protocol != PROTOCOL:
             raise ServerSetupError(
                 f"The server at {self.base_url} has version {protocol!r} of the fused routes, and this trainer "
                 f"version {PROTOCOL}. Install the same trl-lora-sync next to both."
             )
+        self._checks_payload = state.get("checks") == NOTE_FORM
+        workers = state.get("workers")
+        self._gpus = tuple(workers[0].get("gpus", ())) if self._checks_payload and workers else ()
 
     def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
         return super()._serve_command("--fused", *options, engine_options=engine_options)

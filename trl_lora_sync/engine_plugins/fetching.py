@@ -1,0 +1,136 @@
+"""Brings a trainer's versions to the device of a worker, and compares them with what the trainer sent.
+
+They come from the memory of the trainer's GPU if that can be opened, else from the trainer's file if that is mapped
+here, and else they are read from the file.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins import logger, unfinished
+from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
+from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, bytes_of
+from trl_lora_sync.engine_plugins.shared_files import MappedFiles
+from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
+
+
+class DamagedError(ValueError):
+    """The bytes of a version are not what the trainer sent."""
+
+
+class Fetcher:
+    """What one worker keeps between versions.
+
+    Attributes:
+        files: of all trainers.
+        counts: how many versions came which way.
+        seconds: of the parts, of all versions together.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.files = MappedFiles(device)
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._reader = ParallelReader()
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time of the block to `seconds`."""
+        started = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - started
+
+    def fetch(
+        self, name: str, folder: Path, file: int, head: Head, config: bytes, note: VersionNote, into: Tensor
+    ) -> None:
+        """Fill memory on the device with the tensors of a version.
+
+        Args:
+            file: the descriptor of the file of the tensors.
+            head: its beginning.
+            config: the file `adapter_config.json`.
+            into: uint8 of shape `(head.size,)`.
+
+        Raises:
+            DamagedError: it is not what the trainer sent.
+            OSError, ShortFileError: it cannot be read.
+        """
+        if digest_of(head.header, config) != note.head:
+            raise DamagedError(
+                f"{name!r} {DAMAGED}the header of its file or its configuration are not as the trainer wrote them. "
+                "Nothing was loaded."
+            )
+        if note.memory.isdecimal():
+            with self.timed("fetch from GPU"):
+                is_there = self._fetch_from_gpu(folder / note.files, note, into)
+            if is_there:
+                self.counts["from GPU"] += 1
+                return
+        unfinished.wait(file)
+        socket_path = folder / note.files if note.files else None
+        with self.timed("fetch from file"), self._mapped(file, socket_path) as mapped:
+            if mapped is not None:
+                into.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
+                self.counts["mapped"] += 1
+            else:
+                self.read(file, head.start, into)
+                self.counts["read"] += 1
+            found = checksum(into)  # waits until the mapping is not used any more
+        if found != note.checksum:
+            raise DamagedError(
+                f"The file of {name!r} {DAMAGED}its tensors have the checksum {found}, and the trainer sent "
+                f"{note.checksum}. Nothing was loaded."
+            )
+
+    def _fetch_from_gpu(self, socket_path: Path, note: VersionNote, into: Tensor) -> bool:
+        """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
+        try:
+            with self.files.opened(int(note.memory), socket_path) as memory:
+                if memory is None:
+                    return False
+                memory.copy_to(into)
+        except IPCError as error:
+            logger.warning("A version is read from its file instead of the trainer's GPU: %s.", error)
+            return False
+        return checksum(into) == note.checksum  # else a later version is there, and the file decides
+
+    @contextmanager
+    def _mapped(self, file: int, socket_path: Path | None) -> Iterator[Tensor | None]:
+        if socket_path is None:
+            yield None
+        else:
+            with self.files.mapped(file, socket_path) as found:
+                yield found
+
+    def read(self, file: int, start: int, into: Tensor) -> None:
+        """Fill memory from a file with several threads, by its descriptor and from `start` on; compares nothing.
+
+        Raises:
+            OSError, ShortFileError: the file has less.
+        """
+        if self._device.type != "cuda":
+            for _ in self._reader.read(file, bytes_of(into), start):
+                pass
+            return
+        if self._host.numel() < into.numel():
+            # Freed before its successor is allocated.
+            self._host = torch.empty(0, dtype=torch.uint8)
+            self._host = torch.empty(into.numel(), dtype=torch.uint8, pin_memory=True)
+        host = self._host[: into.numel()]
+        parts = self._reader.read(file, bytes_of(host), start)
+        try:
+            for part in parts:
+                into[part].copy_(host[part], non_blocking=True)
+        finally:
+            # After an error too: no thread may write to the memory, and no copy from it be under way, any more.
+            parts.close()
+            torch.cuda.current_stream(self._device).synchronize()
