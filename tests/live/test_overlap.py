@@ -350,7 +350,7 @@ def test_a_server_that_forgets_everything_is_given_the_version_that_is_sampled_a
         return body
 
     def note(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
-        if path == "/v1/models" and b"-v3" in answer:
+        if path == "/v1/load_lora_adapter" and b"-v3" in answer:
             loaded.set()
         return status, answer
 

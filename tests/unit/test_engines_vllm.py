@@ -21,6 +21,7 @@ from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
+    AdapterRejectedError,
     DeadlineExceededError,
     GenerationError,
     ServerAuthError,
@@ -524,6 +525,43 @@ def test_the_form_of_experts_is_what_the_server_takes_and_is_said_in_the_load(
     engine.load(stored, Deadline.after(30, "Loading"))
     [body] = [one.body for one in server.requests if one.body and one.body.get("lora_path") == "/f"]
     assert body.get("is_3d_lora_weight", False) is is_stacked
+
+
+@pytest.mark.parametrize(
+    ("listed", "asked", "is_taken"),
+    [
+        ('{"run-v1": "/f"}', 1, True),
+        ('{"run-v1": "/other"}', 1, False),
+        ("{}", 1, False),
+        ("[]", 2, True),
+        ("<html>", 2, True),
+        (None, 2, True),
+    ],
+)
+def test_from_the_second_load_on_the_answer_may_list_the_adapters(
+    listed: str | None, asked: int, is_taken: bool, engine_at: Any
+) -> None:
+    def answer(request: Request) -> None:
+        body = request.body or {}
+        if request.path == "/v1/load_lora_adapter" and body["lora_path"]:
+            request.send(200, "Success", **({} if listed is None else {"lora_sync_adapters": listed}))
+        elif request.path == "/v1/models":
+            models = [{"id": "served", "root": "/m"}, {"id": "run-v1", "root": "/f", "parent": "served"}]
+            request.send(200, {"data": models})
+        else:
+            vllm_server(request, BAD_REQUEST, WITH_LORA)
+
+    engine, server = engine_at(answer)
+    engine.connect(Deadline.after(30, "Connecting"))
+    stored = StoredAdapter(name="run-v1", version=1, rank=8, target_modules=(), payload_bytes=1, server_path="/f")
+    before = len([one for one in server.requests if one.path == "/v1/models"])
+    engine.load(stored, Deadline.after(30, "Loading"))
+    if is_taken:
+        assert engine.load(stored, Deadline.after(30, "Loading")) == {"run-v1": "/f"}
+    else:
+        with pytest.raises(AdapterRejectedError, match="instead of '/f'"):
+            engine.load(stored, Deadline.after(30, "Loading"))
+    assert len([one for one in server.requests if one.path == "/v1/models"]) - before == asked
 
 
 @pytest.mark.parametrize(("status", "metrics"), [(401, ""), (500, ""), (200, "<html>a gateway</html>"), (404, "")])

@@ -1,6 +1,7 @@
 """Unit tier: adapters that vLLM's workers read with several threads; vLLM itself is stood in for by the truth."""
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import safetensors_file, vllm_quick_load_worker
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
+    ADAPTERS_HEADER,
     CHECKS_HEADER,
     EXPERTS_HEADER,
     GPUS_HEADER,
@@ -379,6 +381,46 @@ def test_answers_to_loads_say_whether_versions_are_compared_how_experts_are_take
         return found
 
     assert asyncio.run(run()) == [expected, (None, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "expected"),
+    [
+        ([("a-v1", "/sync/ä")], {"a-v1": "/sync/ä"}),
+        ([], {}),
+        ([("a-v1", "/" + 4096 * "x")], None),
+        (None, None),
+    ],
+)
+def test_answers_to_loads_list_the_adapters_that_the_server_has_then(
+    adapters: list[tuple[str, str]] | None, expected: dict[str, str] | None
+) -> None:
+    models = SimpleNamespace(lora_requests={})
+    state = SimpleNamespace() if adapters is None else SimpleNamespace(openai_serving_models=models)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for name, path in adapters or ():
+            models.lora_requests[name] = SimpleNamespace(lora_name=name, lora_path=path)
+        await send({"type": "http.response.start", "status": 200})
+
+    async def collective_rpc(method: str) -> list[dict[str, str]]:
+        return [FINE]
+
+    async def run() -> Any:
+        sent: list[Any] = []
+
+        async def note(message: Any) -> None:
+            sent.append(message)
+
+        state.engine_client = SimpleNamespace(collective_rpc=collective_rpc)
+        server, middleware = SimpleNamespace(state=state), QuickLoadMiddleware(app)
+        await middleware({"type": "lifespan", "app": server}, None, note)  # type: ignore[arg-type]
+        sent.clear()
+        await middleware({"type": "http", "path": "/v1/load_lora_adapter", "app": server}, None, note)  # type: ignore[arg-type]
+        return dict(sent[0]["headers"]).get(ADAPTERS_HEADER.encode())
+
+    listed = asyncio.run(run())
+    assert (None if listed is None else json.loads(listed)) == expected
 
 
 def test_a_worker_says_whether_it_takes_experts_in_one_tensor(worker: Worker) -> None:

@@ -11,6 +11,7 @@ not as expected, the server logs that and loads adapters in vLLM's way.
 `TRL_LORA_SYNC_WRITE_SLOTS=0` in the server's environment has it write no slots.
 """
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +31,16 @@ GPUS_HEADER = "lora-sync-gpus"
 EXPERTS_HEADER = "lora-sync-experts"
 """In answers to loads: `STACKED` if all experts of a layer may be in one tensor, whatever the model."""
 STACKED = "stacked"
+ADAPTERS_HEADER = "lora-sync-adapters"
+"""In answers to loads: all adapters of the server then, as a JSON object of names and paths."""
 NO_CHECKS = "none"
 """In place of `NOTE_FORM`, if workers compare nothing."""
 WRITE_SLOTS = "TRL_LORA_SYNC_WRITE_SLOTS"
 """In the server's environment: `0` to write no slots."""
 
 _LOAD_ROUTE = "/v1/load_lora_adapter"
+# Servers and proxies take 8 KB for all headers of an answer.
+_MAX_HEADER_BYTES = 4096
 
 
 def writes_slots(environ: Mapping[str, str]) -> bool:
@@ -59,20 +64,34 @@ class QuickLoadMiddleware:
             self._headers = await _prepare(scope)
         # By its end, as a server behind a proxy may have a root path before it.
         if self._headers and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
-            await self.app(scope, receive, _with_headers(send, self._headers))
+            await self.app(scope, receive, _with_headers(send, self._headers, scope))
         else:
             await self.app(scope, receive, send)
 
 
-def _with_headers(send: "Send", headers: Mapping[str, str]) -> "Send":
-    added = [(name.encode(), value.encode()) for name, value in headers.items()]
-
+def _with_headers(send: "Send", headers: Mapping[str, str], scope: "Scope") -> "Send":
     async def send_with_headers(message: "Message") -> None:
         if message["type"] == "http.response.start":
+            # Only now, as the load has ended.
+            given = {**headers, **_adapters_of(scope)}
+            added = [(name.encode(), value.encode()) for name, value in given.items()]
             message = {**message, "headers": [*message.get("headers", ()), *added]}
         await send(message)
 
     return send_with_headers
+
+
+def _adapters_of(scope: "Scope") -> dict[str, str]:
+    """The header that lists all adapters of the server; none if they are too many, or cannot be found out.
+
+    Source: `OpenAIServingModels` in vllm/entrypoints/openai/models/serving.py (0.26, 0.31).
+    """
+    try:
+        requests = scope["app"].state.openai_serving_models.lora_requests.values()
+        listed = json.dumps({one.lora_name: one.lora_path for one in requests})
+    except Exception:  # the client then requests the list
+        return {}
+    return {ADAPTERS_HEADER: listed} if len(listed) <= _MAX_HEADER_BYTES else {}
 
 
 async def _prepare(scope: "Scope") -> dict[str, str]:

@@ -5,6 +5,7 @@ mode. An adapter is selected by naming it as the model. `load_inplace` is never 
 adapter and every engine step reads it from disk again, which makes decoding four to six times slower (vllm#33791).
 """
 
+import json
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ from packaging.version import InvalidVersion, Version
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.version_note import DAMAGED
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
+    ADAPTERS_HEADER,
     CHECKS_HEADER,
     EXPERTS_HEADER,
     GPUS_HEADER,
@@ -95,6 +97,7 @@ class VLLMEngine(ServerEngine):
         self._checks_payload = False
         self._gpus: tuple[str, ...] = ()
         self._takes_stacked_experts = False
+        self._has_listed = False
 
     # Connecting
 
@@ -294,10 +297,13 @@ class VLLMEngine(ServerEngine):
             body["is_3d_lora_weight"] = True
         response = await self._post("/v1/load_lora_adapter", body, deadline)
         words = server_words(response)
-        # A repeated request finds its own first attempt; the listing below distinguishes it from another client's.
+        # A repeated request finds its own first attempt; the list below distinguishes it from another client's. The
+        # first list is requested separately, which shows whether a proxy has several servers behind it.
         if response.status_code != 200 and "already been loaded" not in words:
             raise self._load_error(adapter, response.status_code, words)
-        loaded = await self.loaded(deadline)
+        listed = adapters_in(response) if self._has_listed else None
+        loaded = await self.loaded(deadline) if listed is None else listed
+        self._has_listed = True
         path = loaded.get(adapter.name)
         if path != adapter.server_path:
             raise AdapterRejectedError(
@@ -572,6 +578,15 @@ class VLLMEngine(ServerEngine):
             f"{self.base_url} wants an API key, and {VLLM.api_key_variable} {state} in the trainer's environment. "
             f"Export {VLLM.api_key_variable} with the key the server was started with."
         )
+
+
+def adapters_in(response: httpx.Response) -> dict[str, str] | None:
+    """The adapters that the answer to a load lists, by name with their paths; None if it lists none."""
+    try:
+        listed = json.loads(response.headers[ADAPTERS_HEADER])
+        return {str(name): str(path) for name, path in listed.items()}
+    except (KeyError, ValueError, AttributeError):
+        return None
 
 
 def _is_below(version: str, limit: Version, *, if_unknown: bool = False) -> bool:
