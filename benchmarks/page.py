@@ -11,6 +11,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ def versus_tables() -> str:
     return table.tables(read("vs-weights"))
 
 
-def slots_sync() -> str:
-    """The parts of each arm's sync, with versions written into the server's slots."""
-    arms = read("vs-weights-2xh100")["shapes"]["8b"]["ranks"]["32"]["sync"]
+def parts_of_sync(name: str) -> str:
+    """The parts of each arm's sync."""
+    arms = read(name)["shapes"]["8b"]["ranks"]["32"]["sync"]
     stock_s = arms["weights"]["median"]["sync_s"]
     rows = []
     for arm, found in arms.items():
@@ -587,7 +588,8 @@ README_SECTIONS: Mapping[str, Callable[[], str]] = {
 }
 PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "vs-weights-summary": versus_summary,
-    "slots-sync": slots_sync,
+    "slots-sync": partial(parts_of_sync, "vs-weights-2xh100"),
+    "host-base-sync": partial(parts_of_sync, "vs-weights-2xh100-host-base"),
     "overlap": overlap,
     "async-grpo": async_grpo,
     "default-runs": default_runs,

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import fused_weights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece
-from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, InPlace, Reader, copies_of, finite, fuse
+from trl_lora_sync.engine_plugins.fused_weights import (
+    FusedAdapter,
+    Fuser,
+    InPlace,
+    Matrices,
+    Reader,
+    copies_of,
+    finite,
+    fuse,
+)
 
 R, IN, OUT = 2, 8, 16
 PREFIX = "base_model.model.layers.0."
@@ -150,6 +160,35 @@ def test_a_launch_writes_what_the_matrices_hold_when_it_runs() -> None:
     fuse(finite("b", 0.25, {"m": (lora_A, lora_B)}), targets, pieces)
     assert torch.equal(weight, again)
     assert fuse(None, targets, pieces) is None
+
+
+def test_a_launch_that_is_everything_is_run_again_for_the_same_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    def fuse(adapter: FusedAdapter | None, *_: Any) -> Any:
+        done.append(None if adapter is None else adapter.name)
+        is_all = adapter is not None and adapter.name != "partial"
+        return SimpleNamespace(run=done.append) if is_all else None
+
+    monkeypatch.setattr(fused_weights, "fuse", fuse)
+    fuser = Fuser()
+    memories: list[Matrices] = [{}, {}, {}]
+
+    def write(adapter: FusedAdapter | None) -> list[Any]:
+        done.clear()
+        fuser.fuse(adapter, {}, {})
+        return list(done)
+
+    assert write(FusedAdapter("v1", 0.5, memories[0])) == ["v1"]
+    assert write(FusedAdapter("v2", 0.5, memories[1])) == ["v2"]
+    assert write(FusedAdapter("v3", 0.25, memories[0])) == [0.25]
+    assert write(None) == [None]
+    assert write(FusedAdapter("v4", 2.0, memories[1])) == [2.0]
+    assert [write(FusedAdapter("partial", 1.0, memories[2])) for _ in range(2)] == [["partial"], ["partial"]]
+    assert write(FusedAdapter("v5", 1.0, memories[2])) == ["v5"]
+    assert write(FusedAdapter("v6", 1.0, memories[0])) == ["v6"]  # two are kept
+    fuser.forget()
+    assert write(FusedAdapter("v7", 1.0, memories[0])) == ["v7"]
 
 
 def test_each_fuse_starts_from_the_base() -> None:

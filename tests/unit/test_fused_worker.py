@@ -8,7 +8,6 @@ import torch
 
 from trl_lora_sync.engine_plugins import vllm_fused_worker as worker
 from trl_lora_sync.engine_plugins.fused_placement import Piece
-from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, Matrices
 
 
 def config(**changes: Any) -> Any:
@@ -94,35 +93,6 @@ def test_dora_is_refused_where_a_worker_has_a_part_of_each_row() -> None:
 def test_experts_without_plain_weights_are_refused_by_name() -> None:
     with pytest.raises(worker.UnsuitableError, match=r"'experts\.w13_weight', which is a FusedMoE.*target_modules"):
         worker.check_layer(Model(), "experts.w13_weight", {})
-
-
-def test_a_launch_that_is_everything_is_run_again_for_the_same_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
-
-    def fuse(adapter: FusedAdapter | None, *_: Any) -> Any:
-        done.append(None if adapter is None else adapter.name)
-        is_all = adapter is not None and adapter.name != "partial"
-        return SimpleNamespace(run=done.append) if is_all else None
-
-    monkeypatch.setattr(worker, "fuse", fuse)
-    fused = worker.FusedModel.__new__(worker.FusedModel)
-    fused._launches, fused._targets, fused.pieces = [], {}, {}
-    memories: list[Matrices] = [{}, {}, {}]
-
-    def write(adapter: FusedAdapter | None) -> list[Any]:
-        done.clear()
-        fused._active = adapter
-        fused._fuse()
-        return list(done)
-
-    assert write(FusedAdapter("v1", 0.5, memories[0])) == ["v1"]
-    assert write(FusedAdapter("v2", 0.5, memories[1])) == ["v2"]
-    assert write(FusedAdapter("v3", 0.25, memories[0])) == [0.25]
-    assert write(None) == [None]
-    assert write(FusedAdapter("v4", 2.0, memories[1])) == [2.0]
-    assert [write(FusedAdapter("partial", 1.0, memories[2])) for _ in range(2)] == [["partial"], ["partial"]]
-    assert write(FusedAdapter("v5", 1.0, memories[2])) == ["v5"]
-    assert write(FusedAdapter("v6", 1.0, memories[0])) == ["v6"]  # two are kept
 
 
 class UnquantizedFusedMoEMethod:

@@ -270,6 +270,29 @@ def fuse(
     return launch if launch.is_all else None
 
 
+class Fuser:
+    """`fuse` again and again, with what can be run instead of it for later adapters in the same memory."""
+
+    def __init__(self) -> None:
+        self._launches: list[tuple[Matrices, OneLaunch]] = []
+
+    def fuse(self, adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]) -> None:
+        """See `fuse`."""
+        matrices = None if adapter is None else adapter.matrices
+        known = next((launch for those, launch in self._launches if those is matrices), None)
+        if adapter is not None and known is not None:
+            known.run(adapter.scaling)
+            return
+        launch = fuse(adapter, targets, pieces)
+        if matrices is not None and launch is not None:
+            # Versions are in two memories in turns.
+            self._launches = [*self._launches, (matrices, launch)][-2:]
+
+    def forget(self) -> None:
+        """To be called before adapters of other modules."""
+        self._launches.clear()
+
+
 def part_of(whole: Tensor, piece: Piece) -> Tensor:
     """The rectangle of a parameter that a piece is; a vector has one row."""
     matrix = as_matrix(whole) if piece.expert is None else whole[piece.expert]

@@ -29,13 +29,11 @@ from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
 from trl_lora_sync.engine_plugins.fused_weights import (
     FusedAdapter,
+    Fuser,
     InPlace,
-    Matrices,
-    OneLaunch,
     Reader,
     Target,
     copies_of,
-    fuse,
 )
 
 PLACE_VARIABLE = "TRL_LORA_SYNC_FUSED_BASE"
@@ -133,8 +131,7 @@ class FusedModel:
         self._fitting: object = None
         # Placed, and not yet seen to be complete over all workers.
         self._unproved: set[str] = set()
-        # What writes all that has to be written for an adapter with these very matrices, whatever they hold.
-        self._launches: list[tuple[Matrices, OneLaunch]] = []
+        self._fuser = Fuser()
         self._active: FusedAdapter | None = None
         self._prepared: FusedAdapter | None = None
         self._before: FusedAdapter | None = None
@@ -162,7 +159,7 @@ class FusedModel:
             self._check_overlaps(changed)
             self.check_whole_rows(adapter.content.magnitudes, changed)
             self._fitting = adapter.content
-            self._launches.clear()
+            self._fuser.forget()
         placed = time.perf_counter()
         self._prepared = self._reader.read(name, adapter)
         return {
@@ -216,24 +213,12 @@ class FusedModel:
 
     def _write(self) -> None:
         if self._folded is None:
-            self._fuse()
+            self._fuser.fuse(self._active, self._targets, self.pieces)
         else:
             self._folded.write(self._active, self.pieces)
         if torch.cuda.is_available() and self._reader.device.type == "cuda":
             # Requests may be computed in another stream, and an error of a kernel must be this call's.
             torch.cuda.synchronize(self._reader.device)
-
-    def _fuse(self) -> None:
-        adapter = self._active
-        matrices = None if adapter is None else adapter.matrices
-        known = next((launch for those, launch in self._launches if those is matrices), None)
-        if adapter is not None and known is not None:
-            known.run(adapter.scaling)
-            return
-        launch = fuse(adapter, self._targets, self.pieces)
-        if matrices is not None and launch is not None:
-            # Versions are in two memories in turns.
-            self._launches = [*self._launches, (matrices, launch)][-2:]
 
     # Where modules go
 
