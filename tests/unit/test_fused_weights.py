@@ -17,8 +17,8 @@ from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece
 from trl_lora_sync.engine_plugins.fused_weights import (
     FusedAdapter,
-    Fuser,
     InPlace,
+    Launches,
     Matrices,
     Reader,
     copies_of,
@@ -154,41 +154,33 @@ def test_a_launch_writes_what_the_matrices_hold_when_it_runs() -> None:
     pieces = {"m": [Piece("w", (0, 64), (0, 72), 0, 0)]}
     launch = fuse(finite("a", 0.5, {"m": (lora_A, lora_B)}), targets, pieces)
     lora_B.mul_(2)
-    assert launch is not None
+    assert launch.is_all
     launch.run(0.25)
     again = weight.clone()
     fuse(finite("b", 0.25, {"m": (lora_A, lora_B)}), targets, pieces)
     assert torch.equal(weight, again)
-    assert fuse(None, targets, pieces) is None
+    assert not fuse(None, targets, pieces).is_all
 
 
-def test_a_launch_that_is_everything_is_run_again_for_the_same_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_is_everything_is_run_again_for_the_same_memory_only() -> None:
+    launches, memories = Launches(), [Matrices(), Matrices(), Matrices()]
     done: list[Any] = []
 
-    def fuse(adapter: FusedAdapter | None, *_: Any) -> Any:
-        done.append(None if adapter is None else adapter.name)
-        is_all = adapter is not None and adapter.name != "partial"
-        return SimpleNamespace(run=done.append) if is_all else None
-
-    monkeypatch.setattr(fused_weights, "fuse", fuse)
-    fuser = Fuser()
-    memories: list[Matrices] = [{}, {}, {}]
-
-    def write(adapter: FusedAdapter | None) -> list[Any]:
+    def write(memory: int, scaling: float, *, is_all: bool = True) -> list[Any]:
         done.clear()
-        fuser.fuse(adapter, {}, {})
+
+        def in_full() -> Any:
+            done.append("in full")
+            return SimpleNamespace(run=done.append, is_all=is_all)
+
+        launches.write(memories[memory], scaling, in_full)
         return list(done)
 
-    assert write(FusedAdapter("v1", 0.5, memories[0])) == ["v1"]
-    assert write(FusedAdapter("v2", 0.5, memories[1])) == ["v2"]
-    assert write(FusedAdapter("v3", 0.25, memories[0])) == [0.25]
-    assert write(None) == [None]
-    assert write(FusedAdapter("v4", 2.0, memories[1])) == [2.0]
-    assert [write(FusedAdapter("partial", 1.0, memories[2])) for _ in range(2)] == [["partial"], ["partial"]]
-    assert write(FusedAdapter("v5", 1.0, memories[2])) == ["v5"]
-    assert write(FusedAdapter("v6", 1.0, memories[0])) == ["v6"]  # two are kept
-    fuser.forget()
-    assert write(FusedAdapter("v7", 1.0, memories[0])) == ["v7"]
+    assert [write(0, 0.5), write(1, 0.5), write(0, 0.25), write(1, 2.0)] == [["in full"], ["in full"], [0.25], [2.0]]
+    assert [write(2, 1.0, is_all=False), write(2, 1.0), write(2, 1.0)] == [["in full"], ["in full"], [1.0]]
+    assert write(0, 1.0) == ["in full"]  # two are kept
+    launches.forget()
+    assert write(0, 1.0) == ["in full"]
 
 
 def test_each_fuse_starts_from_the_base() -> None:

@@ -18,10 +18,8 @@ from trl_lora_sync.colocate import engine, placing
 from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.engine_plugins.folded_base import BaseChangedError, FoldedBase
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
-from trl_lora_sync.engine_plugins.fused_weights import OneLaunch, fuse_piece, part_of
+from trl_lora_sync.engine_plugins.fused_weights import Launches, Matrices, OneLaunch, fuse_piece, part_of
 from trl_lora_sync.errors import AdapterRejectedError, UnsupportedSettingError, WrongPolicyError
-
-Matrices = dict[str, tuple[Tensor, Tensor]]
 
 
 class AdaptersInWeights(ABC):
@@ -107,6 +105,12 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         self._is_transposed = False
         self._written: str | None = None  # the adapter in the weights; None for the base
         self._is_whole = True  # whether that is in all of them
+        self._launches = Launches()
+        self._places: list[int] = []  # of the base weights
+
+    def release(self) -> None:
+        super().release()
+        self._launches.forget()
 
     def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
         self._is_transposed = is_transposed
@@ -132,8 +136,19 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         """Write all weights that any adapter has changed; if it fails, all of them are written before the next use."""
         self._is_whole = False
         device = next(iter(self._parameters.values())).device
-        # Under the trainer's autocast the product would be rounded to half precision before it is added.
+        # Such as after the trainer has moved its model to the host and back.
+        places = [self._base[module].data_ptr() for module in self._pieces]
+        if places != self._places:
+            self._launches.forget()
+            self._places = places
+        self._launches.write(matrices, 1.0, lambda: self._write_in_full(matrices, device))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._written, self._is_whole = name, True
+
+    def _write_in_full(self, matrices: Matrices, device: torch.device) -> OneLaunch:
         launch = OneLaunch()
+        # Under the trainer's autocast the product would be rounded to half precision before it is added.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for module, pieces in self._pieces.items():
                 base = self._base[module].data
@@ -146,10 +161,9 @@ class MergedIntoOwnWeights(AdaptersInWeights):
                         fuse_piece(target, source, *matrices[module], piece, 1.0, launch)
                     else:
                         target.copy_(source)
+                        launch.is_all = False
             launch.run(1.0)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._written, self._is_whole = name, True
+        return launch
 
 
 class FoldedIntoSharedWeights(AdaptersInWeights):

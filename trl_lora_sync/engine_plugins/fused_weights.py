@@ -230,9 +230,7 @@ class Largest:
         return torch.stack(list(torch._foreach_norm(self._tensors, float("inf")))).tolist()
 
 
-def fuse(
-    adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]
-) -> "OneLaunch | None":
+def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]) -> "OneLaunch":
     """Put an adapter, or the base for None, into all weights that any adapter has ever changed.
 
     Args:
@@ -240,7 +238,7 @@ def fuse(
         pieces: of every module that was ever adapted.
 
     Returns:
-        What can be run instead of this for a later adapter in the same memory; None if that would not be all.
+        What was written with one launch.
     """
     matrices = adapter.matrices if adapter is not None else {}
     changes = adapter.changes if adapter is not None else {}
@@ -267,30 +265,7 @@ def fuse(
                     assert adapter is not None
                     fuse_piece(*parts, *matrices[module], piece, scaling, launch, adapter.magnitudes.get(module))
     launch.run(scaling)
-    return launch if launch.is_all else None
-
-
-class Fuser:
-    """`fuse` again and again, with what can be run instead of it for later adapters in the same memory."""
-
-    def __init__(self) -> None:
-        self._launches: list[tuple[Matrices, OneLaunch]] = []
-
-    def fuse(self, adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]) -> None:
-        """See `fuse`."""
-        matrices = None if adapter is None else adapter.matrices
-        known = next((launch for those, launch in self._launches if those is matrices), None)
-        if adapter is not None and known is not None:
-            known.run(adapter.scaling)
-            return
-        launch = fuse(adapter, targets, pieces)
-        if matrices is not None and launch is not None:
-            # Versions are in two memories in turns.
-            self._launches = [*self._launches, (matrices, launch)][-2:]
-
-    def forget(self) -> None:
-        """To be called before adapters of other modules."""
-        self._launches.clear()
+    return launch
 
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:
@@ -334,6 +309,32 @@ class OneLaunch:
                 self._launches += kernel(jobs)
         for launch in self._launches:
             launch.run(scaling)
+
+
+class Launches:
+    """What is run instead of writing weights one by one, for later adapters in the same memory."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Matrices, OneLaunch]] = []
+
+    def write(self, matrices: Matrices, scaling: float, in_full: Callable[[], OneLaunch]) -> None:
+        """Write an adapter with these matrices to the weights.
+
+        Args:
+            in_full: does that, and returns the launch that was a part of it.
+        """
+        known = next((launch for those, launch in self._known if those is matrices), None)
+        if known is not None:
+            known.run(scaling)
+            return
+        launch = in_full()
+        if launch.is_all:
+            # Versions are in two memories in turns.
+            self._known = [*self._known, (matrices, launch)][-2:]
+
+    def forget(self) -> None:
+        """To be called before anything but the values has changed."""
+        self._known.clear()
 
 
 def fuse_piece(

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
 from trl_lora_sync.engine_plugins.fused_weights import (
     FusedAdapter,
-    Fuser,
     InPlace,
+    Launches,
     Reader,
     Target,
     copies_of,
+    fuse,
 )
 
 PLACE_VARIABLE = "TRL_LORA_SYNC_FUSED_BASE"
@@ -131,7 +133,7 @@ class FusedModel:
         self._fitting: object = None
         # Placed, and not yet seen to be complete over all workers.
         self._unproved: set[str] = set()
-        self._fuser = Fuser()
+        self._launches = Launches()
         self._active: FusedAdapter | None = None
         self._prepared: FusedAdapter | None = None
         self._before: FusedAdapter | None = None
@@ -159,7 +161,7 @@ class FusedModel:
             self._check_overlaps(changed)
             self.check_whole_rows(adapter.content.magnitudes, changed)
             self._fitting = adapter.content
-            self._fuser.forget()
+            self._launches.forget()
         placed = time.perf_counter()
         self._prepared = self._reader.read(name, adapter)
         return {
@@ -213,7 +215,12 @@ class FusedModel:
 
     def _write(self) -> None:
         if self._folded is None:
-            self._fuser.fuse(self._active, self._targets, self.pieces)
+            active = self._active
+            if active is None:
+                fuse(None, self._targets, self.pieces)
+            else:
+                in_full = partial(fuse, active, self._targets, self.pieces)
+                self._launches.write(active.matrices, active.scaling, in_full)
         else:
             self._folded.write(self._active, self.pieces)
         if torch.cuda.is_available() and self._reader.device.type == "cuda":
