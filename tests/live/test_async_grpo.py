@@ -154,7 +154,7 @@ def test_each_sample_carries_exactly_the_version_it_was_sampled_from(
 
 def test_pushed_versions_are_sampled_from(make: Make, servers: list[VLLMServer], base_model: Path) -> None:
     trainer = make(
-        urls=[server.base_url for server in servers], lora_sync_transport="push", learning_rate=0.05, max_steps=3
+        urls=[server.base_url for server in servers], lora_sync_transport="push", learning_rate=0.05, max_steps=8
     )
 
     trainer.train()

@@ -16,11 +16,11 @@ from support.models import randomize_adapter
 from support.policies import NOISE_MEAN, OTHER_POLICY_MEAN, distance, is_policy_of, sample, token_ids
 from support.shared_memory import shared_folder, use_slots
 from support.trainers import wait_for_unloads
+from support.waiting import happens
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.adapter.slots import SlotRing
-from trl_lora_sync.runtime import run
 
 Make = Callable[..., GRPOTrainer]
 
@@ -49,8 +49,10 @@ def test_the_server_samples_from_every_version_that_goes_through_slots(
         randomize_adapter(trainer.model, seed=seed)
         generation.sync_weights()
         assert ring_of(trainer).lent(generation.active_name) is not None
-        run(generation.sync.transport.open())  # after what has been left to its thread
-        assert ring_of(trainer).new or ring_of(trainer).free, "the next sync has to wait for a slot"
+        # Prepared beside the generation.
+        assert happens(lambda: bool(ring_of(trainer).new or ring_of(trainer).free)), (
+            "the next sync has to wait for a slot"
+        )
         rows = sample(generation, [token_ids(seed), token_ids(seed + 100)])
         assert is_policy_of(trainer.model, rows), (seed, distance(trainer.model, rows))
     wait_for_unloads(trainer)

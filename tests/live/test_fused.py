@@ -28,11 +28,12 @@ from vllm_server import VLLMServer
 from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.engine_plugins.version_note import NOTE_FILE
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.engines.vllm.fused import VLLMFusedEngine
-from trl_lora_sync.errors import AdapterRejectedError, ServerSetupError
+from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, ServerSetupError
 from trl_lora_sync.runtime import Blocking, run
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,30 @@ def fused(fused_server: VLLMServer, reference: PeftReference, tmp_path: Path) ->
         store.close()
 
 
+def change_file(stored: StoredAdapter, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a version, as one that no trainer of this package has noted a checksum of."""
+    assert stored.path
+    file = stored.path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    (stored.path / NOTE_FILE).unlink()
+
+
+def test_a_version_that_was_damaged_on_the_way_is_refused(fused: Fused) -> None:
+    good = fused.load(1)
+    before = fused.score(good)
+    stored = fused.write(2)
+    assert stored.path
+    file = stored.path / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(AdapterNotVisibleError, match="its tensors have the checksum"):
+        fused.engine.load(stored, soon(60))
+    assert fused.score(good) == before
+
+
 def test_the_base_comes_back_bit_for_bit_after_many_versions(fused: Fused) -> None:
     before = fused.score(fused.base)
     for seed in range(6):
@@ -123,10 +148,7 @@ def test_the_base_comes_back_bit_for_bit_after_many_versions(fused: Fused) -> No
 def test_an_adapter_of_zeros_is_the_base_bit_for_bit(fused: Fused) -> None:
     before = fused.score(fused.base)
     stored = fused.write(1)
-    assert stored.path
-    file = stored.path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    save_file({name: tensor * ("lora_A" in name) for name, tensor in tensors.items()}, file)
+    change_file(stored, lambda tensors: [one.zero_() for name, one in tensors.items() if "lora_A" not in name])
     fused.engine.load(stored, soon(60))
     assert fused.score(stored.name) == before
     assert fused.state()["current"] == stored.name
@@ -255,11 +277,7 @@ def test_a_version_that_is_refused_changes_nothing(
     good = fused.load(1)
     before = fused.score(good)
     stored = fused.write(2)
-    assert stored.path
-    file = stored.path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
+    change_file(stored, change)
     with pytest.raises(AdapterRejectedError, match=words):
         fused.engine.load(stored, soon(60))
     assert (fused.state()["current"], list(fused.engine.loaded(soon()))) == (good, [good])
@@ -389,10 +407,7 @@ def test_every_worker_gets_its_shard(base_model: Path, reference: PeftReference,
         before = fused.score(fused.base)
         # First, while nothing is known of the layer: each worker takes its rows of what is too wide without a word.
         wide = fused.write(3)
-        assert wide.path
-        tensors = load_file(wide.path / "adapter_model.safetensors")
-        of_another_width(tensors)
-        save_file(tensors, wide.path / "adapter_model.safetensors")
+        change_file(wide, of_another_width)
         with pytest.raises(AdapterRejectedError, match="another base model"):
             engine.load(wide, soon(60))
         names = {seed: fused.load(seed) for seed in (1, 2)}
