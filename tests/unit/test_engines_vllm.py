@@ -493,24 +493,27 @@ def test_only_a_server_that_says_so_compares_what_it_has_loaded(
     assert (found.checks_payload, found.gpus) == (checks, gpus)
 
 
+def loading_server(headers: dict[str, str]) -> Callable[[Request], None]:
+    """Takes every adapter, has `run-v1` from `/f`, and adds headers to its answers to loads."""
+
+    def answer(request: Request) -> None:
+        if request.path == "/v1/load_lora_adapter":
+            request.send(*((200, "Success") if request.body["lora_path"] else BAD_REQUEST), **headers)
+        elif request.path == "/v1/models":
+            models = [{"id": "served", "root": "/m"}, {"id": "run-v1", "root": "/f", "parent": "served"}]
+            request.send(200, {"data": models})
+        else:
+            vllm_server(request, BAD_REQUEST, WITH_LORA)
+
+    return answer
+
+
 @pytest.mark.parametrize("is_stacked", [False, True])
 @pytest.mark.parametrize("header", [None, "stacked", "another form"])
 def test_the_form_of_experts_is_what_the_server_takes_and_is_said_in_the_load(
     header: str | None, is_stacked: bool, engine_at: Any
 ) -> None:
-    def answer(request: Request) -> None:
-        body = request.body or {}
-        if request.path == "/v1/load_lora_adapter" and body["lora_path"]:
-            request.send(200, "Success")
-        elif request.path == "/v1/load_lora_adapter":
-            request.send(*BAD_REQUEST, **({} if header is None else {"lora_sync_experts": header}))
-        elif request.path == "/v1/models":
-            listed = [{"id": "served", "root": "/m"}, {"id": "run-v1", "root": "/f", "parent": "served"}]
-            request.send(200, {"data": listed})
-        else:
-            vllm_server(request, BAD_REQUEST, WITH_LORA)
-
-    engine, server = engine_at(answer)
+    engine, server = engine_at(loading_server({} if header is None else {"lora_sync_experts": header}))
     form = engine.connect(Deadline.after(30, "Connecting")).form
     assert form == Form(stacked_experts=header == "stacked")
     stored = StoredAdapter(
@@ -541,17 +544,7 @@ def test_the_form_of_experts_is_what_the_server_takes_and_is_said_in_the_load(
 def test_from_the_second_load_on_the_answer_may_list_the_adapters(
     listed: str | None, asked: int, is_taken: bool, engine_at: Any
 ) -> None:
-    def answer(request: Request) -> None:
-        body = request.body or {}
-        if request.path == "/v1/load_lora_adapter" and body["lora_path"]:
-            request.send(200, "Success", **({} if listed is None else {"lora_sync_adapters": listed}))
-        elif request.path == "/v1/models":
-            models = [{"id": "served", "root": "/m"}, {"id": "run-v1", "root": "/f", "parent": "served"}]
-            request.send(200, {"data": models})
-        else:
-            vllm_server(request, BAD_REQUEST, WITH_LORA)
-
-    engine, server = engine_at(answer)
+    engine, server = engine_at(loading_server({} if listed is None else {"lora_sync_adapters": listed}))
     engine.connect(Deadline.after(30, "Connecting"))
     stored = StoredAdapter(name="run-v1", version=1, rank=8, target_modules=(), payload_bytes=1, server_path="/f")
     before = len([one for one in server.requests if one.path == "/v1/models"])

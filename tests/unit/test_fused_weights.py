@@ -18,8 +18,9 @@ from trl_lora_sync.engine_plugins.fused_placement import Piece
 from trl_lora_sync.engine_plugins.fused_weights import (
     FusedAdapter,
     InPlace,
-    Launches,
+    KnownLaunches,
     Matrices,
+    OneLaunch,
     Reader,
     copies_of,
     finite,
@@ -162,8 +163,39 @@ def test_a_launch_writes_what_the_matrices_hold_when_it_runs() -> None:
     assert not fuse(None, targets, pieces).is_all
 
 
+def test_a_launch_is_everything_if_it_writes_all_rectangles_from_bases_on_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnGPU:
+        """As far as a launch looks at a tensor before it runs."""
+
+        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda")
+
+        def __init__(self, stride: int = 1) -> None:
+            self._stride = stride
+
+        def stride(self, dimension: int) -> int:
+            return self._stride
+
+    def is_all(rectangles: int, *jobs: tuple[Any, ...]) -> bool:
+        launch = OneLaunch(rectangles)
+        for job in jobs:
+            launch.takes(job)  # type: ignore[arg-type]
+        return launch.is_all
+
+    monkeypatch.setattr(fused_weights, "kernel_on", lambda *_: object())
+    weight = OnGPU()
+    good = (weight, OnGPU(), OnGPU(), OnGPU())
+    assert is_all(2, good, good)
+    assert not is_all(2, good)
+    assert not is_all(1, (weight, weight, OnGPU(), OnGPU()))
+    assert not is_all(1, (weight, OnGPU(), OnGPU(stride=2), OnGPU()))
+    monkeypatch.setattr(fused_weights, "kernel_on", lambda *_: None)
+    assert not is_all(1, good)
+
+
 def test_a_launch_that_is_everything_is_run_again_for_the_same_memory_only() -> None:
-    launches, memories = Launches(), [Matrices(), Matrices(), Matrices()]
+    launches, memories = KnownLaunches(), [Matrices(), Matrices(), Matrices()]
     done: list[Any] = []
 
     def write(memory: int, scaling: float, *, is_all: bool = True) -> list[Any]:

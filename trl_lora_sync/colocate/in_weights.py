@@ -18,7 +18,7 @@ from trl_lora_sync.colocate import engine, placing
 from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.engine_plugins.folded_base import BaseChangedError, FoldedBase
 from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
-from trl_lora_sync.engine_plugins.fused_weights import Launches, Matrices, OneLaunch, fuse_piece, part_of
+from trl_lora_sync.engine_plugins.fused_weights import KnownLaunches, Matrices, OneLaunch, fuse_piece, part_of
 from trl_lora_sync.errors import AdapterRejectedError, UnsupportedSettingError, WrongPolicyError
 
 
@@ -105,7 +105,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         self._is_transposed = False
         self._written: str | None = None  # the adapter in the weights; None for the base
         self._is_whole = True  # whether that is in all of them
-        self._launches = Launches()
+        self._launches = KnownLaunches()
         self._places: list[int] = []  # of the base weights
 
     def release(self) -> None:
@@ -147,7 +147,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         self._written, self._is_whole = name, True
 
     def _write_in_full(self, matrices: Matrices, device: torch.device) -> OneLaunch:
-        launch = OneLaunch()
+        launch = OneLaunch(sum(map(len, self._pieces.values())))
         # Under the trainer's autocast the product would be rounded to half precision before it is added.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for module, pieces in self._pieces.items():
@@ -161,7 +161,6 @@ class MergedIntoOwnWeights(AdaptersInWeights):
                         fuse_piece(target, source, *matrices[module], piece, 1.0, launch)
                     else:
                         target.copy_(source)
-                        launch.is_all = False
             launch.run(1.0)
         return launch
 

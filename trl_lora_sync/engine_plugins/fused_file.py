@@ -82,8 +82,8 @@ class AdapterFile:
     content: "Content"
     scaling: float
     tokens: dict[str, tuple[int, list[int]]]
-    config: bytes = b""
-    note: VersionNote | None = None
+    config: bytes
+    note: VersionNote | None
 
     @property
     def modules(self) -> dict[str, tuple[TensorSpan, TensorSpan]]:

@@ -17,8 +17,8 @@ from trl_lora_sync.engine_plugins.fused_gate import Gate
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.routes import below, check_key, path_of, refusal, respond
 from trl_lora_sync.engine_plugins.timeouts import timeout
+from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE, WORKER
-from trl_lora_sync.engine_plugins.vllm_quick_load import NOTE_FORM
 
 T = TypeVar("T")
 

@@ -113,8 +113,7 @@ class Reader:
                 if adapter.note is None:
                     self._fetcher.read(file.fileno(), adapter.head.start, data)
                 else:
-                    given = (file.fileno(), adapter.head, adapter.config, adapter.note)
-                    self._fetcher.fetch(name, folder, *given, data)
+                    self._fetcher.fetch(name, folder, file.fileno(), adapter.head, adapter.config, adapter.note, data)
         except OSError as error:
             raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", is_missing=True) from error
         except ShortFileError as error:
@@ -246,21 +245,18 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
     for module, found in pieces.items():
         for piece in found:
             by_target[piece.owner].append((module, piece))
-    launch = OneLaunch()
+    launch = OneLaunch(sum(map(len, pieces.values())))
     scaling = adapter.scaling if adapter is not None else 1.0
     for key, target in targets.items():
-        launch.is_all &= isinstance(target, InPlace)
         with target.changing() as weight, torch.no_grad():
             # Bases first: a layer may have been adapted as a whole by one adapter and in parts by another.
             for module, piece in by_target[key]:
                 if module not in matrices and module not in changes:
                     part_of(weight, piece).copy_(part_of(target.base, piece), non_blocking=True)
-                    launch.is_all = False
             for module, piece in by_target[key]:
                 parts = part_of(weight, piece), part_of(target.base, piece)
                 if module in changes:
                     changes[module].write(*parts, piece)
-                    launch.is_all = False
                 elif module in matrices:
                     assert adapter is not None
                     fuse_piece(*parts, *matrices[module], piece, scaling, launch, adapter.magnitudes.get(module))
@@ -277,12 +273,12 @@ def part_of(whole: Tensor, piece: Piece) -> Tensor:
 class OneLaunch:
     """Rectangles that one launch of a kernel writes, instead of one for each.
 
-    Attributes:
-        is_all: whether nothing else is written.
+    Args:
+        rectangles: how many are to be written in all, in whatever way.
     """
 
-    def __init__(self) -> None:
-        self.is_all = True
+    def __init__(self, rectangles: int) -> None:
+        self._rectangles = rectangles
         self._jobs: dict[tuple[torch.device, torch.dtype], list[Job]] = {}
         self._launches: list[Launch] | None = None
 
@@ -299,6 +295,13 @@ class OneLaunch:
             self._jobs.setdefault((weight.device, weight.dtype), []).append(job)
         return suits
 
+    @property
+    def is_all(self) -> bool:
+        """Whether to run it is to write all rectangles."""
+        jobs = [job for of_kind in self._jobs.values() for job in of_kind]
+        # A base that is elsewhere has been copied to its weight before.
+        return len(jobs) == self._rectangles and all(base is not weight for weight, base, *_ in jobs)
+
     def run(self, scaling: float) -> None:
         """Write what `takes` has noted down, with what the matrices hold now."""
         if self._launches is None:
@@ -311,7 +314,7 @@ class OneLaunch:
             launch.run(scaling)
 
 
-class Launches:
+class KnownLaunches:
     """What is run instead of writing weights one by one, for later adapters in the same memory."""
 
     def __init__(self) -> None:
@@ -361,14 +364,11 @@ def fuse_piece(
         # One transfer over the bus, into memory that is there already; the sum may be written over its base.
         weight.copy_(base, non_blocking=True)
         base = weight
-        launch.is_all = False
     if magnitude is not None:
-        launch.is_all = False
         fuse_with_magnitude(weight, base, columns, rows, scaling, magnitude[slice(*piece.rows)])
         return
     if launch.takes((weight, base, columns, rows)):
         return
-    launch.is_all = False
     columns = columns.float()
     step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
     for start in range(0, weight.shape[0], step):

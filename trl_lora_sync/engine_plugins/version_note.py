@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 NOTE_FILE = "lora_sync.json"
+NOTE_FORM = "2"
+"""Of `VersionNote`; to be changed with it, as trainer and server are installed apart."""
 DAMAGED = "is damaged: "
 """In the message with which a worker refuses a version that is not what the trainer sent."""
 

@@ -31,7 +31,7 @@ from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, 
 from trl_lora_sync.engine_plugins.fused_weights import (
     FusedAdapter,
     InPlace,
-    Launches,
+    KnownLaunches,
     Reader,
     Target,
     copies_of,
@@ -133,7 +133,7 @@ class FusedModel:
         self._fitting: object = None
         # Placed, and not yet seen to be complete over all workers.
         self._unproved: set[str] = set()
-        self._launches = Launches()
+        self._launches = KnownLaunches()
         self._active: FusedAdapter | None = None
         self._prepared: FusedAdapter | None = None
         self._before: FusedAdapter | None = None

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 
 if TYPE_CHECKING:  # at run time, the trainer's side imports this without Starlette
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,8 +25,6 @@ MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_quick_load.QuickLoadMiddleware"
 WORKER = "trl_lora_sync.engine_plugins.vllm_quick_load_worker.QuickLoadWorker"
 CHECKS_HEADER = "lora-sync-checks"
 """In answers to loads: the form of note by which workers refuse a version that is not what its trainer sent."""
-NOTE_FORM = "2"
-"""Of `version_note`; to be changed with it."""
 GPUS_HEADER = "lora-sync-gpus"
 """Beside `CHECKS_HEADER`: the UUIDs of the GPUs that the first worker sees, with commas; without any on a CPU."""
 EXPERTS_HEADER = "lora-sync-experts"

@@ -19,13 +19,12 @@ import httpx
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engine_plugins.version_note import DAMAGED
+from trl_lora_sync.engine_plugins.version_note import DAMAGED, NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
     ADAPTERS_HEADER,
     CHECKS_HEADER,
     EXPERTS_HEADER,
     GPUS_HEADER,
-    NOTE_FORM,
     STACKED,
 )
 from trl_lora_sync.engines.base import (
@@ -583,10 +582,14 @@ class VLLMEngine(ServerEngine):
 def adapters_in(response: httpx.Response) -> dict[str, str] | None:
     """The adapters that the answer to a load lists, by name with their paths; None if it lists none."""
     try:
-        listed = json.loads(response.headers[ADAPTERS_HEADER])
-        return {str(name): str(path) for name, path in listed.items()}
-    except (KeyError, ValueError, AttributeError):
+        return paths_by_name(json.loads(response.headers[ADAPTERS_HEADER]))
+    except (KeyError, ValueError):
         return None
+
+
+def paths_by_name(listed: Any) -> dict[str, str] | None:
+    """The adapters in a JSON object of names and paths; None if it is none."""
+    return {str(name): str(path) for name, path in listed.items()} if isinstance(listed, dict) else None
 
 
 def _is_below(version: str, limit: Version, *, if_unknown: bool = False) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
-from trl_lora_sync.engine_plugins.vllm_quick_load import NOTE_FORM
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import json_object, server_words
-from trl_lora_sync.engines.vllm.engine import VLLMEngine
+from trl_lora_sync.engines.vllm.engine import VLLMEngine, paths_by_name
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
     AdapterRejectedError,
@@ -119,5 +119,4 @@ class VLLMFusedEngine(VLLMEngine):
 
 
 def _adapters_in(answer: dict[str, Any]) -> dict[str, str]:
-    adapters = answer.get("adapters")
-    return {str(name): str(path) for name, path in adapters.items()} if isinstance(adapters, dict) else {}
+    return paths_by_name(answer.get("adapters")) or {}
