@@ -48,13 +48,14 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter, ExtraTensors, LoRA
 from trl_lora_sync.adapter.experts import FAMILIES, ExpertLayer, expert_blocks  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
-from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
+from trl_lora_sync.adapter.store import StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins import vllm_fused, vllm_quick_load  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
 from trl_lora_sync.engines.vllm import engine as vllm_engine  # noqa: E402
 from trl_lora_sync.errors import LoRASyncError  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
+from trl_lora_sync.transports import DiskTransport  # noqa: E402
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -303,7 +304,7 @@ def big_layers(family: str, args: argparse.Namespace, device: str) -> list[Exper
 
 
 class Exporter:
-    """Exports and writes adapters as a run does: in the flat form, and into page-locked files if there is a GPU."""
+    """Exports and writes adapters as a run does: in the flat form, and for servers on this host."""
 
     def __init__(self, family: str, args: argparse.Namespace, folder: Path, *, is_stacked: bool) -> None:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -316,9 +317,8 @@ class Exporter:
             scaling=1.0,
         )
         self._buffer = FlatBuffer()
-        self.store = AdapterStore(
-            folder / "store", slots=SlotRing(shares=False) if self._device == "cuda" else None, has_checksums=False
-        )
+        slots = SlotRing(shares_gpu=True) if self._device == "cuda" else None
+        self._transport = DiskTransport(folder / "store", slots=slots, has_checksums=True)
 
     def write(self) -> tuple[StoredAdapter, CanonicalAdapter, dict[str, float]]:
         """The next version, and the seconds of each part."""
@@ -330,9 +330,16 @@ class Exporter:
         if self._device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter())
-        stored = self.store.write(self._versions, adapter)
+        stored = run(self._transport.write(self._versions, adapter))
         times.append(time.perf_counter())
         return stored, adapter, {"export_s": times[1] - times[0], "write_s": times[2] - times[1]}
+
+    def delete(self, stored: StoredAdapter) -> None:
+        run(self._transport.delete(stored))
+        self._transport.prepare()
+
+    def close(self) -> None:
+        run(self._transport.close())
 
 
 def summary(samples: list[dict[str, float]]) -> dict[str, Any]:
@@ -351,9 +358,8 @@ def time_export(args: argparse.Namespace, folder: Path, *, is_stacked: bool) -> 
     for _ in range(args.repeats + 2):
         stored, adapter, sample = exporter.write()
         samples.append(sample)
-        exporter.store.delete(stored)
-        exporter.store.prepare()
-    exporter.store.close()
+        exporter.delete(stored)
+    exporter.close()
     return {
         "parameters": sum(matrix.weight.numel() for layer in exporter.layers for matrix in layer.matrices),
         "tensors": len(adapter.tensors),
@@ -403,11 +409,11 @@ def time_sync(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     samples.append(sample | {"load_s": time.perf_counter() - started})
                     print("sync", name, json.dumps(samples[-1]), flush=True)
                     engine.unload(stored.name, deadline())
-                    exporter.store.delete(stored)
-                    exporter.store.prepare()
-                exporter.store.close()
+                    exporter.delete(stored)
+                exporter.close()
                 seen[name] = {**summary(samples[1:]), "very_first": samples[0]}
                 del exporter
+            seen["said"] = [line[-300:] for line in log.read_text(errors="replace").splitlines() if "lora_sync" in line]
     except Exception:
         seen["failed"] = traceback.format_exc()[-3000:]
         seen["log"] = log.read_text(errors="replace")[-3000:] if log.exists() else ""

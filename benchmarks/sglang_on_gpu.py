@@ -17,8 +17,10 @@ not measured at the end of the budget is said to be left out. A case that fails 
 """
 
 import argparse
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import statistics
@@ -110,10 +112,17 @@ class Server:
                 self.process.wait()
 
 
+def free_port() -> int:
+    """SGLang takes the port 10,000 above its own as well, so a high one will not do."""
+    while True:
+        port = random.randrange(20_000, 50_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
 def start(case: str, model: Path, args: argparse.Namespace, log: Path) -> Server:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     is_large = case in LARGE
     command = [
         args.server_python, "-m", "sglang.launch_server", "--model-path", str(model),
@@ -121,7 +130,7 @@ def start(case: str, model: Path, args: argparse.Namespace, log: Path) -> Server
         "--lora-target-modules", *MODULES, "--max-loras-per-batch", str(KEEP + 2),
         # A large share of the memory and few tokens: servers that start side by side see each other's memory go.
         "--mem-fraction-static", "0.8", "--max-total-tokens", "65536" if is_large else "8192",
-        "--max-running-requests", "64" if is_large else "16", "--context-length", "1024",
+        "--max-running-requests", "64" if is_large else "16", "--context-length", "1024" if is_large else "512",
         "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     ]  # fmt: skip
     if not is_large:

@@ -108,7 +108,7 @@ def by_value(part: Tensor, file: Tensor) -> None:
 @pytest.mark.parametrize("load", [scaled, by_value])
 def test_an_engine_that_does_more_than_to_copy_is_noticed(load: Load) -> None:
     with pytest.raises(LayoutError):
-        boxes_of(load, (1, 40, 16), 1_000)
+        boxes_of(load, (1, 40, 16), 100_000)
 
 
 def test_an_engine_that_scatters_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,22 @@ An engine takes a file apart in its own ways: it packs some modules together, sl
 reorders experts. None of that is known here. The engine loads adapters whose elements are digits of their places in
 the file, so each element of the slot then names the element of the file that went there. The result is a list of
 boxes: copies between two regular parts of memory.
+
+A digit is one of the many values that a number of 16 bits can have, so two adapters are enough; each takes an engine
+seconds to load if it has hundreds of millions of elements.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-# Every dtype of adapters holds the integers up to here exactly. Zero stands for an element that was not written.
-_BASE = 255
+# About as many finite values as float16 has. Zero stands for an element that was not written.
+_BASE = 61_440
+# Neighbours are far apart in size, so that the first few are values of every kind. Has no factor in common with it.
+_STEP = 23_741
 MOST_BOXES = 4096
 
 
@@ -50,47 +56,67 @@ class Box:
 
 
 def digits_needed(count: int) -> int:
-    """How many adapters of `count` elements must be loaded to know the place of each."""
-    digits = 1
-    while _BASE**digits < count:
-        digits += 1
-    return digits
+    """How many adapters of `count` elements must be loaded to know the place of each.
+
+    Raises:
+        LayoutError: there are more elements than two digits can tell apart.
+    """
+    if count > _BASE**2:
+        raise LayoutError(f"{count} elements are too many to find out where each of them goes")
+    return 1 if count <= _BASE else 2
 
 
 def digit_values(count: int, digit: int, dtype: torch.dtype) -> Tensor:
-    """An adapter of `count` elements, each a digit of its place."""
-    values: Tensor = torch.arange(count) // _BASE**digit % _BASE + 1
-    return values.to(dtype)
+    """An adapter of `count` elements, each a digit of its place: the low one is number 0."""
+    values = _values(dtype, torch.device("cpu"))[torch.arange(_BASE) * _STEP % _BASE].to(dtype)
+    rows = -(-count // _BASE)
+    one_of_each = values if digit == 0 else values[:rows, None]
+    return one_of_each.expand(rows, _BASE).flatten()[:count]
+
+
+@lru_cache(maxsize=4)
+def _values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of digits in ascending order, in float32, which has all values of the shorter ones.
+
+    No zero, and no number so small that a device may take it for zero.
+    """
+    short = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(short)
+    normal = every[every.isfinite() & (every.abs() >= torch.finfo(short).tiny)]
+    return normal.float().sort().values[:_BASE].to(device)
 
 
 def read_digits(part: Tensor) -> Tensor:
-    """The digits in a tensor of a slot, in a quarter or half of its memory and on the host.
+    """The digits in a tensor of a slot, each greater by one, on the host and in no more memory than the tensor's.
 
     Raises:
         LayoutError: it holds something else.
     """
-    digits = part.to(torch.uint8)
-    if not torch.equal(digits.to(part.dtype), part):
+    values, found = _values(part.dtype, part.device), part.float()
+    ranks = torch.searchsorted(values, found).clamp_(max=_BASE - 1)
+    is_written = found != 0
+    if not torch.equal(values[ranks].mul_(is_written), found):
         raise LayoutError("the engine changes the values that it loads")
-    return digits.cpu()
+    return (ranks * pow(_STEP, -1, _BASE) % _BASE + 1).mul_(is_written).to(torch.uint16).cpu()
 
 
 def find_boxes(part: int, digits: Sequence[Tensor], strides: Sequence[int], count: int) -> list[Box]:
     """What has been copied to a tensor of a slot.
 
     Args:
-        digits: what it held, for each digit; on any device.
+        digits: what `read_digits` found in it, for each digit; on any device.
         strides: of the tensor.
         count: of the elements in the file.
 
     Raises:
         LayoutError: the digits are not places in the file, or too irregular.
     """
-    written = digits[0] > 0
-    if any(not torch.equal(one > 0, written) for one in digits[1:]):
+    numbers = [one.long() - 1 for one in digits]
+    written = numbers[0] >= 0
+    if any(not torch.equal(one >= 0, written) for one in numbers[1:]):
         raise LayoutError("the engine does not load every adapter of this kind to the same places")
     places = torch.full(written.shape, -1, dtype=torch.int64, device=written.device)
-    sums = sum((one.long() - 1) * _BASE**number for number, one in enumerate(digits))
+    sums = sum(one * _BASE**digit for digit, one in enumerate(numbers))
     places[written] = sums[written]
     if int(places.max()) >= count:
         raise LayoutError("the engine changes the values that it loads")

@@ -50,6 +50,8 @@ _KINDS = 8
 MOST_TENSORS = 8192
 _RESERVED = -1  # no adapter has this number
 _SEED = 0
+# Drawing hundreds of millions takes seconds. A prime number, so that no two rows of a matrix are alike.
+_RANDOM = 1_000_003
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
 
@@ -521,7 +523,8 @@ def _reason(error: Exception) -> str:
 
 def _random_values(count: int, dtype: torch.dtype) -> Tensor:
     # A generator for this alone: vLLM samples from the global one (v1/sample/ops/topk_topp_sampler.py, 0.31).
-    return torch.randn(count, generator=torch.Generator().manual_seed(_SEED)).to(dtype)
+    some = torch.randn(min(count, _RANDOM), generator=torch.Generator().manual_seed(_SEED)).to(dtype)
+    return some.repeat(-(-count // len(some)))[:count]
 
 
 @dataclass(frozen=True)
