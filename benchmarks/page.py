@@ -417,18 +417,20 @@ EXPERT_CASES = {
 
 
 def experts() -> str:
-    header = ("model", "trained", "tensors", "mean gap to the trainer", "to the base model",
+    header = ("model", "serving", "trained", "tensors", "mean gap to the trainer", "to the base model",
               "to the adapter without its experts", "reward, first and last 5 of 20 steps")  # fmt: skip
     rows = []
-    for name in ("vllm-0.26.0-h100-moe", "vllm-0.26.0-h100-moe-per-expert"):
-        for family, found in read(name)["cases"].items():
+    for name in ("vllm-0.26.0-h100-moe", "vllm-0.26.0-h100-moe-per-expert", "vllm-0.26.0-h100-moe-fused"):
+        for case_name, found in read(name)["cases"].items():
+            family = case_name.removeprefix("fused-")
+            serving = "runtime" if family == case_name else "fused"
             run = found["run"]
             for case, what in EXPERT_CASES.items():
                 if case in found:
                     gaps = found[case]
                     is_stacked = gaps.get("one_tensor_for_all_experts_of_a_layer")
                     rows.append((
-                        f"`{family}`", what, "for a layer" if is_stacked else "for each expert",
+                        f"`{family}`", f"`{serving}`", what, "for a layer" if is_stacked else "for each expert",
                         *(_short(gaps[key]) for key in ("trained", "base", "without_experts")),
                         f"{run['reward_first_five']:.2f}, {run['reward_last_five']:.2f}"
                         if case == "experts_and_attention" else "",
@@ -589,6 +591,7 @@ README_SECTIONS: Mapping[str, Callable[[], str]] = {
 PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "vs-weights-summary": versus_summary,
     "slots-sync": partial(parts_of_sync, "vs-weights-2xh100"),
+    "runtime-sync": partial(parts_of_sync, "vs-weights-2xh100-runtime"),
     "host-base-sync": partial(parts_of_sync, "vs-weights-2xh100-host-base"),
     "overlap": overlap,
     "async-grpo": async_grpo,

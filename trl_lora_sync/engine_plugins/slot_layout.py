@@ -59,7 +59,7 @@ def digits_needed(count: int) -> int:
     """How many adapters of `count` elements must be loaded to know the place of each.
 
     Raises:
-        LayoutError: there are more elements than two digits can tell apart.
+        LayoutError: there are more elements than pairs of digits.
     """
     if count > _BASE**2:
         raise LayoutError(f"{count} elements are too many to find out where each of them goes")
