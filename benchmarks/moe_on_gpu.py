@@ -466,6 +466,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers go, too
     results = Results(args.out, args.budget_s)
     if "export" in args.parts:
         for name, is_stacked in {"stacked": True, "per_expert": False}.items():

@@ -384,6 +384,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers go, too
     began, results = time.monotonic(), Results(args.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     servers: dict[str, tuple[Server, Path]] = {}
