@@ -30,6 +30,7 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.engine_plugins.vllm_push import DIRECTORY_VARIABLE, MAX_MB_VARIABLE, MIDDLEWARE, ROUTE
+from trl_lora_sync.engines.vllm import push
 from trl_lora_sync.engines.vllm.push import SafetensorsBody
 from trl_lora_sync.errors import ServerAuthError, ServerSetupError
 
@@ -280,9 +281,17 @@ def trainer(
         one.vllm_generation.close()
 
 
+@pytest.fixture(params=[True, False], ids=["several connections", "one request"])
+def has_streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether adapters of the tests' size go over several connections, as large ones do."""
+    monkeypatch.setattr(push, "STREAMS_FROM_BYTES", 0 if request.param else 1 << 40)
+    return bool(request.param)
+
+
 def test_versions_are_deleted_one_version_after_their_unload_and_all_at_the_end(
-    trainer: Callable[..., Any], pushes: PushServer, tmp_path: Path
+    trainer: Callable[..., Any], pushes: PushServer, tmp_path: Path, has_streams: bool
 ) -> None:
+    posts = pushes.server.log_tail(1 << 20).count('"POST /v1/lora_sync')
     training = trainer(lora_sync_keep=2)
     generation = training.vllm_generation
     until(lambda: not pushes.files(), "the trial adapter stays")
@@ -297,6 +306,7 @@ def test_versions_are_deleted_one_version_after_their_unload_and_all_at_the_end(
     generation.close()
 
     until(lambda: not pushes.files(), "something stays after the run")
+    assert (pushes.server.log_tail(1 << 20).count('"POST /v1/lora_sync') > posts) is has_streams
     assert not (tmp_path / "sync").exists(), "nothing is written on the trainer's side"
 
 
@@ -313,6 +323,7 @@ def kept(newest: int, count: int) -> list[int]:
     return list(range(max(1, newest - count + 1), newest + 1))
 
 
+@pytest.mark.usefixtures("has_streams")
 def test_a_server_that_fills_up_ends_the_sync_with_the_version_before_active(
     trainer: Callable[..., Any], small: PushServer
 ) -> None:

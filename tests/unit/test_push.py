@@ -50,7 +50,7 @@ def test_the_body_is_a_safetensors_file_with_the_configuration(dtype: torch.dtyp
 
     assert content == bytes_of_body(body), "a second attempt sends the same"
     assert len(content) == len(body)
-    assert body.checksum == checksum_of(content)
+    assert body.checksum() == checksum_of(content)
     loaded = safetensors.torch.load(content)
     assert loaded.keys() == sent.tensors.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in sent.tensors.items())

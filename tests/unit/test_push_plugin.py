@@ -315,7 +315,7 @@ def test_a_path_that_is_more_than_a_name_goes_nowhere(serve: Callable[..., Serve
     assert server.files() == server.passed_on == []
 
 
-@pytest.mark.parametrize("method", ["POST", "GET", "OPTIONS", "PATCH"])
+@pytest.mark.parametrize("method", ["HEAD", "GET", "OPTIONS", "PATCH"])
 def test_other_methods_are_refused(serve: Callable[..., Server], method: str) -> None:
     assert serve().call(method, "/a-v1")[0] == 405
 

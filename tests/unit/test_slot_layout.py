@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins.checksum import ROW_BYTES, Checksum, checksum
+from trl_lora_sync.engine_plugins.checksum import ROW_BYTES, Checksum, checksum, parts_of
 from trl_lora_sync.engine_plugins.slot_layout import (
     Box,
     LayoutError,
@@ -146,3 +146,16 @@ def test_a_checksum_of_parts_is_that_of_the_whole(size: int, step: int) -> None:
         parts.update(memory)
         memory[:] = bytes(len(memory))  # as memory that is used again
     assert parts.hexdigest() == checksum(flat)
+
+
+@pytest.mark.parametrize("size", [1003, ROW_BYTES, 3 * ROW_BYTES + 5, 9 * ROW_BYTES])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_parts_that_are_added_up_side_by_side_have_the_checksum_of_the_whole(size: int, count: int) -> None:
+    flat = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    places = parts_of(size, count)
+    assert [start for start, _ in places] == [0, *(end for _, end in places[:-1])]
+    assert places[-1][1] == size
+    parts = [Checksum() for _ in places]
+    for part, (start, end) in zip(parts, places, strict=True):
+        part.update(bytearray(flat[start:end].numpy().tobytes()))
+    assert Checksum.joined(parts) == checksum(flat)

@@ -3,6 +3,7 @@
 It has 64 bits and finds damage. It does not protect against bytes that were made up on purpose.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -46,6 +47,13 @@ def checksum(flat: Tensor) -> str:
     return _total(torch.cat(sums))
 
 
+def parts_of(size: int, count: int) -> list[tuple[int, int]]:
+    """Where each of `count` parts begins and ends, in bytes: whole rows, except for the last."""
+    rows = -(-size // ROW_BYTES)
+    ends = [min(size, rows * (number + 1) // count * ROW_BYTES) for number in range(count)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
 class Checksum:
     """The checksum of bytes in host memory that come in parts, of which whole rows are not copied if writable."""
 
@@ -77,8 +85,15 @@ class Checksum:
 
     def hexdigest(self) -> str:
         """What `checksum` makes of all bytes so far."""
-        zeros = bytes(_WORD_BYTES - len(self._begun) % _WORD_BYTES)  # which add nothing
-        return _total(torch.stack([*self._sums, self._row_sum(self._begun + zeros)]))
+        return self.joined([self])
+
+    @staticmethod
+    def joined(parts: Sequence["Checksum"]) -> str:
+        """What `checksum` makes of the bytes of all parts, one after the other; all but the last have whole rows."""
+        last = parts[-1]
+        zeros = bytes(_WORD_BYTES - len(last._begun) % _WORD_BYTES)  # which add nothing
+        sums = [one for part in parts for one in part._sums]
+        return _total(torch.stack([*sums, last._row_sum(last._begun + zeros)]))
 
 
 def _total(by_row: Tensor) -> str:

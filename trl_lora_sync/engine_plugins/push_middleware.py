@@ -15,15 +15,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.checksum import ROW_BYTES
 from trl_lora_sync.engine_plugins.push_store import PushStore, Upload, sweep_dead_servers
+from trl_lora_sync.engine_plugins.push_streams import MOST_STREAMS, IncomingStreams
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.routes import below, check_key, header, respond
 from trl_lora_sync.engine_plugins.timeouts import timeout
 from trl_lora_sync.engine_plugins.vllm_push import (
     CHECKSUM_HEADER,
     DIRECTORY_VARIABLE,
+    LENGTH_HEADER,
     MAX_MB_VARIABLE,
     PROTOCOL,
     ROUTE,
+    STREAMS_HEADER,
+    STREAMS_VARIABLE,
+    TOKEN_HEADER,
 )
 
 _DEFAULT_MAX_MB, _DEFAULT_DIRECTORY = "4096", "/dev/shm"
@@ -44,6 +49,8 @@ class PushMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self._streams = 0 if os.environ.get(STREAMS_VARIABLE) == "0" else MOST_STREAMS
+        self._incoming: dict[str, IncomingStreams] = {}
         self.store = PushStore(
             Path(os.environ.get(DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY), max_bytes=_max_bytes_from_environment()
         )
@@ -70,6 +77,8 @@ class PushMiddleware:
     def _closing(self, send: Send) -> Send:
         async def send_and_close(message: Message) -> None:
             if message["type"].startswith("lifespan.shutdown"):
+                for token in list(self._incoming):
+                    self._give_up(token)
                 self.store.close()
             await send(message)
 
@@ -78,20 +87,69 @@ class PushMiddleware:
     async def _answer(self, request: Request, rest: str) -> dict[str, Any]:
         check_key(request.scope)
         if not rest and request.method == "GET":
-            return {"protocol": PROTOCOL, "max_bytes": self.store.max_bytes, "adapters": self.store.sizes()}
+            return {
+                "protocol": PROTOCOL,
+                "max_bytes": self.store.max_bytes,
+                "streams": self._streams,
+                "adapters": self.store.sizes(),
+            }
         name = rest.removeprefix("/")
         check_name(name)
+        if request.method == "POST":
+            return self._open_port(name, request.scope)
         if request.method == "PUT":
             return await self._take(name, request)
         if request.method == "DELETE":
             return {"name": name, "deleted": await asyncio.to_thread(self.store.delete, name)}
-        raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
+        raise Refused(405, f"PUT, POST and DELETE are offered here, and GET {ROUTE}.")
+
+    def _open_port(self, name: str, scope: Scope) -> dict[str, Any]:
+        if not self._streams:
+            raise Refused(405, f"{STREAMS_VARIABLE} is 0 here, so no port is opened.")
+        size, streams = _length_in(scope, LENGTH_HEADER), _streams_in(scope)
+        upload = self._begin(name, size)
+        try:
+            incoming = IncomingStreams(upload, (scope.get("server") or ("127.0.0.1", 0))[0], streams)
+        except OSError as error:
+            upload.abort()
+            raise Refused(503, f"No port can be opened for the upload ({error.strerror}).") from error
+        self._incoming[incoming.token] = incoming
+        asyncio.get_running_loop().call_later(UPLOAD_TIMEOUT_S, self._give_up, incoming.token)
+        return {"name": name, "port": incoming.port, "token": incoming.token}
+
+    def _begin(self, name: str, size: int) -> Upload:
+        # An earlier upload of the same name has been given up by the trainer.
+        for token in [token for token, one in self._incoming.items() if one.upload.name == name]:
+            self._give_up(token)
+        return self.store.begin(name, size)
+
+    def _give_up(self, token: str) -> None:
+        incoming = self._incoming.pop(token, None)
+        if incoming is not None:
+            incoming.close()
+
+    async def _take_streams(self, name: str, token: str, checksum: str) -> Path:
+        incoming = self._incoming.get(token)
+        if incoming is None or incoming.upload.name != name:
+            raise Refused(410, f"No upload of {name} with this token is under way.")
+        try:
+            async with timeout(UPLOAD_TIMEOUT_S):
+                await incoming.received()
+            return await asyncio.to_thread(incoming.upload.finish, checksum)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise Refused(408, f"The bytes of {name} did not come ({error}).") from error
 
     async def _take(self, name: str, request: Request) -> dict[str, Any]:
-        checksum, size = _checksum_in(request.scope), _length_in(request.scope)
+        checksum = _checksum_in(request.scope)
         path = self.store.path_of(name, checksum)  # a push that is repeated because its answer was lost
+        token = header(request.scope, TOKEN_HEADER)
+        if token is not None:
+            try:
+                path = path or await self._take_streams(name, token, checksum)
+            finally:
+                self._give_up(token)
         if path is None:
-            upload = self.store.begin(name, size)
+            upload = self._begin(name, _length_in(request.scope, "Content-Length"))
             try:
                 async with timeout(UPLOAD_TIMEOUT_S):
                     path = await _receive_into(upload, request.stream(), checksum)
@@ -99,7 +157,7 @@ class PushMiddleware:
                 raise Refused(408, f"The upload took more than {UPLOAD_TIMEOUT_S:.0f} s.") from error
             finally:
                 upload.abort()
-        return {"name": name, "path": str(path), "bytes": size, "checksum": checksum}
+        return {"name": name, "path": str(path), "bytes": self.store.sizes().get(name), "checksum": checksum}
 
 
 async def _receive_into(upload: Upload, body: AsyncIterable[bytes], checksum: str) -> Path:
@@ -148,12 +206,19 @@ def _checksum_in(scope: Scope) -> str:
     return found
 
 
-def _length_in(scope: Scope) -> int:
+def _length_in(scope: Scope, name: str) -> int:
     # Needed before the body, because room for all of it is reserved first.
-    length = header(scope, "Content-Length") or ""
+    length = header(scope, name) or ""
     if not re.fullmatch(r"[0-9]{1,15}", length):
-        raise Refused(411, "The header Content-Length is needed.")
+        raise Refused(411, f"The header {name} is needed.")
     return int(length)
+
+
+def _streams_in(scope: Scope) -> int:
+    streams = header(scope, STREAMS_HEADER) or ""
+    if not re.fullmatch(r"[0-9]", streams) or not 0 < int(streams) <= MOST_STREAMS:
+        raise Refused(400, f"The header {STREAMS_HEADER} must be a number from 1 to {MOST_STREAMS}.")
+    return int(streams)
 
 
 def _max_bytes_from_environment() -> int:

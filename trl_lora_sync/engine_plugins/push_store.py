@@ -15,10 +15,11 @@ import secrets
 import shutil
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trl_lora_sync.engine_plugins.checksum import Checksum
+from trl_lora_sync.engine_plugins.checksum import ROW_BYTES, Checksum
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, MALFORMED, TENSORS_FILE, head_of
 from trl_lora_sync.engine_plugins.vllm_push import CONFIG_KEY
@@ -149,7 +150,7 @@ class PushStore:
 
 
 class Upload:
-    """One adapter on its way in. `write` and `abort` may run in different threads.
+    """One adapter on its way in, by `write` in order or by `receive` in parts. `abort` may run in another thread.
 
     Raises:
         OSError: there is no room, or the folder is gone.
@@ -161,7 +162,7 @@ class Upload:
         # No adapter's name begins with a dot (`check_name`), so no upload can be renamed onto this folder.
         self.folder = folder / f".{secrets.token_hex(8)}.partial"
         self._store = store
-        self._checksum = Checksum()
+        self._checksums = {0: Checksum()}  # by where the part begins
         self._left = size
         self._over = False
         self._lock = threading.Lock()
@@ -190,7 +191,7 @@ class Upload:
                 return
             if len(data) > self._left:
                 raise Refused(400, f"More than the announced {self.size} bytes arrived.")
-            self._checksum.update(data)
+            self._checksums[0].update(data)
             view = memoryview(data)
             try:
                 while view:
@@ -200,6 +201,53 @@ class Upload:
             self._left -= len(data)
         self._store.release(len(data))
 
+    def receive(self, receive_into: Callable[[memoryview], int], start: int, end: int) -> None:
+        """Take the bytes from `start` to `end`, which is a whole number of rows of the checksum or the end of the file.
+
+        Args:
+            receive_into: receives some bytes into the memory it is given, and returns how many; 0 at the end.
+
+        Raises:
+            ConnectionError: the bytes ended before that.
+            Refused: the file system is full.
+        """
+        if start == end:  # of few bytes, some parts are empty
+            return
+        checksum, row = Checksum(), memoryview(bytearray(ROW_BYTES))
+        with self._lock:
+            if self._over:
+                return
+            # A second descriptor, as `abort` may close the first one at any moment.
+            file = os.dup(self._file)
+            self._checksums[start] = checksum
+        try:
+            while start < end:
+                wanted = row[: min(len(row), end - start)]
+                filled = 0
+                while filled < len(wanted):
+                    count = receive_into(wanted[filled:])
+                    if not count:
+                        raise ConnectionError("A connection ended before all of its part had arrived.")
+                    filled += count
+                checksum.update(wanted)
+                self._write_at(file, wanted, start)
+                start += filled
+                with self._lock:
+                    if self._over:
+                        return
+                    self._left -= filled
+                self._store.release(filled)
+        finally:
+            os.close(file)
+
+    def _write_at(self, file: int, data: memoryview, start: int) -> None:
+        try:
+            while data:
+                count = os.pwrite(file, data, start)
+                data, start = data[count:], start + count
+        except OSError as error:
+            raise _refusal(error, self._store.root) from error
+
     def finish(self, checksum: str) -> Path:
         """Check what arrived and give it its name.
 
@@ -207,9 +255,11 @@ class Upload:
             Refused: bytes are missing, do not match the checksum, or are not an adapter.
         """
         with self._lock:
+            if self._over:
+                raise Refused(409, "This upload is over.")
             if self._left:
                 raise Refused(400, f"The body ended {self._left} bytes before the announced {self.size}.")
-            if self._checksum.hexdigest() != checksum:
+            if Checksum.joined([part for _, part in sorted(self._checksums.items())]) != checksum:
                 raise Refused(422, "The bytes that arrived do not match the checksum.")
             config = _config_in(self._file)
             try:

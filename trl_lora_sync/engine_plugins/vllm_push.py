@@ -3,12 +3,14 @@
     vllm serve MODEL --middleware trl_lora_sync.engine_plugins.vllm_push.PushMiddleware ...
 
     PUT    /v1/lora_sync/adapters/NAME   a safetensors file; answers with the path to load it from
+    POST   /v1/lora_sync/adapters/NAME   opens a port for the bytes of such a file, in several connections at once
     DELETE /v1/lora_sync/adapters/NAME   its files, after it was unloaded
     GET    /v1/lora_sync/adapters        what is there, and the largest adapter that is taken
 
 Environment of the server:
     TRL_LORA_SYNC_PUSH_MAX_MB  largest adapter, in MB; 4096 by default
     TRL_LORA_SYNC_PUSH_DIR     where adapters are kept; /dev/shm by default
+    TRL_LORA_SYNC_PUSH_STREAMS 0 for none of these ports
 
 The names below are what trainer and server must agree on. The trainer's environment has no Starlette, so the middleware
 is imported on first use.
@@ -22,10 +24,17 @@ ROUTE = "/v1/lora_sync/adapters"
 PROTOCOL = 2
 CHECKSUM_HEADER = "Lora-Sync-Checksum"
 """Of a push: the checksum of the whole body, see `engine_plugins.checksum`."""
+LENGTH_HEADER = "Lora-Sync-Length"
+"""Of a POST: the bytes that will come over the connections."""
+STREAMS_HEADER = "Lora-Sync-Streams"
+"""Of a POST: over how many connections."""
+TOKEN_HEADER = "Lora-Sync-Token"
+"""Of a PUT without a body: the upload whose bytes have come over connections."""
 CONFIG_KEY = "adapter_config"
 """In the metadata of the safetensors file: what becomes `adapter_config.json`."""
 MAX_MB_VARIABLE = "TRL_LORA_SYNC_PUSH_MAX_MB"
 DIRECTORY_VARIABLE = "TRL_LORA_SYNC_PUSH_DIR"
+STREAMS_VARIABLE = "TRL_LORA_SYNC_PUSH_STREAMS"
 
 
 def __getattr__(name: str) -> Any:

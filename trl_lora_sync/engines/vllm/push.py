@@ -4,37 +4,49 @@ What the server answers with is a path on its own host. It is sent back to that 
 and never used as a path here.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import httpx
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engine_plugins.checksum import Checksum
+from trl_lora_sync.engine_plugins.checksum import Checksum, parts_of
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, bytes_of, header_of
 from trl_lora_sync.engine_plugins.vllm_push import (
     CHECKSUM_HEADER,
     CONFIG_KEY,
     DIRECTORY_VARIABLE,
+    LENGTH_HEADER,
     MAX_MB_VARIABLE,
     PROTOCOL,
     ROUTE,
+    STREAMS_HEADER,
+    TOKEN_HEADER,
 )
 from trl_lora_sync.engines.base import Deadline, Timeouts
 from trl_lora_sync.engines.http import SizedBody, is_unreachable, json_object, retrying, server_words
-from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError
+from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError, ServerUnreachableError
 from trl_lora_sync.runtime import offload
 
 logger = logging.getLogger(__name__)
 
 # Larger pieces are copied more often on their way through httpx, smaller ones cost more calls.
 _CHUNK_BYTES = 256 << 10
+# Below, the additional requests would take longer than they save.
+_STREAMS, STREAMS_FROM_BYTES = 4, 4 << 20
+# For a port that a firewall may keep shut; a request in the usual way follows.
+_CONNECT_S = 2.0
+
+
+class _NoStreamsError(Exception):
+    """The adapter has to go in one HTTP request. Never leaves this module."""
 
 
 class Send(Protocol):
@@ -60,6 +72,7 @@ class PushedAdapters:
         self._serve_command = serve_command
         self._timeouts = timeouts
         self._max_bytes: int | None = None
+        self._streams = 0  # how many connections a large adapter may take
         # Names by what has become of them, in order.
         self._pushed: dict[str, None] = {}
         self._loaded: dict[str, None] = {}
@@ -76,6 +89,9 @@ class PushedAdapters:
             offer = json_object(response, ServerError)
             if offer.get("protocol") == PROTOCOL and isinstance(offer.get("max_bytes"), int):
                 self._max_bytes = offer["max_bytes"]
+                # They are not encrypted.
+                if isinstance(offer.get("streams"), int) and self._base_url.startswith("http://"):
+                    self._streams = min(_STREAMS, offer["streams"])
         return self._max_bytes is not None
 
     async def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
@@ -93,19 +109,83 @@ class PushedAdapters:
                 f"{self._base_url} takes no adapters over HTTP. Install this package next to vLLM, and restart the "
                 f"server with {self._serve_command('--push')}."
             )
-        # In the thread for long calls, because a checksum of all bytes is computed.
-        body = await offload(partial(SafetensorsBody, adapter.content))
+        body = SafetensorsBody(adapter.content)
         if len(body) > self._max_bytes:
             raise self._too_large(adapter, f"it offers {self._max_bytes / 1e6:.1f} MB")
         self._pushed[adapter.name] = None  # before the request, whose answer may be lost
-        headers = {"Content-Type": "application/octet-stream", CHECKSUM_HEADER: body.checksum}
-        response = await self._retried("PUT", f"{ROUTE}/{adapter.name}", deadline, content=body, headers=headers)
+        response = await self._deliver(f"{ROUTE}/{adapter.name}", body, deadline)
         if response.status_code != 200:
             raise self._push_error(adapter, response)
         path = json_object(response, ServerError).get("path")
         if not isinstance(path, str) or not path:
             raise ServerError(f"{self._base_url} took the adapter {adapter.name!r} but named no path for it.")
         return path
+
+    async def _deliver(self, path: str, body: "SafetensorsBody", deadline: Deadline) -> httpx.Response:
+        if self._streams and len(body) >= STREAMS_FROM_BYTES:
+            try:
+                async for attempt in retrying(deadline, is_unreachable, at_most_s=self._timeouts.retry_s):
+                    with attempt:
+                        return await self._deliver_in_streams(path, body, deadline)
+            except _NoStreamsError as error:
+                self._streams = 0
+                logger.info("%s takes adapters in HTTP requests only, which is slower: %s", self._base_url, error)
+        # In the thread for long calls, because all bytes are read.
+        checksum = await offload(body.checksum)
+        headers = {"Content-Type": "application/octet-stream", CHECKSUM_HEADER: checksum}
+        return await self._retried("PUT", path, deadline, content=body, headers=headers)
+
+    async def _deliver_in_streams(self, path: str, body: "SafetensorsBody", deadline: Deadline) -> httpx.Response:
+        """See `engine_plugins.push_streams`.
+
+        Raises:
+            _NoStreamsError: the server, or something on the way to it, does not allow that.
+        """
+        headers = {LENGTH_HEADER: str(len(body)), STREAMS_HEADER: str(self._streams)}
+        response = await self._send("POST", path, deadline, headers=headers)
+        if response.status_code in (413, 507):
+            return response
+        if response.status_code != 200:
+            raise _NoStreamsError(server_words(response))
+        offer = json_object(response, ServerError)
+        port, token = offer.get("port"), offer.get("token")
+        if not isinstance(port, int) or not isinstance(token, str):
+            raise _NoStreamsError(server_words(response))
+        sending = [
+            asyncio.ensure_future(self._send_part(port, token.encode() + bytes([number]), body.part(*part)))
+            for number, part in enumerate(parts_of(len(body), self._streams))
+        ]
+        try:
+            # The checksum is computed while the bytes are sent.
+            together = asyncio.gather(offload(body.checksum), *sending)
+            found: list[Any] = await asyncio.wait_for(together, deadline.remaining_s())
+        except asyncio.TimeoutError:
+            raise deadline.error(f"sending an adapter to {self._base_url}") from None
+        except OSError as error:
+            raise ServerUnreachableError(f"A connection to {self._base_url} broke during a push ({error}).") from error
+        finally:
+            for one in sending:
+                one.cancel()
+        headers = {CHECKSUM_HEADER: found[0], TOKEN_HEADER: token}
+        response = await self._send("PUT", path, deadline, headers=headers)
+        if response.status_code in (409, 410):  # the answer to an earlier request was lost
+            raise _NoStreamsError(server_words(response))
+        return response
+
+    async def _send_part(self, port: int, head: bytes, pieces: Iterable[memoryview]) -> None:
+        try:
+            connecting = asyncio.open_connection(urlsplit(self._base_url).hostname, port)
+            _, writer = await asyncio.wait_for(connecting, _CONNECT_S)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise _NoStreamsError(f"its port {port} cannot be reached ({str(error) or 'no answer'})") from error
+        try:
+            writer.write(head)
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+        finally:
+            writer.close()
+        await writer.wait_closed()
 
     def confirm(self, adapter_name: str) -> None:
         """The server has loaded it, and may read its files again."""
@@ -178,15 +258,25 @@ class SafetensorsBody:
     def __init__(self, adapter: CanonicalAdapter) -> None:
         header = header_of(adapter.tensors, METADATA | {CONFIG_KEY: json.dumps(adapter.config())})
         self._pieces = [memoryview(header), bytes_of(adapter.flat)]
+
+    def checksum(self) -> str:
+        """See `engine_plugins.checksum`; reads all bytes."""
         checksum = Checksum()
         for piece in self._pieces:
             checksum.update(piece)
-        self.checksum = checksum.hexdigest()
+        return checksum.hexdigest()
 
     def __len__(self) -> int:
         return sum(map(len, self._pieces))
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    def part(self, start: int, end: int) -> Iterator[memoryview]:
+        """The bytes from `start` to `end`, in chunks."""
         for piece in self._pieces:
-            for start in range(0, len(piece), _CHUNK_BYTES):
-                yield bytes(piece[start : start + _CHUNK_BYTES])
+            stop = min(end, len(piece))
+            for at in range(start, stop, _CHUNK_BYTES):
+                yield piece[at : min(stop, at + _CHUNK_BYTES)]
+            start, end = max(0, start - len(piece)), max(0, end - len(piece))
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self.part(0, len(self)):
+            yield bytes(chunk)
