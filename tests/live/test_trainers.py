@@ -91,13 +91,15 @@ def test_each_trainer_samples_from_its_adapter(kind: str, make: Make, base_model
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "gmpo"])
 def test_reward_rises(kind: str, make: Make) -> None:
-    """Measured from 0.10 to 0.54 with GRPO, 0.77 with RLOO and 0.74 with GMPO."""
-    trainer = make(kind, **LEARNING, per_device_train_batch_size=32, num_generations=8, beta=0.0)
+    """Measured from 0.10 to 0.54 with GRPO, 0.77 with RLOO and 0.74 with GMPO after 25 steps."""
+    # Of one run in many, those 25 steps were a start and no more: from 0.11 to 0.26 with GMPO.
+    longer = LEARNING | {"max_steps": 40}
+    trainer = make(kind, **longer, per_device_train_batch_size=32, num_generations=8, beta=0.0)
 
     trainer.train()
 
     rewards = [step["reward"] for step in steps_of(trainer)]
-    assert len(rewards) == LEARNING["max_steps"]
+    assert len(rewards) == longer["max_steps"]
     # Not of the last ones: so high a learning rate may lose again what was won.
     best = max(statistics.mean(rewards[end - 5 : end]) for end in range(10, len(rewards) + 1))
     assert best > statistics.mean(rewards[:5]) + 0.15
