@@ -173,10 +173,13 @@ def test_a_port_that_cannot_be_reached_is_tried_once(link: Link, caplog: pytest.
     assert "in HTTP requests only, which is slower: its port 1 cannot be reached" in caplog.text
 
 
-def test_a_stranger_is_sent_away(link: Link) -> None:
+@pytest.mark.parametrize("sent", [b"x" * 33, b""], ids=["another secret", "nothing"])
+def test_a_stranger_is_sent_away(link: Link, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(push_streams, "HEAD_TIMEOUT_S", 0.2)
+
     async def visited(response: httpx.Response) -> httpx.Response:
         reader, writer = await asyncio.open_connection("127.0.0.1", response.json()["port"])
-        writer.write(b"x" * 33)
+        writer.write(sent)
         assert await reader.read() == b""
         writer.close()
         return response
@@ -188,6 +191,33 @@ def test_a_stranger_is_sent_away(link: Link) -> None:
         return await (await connected(link)).push(stored(content), soon())
 
     path = asyncio.run(test())
+    assert link.requests == ["POST", "PUT"]
+    assert (Path(path) / "adapter_model.safetensors").read_bytes() == bytes_of_body(SafetensorsBody(content))
+
+
+def test_connections_that_lead_elsewhere_are_given_up(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As through a gateway that takes every connection."""
+    monkeypatch.setattr(push_streams, "CONNECT_TIMEOUT_S", 0.2)
+    content = adapter()
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            pass
+        writer.close()
+
+    async def test() -> str:
+        gateway = await asyncio.start_server(swallow, "127.0.0.1", 0)
+
+        async def through_the_gateway(response: httpx.Response) -> httpx.Response:
+            port = gateway.sockets[0].getsockname()[1]
+            return httpx.Response(200, json=response.json() | {"port": port}, request=response.request)
+
+        link.after_post = through_the_gateway
+        async with gateway:
+            return await (await connected(link)).push(stored(content), soon())
+
+    path = asyncio.run(test())
+    assert link.requests == ["POST", "PUT", "PUT"]
     assert (Path(path) / "adapter_model.safetensors").read_bytes() == bytes_of_body(SafetensorsBody(content))
 
 

@@ -18,8 +18,10 @@ from concurrent.futures import Future
 from trl_lora_sync.engine_plugins.checksum import parts_of
 from trl_lora_sync.engine_plugins.push_store import Upload
 
-# For the first bytes of a connection, and from one piece to the next one.
+# For all connections, and from one piece of an adapter to the next one.
 CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S = 10.0, 30.0
+# For its first bytes, because a stranger that sends none keeps a thread from the trainer for so long.
+HEAD_TIMEOUT_S = 2.0
 MOST_STREAMS = 8
 TOKEN_BYTES = 32
 # Then the number of the stream, in one byte.
@@ -102,7 +104,7 @@ class IncomingStreams:
 
     def _part_of(self, connection: socket.socket) -> tuple[int, int] | None:
         """What a connection brings; None if it does not come from the trainer."""
-        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection.settimeout(HEAD_TIMEOUT_S)
         head = b""
         with contextlib.suppress(OSError):
             while len(head) < _HEAD_BYTES and (more := connection.recv(_HEAD_BYTES - len(head))):

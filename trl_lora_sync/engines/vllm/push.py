@@ -168,7 +168,8 @@ class PushedAdapters:
                 one.cancel()
         headers = {CHECKSUM_HEADER: found[0], TOKEN_HEADER: token}
         response = await self._send("PUT", path, deadline, headers=headers)
-        if response.status_code in (409, 410):  # the answer to an earlier request was lost
+        # The connections led elsewhere, or the answer to an earlier request was lost.
+        if response.status_code in (408, 409, 410):
             raise _NoStreamsError(server_words(response))
         return response
 
