@@ -87,7 +87,7 @@ def _values(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def read_digits(part: Tensor) -> Tensor:
-    """The digits in a tensor of a slot, each greater by one, on the host and in no more memory than the tensor's.
+    """The digits in a tensor of a slot, each greater by one, as 16 bits on the host: no more memory than the tensor's.
 
     Raises:
         LayoutError: it holds something else.
@@ -97,7 +97,7 @@ def read_digits(part: Tensor) -> Tensor:
     is_written = found != 0
     if not torch.equal(values[ranks].mul_(is_written), found):
         raise LayoutError("the engine changes the values that it loads")
-    return (ranks * pow(_STEP, -1, _BASE) % _BASE + 1).mul_(is_written).to(torch.uint16).cpu()
+    return (ranks * pow(_STEP, -1, _BASE) % _BASE + 1).mul_(is_written).to(torch.int16).cpu()
 
 
 def find_boxes(part: int, digits: Sequence[Tensor], strides: Sequence[int], count: int) -> list[Box]:
@@ -111,7 +111,7 @@ def find_boxes(part: int, digits: Sequence[Tensor], strides: Sequence[int], coun
     Raises:
         LayoutError: the digits are not places in the file, or too irregular.
     """
-    numbers = [one.long() - 1 for one in digits]
+    numbers = [(one.long() & 0xFFFF) - 1 for one in digits]  # a large one has the sign of a negative number
     written = numbers[0] >= 0
     if any(not torch.equal(one >= 0, written) for one in numbers[1:]):
         raise LayoutError("the engine does not load every adapter of this kind to the same places")
