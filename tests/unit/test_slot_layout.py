@@ -62,6 +62,11 @@ def apart(part: Tensor, file: Tensor) -> None:
     part[0, 7:9, 3:6] = file[20:26].view(2, 3)
 
 
+def far(part: Tensor, file: Tensor) -> None:
+    """Over the place where the second digit changes."""
+    part[0, :32, :8] = file[61_300:61_556].view(32, 8)
+
+
 def nothing(part: Tensor, file: Tensor) -> None:
     pass
 
@@ -76,6 +81,7 @@ def nothing(part: Tensor, file: Tensor) -> None:
         (shared, 300, 4),
         (one_element, 200, 1),
         (apart, 300_000, 2),
+        (far, 70_000, 1),
         (nothing, 100, 0),
     ],
 )
