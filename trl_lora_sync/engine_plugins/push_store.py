@@ -192,12 +192,7 @@ class Upload:
             if len(data) > self._left:
                 raise Refused(400, f"More than the announced {self.size} bytes arrived.")
             self._checksums[0].update(data)
-            view = memoryview(data)
-            try:
-                while view:
-                    view = view[os.write(self._file, view) :]
-            except OSError as error:
-                raise _refusal(error, self._store.root) from error
+            self._write_at(self._file, memoryview(data), self.size - self._left)
             self._left -= len(data)
         self._store.release(len(data))
 

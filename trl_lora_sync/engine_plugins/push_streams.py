@@ -23,9 +23,9 @@ CONNECT_TIMEOUT_S, SILENCE_TIMEOUT_S = 10.0, 30.0
 # For its first bytes, because a stranger that sends none keeps a thread from the trainer for so long.
 HEAD_TIMEOUT_S = 2.0
 MOST_STREAMS = 8
-TOKEN_BYTES = 32
+_TOKEN_BYTES = 32
 # Then the number of the stream, in one byte.
-_HEAD_BYTES = TOKEN_BYTES + 1
+_HEAD_BYTES = _TOKEN_BYTES + 1
 
 
 class IncomingStreams:
@@ -44,7 +44,7 @@ class IncomingStreams:
 
     def __init__(self, upload: Upload, address: str, streams: int) -> None:
         self.upload = upload
-        self.token = secrets.token_hex(TOKEN_BYTES // 2)
+        self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.port = int(self._listener.getsockname()[1])
@@ -109,10 +109,10 @@ class IncomingStreams:
         with contextlib.suppress(OSError):
             while len(head) < _HEAD_BYTES and (more := connection.recv(_HEAD_BYTES - len(head))):
                 head += more
-        if len(head) < _HEAD_BYTES or not hmac.compare_digest(head[:TOKEN_BYTES], self.token.encode()):
+        if len(head) < _HEAD_BYTES or not hmac.compare_digest(head[:_TOKEN_BYTES], self.token.encode()):
             return None
         with self._lock:
-            return self._left.pop(head[TOKEN_BYTES], None)
+            return self._left.pop(head[_TOKEN_BYTES], None)
 
 
 def _in_thread(act: Callable[[], None]) -> "Future[None]":

@@ -20,6 +20,8 @@ from torch import Tensor
 _BASE = 61_440
 # Neighbours are far apart in size, so that the first few are values of every kind. Has no factor in common with it.
 _STEP = 23_741
+# How many adapters must be loaded. Both also if one would do, as an engine may load one value and leave out another.
+DIGITS = 2
 MOST_BOXES = 4096
 
 
@@ -55,23 +57,18 @@ class Box:
         return flat.as_strided(self.shape, self.source_steps, flat.storage_offset() + self.source)
 
 
-def digits_needed(count: int) -> int:
-    """How many adapters of `count` elements must be loaded to know the place of each.
+def digit_values(count: int, digit: int, dtype: torch.dtype) -> Tensor:
+    """An adapter of `count` elements, each a digit of its place: the low one is number 0.
 
     Raises:
         LayoutError: there are more elements than pairs of digits.
     """
-    if count > _BASE**2:
+    if count > _BASE**DIGITS:
         raise LayoutError(f"{count} elements are too many to find out where each of them goes")
-    return 1 if count <= _BASE else 2
-
-
-def digit_values(count: int, digit: int, dtype: torch.dtype) -> Tensor:
-    """An adapter of `count` elements, each a digit of its place: the low one is number 0."""
     values = _values(dtype, torch.device("cpu"))[torch.arange(_BASE) * _STEP % _BASE].to(dtype)
     rows = -(-count // _BASE)
     one_of_each = values if digit == 0 else values[:rows, None]
-    return one_of_each.expand(rows, _BASE).flatten()[:count]
+    return one_of_each.expand(rows, _BASE).contiguous().flatten()[:count]
 
 
 @lru_cache(maxsize=4)

@@ -36,10 +36,10 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
     head_of,
 )
 from trl_lora_sync.engine_plugins.slot_layout import (
+    DIGITS,
     Box,
     LayoutError,
     digit_values,
-    digits_needed,
     find_boxes,
     read_digits,
 )
@@ -365,7 +365,7 @@ class SlotWriter:
             raise _DoubtError(f"file and slots have more than one dtype, {', '.join(sorted(map(str, dtypes)))}")
         count = kind.head.size // dtype.itemsize
         digits: list[list[Tensor]] = [[] for _ in self._parts]
-        for digit in range(digits_needed(count)):
+        for digit in range(DIGITS):
             slot = self._load_values(request, spans, digit_values(count, digit, dtype))
             for found, part in zip(digits, self._parts, strict=True):
                 found.append(read_digits(part[slot]))

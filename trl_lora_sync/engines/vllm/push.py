@@ -9,7 +9,8 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -80,7 +81,7 @@ class PushedAdapters:
 
     async def connect(self, deadline: Deadline) -> bool:
         """Find out whether the server takes pushes."""
-        response = await self._retried("GET", ROUTE, deadline)
+        response = await self._retried(lambda: self._send("GET", ROUTE, deadline), deadline)
         if response.status_code == 403:
             logger.warning("%s takes no adapters over HTTP: %s", self._base_url, server_words(response))
         if response.status_code != 200:
@@ -109,7 +110,8 @@ class PushedAdapters:
                 f"{self._base_url} takes no adapters over HTTP. Install this package next to vLLM, and restart the "
                 f"server with {self._serve_command('--push')}."
             )
-        body = SafetensorsBody(adapter.content)
+        # In the thread for long calls: a header that names every expert takes hundreds of milliseconds.
+        body = await offload(partial(SafetensorsBody, adapter.content))
         if len(body) > self._max_bytes:
             raise self._too_large(adapter, f"it offers {self._max_bytes / 1e6:.1f} MB")
         self._pushed[adapter.name] = None  # before the request, whose answer may be lost
@@ -124,16 +126,14 @@ class PushedAdapters:
     async def _deliver(self, path: str, body: "SafetensorsBody", deadline: Deadline) -> httpx.Response:
         if self._streams and len(body) >= STREAMS_FROM_BYTES:
             try:
-                async for attempt in retrying(deadline, is_unreachable, at_most_s=self._timeouts.retry_s):
-                    with attempt:
-                        return await self._deliver_in_streams(path, body, deadline)
+                return await self._retried(lambda: self._deliver_in_streams(path, body, deadline), deadline)
             except _NoStreamsError as error:
                 self._streams = 0
                 logger.info("%s takes adapters in HTTP requests only, which is slower: %s", self._base_url, error)
         # In the thread for long calls, because all bytes are read.
         checksum = await offload(body.checksum)
         headers = {"Content-Type": "application/octet-stream", CHECKSUM_HEADER: checksum}
-        return await self._retried("PUT", path, deadline, content=body, headers=headers)
+        return await self._retried(lambda: self._send("PUT", path, deadline, content=body, headers=headers), deadline)
 
     async def _deliver_in_streams(self, path: str, body: "SafetensorsBody", deadline: Deadline) -> httpx.Response:
         """See `engine_plugins.push_streams`.
@@ -222,11 +222,11 @@ class PushedAdapters:
         except LoRASyncError as error:
             logger.info("The files of %s stay on the server until it ends: %s", adapter_name, error)
 
-    async def _retried(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
+    async def _retried(self, send: Callable[[], Awaitable[httpx.Response]], deadline: Deadline) -> httpx.Response:
         """Repeated while the server is unreachable: it answers a push that it has carried out already as before."""
         async for attempt in retrying(deadline, is_unreachable, at_most_s=self._timeouts.retry_s):
             with attempt:
-                response = await self._send(method, path, deadline, **content)
+                response = await send()
         return response
 
     def _push_error(self, adapter: StoredAdapter, response: httpx.Response) -> ServerError:
