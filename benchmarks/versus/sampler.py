@@ -3,6 +3,7 @@
 A server of the comparison runs it too: `in_server/sitecustomize.py` starts it in each of its processes.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -46,7 +47,7 @@ def sample_while(goes_on: Callable[[], bool]) -> Seconds:
         # Not every look comes in time: a thread in Python code lets another one in after 5 ms only.
         now = time.perf_counter()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        for ident, frame in sys._current_frames().items():
+        for ident, frame in _frames().items():
             where = _place(frame)
             if ident != threading.get_ident() and where:
                 # Threads of a pool differ by a number only.
@@ -54,6 +55,20 @@ def sample_while(goes_on: Callable[[], bool]) -> Seconds:
                 seconds.setdefault(thread, Counter())[where] += now - last
         last = now
     return seconds
+
+
+def _frames() -> dict[int, FrameType]:
+    """Of all threads; without a garbage collection meanwhile, which stops the process for ever before Python 3.12.
+
+    Source: python/cpython#106883; mended in 3.11.9.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def milliseconds_each(seconds: Seconds, syncs: int) -> dict[str, dict[str, float]]:
