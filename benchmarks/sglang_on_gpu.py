@@ -7,7 +7,7 @@ Starts one SGLang for each case, all at the same time, each as soon as its model
 - ``qwen3_moe``, ``mixtral``: tiny random models with LoRA on attention and experts. The trainer proves each group of
   modules by a trial adapter; a random adapter is compared with the trainer token by token.
 - ``images``: a tiny Qwen2.5-VL with LoRA on the language model, on prompts of text and of images, sent to SGLang's own
-  route: which token ids it computes with, and its log-probabilities against the trainer's.
+  route: which token ids it computes with, and its log-probabilities against the trainer's. Then as a run samples them.
 - ``0.6b``, ``8b``: random models in Qwen3's shapes with LoRA of rank 32 on all linear layers. Tokens per second of the
   base and of the adapter in turns, and the parts of a sync: reading, writing, the load, the listing, the first token
   with the adapter (which copies its weights to the GPU) and the next one, which copies nothing.
@@ -33,7 +33,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import torch
@@ -48,7 +47,6 @@ from transformers import AutoConfig  # noqa: E402
 from versus.shapes import write_model  # noqa: E402
 
 from trl_lora_sync.adapter.canonical import Form  # noqa: E402
-from trl_lora_sync.adapter.experts import FAMILIES  # noqa: E402
 from trl_lora_sync.adapter.export import AdapterReader  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
@@ -162,21 +160,19 @@ def make_model(case: str, folder: Path, device: str) -> Path:
 def measure_experts(family: str, url: str, model: Path, folder: Path) -> dict[str, Any]:
     """Whether SGLang applies adapters on experts, with the trainer's own start, which proves each group by a trial."""
     seen: dict[str, Any] = {}
-    allowed = replace(FAMILIES[family], on_sglang=True)
     cases = {
         "attention": {"target_modules": ATTENTION},
         "experts_and_attention": {"target_modules": ATTENTION, "target_parameters": BOTH},
         "down_proj_only": {"target_modules": ATTENTION, "target_parameters": BOTH[1:]},
     }
-    with mock.patch.dict(FAMILIES, {family: allowed}):
-        for name, peft in cases.items():
-            try:
-                trainer = trainer_for(url, model, folder / name, peft)
-                seen[name] = compare(trainer)
-                trainer.vllm_generation.close()
-            except Exception as error:
-                seen[name] = {"failed": f"{type(error).__name__}: {str(error)[:1500]}"}
-            print(family, name, json.dumps(seen[name]), flush=True)
+    for name, peft in cases.items():
+        try:
+            trainer = trainer_for(url, model, folder / name, peft)
+            seen[name] = compare(trainer)
+            trainer.vllm_generation.close()
+        except Exception as error:
+            seen[name] = {"failed": f"{type(error).__name__}: {str(error)[:1500]}"}
+        print(family, name, json.dumps(seen[name]), flush=True)
     return seen
 
 
@@ -205,7 +201,7 @@ def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
     engine.warm_up(stored, soon())
     texts = ["What is this?", "Say what you see."]
     prompts = [(text, image) for text in texts for image in (None, picture(len(text)))]
-    seen: dict[str, Any] = {"text": [], "image": []}
+    seen: dict[str, Any] = {"text": [], "image": [], "engine": []}
     image_token = peft.config.image_token_id
     for text, image in prompts:
         inputs = tokenized(processor, image, text)
@@ -229,9 +225,23 @@ def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
                     found["words"] = response.text[:500]
                 seen["text" if image is None else "image"].append(found)
                 print("images", "text" if image is None else "image", json.dumps(found), flush=True)
+        seen["engine"].append(through_the_engine(engine, stored, image, inputs, peft, completion_logps))
+        print("images", "engine", json.dumps(seen["engine"][-1]), flush=True)
     engine.unload(stored.name, soon())
     store.close()
     return seen
+
+
+def through_the_engine(
+    engine: Any, stored: StoredAdapter, image: Any, inputs: Any, peft: Any, logps: Callable[..., Any]
+) -> dict[str, Any]:
+    """Two completions as a run samples them, and how far their log-probabilities are from the trainer's."""
+    sampling = Sampling.unrestricted(max_tokens=12, logprobs=0, ignore_eos=True)
+    sampling = replace(sampling, image_token_id=peft.config.image_token_id)
+    group = PromptGroup(prompt=inputs["input_ids"][0].tolist(), images=None if image is None else [image], count=2)
+    [found] = engine.generate(stored.name, [group], sampling, soon())
+    gaps = [torch.tensor([values[0] for values in one.logprobs]) - logps(peft, inputs, one.token_ids) for one in found]
+    return {"has_image": image is not None, "gap_to_trained": float(torch.cat(gaps).abs().mean())}
 
 
 def judge(answer: dict[str, Any], ids: list[int], inputs: Any, peft: Any, logps: Callable[..., Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.engines.vllm.completions import sampling_fields
-from trl_lora_sync.engines.vllm.images import data_url
 from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.sync import AdapterSync
 

@@ -13,11 +13,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from PIL import Image
 from support.adapters import with_tensors
 
 from contract.served import SMALL, Served, soon
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.testing import MODULES, VERSIONS, FakeSGLang, random_adapter
 
@@ -426,6 +428,33 @@ def test_a_module_outside_of_the_target_modules_is_refused(start: Callable[..., 
     answer = client.post("/load_lora_adapter", lora_name="a", lora_path=stored.server_path)
     assert answer.status_code == 400
     assert "--lora-target-modules" in answer.json()["error_message"]
+
+
+PICTURE = data_url(Image.new("RGB", (56, 28)))  # two tokens
+
+
+def test_a_model_of_text_ignores_images_without_an_error(start: Callable[..., Client]) -> None:
+    client = start()
+    answer = client.generate(None, input_ids=[1, 9, 2], image_data=[PICTURE])
+    assert (answer.status_code, answer.json()["meta_info"]["prompt_tokens"]) == (200, 3)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_each_image_token_becomes_as_many_as_its_image_has(start: Callable[..., Client], batch: bool) -> None:
+    client = start(image_token_id=9)
+    prompts, images = ([[1, 9, 2], [3]], [[PICTURE], []]) if batch else ([1, 9, 2], PICTURE)
+    answer = client.generate(None, input_ids=prompts, image_data=images, return_prompt_token_ids=True)
+    found = answer.json() if batch else [answer.json()]
+    assert [one["prompt_token_ids"] for one in found] == [[1, 9, 9, 2], [3]][: len(found)]
+
+
+def test_a_prompt_that_has_the_tokens_of_its_image_already_is_an_error_and_keeps_the_adapter_in_use(
+    start: Callable[..., Client],
+) -> None:
+    client = start("0.5.15", image_token_id=9)
+    stored = client.load()
+    assert client.generate(stored.name, input_ids=[1, 9, 9, 2], image_data=[PICTURE]).status_code == 500
+    assert client.fake.in_flight[stored.name] == 1
 
 
 def test_modules_that_see_images_are_refused_with_what_to_exclude(few: Served) -> None:

@@ -448,6 +448,12 @@ def test_sglang_gets_the_flags_of_adapter_sync() -> None:
     }
 
 
+def test_sglang_adapts_the_matrices_of_experts_if_the_adapter_may_have_some() -> None:
+    found = launch("0.5.23", engine="sglang", modules=("q_proj", "k_proj", "v_proj"), adapts_experts=True)
+    expected = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    assert values(found)["--lora-target-modules"] == expected
+
+
 @pytest.mark.parametrize(("engine", "version"), [("vllm", "0.31.0"), ("sglang", "0.5.23")])
 @pytest.mark.parametrize(
     ("typed", "missing"),

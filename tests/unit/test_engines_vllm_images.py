@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.vllm.images import data_url, place_images, request_for
+from trl_lora_sync.engines.images import data_url
+from trl_lora_sync.engines.vllm.images import place_images, request_for
 from trl_lora_sync.errors import GenerationError, ServerSetupError
 from trl_lora_sync.runtime import run
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import openai_messages
-from trl_lora_sync.engines.vllm.images import data_url
+from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.generation import group_rows
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), max_size=30)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 from contract.served import PROMPT, SMALL, sampling, soon
+from PIL import Image
 from support.bodies import bytes_of_body
 
 from trl_lora_sync.adapter.canonical import LoRAModule, complete_siblings
@@ -62,6 +63,80 @@ def serve() -> Iterator[Callable[..., tuple[FakeSGLang, SGLangEngine]]]:
 
 
 Serve = Callable[..., tuple[FakeSGLang, SGLangEngine]]
+
+
+# Images
+
+IMAGE_TOKEN = 9
+WIDE, SQUARE = Image.new("RGB", (56, 28), "red"), Image.new("RGB", (28, 28), "blue")  # of two tokens and of one
+WITH_IMAGES = replace(sampling(logprobs=0), image_token_id=IMAGE_TOKEN)
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.5.23"])
+def test_each_image_is_sent_as_one_token_and_the_answer_has_the_trainers_prompt(
+    serve: Serve, tmp_path: Path, version: str
+) -> None:
+    fake, engine = serve(version, image_token_id=IMAGE_TOKEN)
+    stored = stored_at(tmp_path)
+    engine.load(stored, soon())
+    groups = [
+        PromptGroup(prompt=[1, 9, 9, 2, 9, 3], images=[WIDE, SQUARE], count=2),
+        PromptGroup(prompt=[4, 5], count=1),
+        PromptGroup(prompt=[9, 6], images=[SQUARE], count=1),
+    ]
+    found = engine.generate(stored.name, groups, WITH_IMAGES, soon())
+    assert [[one.prompt_ids for one in row] for row in found] == [[group.prompt] * group.count for group in groups]
+    sent = [(body["input_ids"], len(body.get("image_data", ()))) for body in fake.bodies("/generate")]
+    ours = [one for one in sent if one[0] != [0, 1, 2, 3]]
+    with_adapter = [([1, 9, 2, 9, 3], 2)] * 2 + [([[4, 5]], 0), ([9, 6], 1)]
+    # Up to 0.5.21, the base model is asked once whether it takes so many images.
+    asked = [([1, 9, 2, 9, 3], 2), ([9, 6], 1)] if version < "0.5.22" else []
+    assert sorted(ours, key=repr) == sorted(asked + with_adapter, key=repr)
+    for row, group in zip(found, groups, strict=True):
+        for one in row:
+            expected = fake.expected_logprobs(stored.path, group.prompt, one.token_ids)
+            assert [values[0] for values in one.logprobs or []] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "image", "words"),
+    [
+        ([1, 9, 2, 9], SQUARE, "2 runs of image tokens but 1 images"),
+        ([1, 2], SQUARE, "0 runs of image tokens but 1 images"),
+        ([1, 9, 9, 9, 2], WIDE, "belongs to another prompt"),  # the server finds two tokens in this image
+    ],
+)
+def test_a_prompt_whose_images_the_server_sees_in_another_way_is_refused(
+    serve: Serve, prompt: list[int], image: Any, words: str
+) -> None:
+    _, engine = serve(image_token_id=IMAGE_TOKEN)
+    base = engine.capabilities.base_model
+    with pytest.raises(GenerationError, match=words):
+        engine.generate(base, [PromptGroup(prompt=prompt, images=[image], count=1)], WITH_IMAGES, soon())
+
+
+def test_an_answer_without_its_prompt_is_no_proof_that_images_were_seen(serve: Serve) -> None:
+    fake, engine = serve(image_token_id=IMAGE_TOKEN)
+    fake.edit_output = lambda output: output.pop("prompt_token_ids", None)
+    group = PromptGroup(prompt=[1, 9, 9], images=[WIDE], count=1)
+    with pytest.raises(GenerationError, match="no prompt_token_ids"):
+        engine.generate(engine.capabilities.base_model, [group], WITH_IMAGES, soon())
+
+
+@pytest.mark.parametrize("args", [{}, {"version": "0.5.11", "image_token_id": IMAGE_TOKEN}])
+def test_a_server_that_would_ignore_images_gets_none(serve: Serve, args: dict[str, Any]) -> None:
+    fake, engine = serve(**args)
+    group = PromptGroup(prompt=[1, 9, 2], images=[SQUARE], count=1)
+    with pytest.raises(GenerationError, match=r"takes none.*SGLang 0\.5\.15 or newer: .*serve"):
+        engine.generate(engine.capabilities.base_model, [group], WITH_IMAGES, soon())
+    assert not fake.bodies("/generate")
+
+
+def test_a_model_without_an_image_token_gets_no_images(serve: Serve) -> None:
+    _, engine = serve(image_token_id=IMAGE_TOKEN)
+    group = PromptGroup(prompt=[1, 9, 2], images=[SQUARE], count=1)
+    with pytest.raises(GenerationError, match="names none"):
+        engine.generate(engine.capabilities.base_model, [group], sampling(logprobs=0), soon())
 
 
 # The tensor payload

@@ -33,7 +33,7 @@ class Family:
         projections: the names of gate, up and down of each expert; None if all experts of a layer are always in one
             tensor, as in PEFT.
         has_router: whether vLLM applies an adapter on the router at run time.
-        on_sglang: whether SGLang applies adapters on the experts, as measured.
+        on_sglang: whether SGLang applies adapters on the experts, as measured with 0.5.15.
     """
 
     moe: str = "mlp"
@@ -45,8 +45,8 @@ class Family:
 FAMILIES = {
     # Under `mlp`, vLLM 0.26 loads the experts of a Mixtral without an error and serves the base.
     # It applies an adapter on this router, and ignores one on the router of a Qwen3-MoE.
-    "mixtral": Family(moe="block_sparse_moe", projections=("w1", "w3", "w2"), has_router=True),
-    "qwen3_moe": Family(),
+    "mixtral": Family(moe="block_sparse_moe", projections=("w1", "w3", "w2"), has_router=True, on_sglang=True),
+    "qwen3_moe": Family(on_sglang=True),
     # One tensor for each expert is refused by name (vLLM 0.26).
     "qwen3_vl_moe": Family(projections=None),
 }

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 from packaging.version import Version
 
@@ -12,10 +13,14 @@ from trl_lora_sync.cli.peft_config import USUAL_MODULES
 
 # Source: sglang#36894; a request with n > 1 leaves its adapter in use for ever, so that no unload ends.
 _SAMPLES_SAFELY_FROM = Version("0.5.22")
+# What SGLang calls the matrices of each expert, also in families with other names (0.5.15).
+_EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj")
 
 
 def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
     """The command for `request`; see `serve.plan`."""
+    if request.adapts_experts and request.modules:
+        request = replace(request, modules=tuple(dict.fromkeys((*request.modules, *_EXPERT_MODULES))))
     given = EngineArguments(request.extra)
     given.check_port(request)
     _check_sglang(installed, given, request, environ)

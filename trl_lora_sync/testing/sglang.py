@@ -9,8 +9,10 @@ Faster than the real one on purpose: /health answers at once (SGLang takes a sec
 (SGLang checks every four seconds), and a pause with mode "abort" looks every 20 ms (SGLang every second).
 """
 
+import base64
 import contextlib
 import hashlib
+import io
 import json
 import math
 import select
@@ -398,7 +400,7 @@ class FakeSGLang:
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": self._weight_version,
-            "has_image_understanding": False,
+            "has_image_understanding": self.args.image_token_id is not None,
             "has_audio_understanding": False,
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
@@ -640,7 +642,7 @@ class FakeSGLang:
 
     def _submit(self, worker: _Worker, job: "_Job", connection: socket.socket) -> list[dict[str, Any]]:
         try:
-            prompts = [self._tokenize(prompt) for prompt in job.prompts]
+            prompts = [self._tokenize(*pair) for pair in zip(job.prompts, job.images, strict=True)]
             params = [sampling_params(given, self.args) for given in job.params]
             for prompt, given, tokens in zip(prompts, params, job.token_ids_logprobs, strict=True):
                 self._validate(prompt, given, tokens)
@@ -701,12 +703,18 @@ class FakeSGLang:
             if not self.args.at_least("0.5.22"):  # "Warmup borrows the samples' LoRA references"
                 self._release_reference(worker, lora_id)
 
-    def _tokenize(self, prompt: Any) -> list[int]:
+    def _tokenize(self, prompt: Any, images: list[str]) -> list[int]:
         if isinstance(prompt, str):
             return list(prompt.encode())
         if not prompt:
             raise ValueError("input_ids cannot be empty.")
-        return list(prompt)
+        marker = self.args.image_token_id
+        if not images or marker is None:  # a model of text has no `mm_processor` (all)
+            return list(prompt)
+        if prompt.count(marker) != len(images):
+            raise TypeError("another number of image tokens than of images")  # seen: HTTP 500 (0.5.15)
+        lengths = iter([image_length(image) for image in images])
+        return [token for one in prompt for token in ([marker] * next(lengths) if one == marker else [one])]
 
     def _validate(self, prompt: list[int], params: dict[str, Any], token_ids_logprob: list[int] | None) -> None:
         """`_validate_one_request`. Ids of the prompt are not checked: `_validate_input_ids_in_vocab` has no caller."""
@@ -961,6 +969,10 @@ class _Job:
             return [each for each in values for _ in range(self.n)]
 
         self.prompts = expand(prompts, None)
+        # `_normalize_image_data`: one image, a list of them for one prompt, or a list for each prompt.
+        images = body.get("image_data") or []
+        images = [images] if isinstance(images, str) else images
+        self.images = expand([images] if is_one else images or [[]] * count, None)
         self.params = expand(given, {})
         self.lora_names = expand(body.get("lora_path"), None)
         self.return_logprob = expand(body.get("return_logprob"), False)
@@ -977,8 +989,16 @@ class _Job:
         if len(rids) != count:
             raise _ClientError("The specified rids length mismatch with the batch_size for batch processing.")
         self.rids = rids if self.n == 1 else [uuid.uuid4().hex for _ in self.prompts]
-        if not len(self.params) == len(self.lora_names) == len(self.prompts):
+        if not len(self.params) == len(self.lora_names) == len(self.images) == len(self.prompts):
             raise IndexError("lists of different lengths")
+
+
+def image_length(url: str) -> int:
+    """How many tokens an image has: one for each 28 x 28 pixels, as in Qwen2.5-VL."""
+    from PIL import Image  # only a server for images needs it
+
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
+        return max(1, int(image.width // 28) * int(image.height // 28))
 
 
 def _contract_error(body: Any) -> str | None:

@@ -45,6 +45,7 @@ class ServerArgs:
     Attributes:
         shapes: of the base model.
         eos_token_id: ends a completion.
+        image_token_id: stands for an image; None is a model of text. The policy does not look at images.
         seed: of the base model and of what is sampled.
         token_texts: the text of each token id; by default, ids below 256 are characters and others have none.
         policy: computes the logits; by default a `ToyPolicy` of the shapes and the seed.
@@ -71,6 +72,7 @@ class ServerArgs:
     dtype: str = "auto"
     shapes: Shapes = field(default_factory=Shapes)
     eos_token_id: int = 258
+    image_token_id: int | None = None
     seed: int = 0
     token_texts: tuple[str, ...] | None = None
     policy: ServedPolicy | None = None

@@ -1,9 +1,46 @@
 """The requests and answers of SGLang's `/generate`, one sample at a time. Does no I/O."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_lora_sync.engines.base import Completion, Sampling
+from trl_lora_sync.engines.images import image_runs
+from trl_lora_sync.errors import GenerationError
+
+
+class Sample(NamedTuple):
+    """One sample, as it is sent.
+
+    Attributes:
+        prompt_ids: as the answer must have them.
+        sent_ids: the same, with one token for each image.
+        images: as data URLs.
+        params: SGLang's sampling parameters.
+    """
+
+    prompt_ids: list[int]
+    sent_ids: list[int]
+    images: list[str]
+    params: dict[str, Any]
+
+
+def one_token_per_image(prompt_ids: list[int], images: int, image_token_id: int | None) -> list[int]:
+    """What SGLang replaces by as many tokens as each image has.
+
+    A prompt that has them already ends in HTTP 500 (0.5.15).
+
+    Raises:
+        GenerationError: the prompt has not one run of image tokens for each image.
+    """
+    if not images:
+        return prompt_ids
+    if image_token_id is None:
+        raise GenerationError("A prompt with images needs the model's image token, and the model names none.")
+    sent, end = [], 0
+    for start, length in image_runs(prompt_ids, image_token_id, images):
+        sent += [*prompt_ids[end:start], image_token_id]
+        end = start + length
+    return sent + prompt_ids[end:]
 
 
 def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
@@ -34,8 +71,13 @@ def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:
     return fields | extra
 
 
-def read_completion(answer: dict[str, Any], prompt_ids: list[int], sampling: Sampling) -> Completion:
+def read_completion(
+    answer: dict[str, Any], prompt_ids: list[int], sampling: Sampling, *, must_echo: bool = False
+) -> Completion:
     """Check one answer and bring it into the shape TRL expects.
+
+    Args:
+        must_echo: whether the answer must have the prompt.
 
     No version names the adapter in its answer. All give the length of the prompt, unless the sample was aborted in the
     queue, and newer ones the prompt itself.
@@ -50,6 +92,8 @@ def read_completion(answer: dict[str, Any], prompt_ids: list[int], sampling: Sam
     if reason.get("type") not in ("stop", "length"):
         raise ValueError(f"a completion was cut off ({reason.get('type')}: {reason.get('message', 'no reason given')})")
     length, echo = meta.get("prompt_tokens"), answer.get("prompt_token_ids")
+    if must_echo and echo is None:
+        raise ValueError("the answer has no prompt_token_ids, by which the tokens of its images are compared")
     if length != len(prompt_ids) or (echo is not None and echo != prompt_ids):
         raise ValueError(
             f"a completion belongs to another prompt (prompt_tokens={length!r}, where {len(prompt_ids)} were sent)"

@@ -33,8 +33,9 @@ from trl_lora_sync.engines.base import (
     Timeouts,
 )
 from trl_lora_sync.engines.http import collector_paused, json_object, server_words
+from trl_lora_sync.engines.images import data_urls
 from trl_lora_sync.engines.server import logprobs_mode
-from trl_lora_sync.engines.sglang.completions import read_completion, sampling_params
+from trl_lora_sync.engines.sglang.completions import Sample, one_token_per_image, read_completion, sampling_params
 from trl_lora_sync.engines.sglang.payload import LoadBody, TensorPayload
 from trl_lora_sync.engines.sglang.server import SGLangServer
 from trl_lora_sync.engines.sglang.spec import SGLANG
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 _TENSORS_PER_RANK_FROM = Version("0.5.17")
 _REFUSALS_LET_GO_FROM = Version("0.5.22")
+# From here on answers have the prompt, by which the tokens of images are compared.
+_IMAGES_FROM = Version("0.5.15")
 _TENSOR_PATH = "__tensor__"  # what SGLang lists as the path of an adapter that came as tensors
 # Words for a path that is not there: SGLang takes it for a repository of the Hugging Face hub.
 _NOT_FOUND_WORDS = (
@@ -69,7 +72,6 @@ _NEVER_LOADED = "trl-lora-sync-probe"
 # Ids that every vocabulary has.
 _WARM_UP_PROMPT = [0, 1, 2, 3]
 _ONE_TOKEN = Sampling.unrestricted(max_tokens=1, logprobs=None)
-_Row = tuple[list[int], dict[str, Any]]  # prompt and sampling parameters of one sample
 
 
 class SGLangEngine(SGLangServer):
@@ -82,6 +84,7 @@ class SGLangEngine(SGLangServer):
         self._seeds: random.Random | None = None
         self._accepted_sampling: set[str] = set()
         self._stuck_unload: str | None = None
+        self._takes_images = False
 
     # Connecting
 
@@ -107,6 +110,8 @@ class SGLangEngine(SGLangServer):
             **SGLANG.capabilities,
         )
         self._has_memory_saver = bool(server.get("enable_memory_saver"))
+        # A model of text ignores images, with HTTP 200. Source: managers/tokenizer_manager.py (0.5.15).
+        self._takes_images = bool(model.get("has_image_understanding")) and self._version >= _IMAGES_FROM
         if server.get("enable_deterministic_inference"):
             self._seeds = random.Random(torch.initial_seed())  # the trainer's, so that a run repeats itself
         return self._capabilities
@@ -156,9 +161,10 @@ class SGLangEngine(SGLangServer):
     async def score_image(
         self, model: str, prompt_ids: list[int], image: Any, image_token_id: int, scored: int, deadline: Deadline
     ) -> list[float]:
+        # Source: `should_apply_lora` of srt/models/qwen2_5_vl.py, qwen3_vl.py and gemma3_mm.py (0.5.15).
         raise ServerSetupError(
-            f"{self.base_url} runs SGLang, where images are not supported, and the adapter changes modules that see "
-            'images. Train the language model only, for example with LoraConfig(exclude_modules=r".*(visual|'
+            f"The adapter changes modules that see images, to which SGLang at {self.base_url} applies none. Train the "
+            'language model only, for example with LoraConfig(exclude_modules=r".*(visual|'
             'vision_tower|multi_modal_projector).*"), or sample on vLLM.'
         )
 
@@ -324,11 +330,12 @@ class SGLangEngine(SGLangServer):
         at_once: int = CONCURRENT_REQUESTS,
     ) -> list[list[Completion]]:
         """See `Engine`."""
-        rows = self._rows(groups, sampling)
+        samples = await self._samples(groups, sampling)
         if model != self.capabilities.base_model:
-            await self._check_sampling(rows, deadline)
-        size = max(1, math.ceil(len(rows) / at_once))
-        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+            await self._check_samples(samples, deadline)
+        # Images are sent for one sample, as they were measured.
+        size = 1 if any(one.images for one in samples) else max(1, math.ceil(len(samples) / at_once))
+        batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         async with self._distrusting_connections():
             answers = await in_parallel(
                 lambda batch: self._generate_batch(model, batch, sampling, deadline), batches, at_once
@@ -336,20 +343,31 @@ class SGLangEngine(SGLangServer):
         iterator = (completion for answer in answers for completion in answer)
         return [[next(iterator) for _ in range(group.count)] for group in groups]
 
-    def _rows(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[_Row]:
-        """One row per sample."""
-        rows = []
+    async def _samples(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[Sample]:
+        samples = []
         for group in groups:
-            prompt = _token_ids(group)
-            for sample in range(group.count):
-                params = sampling_params(sampling, sample)
+            prompt_ids, pictures = _token_ids(group), group.images or []
+            if pictures:
+                self._check_takes_images()
+            sent_ids = one_token_per_image(prompt_ids, len(pictures), sampling.image_token_id)
+            images = await offload(partial(data_urls, pictures)) if pictures else []
+            for number in range(group.count):
+                params = sampling_params(sampling, number)
                 if self._seeds is not None and params.get("sampling_seed") is None:
                     # With --enable-deterministic-inference every request without a seed gets the seed 42, so a group
                     # would be one completion several times (srt/sampling/sampling_batch_info.py, 0.5.11 to 0.5.23).
                     params["sampling_seed"] = self._seeds.getrandbits(31)
-                self._check_length(prompt, params)
-                rows.append((prompt, params))
-        return rows
+                self._check_length(prompt_ids, params)
+                samples.append(Sample(prompt_ids, sent_ids, images, params))
+        return samples
+
+    def _check_takes_images(self) -> None:
+        if not self._takes_images:
+            raise GenerationError(
+                f"A prompt has images, and {self.base_url} (SGLang {self.capabilities.version}, "
+                f"{self.capabilities.base_root}) takes none. Serve the vision-language model that is trained, with "
+                f"SGLang {_IMAGES_FROM} or newer: {self._serve_command()}"
+            )
 
     def _check_length(self, prompt_ids: list[int], params: dict[str, Any]) -> None:
         """Refuse what the server would refuse after it has taken hold of the adapter, for ever up to 0.5.21."""
@@ -365,23 +383,23 @@ class SGLangEngine(SGLangServer):
                 f"{self._serve_command(engine_options=['--context-length', str(wanted)])}."
             )
 
-    async def _check_sampling(self, rows: Sequence[_Row], deadline: Deadline) -> None:
-        """Have the server judge sampling parameters on the base model first, once.
+    async def _check_samples(self, samples: Sequence[Sample], deadline: Deadline) -> None:
+        """Have the server judge sampling parameters and numbers of images on the base model first, once.
 
         Up to 0.5.21 a refusal comes after the server has taken hold of the adapter, for ever; of the base it takes no
         hold.
         """
         if self._version >= _REFUSALS_LET_GO_FROM:
             return
-        for _, params in rows:
+        for _, sent_ids, images, params in samples:
             # The seed differs from sample to sample, and each would cost a request.
             judged = {name: value for name, value in params.items() if name != "sampling_seed"}
-            known = repr(sorted(judged.items()))
+            known = repr((sorted(judged.items()), len(images)))
             if known not in self._accepted_sampling:
                 # As few tokens as these parameters allow: a minimum above the maximum must still be refused.
                 fewest = min(params["max_new_tokens"] or 1, max(1, params.get("min_new_tokens") or 1))
-                body = {
-                    "input_ids": _WARM_UP_PROMPT,
+                prompt = {"input_ids": sent_ids, "image_data": images} if images else {"input_ids": _WARM_UP_PROMPT}
+                body = prompt | {
                     "sampling_params": params | {"max_new_tokens": fewest},
                     "lora_path": None,
                     "stream": False,
@@ -390,13 +408,12 @@ class SGLangEngine(SGLangServer):
                 self._accepted_sampling.add(known)
 
     async def _generate_batch(
-        self, model: str, rows: Sequence[_Row], sampling: Sampling, deadline: Deadline
+        self, model: str, samples: Sequence[Sample], sampling: Sampling, deadline: Deadline
     ) -> list[Completion]:
-        prompts = [prompt for prompt, _ in rows]
-        lora_path = self.lora_path(model)
-        body = {
-            "input_ids": prompts,
-            "sampling_params": [params for _, params in rows],
+        lora_path, (_, sent_ids, images, params) = self.lora_path(model), samples[0]
+        body: dict[str, Any] = {
+            "input_ids": [one.sent_ids for one in samples],
+            "sampling_params": [one.params for one in samples],
             "return_logprob": sampling.logprobs is not None,
             "logprob_start_len": -1,
             "top_logprobs_num": sampling.logprobs or 0,
@@ -405,12 +422,17 @@ class SGLangEngine(SGLangServer):
             "lora_path": lora_path,
             "stream": False,
         }
+        if images:
+            body |= {"input_ids": sent_ids, "sampling_params": params, "image_data": images}
         answers = await self._sample(body, lora_path, deadline)
-        if len(answers) != len(rows):
-            raise self._wrong_count(len(answers), len(rows))
+        if len(answers) != len(samples):
+            raise self._wrong_count(len(answers), len(samples))
         try:
             with collector_paused():
-                return [read_completion(*pair, sampling) for pair in zip(answers, prompts, strict=True)]
+                return [
+                    read_completion(answer, one.prompt_ids, sampling, must_echo=bool(images))
+                    for answer, one in zip(answers, samples, strict=True)
+                ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._untrainable(error) from error
 
@@ -492,10 +514,6 @@ def _request_ids(body: dict[str, Any]) -> list[str]:
 def _token_ids(group: PromptGroup) -> list[int]:
     if isinstance(group.prompt, str):
         raise GenerationError("Text prompts are not sent to SGLang. Tokenize them and send token ids.")
-    if group.images:
-        raise GenerationError(
-            "Prompts with images are not supported on SGLang servers. Use a vLLM server for vision-language models."
-        )
     return group.prompt
 
 

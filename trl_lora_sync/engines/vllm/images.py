@@ -7,16 +7,16 @@ The server takes either token ids or images in one request, never both. So the i
 Source: the way TRL's own client does it (trl/generation/vllm_client.py, 1.11 and later).
 """
 
-import base64
-import io
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import httpx
 
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.images import data_urls, image_runs
 from trl_lora_sync.engines.vllm.completions import sampling_fields
 from trl_lora_sync.errors import GenerationError, ServerSetupError
 from trl_lora_sync.runtime import offload
@@ -56,8 +56,7 @@ async def request_for(
 
 
 async def _render(post: Post, model: str, images: list[Any], deadline: Deadline, restart: str) -> dict[str, Any]:
-    # In the thread for long calls, because encoding pictures as PNG would hold up the loop.
-    urls = await offload(lambda: [data_url(image) for image in images])
+    urls = await offload(partial(data_urls, images))
     content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
     response = await post(_RENDER, body, deadline)
@@ -85,26 +84,8 @@ def place_images(features: dict[str, Any], prompt_ids: list[int], image_token_id
     Raises:
         GenerationError: the number of runs is not the number of images.
     """
-    placeholders: list[dict[str, int]] = []
-    previous = None
-    for offset, token in enumerate(prompt_ids):
-        if token == image_token_id:
-            if previous == image_token_id:
-                placeholders[-1]["length"] += 1
-            else:
-                placeholders.append({"offset": offset, "length": 1})
-        previous = token
-    expected = len(features["mm_placeholders"]["image"])
-    if len(placeholders) != expected:
-        raise GenerationError(
-            f"The prompt has {len(placeholders)} runs of image tokens but {expected} images. "
-            "It must have one run per image; check the chat template and the images of the dataset."
-        )
+    images = len(features["mm_placeholders"]["image"])
+    placeholders = [
+        {"offset": offset, "length": length} for offset, length in image_runs(prompt_ids, image_token_id, images)
+    ]
     return {**features, "mm_placeholders": {**features["mm_placeholders"], "image": placeholders}}
-
-
-def data_url(image: Any) -> str:
-    """A PIL image as the data URL of its PNG."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,41 @@
+"""Images in prompts of token ids, as both engines need them. Does no I/O."""
+
+import base64
+import io
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from trl_lora_sync.errors import GenerationError
+
+
+def data_url(image: Any) -> str:
+    """A PIL image as the data URL of its PNG."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def data_urls(images: Sequence[Any]) -> list[str]:
+    """`data_url` of each; for the thread for long calls, because making PNGs would hold up the loop."""
+    return [data_url(image) for image in images]
+
+
+def image_runs(prompt_ids: Sequence[int], image_token_id: int, images: int) -> list[tuple[int, int]]:
+    """Where the tokens of each image begin in a prompt, and how many they are.
+
+    Raises:
+        GenerationError: the number of runs is not the number of images.
+    """
+    runs, start = [], 0
+    for token, same in groupby(prompt_ids):
+        length = sum(1 for _ in same)
+        if token == image_token_id:
+            runs.append((start, length))
+        start += length
+    if len(runs) != images:
+        raise GenerationError(
+            f"The prompt has {len(runs)} runs of image tokens but {images} images. "
+            "It must have one run per image; check the chat template and the images of the dataset."
+        )
+    return runs
