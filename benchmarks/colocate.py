@@ -145,8 +145,9 @@ def driver_memory(on_gpu: bool) -> Iterator[dict[str, float | None]]:
 
 
 def memory_gib(which: str) -> float:
-    """What the driver says of the first GPU's memory: `used` or `total`."""
-    query = ["nvidia-smi", f"--query-gpu=memory.{which}", "--format=csv,noheader,nounits", "--id=0"]
+    """What the driver says of the memory of the first GPU that this process sees: `used` or `total`."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    query = ["nvidia-smi", f"--query-gpu=memory.{which}", "--format=csv,noheader,nounits", f"--id={gpu}"]
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) / 1024
 
 

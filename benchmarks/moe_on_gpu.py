@@ -397,6 +397,7 @@ def time_sync(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         model = write_config(args, folder / "qwen3_moe_large")
         memory = args.sync_memory
         with serving(model, args, log, (*lora_flags(args.rank), "--load-format", "dummy"), memory=memory) as url:
+            seen["vllm"] = httpx.get(f"{url}/version", timeout=30, trust_env=False).json()["version"]
             for name, is_stacked in {"stacked": True, "per_expert": False}.items():
                 exporter = Exporter("qwen3_moe", args, folder / name, is_stacked=is_stacked)
                 deadline = partial(Deadline.after, 120.0, "The measurement")
@@ -413,7 +414,9 @@ def time_sync(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 exporter.close()
                 seen[name] = {**summary(samples[1:]), "very_first": samples[0]}
                 del exporter
-            seen["said"] = [line[-300:] for line in log.read_text(errors="replace").splitlines() if "lora_sync" in line]
+            # Versions are called lora-sync-..., and the package has the other name.
+            lines = log.read_text(errors="replace").splitlines()
+            seen["said"] = [line[-300:] for line in lines if "lora-sync" in line or "lora_sync" in line]
     except Exception:
         seen["failed"] = traceback.format_exc()[-3000:]
         seen["log"] = log.read_text(errors="replace")[-3000:] if log.exists() else ""

@@ -11,7 +11,6 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,14 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 CHART = ROOT / "docs" / "assets" / "vs-weights.svg"
 OVERLAP_CHART = ROOT / "docs" / "assets" / "overlap-2xh100.svg"
+# The newest run of each way of serving beside TRL's own sync.
+NEWEST = {"runtime": "vs-weights-2xh100-runtime", "fused": "vs-weights-2xh100-fused"}
+SYNC_RUNS = {
+    "vs-weights-2xh100-runtime": "1",
+    "vs-weights-2xh100-fused": "2",
+    "vs-weights-2xh100-host-base": "3, copy of the base in host memory",
+    "vs-weights-2xh100": "4, older",
+}
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
 MB = 1e6
@@ -40,23 +47,25 @@ def read(name: str) -> Any:
 
 
 def versus_summary() -> str:
-    return table.summary(read("vs-weights-2xh100"))
+    return table.summary({arm: read(name) for arm, name in NEWEST.items()})
 
 
 def versus_tables() -> str:
     return table.tables(read("vs-weights"))
 
 
-def parts_of_sync(name: str) -> str:
-    """The parts of each arm's sync."""
-    arms = read(name)["shapes"]["8b"]["ranks"]["32"]["sync"]
-    stock_s = arms["weights"]["median"]["sync_s"]
+def parts_of_syncs() -> str:
+    """The parts of each arm's sync at 8B, run by run."""
     rows = []
-    for arm, found in arms.items():
-        parts = [_ms(found["split"][f"{part}_s"]) for part in ("gather", "write", "load")]
-        sync_s = found["median"]["sync_s"]
-        rows.append((f"`{arm}`", *parts, _ms(sync_s), f"{sync_s / stock_s:.2f}", ", ".join(found["beside"])))
-    return markdown(("arm", "gather ms", "write ms", "load ms", "sync ms", "/ `weights`", "took turns"), rows)
+    for name, about in SYNC_RUNS.items():
+        for rank, found in read(name)["shapes"]["8b"]["ranks"].items():
+            arms = found["sync"]
+            stock_s = arms["weights"]["median"]["sync_s"]
+            for arm, one in arms.items():
+                parts = [_ms(one["split"][f"{part}_s"]) for part in ("gather", "write", "load")]
+                sync_s = one["median"]["sync_s"]
+                rows.append((about, rank, f"`{arm}`", *parts, _ms(sync_s), f"{sync_s / stock_s:.2f}"))
+    return markdown(("run", "rank", "arm", "gather ms", "write ms", "load ms", "sync ms", "/ `weights`"), rows)
 
 
 def ahead_sentence() -> str:
@@ -438,8 +447,54 @@ def experts() -> str:
     return markdown(header, rows)
 
 
+SGLANG = "sglang-0.5.15-h100"
+
+
+def sglang_adapters() -> str:
+    """How far SGLang's log-probabilities are from the trainer's, with adapters on experts and with images."""
+    cases = read(SGLANG)["cases"]
+    rows = [
+        (f"`{family}`", EXPERT_CASES[case], *(_short(cases[family][case][key]) for key in ("trained", "base")))
+        for family in ("qwen3_moe", "mixtral")
+        for case in ("experts_and_attention", "down_proj_only")
+    ]
+    for kind, what in {
+        "text": "language model; prompts of text",
+        "image": "language model; prompts with images",
+    }.items():
+        answered = [one for one in cases["images"][kind] if one["model"] == "adapter" and one["status"] == 200]
+        gaps = [statistics.fmean(one[key] for one in answered) for key in ("gap_to_trained", "gap_to_base")]
+        rows.append(("`qwen2_5_vl`", what, *map(_short, gaps)))
+    return markdown(("model", "trained", "mean gap to the trainer", "to the base model"), rows)
+
+
+def sglang_sync() -> str:
+    header = ("shape", "MB", "read ms", "write ms", "load ms", "listing ms", "first token ms", "second token ms",
+              "base tokens/s", "adapter tokens/s", "adapter / base")  # fmt: skip
+    rows = []
+    for shape in ("0.6b", "8b"):
+        found = read(SGLANG)["cases"][shape]
+        parts = [_ms(found["sync"]["median"][part]) for part in SGLANG_PARTS]
+        speed = [f"{found['tokens_per_s'][name]['median']:,.0f}" for name in ("base", "adapter")]
+        megabytes = f"{found['payload_bytes'] / MB:.0f}"
+        rows.append((shape.upper(), megabytes, *parts, *speed, f"{found['adapter_over_base']:.2f}"))
+    return markdown(header, rows)
+
+
+SGLANG_PARTS = ("read", "write", "load", "listing", "first_token", "second_token")
+
+
 def expert_sync() -> str:
-    header = ("tensors", "how many", "MB", "export ms", "writing the file ms", "load by vLLM s", "sync s")
+    header = (
+        "tensors",
+        "how many",
+        "MB",
+        "export ms",
+        "writing the file ms",
+        "load ms",
+        "sync ms",
+        "very first sync s",
+    )
     cases = read("vllm-0.26.0-h100-moe-sync")["cases"]
     rows = []
     for form, title in {"stacked": "for a layer", "per_expert": "for each expert"}.items():
@@ -447,13 +502,15 @@ def expert_sync() -> str:
         median = synced["median"]
         rows.append((
             title, f"{exported['tensors']:,}", f"{exported['bytes'] / MB:.0f}", _ms(median["export_s"]),
-            _ms(median["write_s"]), f"{median['load_s']:.2f}", f"{synced['total_median_s']:.2f}",
+            _ms(median["write_s"]), _ms(median["load_s"]), _ms(synced["total_median_s"]),
+            f"{sum(synced['very_first'].values()):.1f}",
         ))  # fmt: skip
     return markdown(header, rows)
 
 
 COLOCATE_RUNS = {
     "colocate-8b-kv3-h100": "8B, KV cache 3 GiB",
+    "colocate-8b-fused-h100": "8B, KV cache 3 GiB, another host",
     "colocate-8b-h100": "8B, before folding was made faster",
     "colocate-8b-24gb-h100": "8B, for 24 GB, likewise",
     "colocate-8b-kv5-h100": "8B, 2 completions at a time, KV cache 5 GiB, likewise",
@@ -478,6 +535,21 @@ def colocate() -> str:
                 f"{found['median_generate_s']:.2f} s", f"{found['median_step_s']:.2f} s",
                 f"{found['tokens_per_s']['32']:,.0f}" if "32" in found["tokens_per_s"] else "", f"{changed:.1%}",
             ))  # fmt: skip
+    return markdown(header, rows)
+
+
+def colocate_two_gpus() -> str:
+    header = ("launcher", "`vllm_tensor_parallel_size`", "sync", "of it gathering", "mean gap of the steps",
+              "verified", "GPU memory of process 0", "base weights changed")  # fmt: skip
+    rows = []
+    for launch, size in (("ddp", 2), ("fsdp2", 1)):
+        found = read(f"colocate-0.6b-2xh100-{launch}")["arms"]["runtime"]
+        rows.append((
+            f"`{launch}`", str(size), f"{found['median_sync_ms']:.0f} ms",
+            f"{_ms(statistics.median(found['gather_s'][1:]))} ms", _short(statistics.fmean(found["logprob_gap"])),
+            "yes" if all(found["verified"]) else "no", f"{found['driver_peak_gib']:.1f} GiB",
+            f"{found['changed_share_after_syncs']:.1%}",
+        ))  # fmt: skip
     return markdown(header, rows)
 
 
@@ -590,9 +662,7 @@ README_SECTIONS: Mapping[str, Callable[[], str]] = {
 }
 PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "vs-weights-summary": versus_summary,
-    "slots-sync": partial(parts_of_sync, "vs-weights-2xh100"),
-    "runtime-sync": partial(parts_of_sync, "vs-weights-2xh100-runtime"),
-    "host-base-sync": partial(parts_of_sync, "vs-weights-2xh100-host-base"),
+    "parts-of-syncs": parts_of_syncs,
     "overlap": overlap,
     "async-grpo": async_grpo,
     "default-runs": default_runs,
@@ -615,7 +685,10 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "floor": floor,
     "experts": experts,
     "expert-sync": expert_sync,
+    "sglang-adapters": sglang_adapters,
+    "sglang-sync": sglang_sync,
     "colocate": colocate,
+    "colocate-two-gpus": colocate_two_gpus,
     "colocate-ratios": colocate_ratios,
     "launchers": launchers,
     "fused-tp": fused_tp,

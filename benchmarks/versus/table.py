@@ -2,12 +2,12 @@
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from versus.kinds import ARMS, OURS
+from versus.kinds import ARMS
 
 _NOT_RUN = "Not run for this release."
 _STOCK = "weights"
@@ -66,22 +66,24 @@ def tables(results: dict[str, Any]) -> str:
     )
 
 
-def summary(results: dict[str, Any], shapes: Sequence[str] = ("8b", "32b"), rank: int = 32) -> str:
-    """What matters most, in one table, of the shapes at which TRL's own sync was measured beside ours."""
-    shapes = [shape for shape in shapes if "median" in _at(results, shape, rank, "sync").get(_STOCK, {})]
-    if not shapes:
-        return _NOT_RUN
-    columns = ("sync", "decoding", "base weights changed")
-    header = (f"LoRA r={rank}", *(f"{column}, {shape}" for column in columns for shape in shapes))
-    rows = [
-        (
-            f"TRL's own `{arm}`" if arm == _STOCK else f"`{arm}`",
-            *(_sync_cell(results, shape, rank, arm) for shape in shapes),
-            *(_speed_cell(results, shape, rank, arm) for shape in shapes),
-            *(_drift_cell(results, shape, rank, arm) for shape in shapes),
-        )
-        for arm in (_STOCK, *OURS)
-    ]
+def summary(runs: Mapping[str, dict[str, Any]], shape: str = "8b", rank: int = 32) -> str:
+    """What matters most: each arm beside TRL's own sync in the same run.
+
+    Args:
+        runs: the results that an arm is taken from.
+    """
+    header = (
+        f"LoRA r={rank}, {shape}", "sync", "TRL's own sync", "ratio", "decoding, of TRL's own",
+        "base weights changed", "by TRL's own",
+    )  # fmt: skip
+    rows = []
+    for arm, results in runs.items():
+        ratio = _ratio(results, shape, rank, arm)
+        rows.append((
+            f"`{arm}`", _sync_cell(results, shape, rank, arm), _sync_cell(results, shape, rank, _STOCK),
+            f"{ratio:.2f}" if ratio is not None else "", _speed_cell(results, shape, rank, arm),
+            _drift_cell(results, shape, rank, arm), _drift_cell(results, shape, rank, _STOCK),
+        ))  # fmt: skip
     return markdown(header, rows)
 
 
@@ -354,8 +356,7 @@ def _sync_cell(results: dict[str, Any], shape: str, rank: int, arm: str) -> str:
     median = _at(results, shape, rank, "sync").get(arm, {}).get("median")
     if median is None:
         return ""
-    ratio = _ratio(results, shape, rank, arm)
-    return f"{1000 * median['sync_s']:.0f} ms" + ("" if arm == _STOCK else f" ({ratio:.2f})")
+    return f"{1000 * median['sync_s']:.0f} ms"
 
 
 def _speed_cell(results: dict[str, Any], shape: str, rank: int, arm: str) -> str:

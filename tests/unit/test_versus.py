@@ -422,20 +422,19 @@ def test_tables_and_chart_show_what_the_file_has() -> None:
     assert "MB of the adapter" in chart
 
 
-def test_summary_has_only_what_was_measured_beside_trls_own_sync() -> None:
-    results = made_results()
+def test_summary_has_each_arm_beside_trls_own_sync_in_the_same_run() -> None:
+    results, empty = made_results(), made_results()
     results["shapes"]["8b"]["ranks"]["32"]["drift"] = {
         "weights": {"syncs": 50, "trainer_bit_identical": False, "trainer_changed_share": 0.494},
         "fused": {"syncs": 50, "trainer_bit_identical": True, "trainer_changed_share": 0.0},
     }
+    empty["shapes"] = {}
 
-    header, _, stock, runtime, fused = table.summary(results).splitlines()
+    header, _, fused, runtime = table.summary({"fused": results, "runtime": empty}).splitlines()
 
-    assert header == "| LoRA r=32 | sync, 8b | decoding, 8b | base weights changed, 8b |"
-    assert stock == "| TRL's own `weights` | 400 ms | 1.00 | 49% in 50 syncs |"
-    assert runtime == "| `runtime` |  |  |  |"
-    assert fused == "| `fused` | 74 ms (0.18) | 0.97 | none in 50 syncs |"
-    assert "|" not in table.summary({"shapes": {}})
+    assert header.startswith("| LoRA r=32, 8b | sync | TRL's own sync | ratio |")
+    assert fused == "| `fused` | 74 ms | 400 ms | 0.18 | 0.97 | none in 50 syncs | 49% in 50 syncs |"
+    assert runtime == "| `runtime` |  |  |  |  |  |  |"
 
 
 def test_sections_of_a_page_are_replaced_and_nothing_else() -> None:

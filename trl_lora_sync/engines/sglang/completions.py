@@ -9,7 +9,7 @@ from trl_lora_sync.errors import GenerationError
 
 
 class Sample(NamedTuple):
-    """One sample, as it is sent.
+    """One sample, in the form that is sent.
 
     Attributes:
         prompt_ids: as the answer must have them.
