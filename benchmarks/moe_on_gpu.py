@@ -146,19 +146,16 @@ def trainer_for(url: str, model: Path, folder: Path, peft: dict[str, Any], **con
     from support.trainers import grpo_trainer, prompts
 
     exclude = {"exclude_modules": ".*(visual).*"} if "vl" in model.name else {}
-    return grpo_trainer(
-        url,
-        model,
-        folder,
-        peft_config=LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM", **peft, **exclude),
-        train_dataset=prompts(conversational=True),
-        use_cpu=False,
-        model_init_kwargs={"dtype": "float32"},
-        lora_sync_dtype="bfloat16",
-        lora_sync_timeout=120.0,
-        vllm_server_timeout=60.0,
-        **config,
-    )
+    fields = {
+        "peft_config": LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM", **{**exclude, **peft}),
+        "train_dataset": prompts(conversational=True),
+        "use_cpu": False,
+        "model_init_kwargs": {"dtype": "float32"},
+        "lora_sync_dtype": "bfloat16",
+        "lora_sync_timeout": 120.0,
+        "vllm_server_timeout": 60.0,
+    }
+    return grpo_trainer(url, model, folder, **{**fields, **config})
 
 
 def compare(trainer: Any) -> dict[str, float]:
@@ -197,6 +194,37 @@ def compare(trainer: Any) -> dict[str, float]:
     return found
 
 
+def reward_run(url: str, model: Path, folder: Path, peft: dict[str, Any], steps: int, **config: Any) -> dict[str, Any]:
+    """A GRPO run with a reward that a random model can learn."""
+    from support.trainers import steps_of
+
+    trainer = trainer_for(
+        url,
+        model,
+        folder,
+        peft,
+        reward_funcs=share_of_ascii,
+        max_steps=steps,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=32,
+        num_generations=16,
+        max_completion_length=8,
+        **config,
+    )
+    trainer.train()
+    found = steps_of(trainer)
+    rewards = [step["reward"] for step in found]
+    trainer.vllm_generation.close()
+    return {
+        "reward_first_five": statistics.fmean(rewards[:5]),
+        "reward_last_five": statistics.fmean(rewards[-5:]),
+        "logp_gap": [step[LOGP_GAP] for step in found],
+        "verified": all(step["lora_sync/verified"] == 1 for step in found),
+        "sync_s": statistics.median(step["lora_sync/total_s"] for step in found),
+    }
+
+
 def share_of_ascii(completions: list[Any], **kwargs: Any) -> list[float]:
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [sum(map(str.isascii, text)) / max(1, len(text)) for text in texts]
@@ -214,7 +242,6 @@ def refusal(start: Callable[[], Any], family: str) -> str:
 
 
 def check_family(family: str, args: argparse.Namespace, folder: Path, *, fused: bool = False) -> dict[str, Any]:
-    from support.trainers import steps_of
 
     log = folder / "server.log"
     seen: dict[str, Any] = {}
@@ -230,7 +257,7 @@ def check_family(family: str, args: argparse.Namespace, folder: Path, *, fused: 
             }
             if family == "mixtral" or (fused and family == "qwen3_moe"):
                 layouts["all_linear_with_router"] = ({"target_modules": "all-linear"}, nullcontext())
-            if not fused and FAMILIES[family].projections is not None:
+            if not fused and not FAMILIES[family].is_always_stacked:
                 layouts["experts_and_attention_per_expert"] = (everything, per_expert())
             for name, (peft, form) in layouts.items():
                 with form:
@@ -239,31 +266,7 @@ def check_family(family: str, args: argparse.Namespace, folder: Path, *, fused: 
                 seen[name] = {**compare(trainer), "one_tensor_for_all_experts_of_a_layer": stacked}
                 print(family, name, json.dumps(seen[name]), flush=True)
                 trainer.vllm_generation.close()
-            trainer = trainer_for(
-                url,
-                model,
-                folder / "run",
-                everything,
-                reward_funcs=share_of_ascii,
-                max_steps=args.steps,
-                learning_rate=1e-2,
-                lr_scheduler_type="constant",
-                per_device_train_batch_size=32,
-                num_generations=16,
-                max_completion_length=8,
-                **config,
-            )
-            trainer.train()
-            steps = steps_of(trainer)
-            rewards = [step["reward"] for step in steps]
-            seen["run"] = {
-                "reward_first_five": statistics.fmean(rewards[:5]),
-                "reward_last_five": statistics.fmean(rewards[-5:]),
-                "logp_gap": [step[LOGP_GAP] for step in steps],
-                "verified": all(step["lora_sync/verified"] == 1 for step in steps),
-                "sync_s": statistics.median(step["lora_sync/total_s"] for step in steps),
-            }
-            trainer.vllm_generation.close()
+            seen["run"] = reward_run(url, model, folder / "run", everything, args.steps, **config)
             if not fused:
                 wrong = partial(trainer_for, url, model, folder / "wrong", everything)
                 seen["wrong_name"] = refusal(wrong, family)
@@ -480,7 +483,7 @@ def main() -> None:
         for family in args.families:
             results.add(family, partial(check_family, family, args))
     if "fused" in args.parts:
-        for family in (family for family in args.families if FAMILIES[family].projections is not None):
+        for family in (family for family in args.families if not FAMILIES[family].is_always_stacked):
             results.add(f"fused-{family}", partial(check_family, family, args, fused=True))
     if "sync" in args.parts:
         results.add("sync", partial(time_sync, args), "/dev/shm")

@@ -4,10 +4,11 @@
 
 Starts one SGLang for each case, all at the same time, each as soon as its model is written, and measures what is up:
 
-- ``qwen3_moe``, ``mixtral``: tiny random models with LoRA on attention and experts. The trainer proves each group of
-  modules by a trial adapter; a random adapter is compared with the trainer token by token.
+- ``qwen3_moe``, ``mixtral``, ``qwen3_vl_moe``: tiny random models with LoRA on attention and experts. The trainer
+  proves each group of modules by a trial adapter; a random adapter is compared with the trainer token by token.
 - ``images``: a tiny Qwen2.5-VL with LoRA on the language model, on prompts of text and of images, sent to SGLang's own
-  route: which token ids it computes with, and its log-probabilities against the trainer's. Then as a run samples them.
+  route: which token ids it computes with, and its log-probabilities against the trainer's. Then as a run samples them,
+  and a GRPO run whose reward rises.
 - ``0.6b``, ``8b``: random models in Qwen3's shapes with LoRA of rank 32 on all linear layers. Tokens per second of the
   base and of the adapter in turns, and the parts of a sync: reading, writing, the load, the listing, the first token
   with the adapter (which copies its weights to the GPU) and the next one, which copies nothing.
@@ -33,6 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import torch
@@ -41,22 +43,24 @@ from run_environment import run_environment
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
 
-from moe_on_gpu import ATTENTION, BOTH, compare, make_tiny, trainer_for  # noqa: E402
+from moe_on_gpu import ATTENTION, BOTH, compare, make_tiny, reward_run, trainer_for  # noqa: E402
 from random_adapter import RandomAdapter, synchronize  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 from versus.shapes import write_model  # noqa: E402
 
 from trl_lora_sync.adapter.canonical import Form  # noqa: E402
+from trl_lora_sync.adapter.experts import FAMILIES  # noqa: E402
 from trl_lora_sync.adapter.export import AdapterReader  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
-from trl_lora_sync.engines.vllm.images import data_url  # noqa: E402
+from trl_lora_sync.engines.images import data_url  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 
 LARGE = ("0.6b", "8b")
-CASES = ("qwen3_moe", "mixtral", "images", *LARGE)
+EXPERTS = ("qwen3_moe", "mixtral", "qwen3_vl_moe")
+CASES = (*EXPERTS, "images", *LARGE)
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, KEEP = 32, 2
 START_TIMEOUT_S = 300.0
@@ -165,14 +169,16 @@ def measure_experts(family: str, url: str, model: Path, folder: Path) -> dict[st
         "experts_and_attention": {"target_modules": ATTENTION, "target_parameters": BOTH},
         "down_proj_only": {"target_modules": ATTENTION, "target_parameters": BOTH[1:]},
     }
-    for name, peft in cases.items():
-        try:
-            trainer = trainer_for(url, model, folder / name, peft)
-            seen[name] = compare(trainer)
-            trainer.vllm_generation.close()
-        except Exception as error:
-            seen[name] = {"failed": f"{type(error).__name__}: {str(error)[:1500]}"}
-        print(family, name, json.dumps(seen[name]), flush=True)
+    # The package refuses a family on SGLang that was not measured there.
+    with mock.patch.dict(FAMILIES, {family: replace(FAMILIES[family], on_sglang=True)}):
+        for name, peft in cases.items():
+            try:
+                trainer = trainer_for(url, model, folder / name, peft)
+                seen[name] = compare(trainer)
+                trainer.vllm_generation.close()
+            except Exception as error:
+                seen[name] = {"failed": f"{type(error).__name__}: {str(error)[:1500]}"}
+            print(family, name, json.dumps(seen[name]), flush=True)
     return seen
 
 
@@ -183,7 +189,7 @@ def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
     """What SGLang makes of token ids with an image beside them, by its own route, and of an adapter then."""
     from peft import LoraConfig, get_peft_model
     from support.models import randomize_adapter
-    from support.vision import completion_logps, picture, tokenized
+    from support.vision import NO_IMAGE_TOKEN, completion_logps, picture, tokenized, with_images
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(model)
@@ -229,6 +235,10 @@ def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
         print("images", "engine", json.dumps(seen["engine"][-1]), flush=True)
     engine.unload(stored.name, soon())
     store.close()
+    lora = {"target_modules": "all-linear", "exclude_modules": ".*visual.*"}
+    run_of_grpo = {"train_dataset": with_images(), "generation_kwargs": NO_IMAGE_TOKEN}
+    seen["run"] = reward_run(url, model, folder / "run", lora, 20, **run_of_grpo)
+    print("images", "run", json.dumps(seen["run"]), flush=True)
     return seen
 
 

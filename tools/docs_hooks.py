@@ -164,18 +164,16 @@ def experts_table() -> str:
 
 
 def _expert_rows(name: str, family: Family) -> list[str]:
-    moe, names = family.moe, family.projections
-    one_by_one = names and f"as `{moe}.experts.N.{names[0]}`, `{names[1]}`, `{names[2]}`"
+    moe, (gate, up, down) = family.moe, family.projections
+    one_by_one = "" if family.is_always_stacked else f"as `{moe}.experts.N.{gate}`, `{up}`, `{down}`"
     fused = one_by_one or "refused: its checkpoints have all experts in one tensor"
     sglang = "served" if family.on_sglang else "refused: not measured"
     at_run_time = f"{one_by_one}, or all in one tensor" if one_by_one else f"all in one tensor of `{moe}.experts`"
     router = f"as `{moe}.gate`" if family.has_router else "refused: vLLM 0.26 ignores it, without an error"
-    fused_router = f"as `{moe}.gate`" if names else "refused"
-    tests = (_EXPERTS_AT_RUN_TIME, _EXPERTS_FUSED if names else _STACKED_ONLY, _NOT_ON_SGLANG)
-    router_tests = (
-        _ROUTER_SERVED if family.has_router else _ROUTER_REFUSED,
-        _EXPERTS_FUSED if names else _STACKED_ONLY,
-    )
+    fused_router = f"as `{moe}.gate`" if one_by_one else "refused"
+    fused_test = _EXPERTS_FUSED if one_by_one else _STACKED_ONLY
+    tests = (_EXPERTS_AT_RUN_TIME, fused_test, _NOT_ON_SGLANG)
+    router_tests = (_ROUTER_SERVED if family.has_router else _ROUTER_REFUSED, fused_test)
     return [
         f"| `{name}` | experts | {at_run_time} | {fused} | {sglang} | {_tests(tests)} |",
         f"| `{name}` | router | {router} | {fused_router} | refused | {_tests(router_tests)} |",

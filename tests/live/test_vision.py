@@ -10,12 +10,21 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from datasets import Dataset
 from support.models import base_weights, lora, randomize_adapter, same_tensors
 from support.policies import NOISE_MAX, NOISE_MEAN, OTHER_POLICY_MEAN
 from support.servers import adapters_on
 from support.trainers import grpo_trainer, steps_of
-from support.vision import SERVER_ARGS, SHAPES, completion_logps, make_vision_model, picture, tokenized
+from support.vision import (
+    NO_IMAGE_TOKEN,
+    SERVER_ARGS,
+    SHAPES,
+    TEXTS,
+    completion_logps,
+    make_vision_model,
+    picture,
+    tokenized,
+    with_images,
+)
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
@@ -26,9 +35,6 @@ Make = Callable[..., GRPOTrainer]
 Row = tuple[dict[str, torch.Tensor], list[int], torch.Tensor]
 LOGP_GAP = "sampling/sampling_logp_difference/mean"
 LANGUAGE_MODEL = {"target_modules": "all-linear", "exclude_modules": ".*(visual|vision_tower|multi_modal_projector).*"}
-# A random model samples it now and then, and the trainer then misses an image. Its probability is 0.004 here.
-NO_IMAGE_TOKEN = {"logit_bias": {"262": -100.0}}
-TEXTS = ["what is it?", "a colour", "describe", "and this?"]
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -56,16 +62,6 @@ def make_vision_trainer(tmp_path: Path) -> Iterator[Make]:
     yield make
     for trainer in made:
         trainer.vllm_generation.close()
-
-
-def with_images(texts: list[str] = TEXTS) -> Dataset:
-    """A conversational dataset with one picture for each prompt, in the column that TRL knows."""
-    return Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": text}] for text in texts],
-            "image": [picture(seed) for seed in range(len(texts))],
-        }
-    )
 
 
 def sample(trainer: GRPOTrainer, *, has_image: bool) -> list[Row]:

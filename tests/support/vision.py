@@ -3,10 +3,12 @@
 Nothing is downloaded. The tokenizer is the demo's, with one token per byte, and the tokens that stand for images.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from make_model import make_tokenizer
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -31,6 +33,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 SHAPES = ("qwen2.5-vl", "qwen3-vl", "gemma3")
 # Of vLLM: the route for images, and no room for videos, of which the largest would not fit into a tiny context.
 SERVER_ARGS = ("--enable-scale-out", "--limit-mm-per-prompt", '{"image": 1, "video": 0}')
+TEXTS = ("what is it?", "a colour", "describe", "and this?")
+# A random model samples it now and then, and the trainer then misses an image. Its probability is 0.004 here.
+NO_IMAGE_TOKEN = {"logit_bias": {"262": -100.0}}
 IMAGE_SIZE = 112
 # Gemma3 makes one token of 16 patches here, as vLLM (0.31) expects of it. There is one token only, because those of an
 # image see each other, and on a CPU vLLM (0.31) lets each see the ones before it only: log-probabilities of a prompt
@@ -162,6 +167,16 @@ def picture(seed: int) -> Image.Image:
     """A picture of random colours."""
     pixels = torch.randint(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), generator=torch.Generator().manual_seed(seed))
     return Image.fromarray(pixels.to(torch.uint8).numpy())
+
+
+def with_images(texts: Sequence[str] = TEXTS) -> Dataset:
+    """A conversational dataset with one picture for each prompt, in the column that TRL knows."""
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": text}] for text in texts],
+            "image": [picture(seed) for seed in range(len(texts))],
+        }
+    )
 
 
 def tokenized(processor: Any, image: Image.Image | None, text: str) -> dict[str, Tensor]:

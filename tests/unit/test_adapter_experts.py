@@ -243,6 +243,14 @@ def test_sglang_gets_no_experts_of_a_family_that_was_not_measured_there(monkeypa
     assert any(".experts.3.up_proj." in key for key in read(trained("qwen3"), form=Form(fused_siblings=True)).tensors)
 
 
+def test_sglang_would_get_each_expert_of_a_family_that_vllm_takes_in_one_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FAMILIES, "qwen3_vl_moe", replace(FAMILIES["qwen3_vl_moe"], on_sglang=True))
+    keys = read(trained("qwen3-vl"), form=Form(fused_siblings=True)).tensors
+    assert any(".language_model.layers.0.mlp.experts.3.up_proj." in key for key in keys)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_fused_serving_gets_experts_one_by_one_and_any_router(family: str) -> None:
     model = trained(family, target_modules="all-linear", target_parameters=None)

@@ -76,7 +76,7 @@ def test_table_of_experts_says_what_the_code_does() -> None:
         family = FAMILIES[name.strip("`")]
         serves = part == "experts" or family.has_router
         assert at_run_time.startswith("refused") != serves
-        assert fused.startswith("refused") == (family.projections is None)
+        assert fused.startswith("refused") == family.is_always_stacked
         assert sglang.startswith("refused") != (part == "experts" and family.on_sglang)
 
 

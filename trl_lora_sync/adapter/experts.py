@@ -30,14 +30,15 @@ class Family:
 
     Attributes:
         moe: what the module that holds experts and router is called there.
-        projections: the names of gate, up and down of each expert; None if all experts of a layer are always in one
-            tensor, as in PEFT.
+        projections: the names of gate, up and down of each expert.
+        is_always_stacked: whether vLLM and checkpoints have all experts of a layer in one tensor, as PEFT does.
         has_router: whether vLLM applies an adapter on the router at run time.
         on_sglang: whether SGLang applies adapters on the experts, as measured with 0.5.15.
     """
 
     moe: str = "mlp"
-    projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    is_always_stacked: bool = False
     has_router: bool = False
     on_sglang: bool = False
 
@@ -48,7 +49,7 @@ FAMILIES = {
     "mixtral": Family(moe="block_sparse_moe", projections=("w1", "w3", "w2"), has_router=True, on_sglang=True),
     "qwen3_moe": Family(on_sglang=True),
     # One tensor for each expert is refused by name (vLLM 0.26).
-    "qwen3_vl_moe": Family(projections=None),
+    "qwen3_vl_moe": Family(is_always_stacked=True),
 }
 """By `model_type`."""
 
@@ -123,16 +124,6 @@ def shapes_of(experts: Any) -> dict[str, tuple[int, int]]:
     return {name: tuple(getattr(experts, name).shape[1:]) for name in ("gate_up_proj", "down_proj")}
 
 
-def are_stacked(layers: Iterable[ExpertLayer], *, takes_stacked: bool) -> bool:
-    """Whether all experts of a layer go into one tensor.
-
-    Args:
-        takes_stacked: whether the servers take that of every family. It has as many tensors as layers, and not as
-            experts, which is loaded faster.
-    """
-    return takes_stacked or any(layer.family.projections is None for layer in layers)
-
-
 def expert_blocks(
     layers: Iterable[ExpertLayer], value_of: Callable[[Any], Tensor], rank: int, *, is_stacked: bool
 ) -> list[Block]:
@@ -143,7 +134,7 @@ def expert_blocks(
     Args:
         value_of: the weight of a module that holds a matrix.
         rank: to pad to.
-        is_stacked: see `are_stacked`.
+        is_stacked: whether all experts of a layer go into one tensor.
     """
     together: dict[str, dict[str, ExpertLayer]] = {}
     for layer in layers:
@@ -173,7 +164,6 @@ def _blocks_of(
             *_in_one(f"{path}.base_layer", gate_up_A, gate_up_B, rank, scaling["gate_up_proj"]),
             *_in_one(path, down_A, down_B, rank, scaling["down_proj"]),
         ]
-    assert some.family.projections is not None
     gate, up, down = some.family.projections
     half = gate_up_B.shape[1] // 2  # the gate is the first half of the rows
     parts = {

@@ -26,7 +26,6 @@ from trl_lora_sync.adapter.experts import (
     FAMILIES,
     ExpertLayer,
     Family,
-    are_stacked,
     expert_blocks,
     is_read_directly,
     mark_read_directly,
@@ -286,8 +285,10 @@ class AdapterReader:
         gathered: Mapping[nn.Module, Tensor],
         form: Form,
     ) -> ExtraTensors:
-        is_stacked = are_stacked(self._experts, takes_stacked=form.stacked_experts)
-        if form.fused_siblings and (is_stacked or not self._experts[0].family.on_sglang):
+        family, on_sglang = self._experts[0].family, form.fused_siblings
+        # Servers that take it get as many tensors as there are layers, and not experts, which is loaded faster.
+        is_stacked = not on_sglang and (form.stacked_experts or family.is_always_stacked)
+        if on_sglang and not family.on_sglang:
             raise UnsupportedAdapterError(
                 "The adapter is on experts, and SGLang serves the run, where adapters on the experts of this family "
                 "are not supported. Train the other layers only, with target_modules as a list of their names, or "
@@ -492,7 +493,7 @@ def _find_experts(model: Any, adapter_name: str, serving: Serving) -> list[Exper
     if not found:
         return []
     family, names = _family(model), ServedNames.of(model)
-    if serving == "fused" and family.projections is None:
+    if serving == "fused" and family.is_always_stacked:
         raise refuse_experts(model.active_peft_config, str(model.config.model_type))
     layers = []
     for path, layer in found.items():
