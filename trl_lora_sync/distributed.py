@@ -134,10 +134,13 @@ def _fill_buffer(shards: list[Shard], device: torch.device) -> tuple[Tensor, lis
     buffer = torch.zeros(sum(padded), dtype=torch.uint8, device=device)
     wholes, start = [], 0
     for shard, size, room in zip(shards, sizes, padded, strict=True):
-        whole = buffer[start : start + size].view(shard.values.dtype).view(shard.shape)
-        shard.write_to(whole)
-        wholes.append(whole)
+        wholes.append(buffer[start : start + size].view(shard.values.dtype).view(shard.shape))
         start += room
+    # One copy of all, as each would be a launch. A process may hold nothing of a matrix, or of any.
+    held = [(shard.place_in(whole), shard) for shard, whole in zip(shards, wholes, strict=True) if shard.values.numel()]
+    if held:
+        places = [place for place, _ in held]
+        torch._foreach_copy_(places, [shard.values.detach().reshape(place.shape) for place, shard in held])
     return buffer, wholes
 
 

@@ -7,12 +7,13 @@ Looks at this process's memory only: nothing is sent, gathered or changed. Putti
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT
@@ -36,12 +37,12 @@ class Shard:
     region: tuple[tuple[int, int], ...]
     is_flat: bool
 
-    def write_to(self, whole: Tensor) -> None:
-        """Copy the elements held here to their place in `whole`, which has `shape` and is contiguous."""
-        if self.values.numel():
-            target = whole.view(-1) if self.is_flat else whole
-            place = target[tuple(slice(start, stop) for start, stop in self.region)]
-            place.copy_(self.values.detach().reshape(place.shape))
+    def place_in(self, whole: Tensor) -> Tensor:
+        """Where the elements held here lie in `whole`, which has `shape` and is contiguous; not if there are none."""
+        place = whole.view(-1) if self.is_flat else whole
+        for dim, (start, stop) in enumerate(self.region):
+            place = place.narrow(dim, start, stop - start)
+        return place
 
     @property
     def layout(self) -> tuple[tuple[int, ...], str, bool]:
@@ -60,7 +61,8 @@ def shards_of(linears: Sequence[nn.Module], root: nn.Module) -> list[Shard | Non
         UnsupportedSettingError: a weight is laid out in a way that is not known here.
     """
     flat = _fsdp1_places(root)
-    return [_shard_of(linear, flat) for linear in linears]
+    with torch.no_grad():  # in which a DTensor gives its own part without a record for the gradient
+        return [_shard_of(linear, flat) for linear in linears]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -222,14 +224,20 @@ def _zero3_shard(weight: Any) -> Shard:
 
 
 def _dtensor_shard(weight: DTensor) -> Shard:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     # Exact types: a strided shard, of FSDP2 over tensor parallelism, derives from Shard and lies elsewhere.
     if not all(type(placement) in (ShardPlacement, Replicate) for placement in weight.placements):
         raise UnsupportedSettingError(
             f'vllm_sync_strategy="lora_adapter" cannot put together a LoRA matrix with placements {weight.placements}. '
             f"Train without tensor parallelism, {WEIGHTS_WAY_OUT}."
         )
-    sizes, starts = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    region = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+    region = _region_of(weight.shape, weight.device_mesh, weight.placements)
     return Shard(values=weight.to_local(), shape=weight.shape, region=region, is_flat=False)
+
+
+# An adapter has hundreds of matrices in few shapes, at each sync.
+@lru_cache(maxsize=1024)
+def _region_of(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[tuple[int, int], ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
