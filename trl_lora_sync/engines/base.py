@@ -275,7 +275,7 @@ class Engine(Protocol):
         """As `score`, of the last `scored` tokens of a prompt with an image.
 
         Raises:
-            ServerSetupError: the engine takes no images.
+            ServerSetupError: the engine takes no images, or applies no adapter to what sees them.
         """
 
     async def load(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
