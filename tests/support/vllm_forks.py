@@ -6,6 +6,7 @@ server. The other end of the socket is in `forked_servers.py`.
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import multiprocessing
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SERVER = "vllm.entrypoints.openai.api_server"
-# What the engine of a text model imports after its start, or at its first request, when it compiles its sampling.
+# What the engine of a text model imports after its start.
 IMPORTED_LATER = (
+    "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.lora.worker_manager",
     "vllm.model_executor.models.qwen3",
-    "torch._inductor.compile_fx",
 )
 
 
@@ -37,9 +39,9 @@ def main(descriptor: str) -> None:
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     for module in (SERVER, *IMPORTED_LATER):
         importlib.import_module(module)
-    sys.modules[
-        "torch._inductor.cpu_vec_isa"
-    ].pick_vec_isa()  # tries instructions in six processes, and keeps the answer
+    # At its start vLLM collects garbage several times, among all the objects of its imports.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel takes away the servers that ended
     with socket.socket(fileno=int(descriptor)).makefile("rw") as orders:
         for order in orders:
