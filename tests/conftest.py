@@ -1,5 +1,6 @@
 """Fixtures of all tiers: the tiny model, the one real server that most live tests share, and quiet libraries."""
 
+import gc
 import os
 import signal
 import sys
@@ -39,6 +40,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from support.scheduling import sort
 
         sort(items)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_objects_are_left_out_of_garbage_collections() -> None:
+    """A training collects garbage at its start and end: 0.25 s each time with the million objects of the imports."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

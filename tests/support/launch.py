@@ -1,6 +1,7 @@
 """`accelerate launch` with gloo processes on the CPU."""
 
 import atexit
+import gc
 import json
 import os
 import sys
@@ -57,6 +58,8 @@ def run_each(main: Callable[..., Any], runs: str) -> None:
     So importing torch, TRL and vLLM, which takes longer than most runs, is paid for once. Each run has a group of its
     own, on a port of its own: the store of the launcher still has the keys of the groups before (torch 2.13).
     """
+    gc.collect()
+    gc.freeze()  # else each garbage collection of a fork looks through everything that was imported
     for port, arguments in json.loads(runs):
         sys.stdout.flush()
         child = os.fork()

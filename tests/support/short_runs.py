@@ -4,6 +4,7 @@ TRL is the folder that it is unpacked in. Each run is a process forked from one 
 it prints goes to FOLDER/log, and its exit code to FOLDER/code.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -23,6 +24,8 @@ def main(runs: str) -> None:
     for module in MODULES:
         importlib.import_module(module)
     assert "trl" not in sys.modules, "another one could not take its place"
+    gc.collect()
+    gc.freeze()  # else each garbage collection of a fork looks through everything that was imported
     for trl, *arguments in json.loads(runs):
         folder = Path(arguments[-1])
         child = os.fork()
