@@ -21,7 +21,7 @@ from support.models import randomize_adapter, written_adapter
 from support.policies import is_policy_of, sample, token_ids
 from support.processes import run
 from support.servers import Proxy, adapters_on
-from support.trainers import steps_of
+from support.trainers import shorten, steps_of
 from transformers.trainer_utils import get_last_checkpoint
 from vllm_server import VLLMServer
 
@@ -62,6 +62,7 @@ def test_a_server_that_hangs_is_noticed_long_before_the_timeout_and_goes_on_when
         trainer = make_trainer(proxy.base_url, base_model, lora_sync_generation_timeout=200.0)
         randomize_adapter(trainer.model, seed=1)
         trainer.vllm_generation.sync_weights()
+        shorten(trainer, sync_timeout_s=5.0)
         stop_once(proxy, lambda: os.killpg(mortal.pid, signal.SIGSTOP))
         started = time.monotonic()
         try:
@@ -105,6 +106,7 @@ def test_a_server_told_to_stop_in_the_middle_of_a_generation_is_noticed_long_bef
     with fault_proxy(mortal.base_url) as proxy:
         trainer = make_trainer(proxy.base_url, base_model, lora_sync_generation_timeout=200.0)
         trainer.vllm_generation.sync_weights()
+        shorten(trainer, sync_timeout_s=5.0)
 
         def terminate(path: str, body: dict[str, Any]) -> None:
             if path == COMPLETIONS:

@@ -151,7 +151,7 @@ def test_a_process_whose_server_hangs_ends_soon_after_its_training_and_the_next_
     long_server: VLLMServer, long_model: Path, tmp_path: Path
 ) -> None:
     """It lived for 30 s more for each version that was to be unloaded."""
-    with running(long_server, long_model, tmp_path) as run:
+    with running(long_server, long_model, tmp_path, "impatient") as run:
         run.wait_until_generating(ROWS)
         os.killpg(long_server.pid, signal.SIGSTOP)
         try:

@@ -1,8 +1,9 @@
 """A GRPO run whose generations take minutes, to be interrupted in one: python long_run.py WAY URL MODEL FOLDER
 
-WAY is `main`, where it trains in the main thread, or `thread`, where it trains in another one, in which SIGUSR1 raises
-KeyboardInterrupt. Some versions have been loaded and unloaded before it trains. Process N writes its id to
-FOLDER/pid-N, and says on a line when its training ends, by the system's monotonic clock, and with which error.
+WAY is `main`, where it trains in the main thread, `impatient`, where it also gives up a server that hangs after a few
+seconds, or `thread`, where it trains in another thread, in which SIGUSR1 raises KeyboardInterrupt. Some versions have
+been loaded and unloaded before it trains. Process N writes its id to FOLDER/pid-N, and says on a line when its training
+ends, by the system's monotonic clock, and with which error.
 """
 
 import ctypes
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 
-from support.trainers import grpo_trainer
+from support.trainers import grpo_trainer, shorten
+from trl_lora_sync.engines.base import TIMEOUTS
 
 LONG = 14_000  # tokens
 ROWS = 8
@@ -24,6 +26,8 @@ ROWS = 8
 
 def main(way: str, base_url: str, model: str, folder: str) -> None:
     torch.set_num_threads(1)
+    if way == "impatient":
+        vars(TIMEOUTS)["lifeless_after_s"] = 5.0
     trainer = grpo_trainer(
         base_url,
         Path(model),
@@ -36,8 +40,10 @@ def main(way: str, base_url: str, model: str, folder: str) -> None:
     )
     for _ in range(3):
         trainer.vllm_generation.sync_weights()
+    if way == "impatient":
+        shorten(trainer, sync_timeout_s=10.0)
     (Path(folder) / f"pid-{trainer.accelerator.process_index}").write_text(str(os.getpid()))
-    if way == "main":
+    if way != "thread":
         train(trainer)
         return
     interrupted = threading.Event()
