@@ -41,6 +41,7 @@ def train(strategy: str, checkpoint: Path, folder: Path, steps: int) -> dict[str
     if on_gpu:
         change_engines(kv_cache_memory_bytes=1 << 30)
     else:
+        change_engines(enforce_eager=True)  # compiling takes as long as the run
         keep_rows()
     trainer = colocate_trainer(
         checkpoint,
