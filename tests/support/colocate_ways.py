@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
+from colocate_engines import change_engines
 from torch import Tensor
 
 from support.launch import end_process, run_each
@@ -32,12 +33,17 @@ PARTS: dict[str, dict[str, Any]] = {
     "fused": {"lora_sync_serving": "fused"},
     "shared": {"vllm_colocate_base": "shared"},
 }
+# Where vLLM compiles the model, as it does by default. That takes ten seconds of each process and has little to do with
+# the way of training; tests/colocate/test_in_weights.py has compiled models with adapters in the weights.
+COMPILED = ("ddp", "ddp+tp2")
 
 
 def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
     keep_rows()
     keep_apart()
     set_seed(0)
+    if way not in COMPILED:
+        change_engines(enforce_eager=True)
     untrained, copy = (peft_model(base) for _ in range(2))  # before the trainer, see `ways.run_way`
     launcher, *parts = way.split("+")
     trainer = make_trainer(

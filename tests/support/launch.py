@@ -22,7 +22,10 @@ LAUNCHERS = TESTS.parent / ".launchers"
 # With `--cpu`, accelerate 1.15 starts one process, or needs MPI. This way is torchrun's, and the environment keeps the
 # processes on the CPU, with gloo.
 CPU_ENV = {"ACCELERATE_USE_CPU": "true"}
-LAUNCH_ENV = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}:{LAUNCHERS}", "OMP_NUM_THREADS": "1"}
+LAUNCH_ENV = {
+    "PYTHONPATH": os.pathsep.join(map(str, [TESTS, TESTS.parent, TESTS.parent / "benchmarks", LAUNCHERS])),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def check_launchers() -> None:
