@@ -1,13 +1,59 @@
-"""Unit tests under the PEFT that comes first on the path: python peft_run.py TEST_FILE...
+"""Unit tests under one PEFT after the other: python peft_run.py RUNS TEST_FILE...
 
-Prints its version and where it lies, then what pytest says.
+RUNS is a JSON list of [PEFT, LOG, CODE]. PEFT is the folder that it is unpacked in. Each run is a process forked from
+one that has loaded what all need. Its version, where it lies and what pytest says goes to the file LOG, and its exit
+code to the file CODE. Two run at a time, as each computes on one core.
 """
 
+import gc
+import importlib
+import json
+import os
 import sys
+from pathlib import Path
 
-import peft
-import pytest
+# Most of what PEFT and the tests take to import.
+MODULES = (
+    *("torch", "torch._dynamo", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3"),
+    *("accelerate", "safetensors.torch", "httpx", "pytest", "hypothesis"),
+)
+AT_A_TIME = 2
+
+
+def main(runs: str, *files: str) -> None:
+    for module in MODULES:
+        importlib.import_module(module)
+    assert "peft" not in sys.modules, "another one could not take its place"
+    gc.collect()
+    gc.freeze()  # else each garbage collection of a fork looks through everything that was imported
+    running: dict[int, str] = {}
+    for peft, log, code in json.loads(runs):
+        if len(running) == AT_A_TIME:
+            wait_for_one(running)
+        child = os.fork()
+        if child == 0:
+            run_tests(peft, log, files)
+        running[child] = code
+    while running:
+        wait_for_one(running)
+
+
+def run_tests(folder: str, log: str, files: tuple[str, ...]) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.path.insert(0, folder)
+    import peft
+    import pytest
+
+    print(f"peft {peft.__version__} in {peft.__file__}", flush=True)
+    sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", *files]))
+
+
+def wait_for_one(running: dict[int, str]) -> None:
+    child, status = os.wait()
+    Path(running.pop(child)).write_text(str(os.waitstatus_to_exitcode(status)))
+
 
 if __name__ == "__main__":
-    print(f"peft {peft.__version__} in {peft.__file__}", flush=True)
-    sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", *sys.argv[1:]]))
+    main(*sys.argv[1:])

@@ -3,10 +3,9 @@
 The versions lie unpacked, without their dependencies, in folders named by version; `make test` puts them there.
 """
 
+import json
 import os
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from support.processes import Finished, run
 
 from trl_lora_sync.versions import PEFT
 
-pytestmark = pytest.mark.outside
-
 TESTS = Path(__file__).parents[1]
 FOLDER_VARIABLE = "TRL_LORA_SYNC_PEFT_VERSIONS_DIR"
 FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".peft-versions")
@@ -25,38 +22,45 @@ FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".peft-versions"
 VERSIONS = sorted({*PEFT.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("peft")}, key=Version)
 # Everything that imports PEFT; they compare with what that PEFT computes itself.
 CORE = ("canonical", "export", "flat", "initial", "reader", "saved", "support")
-RUN_TIMEOUT_S = 300.0  # 16 seconds by itself
+RUN_TIMEOUT_S = 300.0  # 12 seconds by itself
+# The first test waits for all runs.
+pytestmark = [pytest.mark.outside, pytest.mark.timeout(1600)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, "Future[Finished]"]]:
-    """One for each version, two at a time, as each computes on one core."""
-    with ThreadPoolExecutor(2) as pool:
-        folder = tmp_path_factory.mktemp("peft")
-        yield {version: pool.submit(run_core, version, folder / f"{version}.log") for version in VERSIONS}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run with each PEFT writes."""
+    return tmp_path_factory.mktemp("peft")
 
 
-def run_core(version: str, log: Path) -> Finished:
-    folder = FOLDER / version
-    if not (folder / "peft").is_dir():
-        raise FileNotFoundError(
-            f"PEFT {version} is not in {folder}. Run `make peft-versions`, or install it there: "
-            f"{sys.executable} -m pip install --no-deps --target {folder} peft=={version}"
-        )
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> Finished:
+    """Runs with all of them, each in a process of its own."""
     files = [TESTS / "unit" / f"test_adapter_{name}.py" for name in CORE] + [TESTS / "unit" / "test_scoring.py"]
-    command = [sys.executable, TESTS / "support" / "peft_run.py", *files]
-    path = os.pathsep.join(map(str, [folder, TESTS])) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    runs = [
+        [str(FOLDER / version), str(folder / f"{version}.log"), str(folder / f"{version}.code")]
+        for version in VERSIONS
+        if (FOLDER / version / "peft").is_dir()
+    ]
+    command = [sys.executable, TESTS / "support" / "peft_run.py", json.dumps(runs), *files]
+    path = str(TESTS) + os.pathsep + os.environ.get("PYTHONPATH", "")
     env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return run(command, log, RUN_TIMEOUT_S, env=env)
+    return run(command, folder / "log", RUN_TIMEOUT_S * len(runs), env=env)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_adapters_are_read_scored_and_refused_in_the_same_way_on_every_supported_peft(
-    version: str, runs: dict[str, "Future[Finished]"]
+    version: str, ended: Finished, folder: Path
 ) -> None:
-    ended = runs[version].result()
+    if not (FOLDER / version / "peft").is_dir():
+        raise FileNotFoundError(
+            f"PEFT {version} is not in {FOLDER / version}. Run `make peft-versions`, or install it there: "
+            f"{sys.executable} -m pip install --no-deps --target {FOLDER / version} peft=={version}"
+        )
     assert ended.code == 0, ended.output
-    assert f"peft {version} in {FOLDER / version}" in ended.output
-    assert " passed" in ended.output
-    assert "failed" not in ended.output
+    output = (folder / f"{version}.log").read_text(errors="replace")
+    assert (folder / f"{version}.code").read_text() == "0", output
+    assert f"peft {version} in {FOLDER / version}" in output
+    assert " passed" in output
+    assert "failed" not in output
