@@ -4,7 +4,6 @@ Each trains a few steps against the real server, then looks at what a sync gathe
 failures of one process. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -292,6 +291,6 @@ def main(way: str, folder: str, url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        import deepspeed  # noqa: F401 - in the process that all runs are forks of
+    import deepspeed  # noqa: F401 - in the process that all runs are forks of; accelerate imports it in any case
+
     run_each(main, sys.argv[1])
