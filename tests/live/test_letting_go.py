@@ -22,6 +22,8 @@ from support.servers import adapters_on, proxy_to
 from support.trainers import grpo_trainer
 from vllm_server import VLLMServer
 
+from trl_lora_sync.engines.base import TIMEOUTS
+
 LONG_RUN = Path(__file__).parents[1] / "support" / "long_run.py"
 # A server is started in this file, and processes that import torch.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -177,15 +179,17 @@ def released(trainer: Any) -> Iterator[Any]:
 
 
 def test_names_that_a_gateway_does_not_unload_are_unloaded_by_the_next_run(
-    long_server: VLLMServer, long_model: Path, tmp_path: Path
+    long_server: VLLMServer, long_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that ended in order left more behind than one that was killed: its folder, and so its names, were gone."""
     with proxy_to(long_server.base_url) as gateway:
         # The server is asked for a name that it does not have, so it unloads nothing.
         gateway.before = lambda path, body: body | {"lora_name": "no-such-name"} if path == UNLOAD else body
         gateway.after = lambda path, status, answer: (503, b"no unloads") if path == UNLOAD else (status, answer)
-        with released(grpo_trainer(gateway.base_url, long_model, tmp_path)) as trainer:
-            trainer.train()
+        with monkeypatch.context() as patch:
+            patch.setitem(vars(TIMEOUTS), "close_s", 1.0)
+            with released(grpo_trainer(gateway.base_url, long_model, tmp_path)) as trainer:
+                trainer.train()
         left = set(adapters_on(long_server.base_url))
         assert {name.rpartition("-v")[2] for name in left} == {"trial1", "trial2", "1", "2", "3"}
         assert {path.name for path in (tmp_path / "sync").glob("*/*-v*")} == left
