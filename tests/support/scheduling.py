@@ -10,6 +10,9 @@ from xdist.scheduler import LoadFileScheduling
 
 # Files that take a minute or more of one core, the longest first.
 LONGEST = (
+    "tests/colocate/test_several_processes.py",
+    "tests/colocate/test_in_weights.py",
+    "tests/colocate/test_qlora.py",
     "tests/distributed/test_ways_of_training.py",
     "tests/live/test_trl_versions.py",
     "tests/live/test_vision.py",
