@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import PartialState
@@ -28,6 +29,7 @@ from support.trainers import grpo_trainer, steps_of
 from support.two_processes import Outcome, attempt
 from trl_lora_sync import GRPOTrainer, RLOOConfig, RLOOTrainer, export_adapter
 from trl_lora_sync.adapter.export import remember_initial_adapter
+from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.shards import is_sharded
 
@@ -241,7 +243,9 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     def refused() -> None:
         if process == 0:
             (folder / "damage-the-next-version").touch()
-        generation.sync_weights()
+        # The files are there; only a network file system would show them late.
+        with mock.patch.object(VLLMEngine, "local_visibility_grace_s", 0.1):
+            generation.sync_weights()
 
     def failing_gather() -> None:
         """The last process cannot read its part of the adapter, which is a shard or all of it."""
