@@ -364,9 +364,14 @@ class SlotWriter:
         if dtypes != {dtype}:
             raise _DoubtError(f"file and slots have more than one dtype, {', '.join(sorted(map(str, dtypes)))}")
         count = kind.head.size // dtype.itemsize
+        self._remove(request.lora_int_id)
+        # Each load of a large adapter takes vLLM seconds, and one is needed in each of these, since layers of experts
+        # note which slots are in use (`adapter_enabled` in lora/layers/fused_moe.py, 0.31).
+        free = [slot for slot, content in enumerate(self._index) if content is None]
         digits: list[list[Tensor]] = [[] for _ in self._parts]
         for digit in range(DIGITS):
-            slot = self._load_values(request, spans, digit_values(count, digit, dtype))
+            slot = free[digit % len(free)]
+            self._load_values(request, spans, digit_values(count, digit, dtype), slot)
             for found, part in zip(digits, self._parts, strict=True):
                 found.append(read_digits(part[slot]))
         boxes = [
@@ -376,8 +381,11 @@ class SlotWriter:
         ]
         del digits
         plan = _Plan(_in_groups(boxes, count, self._device))
-        self._try_out(plan, request, spans, count)
-        self._prime_free_slots(kind, request, spans, count)
+        self._try_out(plan, request, spans, count, free[0])
+        for slot in free[DIGITS:]:
+            self._load_values(request, spans, torch.zeros(count, dtype=dtype), slot)
+        self._remove(request.lora_int_id)
+        self._primed.update(dict.fromkeys(free, kind))
         return plan
 
     def _check_complete(self, plan: _Plan | None, spans: dict[str, TensorSpan]) -> None:
@@ -400,10 +408,10 @@ class SlotWriter:
         if missing:
             raise _DoubtError(f"{len(missing)} of {len(spans)} tensors are not in the slots, {missing[0]} for one")
 
-    def _try_out(self, plan: _Plan, request: Any, spans: dict[str, TensorSpan], count: int) -> None:
+    def _try_out(self, plan: _Plan, request: Any, spans: dict[str, TensorSpan], count: int, slot: int) -> None:
         """Compare what is written here with what vLLM loads, for values of every kind."""
         values = _random_values(count, self._parts[0].dtype)
-        slot = self._load_values(request, spans, values.clone())
+        self._load_values(request, spans, values.clone(), slot)
         loaded = [part[slot].cpu() for part in self._parts]
         self.stage.copy_(values.view(torch.uint8))
         # Nothing of vLLM's load may stay, or an element that the plan leaves out would look right.
@@ -414,26 +422,8 @@ class SlotWriter:
             if not torch.equal(ours[slot].cpu().view(torch.uint8), theirs.view(torch.uint8)):
                 raise _DoubtError("a slot then holds other values than vLLM puts there")
 
-    def _prime_free_slots(self, kind: _Kind, request: Any, spans: dict[str, TensorSpan], count: int) -> None:
-        """Have vLLM load the kind into every free slot, since layers note more of a slot than its tensors."""
-        self._remove(request.lora_int_id)
-        free = [slot for slot, content in enumerate(self._index) if content is None]
-        values = torch.zeros(count, dtype=self._parts[0].dtype)
-        try:
-            for slot in free:
-                for other in free:
-                    # vLLM takes the first free slot (lora/model_manager.py, 0.31), so all others look taken.
-                    self._index[other] = None if other == slot else _RESERVED
-                # Layers of experts note which slots are in use (`adapter_enabled` in lora/layers/fused_moe.py, 0.31).
-                used = self._load_values(request, spans, values.clone())
-                self._primed[used] = kind
-                self._remove(request.lora_int_id)
-        finally:
-            for slot in free:
-                self._index[slot] = None
-
-    def _load_values(self, request: Any, spans: dict[str, TensorSpan], values: Tensor) -> int:
-        """Have vLLM load an adapter of these values under the number of `request`; returns its slot."""
+    def _load_values(self, request: Any, spans: dict[str, TensorSpan], values: Tensor, slot: int) -> None:
+        """Have vLLM load an adapter of these values into a free slot, under the number of `request`."""
         data = values.view(torch.uint8)
         with self._loading(lambda: {name: span.view_in(data) for name, span in spans.items()}) as was_used:
             model = self._manager._load_adapter(request)
@@ -441,9 +431,17 @@ class SlotWriter:
         if not is_used:
             raise _DoubtError("this version of vLLM reads adapters in another way")
         self._remove(request.lora_int_id)
-        self._tables.add_adapter(model)
-        self._tables.activate_adapter(request.lora_int_id)
-        return self._index.index(request.lora_int_id)
+        others = [one for one, content in enumerate(self._index) if content is None and one != slot]
+        for other in others:  # vLLM takes the first free slot (lora/model_manager.py, 0.31), so these look taken
+            self._index[other] = _RESERVED
+        try:
+            self._tables.add_adapter(model)
+            self._tables.activate_adapter(request.lora_int_id)
+        finally:
+            for other in others:
+                self._index[other] = None
+        if self._index.index(request.lora_int_id) != slot:
+            raise _DoubtError("this version of vLLM chooses the slot of an adapter in another way")
 
 
 class _Written:
