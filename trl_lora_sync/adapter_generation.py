@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -32,6 +31,7 @@ from trl_lora_sync.distributed import (
     gather_weights,
     models_prepared,
     outermost,
+    results_of_all,
     run_on_all,
     run_on_main,
 )
@@ -136,7 +136,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         two calls of `train()`.
         """
         # On any: a change may be in the shard of one process alone, and all must enter the sync.
-        return any(gather_object([run_on_all(self.accelerator, self._has_changed_here)]))
+        return any(results_of_all(self.accelerator, self._has_changed_here))
 
     def _has_changed_here(self) -> bool:
         """Whether this process's part of the adapter differs from the published one, unless that is requested.

@@ -56,17 +56,24 @@ def run_on_all(accelerator: Accelerator, act: Callable[[], T]) -> T:
     Args:
         act: its result stays on its process. If several fail, the exception of the lowest process is raised.
     """
-    result, error = _attempt(act)
-    errors = [error]
+    found: list[T] = []
+    results_of_all(accelerator, lambda: found.append(act()))
+    return found[0]
+
+
+def results_of_all(accelerator: Accelerator, act: Callable[[], T]) -> list[T]:
+    """**Collective.** As `run_on_all`; returns the results of all processes, in their order. They must pickle."""
+    outcome = _attempt(act)
+    outcomes = [outcome]
     if accelerator.num_processes > 1:
         # accelerate joins the lists in the order of processes (1.15), so a place in it is the number of a process.
-        errors = gather_object([sendable((None, error), accelerator.process_index)[1]])
-    failed = next((number for number, failure in enumerate(errors) if failure is not None), None)
+        outcomes = gather_object([sendable(outcome, accelerator.process_index)])
+    failed = next((number for number, (_, failure) in enumerate(outcomes) if failure is not None), None)
     if failed is None:
-        return result  # type: ignore[return-value]
-    if failed == accelerator.process_index and error is not None:  # with its cause and traceback, which do not travel
-        raise error
-    raise errors[failed]  # type: ignore[misc]
+        return [result for result, _ in outcomes]  # type: ignore[misc]
+    if failed == accelerator.process_index and outcome[1] is not None:  # with what does not travel, as its traceback
+        raise outcome[1]
+    raise outcomes[failed][1]  # type: ignore[misc]
 
 
 def gather_weights(accelerator: Accelerator, linears: Sequence[nn.Module], root: nn.Module) -> dict[nn.Module, Tensor]:
@@ -83,13 +90,15 @@ def gather_weights(accelerator: Accelerator, linears: Sequence[nn.Module], root:
         UnsupportedSettingError: on every process, if the weights are sharded in an unknown way.
         RemoteProcessError: on every process, if their shards do not fit together.
     """
-    shards = run_on_all(accelerator, lambda: shards_of(linears, root))
-    sharded = {linear: shard for linear, shard in zip(linears, shards, strict=True) if shard is not None}
-    layouts = [[(shard.layout, shard.region) for shard in sharded.values()]]
-    if accelerator.num_processes > 1:
-        layouts = gather_object(layouts)
+    sharded: dict[nn.Module, Shard] = {}
+
+    def look() -> list[tuple[Any, tuple[tuple[int, int], ...]]]:
+        found = zip(linears, shards_of(linears, root), strict=True)
+        sharded.update((linear, shard) for linear, shard in found if shard is not None)
+        return [(shard.layout, shard.region) for shard in sharded.values()]
+
     # Before the reduction, in which buffers of different sizes may hang or be mixed up.
-    check_layouts(layouts)
+    check_layouts(results_of_all(accelerator, look))
     if not sharded:
         return {}
     buffer, wholes = run_on_all(accelerator, lambda: _fill_buffer(list(sharded.values()), accelerator.device))
