@@ -196,22 +196,9 @@ def compare(trainer: Any) -> dict[str, float]:
 
 def reward_run(url: str, model: Path, folder: Path, peft: dict[str, Any], steps: int, **config: Any) -> dict[str, Any]:
     """A GRPO run with a reward that a random model can learn."""
-    from support.trainers import steps_of
+    from support.trainers import LEARNABLE, steps_of
 
-    trainer = trainer_for(
-        url,
-        model,
-        folder,
-        peft,
-        reward_funcs=share_of_ascii,
-        max_steps=steps,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=32,
-        num_generations=16,
-        max_completion_length=8,
-        **config,
-    )
+    trainer = trainer_for(url, model, folder, peft, max_steps=steps, **{**LEARNABLE, **config})
     trainer.train()
     found = steps_of(trainer)
     rewards = [step["reward"] for step in found]
@@ -223,11 +210,6 @@ def reward_run(url: str, model: Path, folder: Path, peft: dict[str, Any], steps:
         "verified": all(step["lora_sync/verified"] == 1 for step in found),
         "sync_s": statistics.median(step["lora_sync/total_s"] for step in found),
     }
-
-
-def share_of_ascii(completions: list[Any], **kwargs: Any) -> list[float]:
-    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    return [sum(map(str.isascii, text)) / max(1, len(text)) for text in texts]
 
 
 def refusal(start: Callable[[], Any], family: str) -> str:
@@ -242,7 +224,6 @@ def refusal(start: Callable[[], Any], family: str) -> str:
 
 
 def check_family(family: str, args: argparse.Namespace, folder: Path, *, fused: bool = False) -> dict[str, Any]:
-
     log = folder / "server.log"
     seen: dict[str, Any] = {}
     config: dict[str, Any] = {"lora_sync_serving": "fused"} if fused else {}

@@ -448,6 +448,7 @@ def experts() -> str:
 
 
 SGLANG = "sglang-0.5.15-h100"
+SGLANG_PARTS = ("read", "write", "load", "listing", "first_token", "second_token")
 
 
 def sglang_adapters() -> str:
@@ -458,13 +459,10 @@ def sglang_adapters() -> str:
         for family in ("qwen3_moe", "mixtral")
         for case in ("experts_and_attention", "down_proj_only")
     ]
-    for kind, what in {
-        "text": "language model; prompts of text",
-        "image": "language model; prompts with images",
-    }.items():
+    for kind, what in (("text", "prompts of text"), ("image", "prompts with images")):
         answered = [one for one in cases["images"][kind] if one["model"] == "adapter" and one["status"] == 200]
         gaps = [statistics.fmean(one[key] for one in answered) for key in ("gap_to_trained", "gap_to_base")]
-        rows.append(("`qwen2_5_vl`", what, *map(_short, gaps)))
+        rows.append(("`qwen2_5_vl`", f"language model; {what}", *map(_short, gaps)))
     return markdown(("model", "trained", "mean gap to the trainer", "to the base model"), rows)
 
 
@@ -481,20 +479,9 @@ def sglang_sync() -> str:
     return markdown(header, rows)
 
 
-SGLANG_PARTS = ("read", "write", "load", "listing", "first_token", "second_token")
-
-
 def expert_sync() -> str:
-    header = (
-        "tensors",
-        "how many",
-        "MB",
-        "export ms",
-        "writing the file ms",
-        "load ms",
-        "sync ms",
-        "very first sync s",
-    )
+    header = ("tensors", "how many", "MB", "export ms", "writing the file ms", "load ms", "sync ms",
+              "very first sync s")  # fmt: skip
     cases = read("vllm-0.26.0-h100-moe-sync")["cases"]
     rows = []
     for form, title in {"stacked": "for a layer", "per_expert": "for each expert"}.items():

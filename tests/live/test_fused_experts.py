@@ -16,7 +16,7 @@ from peft import LoraConfig
 from support.models import base_weights, randomize_adapter, same_tensors
 from support.moe import make_tiny
 from support.policies import distance, sample, token_ids
-from support.trainers import grpo_trainer, prompts, steps_of
+from support.trainers import LEARNABLE, grpo_trainer, prompts, steps_of
 from vllm_server import VLLMServer
 
 from trl_lora_sync.adapter.experts import FAMILIES
@@ -30,7 +30,9 @@ LORAS: dict[str, dict[str, Any]] = {
     "one of the two": {"target_modules": ATTENTION, "target_parameters": BOTH[1:]},
     "all-linear, which is the router as well": {"target_modules": "all-linear"},
 }
-PROMPTS = [token_ids(seed) for seed in range(4)]
+# So many that a mean says something: without experts of which one matrix is trained, it is 0.25 to 0.28 away, and with
+# four prompts 0.20 to 0.29.
+PROMPTS = [token_ids(seed) for seed in range(32)]
 # Mean distance to the trained policy; measured up to 0.052. There is no bound for one token: in bfloat16 a near tie of
 # the router goes to another expert, which was seen to move one by 0.85.
 NOISE = 0.07
@@ -106,15 +108,9 @@ def test_experts_and_routers_are_served_as_they_are_trained(make_trainer: Callab
         assert kept
         for parameter in parameters:
             parameter.data.zero_()
-        # Seen: 0.20 to 0.87, by what is sampled and trained.
-        assert distance(trainer.model, rows).mean() > 2 * NOISE, f"the {part} does not show"
+        assert distance(trainer.model, rows).mean() > 3 * NOISE, f"the {part} does not show"
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.data.copy_(value)
-
-
-def share_of_ascii(completions: list[Any], **kwargs: Any) -> list[float]:
-    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    return [sum(map(str.isascii, text)) / max(1, len(text)) for text in texts]
 
 
 def test_the_reward_of_a_run_that_trains_experts_rises(
@@ -122,14 +118,9 @@ def test_the_reward_of_a_run_that_trains_experts_rises(
 ) -> None:
     trainer = make_trainer(
         server=exact_server,
-        reward_funcs=share_of_ascii,
         train_dataset=prompts(conversational=True),
         max_steps=20,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=32,
-        num_generations=16,
-        max_completion_length=8,
+        **LEARNABLE,
     )
     assert (
         "Trained: attention (k_proj, o_proj, q_proj, v_proj), experts (down_proj, gate_up_proj)"

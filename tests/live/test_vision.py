@@ -13,7 +13,7 @@ import torch
 from support.models import base_weights, lora, randomize_adapter, same_tensors
 from support.policies import NOISE_MAX, NOISE_MEAN, OTHER_POLICY_MEAN
 from support.servers import adapters_on
-from support.trainers import grpo_trainer, steps_of
+from support.trainers import LEARNABLE, grpo_trainer, steps_of
 from support.vision import (
     NO_IMAGE_TOKEN,
     SERVER_ARGS,
@@ -129,20 +129,7 @@ def test_the_language_model_is_served_as_it_is_trained_for_prompts_of_text_and_o
 
 @pytest.mark.parametrize("vision_server", ["qwen2.5-vl"], indirect=True)
 def test_the_reward_of_a_run_with_images_rises(make_vision_trainer: Make, vision_server: VLLMServer) -> None:
-    def share_of_ascii(completions: list[Any], **kwargs: Any) -> list[float]:
-        texts = [completion[-1]["content"] for completion in completions]
-        return [sum(map(str.isascii, text)) / max(1, len(text)) for text in texts]
-
-    trainer = make_vision_trainer(
-        vision_server,
-        reward_funcs=share_of_ascii,
-        max_steps=30,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=32,
-        num_generations=16,
-        max_completion_length=8,
-    )
+    trainer = make_vision_trainer(vision_server, max_steps=30, **LEARNABLE)
 
     trainer.train()
 

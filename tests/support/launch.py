@@ -1,7 +1,6 @@
 """`accelerate launch` with gloo processes on the CPU."""
 
 import atexit
-import gc
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 
 from accelerate import PartialState
 
-from support.processes import Finished, run
+from support.processes import Finished, leave_imports_to_parent, run
 
 TESTS = Path(__file__).parents[1]
 # DeepSpeed and bitsandbytes, for the processes that need them; `make launchers` fills it.
@@ -61,8 +60,7 @@ def run_each(main: Callable[..., Any], runs: str) -> None:
     So importing torch, TRL and vLLM, which takes longer than most runs, is paid for once. Each run has a group of its
     own, on a port of its own: the store of the launcher still has the keys of the groups before (torch 2.13).
     """
-    gc.collect()
-    gc.freeze()  # else each garbage collection of a fork looks through everything that was imported
+    leave_imports_to_parent()
     for port, arguments in json.loads(runs):
         sys.stdout.flush()
         child = os.fork()

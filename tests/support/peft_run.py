@@ -5,12 +5,12 @@ one that has loaded what all need. Its version, where it lies and what pytest sa
 code to the file CODE. Two run at a time, as each computes on one core.
 """
 
-import gc
-import importlib
 import json
 import os
 import sys
 from pathlib import Path
+
+from support.processes import enter_fork, load_for_forks
 
 # Most of what PEFT and the tests take to import.
 MODULES = (
@@ -21,11 +21,7 @@ AT_A_TIME = 2
 
 
 def main(runs: str, *files: str) -> None:
-    for module in MODULES:
-        importlib.import_module(module)
-    assert "peft" not in sys.modules, "another one could not take its place"
-    gc.collect()
-    gc.freeze()  # else each garbage collection of a fork looks through everything that was imported
+    load_for_forks(MODULES, without="peft")
     running: dict[int, str] = {}
     for peft, log, code in json.loads(runs):
         if len(running) == AT_A_TIME:
@@ -39,10 +35,7 @@ def main(runs: str, *files: str) -> None:
 
 
 def run_tests(folder: str, log: str, files: tuple[str, ...]) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.path.insert(0, folder)
+    enter_fork(log, folder)
     import peft
     import pytest
 

@@ -1,9 +1,12 @@
 """Run scripts in processes of their own, with a deadline, and stop all of what they started."""
 
+import gc
+import importlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,28 @@ class Finished:
 
     code: int
     output: str
+
+
+def load_for_forks(modules: Iterable[str], *, without: str) -> None:
+    """Import in this process what its forks need, and not a module of which each will have another version."""
+    for module in modules:
+        importlib.import_module(module)
+    assert without not in sys.modules, "another one could not take its place"
+    leave_imports_to_parent()
+
+
+def leave_imports_to_parent() -> None:
+    """Else each garbage collection of a fork looks through everything that was imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def enter_fork(log: str | Path, folder: str) -> None:
+    """Write to a file from now on, and import from `folder` first."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.path.insert(0, folder)
 
 
 def run(command: Sequence[str | Path], log: Path, timeout_s: float, env: Mapping[str, str] | None = None) -> Finished:

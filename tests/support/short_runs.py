@@ -4,13 +4,13 @@ TRL is the folder that it is unpacked in. Each run is a process forked from one 
 it prints goes to FOLDER/log, and its exit code to FOLDER/code.
 """
 
-import gc
-import importlib
 import json
 import os
 import runpy
 import sys
 from pathlib import Path
+
+from support.processes import enter_fork, load_for_forks
 
 SCRIPT = Path(__file__).with_name("short_run.py")
 # Most of what TRL's trainers take to import.
@@ -21,19 +21,12 @@ MODULES = (
 
 
 def main(runs: str) -> None:
-    for module in MODULES:
-        importlib.import_module(module)
-    assert "trl" not in sys.modules, "another one could not take its place"
-    gc.collect()
-    gc.freeze()  # else each garbage collection of a fork looks through everything that was imported
+    load_for_forks(MODULES, without="trl")
     for trl, *arguments in json.loads(runs):
         folder = Path(arguments[-1])
         child = os.fork()
         if child == 0:
-            log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            sys.path.insert(0, trl)
+            enter_fork(folder / "log", trl)
             sys.argv = [str(SCRIPT), *arguments]
             runpy.run_path(str(SCRIPT), run_name="__main__")
             return  # to the end of Python, at which versions are taken back

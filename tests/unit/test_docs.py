@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import inspect
-import json
 import re
 import statistics
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import docs_hooks
+import page
 import pytest
 import torch
 import trl
@@ -246,9 +246,7 @@ _ROOT = Path(docs_hooks.__file__).parents[1]
 
 def test_the_figures_of_whole_runs_are_those_of_the_results() -> None:
     """No headline is faster than what a run with default settings logs."""
-    results = _ROOT / "benchmarks" / "results"
-    names = ("overlap-2xh100", "vs-weights-2xh100-runtime")
-    whole, alone = (json.loads((results / f"{name}.json").read_text()) for name in names)
+    whole, alone = page.read("overlap-2xh100"), page.read(page.NEWEST["runtime"])
     readme = " ".join((_ROOT / "README.md").read_text().split())
     syncs = [sync for run in whole["runs"] for sync in run["syncs"]]
     later = [sync["total_s"] for sync in syncs if sync["version"] > 1]

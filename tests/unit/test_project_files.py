@@ -1,12 +1,12 @@
 """Unit tier: the README and the other files of the project's root say what the project is, briefly, and agree."""
 
 import ast
-import json
 import re
 from functools import cache
 from pathlib import Path
 
 import docs_hooks
+import page
 import pytest
 import yaml
 from structure import MARKERS, counts, marker_words, plain, sentences, texts_of
@@ -138,9 +138,8 @@ def test_changelog_is_about_this_version_and_has_the_figures_of_the_results() ->
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert re.findall(r"^## \[(.*?)\]", changelog, re.MULTILINE) == [PROJECT["version"]]
     ratios = {}
-    for arm in ("runtime", "fused"):
-        results = json.loads((ROOT / "benchmarks" / "results" / f"vs-weights-2xh100-{arm}.json").read_text())
-        ratios |= {limit.what: limit.found for limit in table.limits(results) if arm in limit.what}
+    for arm, name in page.NEWEST.items():
+        ratios |= {limit.what: limit.found for limit in table.limits(page.read(name)) if arm in limit.what}
     words = " ".join(changelog.split())
     assert (
         f"takes {ratios['8b r=32 sync, runtime']:.2f} of the time of TRL's own, and "

@@ -411,9 +411,12 @@ class SGLangEngine(SGLangServer):
         self, model: str, samples: Sequence[Sample], sampling: Sampling, deadline: Deadline
     ) -> list[Completion]:
         lora_path, (_, sent_ids, images, params) = self.lora_path(model), samples[0]
-        body: dict[str, Any] = {
-            "input_ids": [one.sent_ids for one in samples],
-            "sampling_params": [one.params for one in samples],
+        asked: dict[str, Any] = {
+            "input_ids": [one.sent_ids for one in samples], "sampling_params": [one.params for one in samples],
+        }  # fmt: skip
+        if images:
+            asked = {"input_ids": sent_ids, "sampling_params": params, "image_data": images}
+        body = asked | {
             "return_logprob": sampling.logprobs is not None,
             "logprob_start_len": -1,
             "top_logprobs_num": sampling.logprobs or 0,
@@ -422,8 +425,6 @@ class SGLangEngine(SGLangServer):
             "lora_path": lora_path,
             "stream": False,
         }
-        if images:
-            body |= {"input_ids": sent_ids, "sampling_params": params, "image_data": images}
         answers = await self._sample(body, lora_path, deadline)
         if len(answers) != len(samples):
             raise self._wrong_count(len(answers), len(samples))
