@@ -86,7 +86,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self.reader = AdapterReader(settings.reads, proves_groups=settings.proves_groups)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
-        self._published: tuple[int, ...] | None = None  # fingerprint of this process's part of the active version
+        self._published: Tensor | None = None  # fingerprint of this process's part of the active version
         self._looked_at: int | None = None  # how many models accelerate had wrapped then
         self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
         # Last, as TRL's `__init__` ends with `_init_vllm` (1.11 to 1.16), which uses all of these.
@@ -121,13 +121,13 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             if self._initial:
                 print(initial_note(sum(one.nbytes for one in self._initial.values())), flush=True)
 
-    def _fingerprint(self, linears: Sequence[nn.Linear]) -> tuple[int, ...]:
-        """Of this process's part of the adapter, at this moment."""
+    def _fingerprint(self, linears: Sequence[nn.Linear]) -> Tensor:
+        """Of this process's part of the adapter, at this moment; not waited for."""
         tensors = [linear.weight for linear in linears]
         if self._sharded:
             shards = shards_of(linears, outermost(self.accelerator, self.model))
             tensors = [weight if shard is None else shard.values for weight, shard in zip(tensors, shards, strict=True)]
-        return fingerprint([*tensors, *(one.parameter for one in self.reader.extras)])
+        return self.reader.fingerprints.of([*tensors, *(one.parameter for one in self.reader.extras)])
 
     def _has_changed(self) -> bool:
         """**Collective.** Whether the adapter differs from the published one, on any process.
@@ -147,7 +147,10 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         linears = self.linears()
         # Also where an older version is requested: a merged or disabled adapter must not be sampled from unnoticed.
         self.reader.check()
-        return not self.settings.samples_older and self._fingerprint(linears) != self._published
+        if self.settings.samples_older:
+            return False
+        # As numbers, since the model may have been moved to another device.
+        return self._published is None or self._fingerprint(linears).tolist() != self._published.tolist()
 
     def _sync_if_changed(self) -> None:
         """For what samples on process 0 alone, such as a rollout function.

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from trl_lora_sync.adapter_generation import AdapterGeneration
 from trl_lora_sync.client import RolloutClient
@@ -104,7 +105,7 @@ class LoRASyncGeneration(AdapterGeneration):
             run_on_main(self.accelerator, self._settle)
         timer = PhaseTimer()
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
-        noted: list[tuple[int, ...]] = []
+        noted: list[Tensor] = []
 
         def note() -> None:
             noted[:] = [self._fingerprint(self.reader.last_linears)]

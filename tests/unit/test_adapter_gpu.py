@@ -10,10 +10,12 @@ from support.shared_memory import shared_folder
 
 from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.export import AdapterReader, collect_modules, read_adapter
+from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.slots import Slot, SlotRing
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.page_lock import PageLockError, copy_to_host, lock_pages
+from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.errors import AdapterNotFiniteError
 from unit.tiny import lora_model, lora_module, randomize_adapters, reference_tensors
 
@@ -142,3 +144,110 @@ def test_export_takes_the_memory_of_one_adapter_and_bounded_scratch() -> None:
     peak = torch.cuda.max_memory_allocated(GPU) - before
     assert adapter.payload_bytes <= kept <= adapter.payload_bytes + (2 << 20)
     assert peak <= kept + (72 << 20)
+
+
+class Trained:
+    """A model whose adapter is read again and again, as a run does."""
+
+    def __init__(self) -> None:
+        self.model = lora_model(target_modules="all-linear", rank_pattern={"v_proj": 5}).to(GPU)
+        self.reader = AdapterReader()
+
+    def train(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_(std=0.3)
+
+    def read(self) -> dict[str, torch.Tensor]:
+        self.reader.linears(self.model)
+        return self.reader.read(self.model, dtype=torch.bfloat16).on_host().tensors
+
+    def check(self) -> None:
+        """Compare what a run reads with what is read once."""
+        found, expected = self.read(), read_adapter(self.model, dtype=torch.bfloat16).on_host().tensors
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+        weights = [linear.weight for linear in self.reader.last_linears]
+        assert self.reader.fingerprints.of(weights) == fingerprint(weights)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The graphs that were launched."""
+    found: list[object] = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (found.append(graph), replay(graph)))
+    return found
+
+
+def test_repeated_reads_follow_the_training(launches: list[object]) -> None:
+    trained = Trained()
+    for _ in range(5):
+        trained.train()
+        trained.check()
+    # Of the adapter and of its fingerprint, from the second time on.
+    assert len(launches) == 8
+    assert len(set(map(id, launches))) == 2
+
+
+def test_repeated_reads_follow_matrices_that_move_and_scalings_that_change(launches: list[object]) -> None:
+    trained = Trained()
+
+    def read_thrice() -> None:
+        for _ in range(3):
+            trained.train()
+            trained.check()
+
+    read_thrice()
+    for parameter in trained.model.parameters():
+        parameter.data = parameter.data.clone()
+    read_thrice()
+    trained.model.cpu().to(GPU)
+    read_thrice()
+    for layer in trained.model.modules():
+        if hasattr(layer, "scaling"):
+            layer.scaling["default"] *= 3
+    read_thrice()
+    assert len(set(map(id, launches))) > 6, "nothing was recorded anew"
+
+
+def test_repeated_reads_refuse_what_is_not_finite() -> None:
+    trained = Trained()
+    for _ in range(3):
+        trained.train()
+        trained.read()
+    weight = trained.reader.last_linears[1].weight
+    weight.data[0, 0] = float("nan")
+    with pytest.raises(AdapterNotFiniteError):
+        trained.read()
+    weight.data[0, 0] = 1.0
+    trained.check()
+
+
+def test_work_that_cannot_be_recorded_is_done_in_the_usual_way(caplog: pytest.LogCaptureFixture) -> None:
+    values = torch.ones(8, device=GPU)
+    repeated = Repeated([values], lambda: torch.tensor(float(values.sum())))  # waits for the device
+    with caplog.at_level("INFO"):
+        found = [float(repeated.run()) for _ in range(3)]
+        values.fill_(2)
+        found.append(float(repeated.run()))
+    assert found == [8.0, 8.0, 8.0, 16.0]
+    assert [record.message for record in caplog.records if "cannot be recorded" in record.message]
+
+
+def test_attempt_to_record_leaves_random_numbers_and_the_cache_as_they_were() -> None:
+    torch.manual_seed(1)
+    expected = torch.randn(4, device=GPU), torch.randn(4, device=GPU)
+    torch.manual_seed(1)
+    first = torch.randn(4, device=GPU)
+    values = torch.ones(8, device=GPU)
+    repeated = Repeated([values], lambda: torch.tensor(float(values.sum())))
+    repeated.run()
+    repeated.run()
+    assert torch.equal(first, expected[0])
+    assert torch.equal(torch.randn(4, device=GPU), expected[1])
+    large = torch.empty(1 << 30, dtype=torch.uint8, device=GPU)
+    reserved = torch.cuda.memory_reserved(GPU)
+    del large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(GPU) <= reserved - (1 << 30)

@@ -6,6 +6,8 @@ Knows PEFT's layers, but no launcher: tensors of the model that are sharded must
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ from trl_lora_sync.adapter.experts import (
     mark_read_directly,
 )
 from trl_lora_sync.adapter.extras import Extra, find_extras, read_extras
+from trl_lora_sync.adapter.fingerprint import Fingerprints
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.groups import group_of, without_numbers
 from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
@@ -52,7 +55,7 @@ from trl_lora_sync.adapter.support import (
     serves_experts,
 )
 from trl_lora_sync.errors import UnsupportedAdapterError
-from trl_lora_sync.module_tree import module_tree
+from trl_lora_sync.module_tree import ModuleTree
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -176,12 +179,15 @@ class AdapterReader:
         self._extras: list[Extra] = []
         self._experts: list[ExpertLayer] = []
         self.buffer = FlatBuffer()
-        self._tree: list[nn.Module] = []
+        self.fingerprints = Fingerprints()
+        self._tree: ModuleTree | None = None
         self._layers: list[_Layer] = []
+        self._has_initial = False
         self.last_linears: list[nn.Linear] = []
         self._adapter_name = ""
         # The same tuple as long as it holds the matrices that are trained; None if it has to be made for each sync.
         self._modules: tuple[LoRAModule, ...] | None = None
+        self._checked: list[object] | None = None  # what `_look` found when all layers were checked
 
     def linears(self, model: "PeftModel") -> list[nn.Linear]:
         """As `lora_linears`.
@@ -190,15 +196,15 @@ class AdapterReader:
         module has come, gone or been replaced.
         """
         adapter_name = _checked_name(model, None, self._serving, proves_groups=self._proves_groups)
-        tree = module_tree(model)
-        if tree != self._tree or adapter_name != self._adapter_name:
-            self._modules = None
+        if self._tree is None or not self._tree.is_of(model) or adapter_name != self._adapter_name:
+            self._modules = self._checked = None
             self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
+            self._has_initial = any(layer.initial is not None for layer in self._layers)
             self._experts = _find_experts(model, adapter_name, self._serving)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
             self.last_linears = [matrix for pair in pairs for matrix in pair]
-            self._tree, self._adapter_name = tree, adapter_name
+            self._tree, self._adapter_name = ModuleTree(model), adapter_name
         return self.last_linears
 
     @property
@@ -228,18 +234,38 @@ class AdapterReader:
 
     def check(self) -> None:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
-        for layer in self._layers:
-            layer.check()
+        found = self._look()
+        if self._checked is None or not all(map(is_, found, self._checked)):
+            self._modules = self._checked = None
+            for layer in self._layers:
+                layer.check()
+            self._checked = found
         for expert in self._experts:
             if oddity := expert.oddity():
                 raise _strange(f"{expert.path}.{expert.parameter}", expert.layer, oddity)
 
+    def _look(self) -> list[object]:
+        """All on which it depends what the linear layers compute, but for the values of the matrices.
+
+        Taken from many layers at once, which is faster than to check each.
+        """
+        layers, name = [one.layer for one in self._layers], repeat(self._adapter_name)
+        parameters = [matrix._parameters for one in self._layers for matrix in one.matrices]
+        return [
+            *map(dict.get, parameters, repeat("weight")),
+            *map(dict.get, parameters, repeat("bias")),
+            *map(dict.get, map(attrgetter("scaling"), layers), name),
+            *map(dict.get, map(attrgetter("lora_variant"), layers), name),
+            *map(attrgetter("merged"), layers),
+            *map(attrgetter("disable_adapters"), layers),
+        ]
+
     def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> Sequence[LoRAModule]:
         """As `collect_modules`, of the layers that the last call of `linears` was about."""
         self.check()
-        if gathered or any(layer.initial is not None for layer in self._layers):
+        if gathered or self._has_initial:
             return _read(self._layers, gathered)
-        if self._modules is None or not all(map(_Layer.is_same, self._layers, self._modules)):
+        if self._modules is None:
             self._modules = tuple(_read(self._layers, None))
         return self._modules
 
@@ -304,6 +330,7 @@ class AdapterReader:
     def release(self) -> None:
         """Release the memory; the next read allocates it again."""
         self.buffer.release()
+        self.fingerprints.forget()
 
 
 def base_dtype(model: nn.Module) -> torch.dtype:
@@ -412,15 +439,6 @@ class _Layer:
         if layer.disable_adapters:
             return "is disabled at the moment (call model.enable_adapter_layers() first)"
         return None
-
-    def is_same(self, module: LoRAModule) -> bool:
-        """Whether `module` holds what is trained now."""
-        lora_A, lora_B = self.matrices
-        return (
-            lora_A._parameters.get("weight") is module.lora_A
-            and lora_B._parameters.get("weight") is module.lora_B
-            and self.layer.scaling[self.adapter_name] == module.scaling
-        )
 
     @property
     def initial(self) -> LoRAModule | None:

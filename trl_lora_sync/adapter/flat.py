@@ -8,6 +8,7 @@ the business of `adapter.store` and `adapter.slots`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,17 @@ from trl_lora_sync.adapter.canonical import (
     CanonicalAdapter,
     ExtraTensors,
     LoRAModule,
-    is_finite,
+    all_finite,
     not_finite,
     one_cpu_thread,
     split_flat,
     target_modules_of,
     tensor_keys,
 )
+from trl_lora_sync.engine_plugins.repeated import Repeated
 
-# Bounds the float32 copies of lora_B that exist at a time, to 64 MB.
-SCRATCH_ELEMENTS = 1 << 24
+# Bounds the float32 copies of lora_B that exist at a time, to 32 MB.
+SCRATCH_ELEMENTS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class _Plan:
         adapter: whose tensors are the memory that is filled.
         places: `(lora_A, lora_B)` of each module as views of that, without the padding.
         blocks: each block of tensors as a view of it.
-        modules: what `copies` are of; empty if they have to be made for each export.
-        copies: to the places.
+        modules: what `filling` reads; empty if the copies have to be listed for each export.
+        filling: copies them to the places, see `_fill`.
     """
 
     key: tuple[object, ...]
@@ -48,7 +50,7 @@ class _Plan:
     places: list[tuple[Tensor, Tensor]]
     blocks: list[Tensor]
     modules: tuple[LoRAModule, ...] = ()
-    copies: "Sequence[_Copies]" = ()
+    filling: Repeated | None = None
 
 
 class FlatBuffer:
@@ -79,15 +81,9 @@ class FlatBuffer:
         """
         plan = self._plan_for(modules, dtype, extras)
         with torch.no_grad(), one_cpu_thread():
-            for copies in plan.copies or _copies(plan.places, modules):
-                copies.make()
-            for key, tensor in extras.tensors.items():
-                plan.adapter.tensors[key].copy_(tensor)
-            for whole, block in zip(plan.blocks, extras.blocks, strict=True):
-                block.write_to(whole)
-            # Checked as the server will see it: what float32 holds may be infinite in float16. The copy to the host
-            # needs no further waiting, as this waits for all of the above.
-            if not is_finite(plan.adapter.flat):
+            is_fine = plan.filling.run() if plan.filling else _fill(plan, _copies(plan.places, modules), extras)
+            # The copy to the host needs no further waiting, as this waits for all of the above.
+            if not bool(is_fine):
                 raise not_finite(modules, extras, plan.adapter.tensors, dtype)
         described: dict[str, Any] = {
             "base_model": base_model,
@@ -115,9 +111,24 @@ class FlatBuffer:
             self.plan = plan = None  # before the new one, so that there are never two
             plan = _make_plan(key, modules, dtype, extras)
         # Of modules that are made for each sync, nothing is kept: they may be as large as the adapter.
-        kept = modules if isinstance(modules, tuple) else ()
-        self.plan = replace(plan, modules=kept, copies=_copies(plan.places, kept) if kept else ())
+        self.plan = replace(plan, modules=(), filling=None)
+        if isinstance(modules, tuple) and extras is NO_EXTRAS:
+            read = [*(one.lora_A for one in modules), *(one.lora_B for one in modules)]
+            filling = Repeated(read, partial(_fill, plan, _copies(plan.places, modules)))
+            self.plan = replace(plan, modules=modules, filling=filling)
         return self.plan
+
+
+def _fill(plan: _Plan, copies: "Sequence[_Copies]", extras: ExtraTensors = NO_EXTRAS) -> Tensor:
+    """Write all tensors of the plan, and return whether they are finite, as `all_finite` does."""
+    for some in copies:
+        some.make()
+    for key, tensor in extras.tensors.items():
+        plan.adapter.tensors[key].copy_(tensor)
+    for whole, block in zip(plan.blocks, extras.blocks, strict=True):
+        block.write_to(whole)
+    # As the server will see them: what float32 holds may be infinite in float16.
+    return all_finite(plan.adapter.flat)
 
 
 def _make_plan(

@@ -95,6 +95,9 @@ class ColocateGeneration(AdapterGeneration):
         make_trials = self.trials(base, is_whole=True)
         if self.settings.verify != "off":
             self._prove(base, make_trials)
+        # What loading, sharing and proving have left in torch's cache would stay beside what training needs.
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
         self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name, base_note)))
 
     def _check_serving(self) -> None:
@@ -232,8 +235,9 @@ class ColocateGeneration(AdapterGeneration):
             self._shared.reconnect()
         read = self._gather_adapter(timer)
         with timer.phase("gather"):
-            adapter = self._on_every_process(read)
+            # Before what is waited for, so that the device computes it while the layers are checked.
             current = run_on_all(self.accelerator, lambda: self._fingerprint(self.reader.last_linears))
+            adapter = self._on_every_process(read)
         trained = self._scores_to_compare(timer, adapter)
         version = self._next_version
         self._next_version += 1  # a name is never used again, not even after a failure

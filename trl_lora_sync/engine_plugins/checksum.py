@@ -13,8 +13,8 @@ from torch import Tensor
 _WORD_BYTES = 8
 _COLUMNS = 1 << 16
 ROW_BYTES = _WORD_BYTES * _COLUMNS
-# Bounds the products that exist at a time, to 64 MB.
-_ROWS_AT_ONCE = 128
+# Bounds the products that exist at a time, to 16 MB.
+_ROWS_AT_ONCE = 32
 # Of the finalizer of MurmurHash3, as signed numbers.
 _MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 _SHIFT = 33
@@ -29,6 +29,16 @@ def checksum(flat: Tensor) -> str:
     Args:
         flat: contiguous, of one dimension, any dtype; its memory begins at a multiple of eight bytes.
     """
+    return hexadecimal(word_sum(flat))
+
+
+def hexadecimal(total: Tensor | int) -> str:
+    """What `word_sum` has found, as `checksum` writes it; waits for the device."""
+    return f"{int(total) % (1 << 64):016x}"
+
+
+def word_sum(flat: Tensor) -> Tensor:
+    """The sum of `checksum`, as an int64 on the device of `flat`; not waited for."""
     data = flat.view(torch.uint8)
     size = data.numel() // _WORD_BYTES * _WORD_BYTES
     words = data[:size].view(torch.int64)
@@ -44,7 +54,7 @@ def checksum(flat: Tensor) -> str:
     rows = torch.split(words[:whole].view(-1, _COLUMNS), _ROWS_AT_ONCE) if whole else ()
     sums = [(part * factors[:_COLUMNS]).sum(1) for part in rows]
     sums.append((last * factors[: last.numel()]).sum().view(1))
-    return _total(torch.cat(sums))
+    return _sum_of_rows(torch.cat(sums))
 
 
 def parts_of(size: int, count: int) -> list[tuple[int, int]]:
@@ -93,12 +103,11 @@ class Checksum:
         last = parts[-1]
         zeros = bytes(_WORD_BYTES - len(last._begun) % _WORD_BYTES)  # which add nothing
         sums = [one for part in parts for one in part._sums]
-        return _total(torch.stack([*sums, last._row_sum(last._begun + zeros)]))
+        return hexadecimal(_sum_of_rows(torch.stack([*sums, last._row_sum(last._begun + zeros)])))
 
 
-def _total(by_row: Tensor) -> str:
-    total = int((by_row * _factors(by_row.numel(), by_row.device)).sum())
-    return f"{total % (1 << 64):016x}"
+def _sum_of_rows(sums: Tensor) -> Tensor:
+    return (sums * _factors(sums.numel(), sums.device)).sum()
 
 
 @lru_cache(maxsize=8)  # making them takes ten launches, and a run needs the same few each time

@@ -8,14 +8,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger, unfinished
-from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.checksum import hexadecimal, word_sum
 from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
+from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, bytes_of
 from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
@@ -23,6 +25,22 @@ from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, dige
 
 class DamagedError(ValueError):
     """The bytes of a version are not what the trainer sent."""
+
+
+class Staging:
+    """Memory that versions of one size are fetched to, in turn.
+
+    Attributes:
+        data: uint8 of shape `(size,)`, on the device.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.data = torch.empty(size, dtype=torch.uint8, device=device)
+        self._sum = Repeated([self.data], partial(word_sum, self.data))
+
+    def checksum(self) -> str:
+        """Of what is there, see `engine_plugins.checksum`."""
+        return hexadecimal(self._sum.run())
 
 
 class Fetcher:
@@ -50,7 +68,7 @@ class Fetcher:
         self.seconds[part] += time.perf_counter() - started
 
     def fetch(
-        self, name: str, folder: Path, file: int, head: Head, config: bytes, note: VersionNote, into: Tensor
+        self, name: str, folder: Path, file: int, head: Head, config: bytes, note: VersionNote, into: Staging
     ) -> None:
         """Fill memory on the device with the tensors of a version.
 
@@ -58,7 +76,7 @@ class Fetcher:
             file: the descriptor of the file of the tensors.
             head: its beginning.
             config: the file `adapter_config.json`.
-            into: uint8 of shape `(head.size,)`.
+            into: of the size of its tensors.
 
         Raises:
             DamagedError: it is not what the trainer sent.
@@ -79,29 +97,29 @@ class Fetcher:
         socket_path = folder / note.files if note.files else None
         with self.timed("fetch from file"), self._mapped(file, socket_path) as mapped:
             if mapped is not None:
-                into.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
+                into.data.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
                 self.counts["mapped"] += 1
             else:
-                self.read(file, head.start, into)
+                self.read(file, head.start, into.data)
                 self.counts["read"] += 1
-            found = checksum(into)  # waits until the mapping is not used any more
+            found = into.checksum()  # waits until the mapping is not used any more
         if found != note.checksum:
             raise DamagedError(
                 f"The file of {name!r} {DAMAGED}its tensors have the checksum {found}, and the trainer sent "
                 f"{note.checksum}. Nothing was loaded."
             )
 
-    def _fetch_from_gpu(self, socket_path: Path, note: VersionNote, into: Tensor) -> bool:
+    def _fetch_from_gpu(self, socket_path: Path, note: VersionNote, into: Staging) -> bool:
         """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
         try:
             with self.files.opened(int(note.memory), socket_path) as memory:
                 if memory is None:
                     return False
-                memory.copy_to(into)
+                memory.copy_to(into.data)
         except IPCError as error:
             logger.warning("A version is read from its file instead of the trainer's GPU: %s.", error)
             return False
-        return checksum(into) == note.checksum  # else a later version is there, and the file decides
+        return into.checksum() == note.checksum  # else a later version is there, and the file decides
 
     @contextmanager
     def _mapped(self, file: int, socket_path: Path | None) -> Iterator[Tensor | None]:

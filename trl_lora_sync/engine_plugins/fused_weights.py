@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
-from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher
+from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher, Staging
 from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, fuse_with_magnitude
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content
 from trl_lora_sync.engine_plugins.fused_placement import Piece
@@ -107,13 +107,15 @@ class Reader:
                 holds NaN or infinity.
         """
         memory = self._free_memory(adapter)
-        data, content, folder = memory.data, adapter.content, adapter.file.parent
+        data, content, folder = memory.staging.data, adapter.content, adapter.file.parent
         try:
             with adapter.file.open("rb", buffering=0) as file:
                 if adapter.note is None:
                     self._fetcher.read(file.fileno(), adapter.head.start, data)
                 else:
-                    self._fetcher.fetch(name, folder, file.fileno(), adapter.head, adapter.config, adapter.note, data)
+                    self._fetcher.fetch(
+                        name, folder, file.fileno(), adapter.head, adapter.config, adapter.note, memory.staging
+                    )
         except OSError as error:
             raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", is_missing=True) from error
         except ShortFileError as error:
@@ -139,7 +141,7 @@ class Reader:
         for memory in self._memories:
             if memory.newest() is None:
                 return memory
-        new = _Memory(adapter.content, torch.empty(adapter.head.size, dtype=torch.uint8, device=self.device))
+        new = _Memory(adapter.content, Staging(adapter.head.size, self.device))
         self._memories.append(new)
         return new
 
@@ -148,15 +150,16 @@ class _Memory:
     """Memory for the adapters of one kind.
 
     Attributes:
-        data: the bytes of all tensors, as in the file.
+        staging: the bytes of all tensors, as in the file.
         matrices: lora_A and lora_B of each module, as views of it.
         largest: of all matrices.
         newest: returns the adapter that was read last, or None once it is gone.
     """
 
-    def __init__(self, content: Content, data: Tensor) -> None:
+    def __init__(self, content: Content, staging: Staging) -> None:
         self.content = content
-        self.data = data
+        self.staging = staging
+        data = staging.data
         self.matrices = {key: (a.view_in(data), b.view_in(data)) for key, (a, b) in content.modules.items()}
         self.largest = Largest([one for pair in self.matrices.values() for one in pair])
         self.newest: Callable[[], FusedAdapter | None] = lambda: None

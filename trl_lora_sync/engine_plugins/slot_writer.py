@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger, unfinished
-from trl_lora_sync.engine_plugins.checksum import checksum
-from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher
+from trl_lora_sync.engine_plugins.checksum import hexadecimal, word_sum
+from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher, Staging
+from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
     DTYPES,
@@ -86,11 +88,60 @@ class _Plan:
 
     Attributes:
         groups: boxes whose elements in the file are all different; together they fill a slot.
-        views: the batches of each group, by slot, for the staging memory that they were made for.
+        contents: by slot, for the staging memory that they were made for.
     """
 
     groups: list[list[Box]]
-    views: dict[int, list[list[_Batch]]] = field(default_factory=dict)
+    contents: "dict[int, _Content]" = field(default_factory=dict)
+
+
+class _Content:
+    """What one slot holds of versions of one kind.
+
+    Args:
+        stage: the staging memory.
+        parts: the memory of the slot.
+        groups: batches between the two, see `_Plan`.
+
+    Attributes:
+        put: copies the staging memory to the slot and back; its result is that of `read_back`.
+    """
+
+    def __init__(self, stage: Tensor, parts: list[Tensor], groups: list[list[_Batch]]) -> None:
+        self._stage = stage
+        self._groups = groups
+        # Not a method of this object: the two would keep each other, and the memory, until garbage is collected.
+        self.put = Repeated([stage, *parts], partial(_put, stage, groups))
+
+    def write(self) -> None:
+        """Copy the staging memory to the slot."""
+        _write(self._groups)
+
+    def read_back(self) -> Tensor:
+        """Copy the slot to the staging memory, and return the checksum of that for each group, see `word_sum`.
+
+        What the slot does not hold, as other workers do, stays what was read.
+        """
+        return _read_back(self._stage, self._groups)
+
+
+def _put(stage: Tensor, groups: list[list[_Batch]]) -> Tensor:
+    _write(groups)
+    return _read_back(stage, groups)
+
+
+def _write(groups: list[list[_Batch]]) -> None:
+    for targets, sources in chain(*groups):
+        torch._foreach_copy_(targets, sources)
+
+
+def _read_back(stage: Tensor, groups: list[list[_Batch]]) -> Tensor:
+    sums = []
+    for group in groups:
+        for targets, sources in group:
+            torch._foreach_copy_(sources, targets)
+        sums.append(word_sum(stage))
+    return torch.stack(sums)
 
 
 class SlotWriter:
@@ -120,7 +171,7 @@ class SlotWriter:
         self._device = self._parts[0].device
         self.fetcher = Fetcher(self._device)
         self._plans: OrderedDict[_Kind, _Plan | None] = OrderedDict()
-        self.stage = torch.empty(0, dtype=torch.uint8)
+        self._staging = Staging(0, torch.device("cpu"))
         self._staged: _Kind | None = None
         # Slots that hold an adapter of a kind and nothing else, so that another one of that kind may go over it.
         self._primed: dict[int, _Kind] = {}
@@ -133,6 +184,11 @@ class SlotWriter:
         manager._apply_adapters = self._apply
         manager.add_adapter = self.add_adapter
         self._tables.activate_adapter = self._activate
+
+    @property
+    def stage(self) -> Tensor:
+        """The staging memory."""
+        return self._staging.data
 
     def add_adapter(self, request: Any) -> bool:
         """See vLLM's own; called for each adapter of a batch at each step as well."""
@@ -219,31 +275,23 @@ class SlotWriter:
             self._add_usually(file, request)
             slot = self._index.index(number)
             self._primed[slot] = kind
-            self._compare(plan, slot, request, note)
+            self._compare(self._content(plan, slot).read_back().tolist(), slot, request, note)
             self.counts["loaded by vLLM"] += 1
             return
         with self.fetcher.timed("put"):
-            for targets, sources in chain(*self._views(plan, slot)):
-                torch._foreach_copy_(targets, sources)
+            sums = self._content(plan, slot).put.run().tolist()
         self._tables._registered_adapters[number] = _Written(number)
         self._tables._active_adapters[number] = None
         self._index[slot] = number
         # The layout of the slots has changed while the batch may be the same as before.
         self._tables._last_mapping = None
         self._written.add(number)
-        with self.fetcher.timed("compare"):
-            self._compare(plan, slot, request, note)
+        self._compare(sums, slot, request, note)
         self.counts["written"] += 1
 
-    def _compare(self, plan: _Plan, slot: int, request: Any, note: VersionNote) -> None:
-        """Compare what lies in a slot with what the trainer sent.
-
-        What the slot does not hold, as other workers do, stays what was read.
-        """
-        for group in self._views(plan, slot):
-            for targets, sources in group:
-                torch._foreach_copy_(sources, targets)
-            found = checksum(self.stage)
+    def _compare(self, sums: list[int], slot: int, request: Any, note: VersionNote) -> None:
+        """Compare what was read back from a slot with what the trainer sent."""
+        for found in map(hexadecimal, sums):
             if found != note.checksum:
                 # What else is wrong with the slot is not known, so vLLM fills it the next time.
                 self._primed.pop(slot, None)
@@ -252,14 +300,13 @@ class SlotWriter:
                     f"trainer sent {note.checksum}. The version was removed."
                 )
 
-    def _views(self, plan: _Plan, slot: int) -> list[list[_Batch]]:
-        if slot not in plan.views:
+    def _content(self, plan: _Plan, slot: int) -> "_Content":
+        if slot not in plan.contents:
             parts = [part[slot] for part in self._parts]
             flat = self.stage.view(self._parts[0].dtype)
-            plan.views[slot] = [
-                _in_batches([(box.in_slot(parts), box.in_file(flat)) for box in group]) for group in plan.groups
-            ]
-        return plan.views[slot]
+            groups = [_in_batches([(box.in_slot(parts), box.in_file(flat)) for box in group]) for group in plan.groups]
+            plan.contents[slot] = _Content(self.stage, parts, groups)
+        return plan.contents[slot]
 
     def _fetch(self, file: int, request: Any, note: VersionNote) -> _Kind:
         """Copy the tensors of a file to the device, and compare them with what the trainer sent."""
@@ -270,7 +317,7 @@ class SlotWriter:
             raise DamagedError(f"The file of {request.lora_name!r} {DAMAGED}{error}. Nothing was loaded.") from error
         kind = _Kind(head, (folder / CONFIG_FILE).read_bytes(), str(getattr(request, "is_3d_lora_weight", None)))
         self._prepare_stage(kind)
-        self.fetcher.fetch(request.lora_name, folder, file, head, kind.config, note, self.stage)
+        self.fetcher.fetch(request.lora_name, folder, file, head, kind.config, note, self._staging)
         return kind
 
     def _prepare_stage(self, kind: _Kind) -> None:
@@ -279,11 +326,11 @@ class SlotWriter:
             for plan in self._plans.values():
                 if plan is not None:
                     # Views would keep the memory that is replaced below.
-                    plan.views.clear()
+                    plan.contents.clear()
             if self.stage.numel() != kind.head.size:
                 # Freed before its successor is allocated, so that there need not be room for both.
-                self.stage = torch.empty(0, dtype=torch.uint8)
-                self.stage = torch.empty(kind.head.size, dtype=torch.uint8, device=self._device)
+                self._staging = Staging(0, torch.device("cpu"))
+                self._staging = Staging(kind.head.size, self._device)
             self._staged = kind
 
     # What vLLM does meanwhile
@@ -416,8 +463,7 @@ class SlotWriter:
         self.stage.copy_(values.view(torch.uint8))
         # Nothing of vLLM's load may stay, or an element that the plan leaves out would look right.
         torch._foreach_zero_([part[slot] for part in self._parts])
-        for targets, sources in chain(*self._views(plan, slot)):
-            torch._foreach_copy_(targets, sources)
+        self._content(plan, slot).write()
         for ours, theirs in zip(self._parts, loaded, strict=True):
             if not torch.equal(ours[slot].cpu().view(torch.uint8), theirs.view(torch.uint8)):
                 raise _DoubtError("a slot then holds other values than vLLM puts there")

@@ -1,0 +1,108 @@
+"""GPU work on the tensors of an adapter that is the same at each sync, repeated by one launch.
+
+At 8B an adapter has 504 matrices, and torch takes 2 to 4 ms to find out what to launch for all of them, in a process
+that has done something else before. The GPU takes half a millisecond to carry it out (H100).
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_lora_sync.engine_plugins import logger
+
+
+class Repeated:
+    """Work on the same tensors each time, whatever they hold.
+
+    On a GPU the second run records it as a CUDA graph, which later runs launch. Where a tensor has moved since, as by
+    `model.to`, or the work cannot be recorded, it is done in the usual way.
+
+    Args:
+        tensors: what it reads and writes; what it allocates is left out.
+        work: does it without waiting for the device, and returns the result there.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], work: Callable[[], Tensor]) -> None:
+        self._tensors = tensors
+        self._work = work
+        self._places: list[int] = []
+        self._graph: Any = None
+        self._result: Tensor | None = None
+        self._can_record = tensors[0].is_cuda and len({one.device for one in tensors}) == 1
+
+    def is_on(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is work on these very tensors."""
+        return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+
+    def run(self) -> Tensor:
+        """The result of the work; valid until the next run."""
+        if not self._can_record:
+            return self._work()
+        places = [*map(Tensor.data_ptr, self._tensors)]
+        if places != self._places:
+            self._places, self._graph = places, None
+            return self._work()
+        if self._graph is None:
+            self._record()
+        if self._graph is None:
+            return self._work()
+        self._graph.replay()
+        assert self._result is not None
+        return self._result
+
+    def _record(self) -> None:
+        try:
+            self._graph, self._result = _recorded(self._work, self._tensors[0].device)
+        except RuntimeError as error:
+            self._can_record = False
+            logger.info("Handling an adapter on the GPU takes longer, as it cannot be recorded: %s", error)
+
+
+def _recorded(work: Callable[[], Tensor], device: torch.device) -> tuple[Any, Tensor]:
+    """A CUDA graph of the work, and where its result will be.
+
+    `torch.cuda.graph` would wait for the device, collect garbage and empty torch's cache first, which takes longer than
+    many syncs.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    pool = torch.cuda.graph_pool_handle()
+    with _garbage_kept(), torch.cuda.device(device), torch.cuda.stream(stream):
+        try:
+            # Other threads of the process, such as NCCL's, may use the device meanwhile.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        except RuntimeError:
+            _forget_recording(device, pool)
+            raise
+    return graph, result
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Destroy nothing of the GPU's meanwhile, which may be forbidden while work is recorded."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _forget_recording(device: torch.device, pool: Any) -> None:
+    """Undo what torch (2.11) leaves behind after an error.
+
+    It would refuse to draw random numbers, and give none of its cached memory back.
+    """
+    generator: Any = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
