@@ -25,13 +25,14 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 CHART = ROOT / "docs" / "assets" / "vs-weights.svg"
 OVERLAP_CHART = ROOT / "docs" / "assets" / "overlap-2xh100.svg"
-# The newest run of each way of serving beside TRL's own sync.
+# The newest run of each way of serving beside TRL's own sync that has all of it, and whole GRPO runs of its code.
 NEWEST = {"runtime": "vs-weights-2xh100-runtime", "fused": "vs-weights-2xh100-fused"}
 SYNC_RUNS = {
-    "vs-weights-2xh100-runtime": "1",
-    "vs-weights-2xh100-fused": "2",
-    "vs-weights-2xh100-host-base": "3, copy of the base in host memory",
-    "vs-weights-2xh100": "4, older",
+    "vs-weights-2xh100-recorded": "1",
+    "vs-weights-2xh100-runtime": "2",
+    "vs-weights-2xh100-fused": "3",
+    "vs-weights-2xh100-host-base": "4, copy of the base in host memory",
+    "vs-weights-2xh100": "5, older",
 }
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
@@ -340,6 +341,11 @@ def grpo_runs() -> str:
         ("SGLang, H200", str(len(found["steps"])), str(found["lora_rank"]), f"{found['reward_first_5']:.2f}",
          f"{found['reward_last_5']:.2f}", _ms(median["sync_s"]), f"{median['step_s']:.2f}")
     ]  # fmt: skip
+    images = read(SGLANG_IMAGES)["cases"]["images"]["run"]
+    rows.append((
+        "SGLang, H100, tiny Qwen2.5-VL, an image in every prompt", str(len(images["logp_gap"])), "8",
+        f"{images['reward_first_five']:.2f}", f"{images['reward_last_five']:.2f}", _ms(images["sync_s"]), "",
+    ))  # fmt: skip
     return markdown(header, rows)
 
 
@@ -447,7 +453,7 @@ def experts() -> str:
     return markdown(header, rows)
 
 
-SGLANG = "sglang-0.5.15-h100"
+SGLANG, SGLANG_IMAGES = "sglang-0.5.15-h100", "sglang-0.5.15-h100-images"
 SGLANG_PARTS = ("read", "write", "load", "listing", "first_token", "second_token")
 
 
@@ -459,10 +465,13 @@ def sglang_adapters() -> str:
         for family in ("qwen3_moe", "mixtral")
         for case in ("experts_and_attention", "down_proj_only")
     ]
+    images = read(SGLANG_IMAGES)["cases"]["images"]
     for kind, what in (("text", "prompts of text"), ("image", "prompts with images")):
-        answered = [one for one in cases["images"][kind] if one["model"] == "adapter" and one["status"] == 200]
+        answered = [one for one in images[kind] if one["model"] == "adapter" and one["status"] == 200]
         gaps = [statistics.fmean(one[key] for one in answered) for key in ("gap_to_trained", "gap_to_base")]
         rows.append(("`qwen2_5_vl`", f"language model; {what}", *map(_short, gaps)))
+        sampled = [one["gap_to_trained"] for one in images["engine"] if one["has_image"] is (kind == "image")]
+        rows.append(("`qwen2_5_vl`", f"likewise, as a run samples; {what}", _short(statistics.fmean(sampled)), ""))
     return markdown(("model", "trained", "mean gap to the trainer", "to the base model"), rows)
 
 
@@ -479,25 +488,31 @@ def sglang_sync() -> str:
     return markdown(header, rows)
 
 
+EXPERT_SYNCS = ("vllm-0.26.0-h100-moe-sync", "vllm-0.26.0-h100-moe-sync-again")
+
+
 def expert_sync() -> str:
-    header = ("tensors", "how many", "MB", "export ms", "writing the file ms", "load ms", "sync ms",
+    header = ("run", "tensors", "how many", "MB", "export ms", "writing the file ms", "load ms", "sync ms",
               "very first sync s")  # fmt: skip
-    cases = read("vllm-0.26.0-h100-moe-sync")["cases"]
     rows = []
-    for form, title in {"stacked": "for a layer", "per_expert": "for each expert"}.items():
-        exported, synced = cases[f"export-{form}"], cases["sync"][form]
-        median = synced["median"]
-        rows.append((
-            title, f"{exported['tensors']:,}", f"{exported['bytes'] / MB:.0f}", _ms(median["export_s"]),
-            _ms(median["write_s"]), _ms(median["load_s"]), _ms(synced["total_median_s"]),
-            f"{sum(synced['very_first'].values()):.1f}",
-        ))  # fmt: skip
+    exports = read(EXPERT_SYNCS[0])["cases"]
+    for number, name in enumerate(EXPERT_SYNCS, 1):
+        for form, title in {"stacked": "for a layer", "per_expert": "for each expert"}.items():
+            exported, synced = exports[f"export-{form}"], read(name)["cases"]["sync"][form]
+            median = synced["median"]
+            rows.append((
+                str(number), title, f"{exported['tensors']:,}", f"{exported['bytes'] / MB:.0f}",
+                _ms(median["export_s"]), _ms(median["write_s"]), _ms(median["load_s"]),
+                _ms(synced["total_median_s"]), f"{sum(synced['very_first'].values()):.1f}",
+            ))  # fmt: skip
     return markdown(header, rows)
 
 
 COLOCATE_RUNS = {
-    "colocate-8b-kv3-h100": "8B, KV cache 3 GiB",
-    "colocate-8b-fused-h100": "8B, KV cache 3 GiB, another host",
+    "colocate-8b-recorded-h100": "8B, KV cache 3 GiB",
+    "colocate-8b-liger-h100": "8B, KV cache 3 GiB, same host, on both GPUs at once",
+    "colocate-8b-kv3-h100": "8B, KV cache 3 GiB, before reading was recorded",
+    "colocate-8b-fused-h100": "8B, KV cache 3 GiB, likewise, another host",
     "colocate-8b-h100": "8B, before folding was made faster",
     "colocate-8b-24gb-h100": "8B, for 24 GB, likewise",
     "colocate-8b-kv5-h100": "8B, 2 completions at a time, KV cache 5 GiB, likewise",
@@ -520,7 +535,8 @@ def colocate() -> str:
             rows.append((
                 shape, f"`{arm}`", f"{found['driver_peak_gib']:.1f} GiB", f"{found['median_sync_ms']:.0f} ms",
                 f"{found['median_generate_s']:.2f} s", f"{found['median_step_s']:.2f} s",
-                f"{found['tokens_per_s']['32']:,.0f}" if "32" in found["tokens_per_s"] else "", f"{changed:.1%}",
+                f"{found['tokens_per_s']['32']:,.0f}" if "32" in found.get("tokens_per_s", {}) else "",
+                f"{changed:.1%}",
             ))  # fmt: skip
     return markdown(header, rows)
 
@@ -551,8 +567,12 @@ def colocate_ratios() -> str:
         "tokens/s, 256 at once": ours["tokens_per_s"]["256"] / theirs["tokens_per_s"]["256"],
     }
     listed = ", ".join(f"{name} {value:.2f}" for name, value in ratios.items())
+    newer = read("colocate-8b-recorded-h100")["arms"]
+    newer_ms, newer_stock_ms = (newer[arm]["median_sync_ms"] for arm in ("fused-shared", "weights"))
     return textwrap.fill(
-        f"At 8B with a KV cache of 3 GiB, `fused-shared` beside `weights`: {listed}. "
+        f"In the first run a sync of `fused-shared` took {newer_ms:.1f} ms beside {newer_stock_ms:.0f} ms of "
+        f"`weights`, {newer_ms / newer_stock_ms:.3f} of it. In the run before reading was recorded, `fused-shared` "
+        f"beside `weights`: {listed}. "
         f"Folding took {ours['fold_ms']:.0f} ms and unfolding {ours['unfold_ms']:.0f} ms for each generation. "
         f"{ours['kept_mib']:.0f} MiB were kept meanwhile.",
         width=120,

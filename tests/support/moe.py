@@ -48,10 +48,12 @@ def make_tiny(family: str, folder: Path) -> Path:
         model = MixtralForCausalLM(MixtralConfig(**text, num_local_experts=EXPERTS, num_experts_per_tok=2))
     else:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
+        # SGLang takes three of them for given (0.5.15, srt/models/qwen3_vl_moe.py), as all published checkpoints have.
         vision = {
-            "hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN,
-            "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+            "hidden_size": 64, "intermediate_size": 128, "depth": 3, "num_heads": 2, "out_hidden_size": HIDDEN,
+            "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2],
         }  # fmt: skip
+        text["num_hidden_layers"] = 3
         names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
         start, end, image, video = map(tokenizer.convert_tokens_to_ids, names)
         model = Qwen3VLMoeForConditionalGeneration(

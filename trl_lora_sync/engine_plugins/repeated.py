@@ -19,8 +19,8 @@ from trl_lora_sync.engine_plugins import logger
 class Repeated:
     """Work on the same tensors each time, whatever they hold.
 
-    On a GPU the second run records it as a CUDA graph, which later runs launch. Where a tensor has moved since, as by
-    `model.to`, or the work cannot be recorded, it is done in the usual way.
+    On a GPU the first run records it as a CUDA graph, which later runs launch. Where a tensor has moved since, as by
+    `model.to`, or the work cannot be recorded, it is done in the usual way, and recorded again by the second such run.
 
     Args:
         tensors: what it reads and writes; what it allocates is left out.
@@ -44,16 +44,18 @@ class Repeated:
         if not self._can_record:
             return self._work()
         places = [*map(Tensor.data_ptr, self._tensors)]
-        if places != self._places:
-            self._places, self._graph = places, None
-            return self._work()
-        if self._graph is None:
+        if self._graph is not None and places == self._places:
+            self._graph.replay()
+            assert self._result is not None
+            return self._result
+        # Not at once after a move, as tensors that move each time would be recorded each time.
+        is_recorded = places == self._places or not self._places
+        self._places, self._graph = places, None
+        # Before it is recorded, as torch compiles and allocates some things at the first use only.
+        result = self._work()
+        if is_recorded:
             self._record()
-        if self._graph is None:
-            return self._work()
-        self._graph.replay()
-        assert self._result is not None
-        return self._result
+        return result
 
     def _record(self) -> None:
         try:
