@@ -185,8 +185,8 @@ def test_repeated_reads_follow_the_training(launches: list[object]) -> None:
     for _ in range(5):
         trained.train()
         trained.check()
-    # Of the adapter and of its fingerprint, from the second time on.
-    assert len(launches) == 8
+    # Of the adapter from the second time on, and of its fingerprint from the third.
+    assert len(launches) == 7
     assert len(set(map(id, launches))) == 2
 
 
@@ -208,7 +208,9 @@ def test_repeated_reads_follow_matrices_that_move_and_scalings_that_change(launc
         if hasattr(layer, "scaling"):
             layer.scaling["default"] *= 3
     read_thrice()
-    assert len(set(map(id, launches))) > 6, "nothing was recorded anew"
+    # Two at first, two after the matrices moved, one with other scalings. From the host, they may come back to the same
+    # memory.
+    assert len(set(map(id, launches))) >= 5, "nothing was recorded anew"
 
 
 def test_repeated_reads_refuse_what_is_not_finite() -> None:

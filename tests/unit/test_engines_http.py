@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
+from trl_lora_sync.engine_plugins.collector import collector_paused
 from trl_lora_sync.engines import connect
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline
 from trl_lora_sync.engines.http import (
     APIKey,
     HTTPClient,
-    collector_paused,
     is_unreachable,
     json_object,
     retrying,

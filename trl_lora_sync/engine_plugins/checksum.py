@@ -4,7 +4,7 @@ It has 64 bits and finds damage. It does not protect against bytes that were mad
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -110,7 +110,8 @@ def _sum_of_rows(sums: Tensor) -> Tensor:
     return (sums * _factors(sums.numel(), sums.device)).sum()
 
 
-@lru_cache(maxsize=8)  # making them takes ten launches, and a run needs the same few each time
+# Making them takes ten launches, and a run needs the same few each time. Never dropped, as recorded work reads them.
+@cache
 def _factors(count: int, device: torch.device) -> Tensor:
     # The finalizer begins with a shift, which leaves numbers below 2**33 unchanged, so it is left out.
     mixed = torch.arange(1, count + 1, device=device)

@@ -5,15 +5,14 @@ that has done something else before. The GPU takes half a millisecond to carry i
 """
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from operator import is_
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
+from trl_lora_sync.engine_plugins.collector import collector_paused
 
 
 class Repeated:
@@ -34,10 +33,6 @@ class Repeated:
         self._graph: Any = None
         self._result: Tensor | None = None
         self._can_record = tensors[0].is_cuda and len({one.device for one in tensors}) == 1
-
-    def is_on(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is work on these very tensors."""
-        return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
 
     def run(self) -> Tensor:
         """The result of the work; valid until the next run."""
@@ -73,7 +68,8 @@ def _recorded(work: Callable[[], Tensor], device: torch.device) -> tuple[Any, Te
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     pool = torch.cuda.graph_pool_handle()
-    with _garbage_kept(), torch.cuda.device(device), torch.cuda.stream(stream):
+    # What garbage has of the GPU may not be freed while work is recorded.
+    with collector_paused(), torch.cuda.device(device), torch.cuda.stream(stream):
         try:
             # Other threads of the process, such as NCCL's, may use the device meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -85,18 +81,6 @@ def _recorded(work: Callable[[], Tensor], device: torch.device) -> tuple[Any, Te
             _forget_recording(device, pool)
             raise
     return graph, result
-
-
-@contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Destroy nothing of the GPU's meanwhile, which may be forbidden while work is recorded."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _forget_recording(device: torch.device, pool: Any) -> None:

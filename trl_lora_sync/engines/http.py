@@ -6,12 +6,11 @@ Knows nothing of any engine's routes.
 import asyncio
 import contextlib
 import email.utils
-import gc
 import json
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from typing import Any, Protocol, TypeGuard
 from urllib.parse import urljoin, urlsplit
 
@@ -378,21 +377,6 @@ def server_words(response: httpx.Response) -> str:
         text = text.replace(key, "[key]")
     words = " ".join(text.split())
     return words if len(words) <= _MAX_WORDS else f"{words[:_MAX_WORDS]}..."
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Let no garbage be looked for while millions of small lists are made, of which none is garbage.
-
-    Looking through them again and again takes longer than making them. Not for a block that waits for something.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def json_object(

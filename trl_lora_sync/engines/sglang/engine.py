@@ -22,6 +22,7 @@ from packaging.version import Version
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.collector import collector_paused
 from trl_lora_sync.engines.base import (
     CONCURRENT_REQUESTS,
     TIMEOUTS,
@@ -32,7 +33,7 @@ from trl_lora_sync.engines.base import (
     Sampling,
     Timeouts,
 )
-from trl_lora_sync.engines.http import collector_paused, json_object, server_words
+from trl_lora_sync.engines.http import json_object, server_words
 from trl_lora_sync.engines.images import data_urls
 from trl_lora_sync.engines.server import logprobs_mode
 from trl_lora_sync.engines.sglang.completions import Sample, one_token_per_image, read_completion, sampling_params
@@ -429,6 +430,8 @@ class SGLangEngine(SGLangServer):
         if len(answers) != len(samples):
             raise self._wrong_count(len(answers), len(samples))
         try:
+            # Of the millions of small lists that are made, none is garbage; to look through them again and again takes
+            # longer than to make them.
             with collector_paused():
                 return [
                     read_completion(answer, one.prompt_ids, sampling, must_echo=bool(images))

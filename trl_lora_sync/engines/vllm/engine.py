@@ -19,6 +19,7 @@ import httpx
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.collector import collector_paused
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
     ADAPTERS_HEADER,
@@ -37,7 +38,7 @@ from trl_lora_sync.engines.base import (
     Sampling,
     Timeouts,
 )
-from trl_lora_sync.engines.http import collector_paused, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm.completions import (
     FORCES,
@@ -489,6 +490,8 @@ class VLLMEngine(ServerEngine):
             }
         response = await self._sample(path, body, model, deadline)
         echoes = not groups[0].images or self._token_route_echoes()
+        # Of the millions of small lists that are made, none is garbage; to look through them again and again takes
+        # longer than to make them.
         with collector_paused():
             content = json_object(response, GenerationError, without_alternatives if sampling.logprobs == 0 else None)
             self._check_policy(content, model, names_model=echoes)
