@@ -2,9 +2,10 @@
 PYTHON ?= python3
 # Passed on: make test ARGS="-k store -x", make bench ARGS="--help"
 ARGS ?=
-# Two files of tests at a time: half of the time is waiting for a server. The tests of one file share theirs. The order
-# is in tests/support/scheduling.py.
-AT_ONCE := --numprocesses 2 --dist loadfile
+# Several files of tests at a time: a part of the time is waiting for a server. The tests of one file share theirs. The
+# order is in tests/support/scheduling.py. With vLLM in its process, each of them keeps a core busy.
+AT_ONCE := --numprocesses 3 --dist loadfile
+COLOCATE_AT_ONCE := --numprocesses 2 --dist loadfile
 
 TRAINER := .venv
 SERVER := .venv-vllm
@@ -55,7 +56,7 @@ unit: venv
 # the output ends with the summary of the others.
 test: venv venv-vllm venv-colocate trl-versions peft-versions launchers
 ifeq ($(strip $(ARGS)),)
-	@$(call twice,$(colocate),$(AT_ONCE))
+	@$(call twice,$(colocate),$(COLOCATE_AT_ONCE))
 	@$(call twice,$(TRAINER)/bin/python -m pytest,$(AT_ONCE))
 else ifneq ($(findstring tests/colocate,$(ARGS)),)
 	@$(COLOCATE)/bin/python -m pytest $(ARGS)
@@ -71,7 +72,7 @@ colocate = $(COLOCATE)/bin/python -m pytest tests/colocate -o cache_dir=.pytest_
 twice = $(1) $(2) || { echo "Once more, alone, what failed:"; $(1) --last-failed --last-failed-no-failures none; }
 
 test-colocate: venv-colocate launchers
-	@$(COLOCATE)/bin/python -m pytest tests/colocate $(AT_ONCE) $(ARGS)
+	@$(COLOCATE)/bin/python -m pytest tests/colocate $(COLOCATE_AT_ONCE) $(ARGS)
 
 test-pythons: $(PYTHONS:%=test-python-%)
 

@@ -22,26 +22,28 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 Seen = dict[str, Any]
 # What one of them would exceed if it hung, on average.
 TIMEOUT_S = 60.0
-# The arguments of accelerate launch, and whether the model is sharded.
+# As arguments of accelerate launch; `ways.py` takes another stage of ZeRO where the name of the way has one.
+TORCH, DEEPSPEED = ("--multi_gpu",), ("--use_deepspeed", "--zero_stage", "3")
+# How each is launched, and whether the model is sharded.
 WAYS = {
-    "ddp": (["--multi_gpu"], False),
-    "zero1": (["--use_deepspeed", "--zero_stage", "1"], False),
-    "zero2": (["--use_deepspeed", "--zero_stage", "2"], False),
-    "zero3": (["--use_deepspeed", "--zero_stage", "3"], True),
-    "fsdp1": (["--multi_gpu"], True),
-    "fsdp1-orig": (["--multi_gpu"], True),
-    "fsdp2": (["--multi_gpu"], True),
-    "ddp-qlora": (["--multi_gpu"], False),
-    "zero3-qlora": (["--use_deepspeed", "--zero_stage", "3"], True),
-    "fsdp1-orig-qlora": (["--multi_gpu"], True),
-    "fsdp2-qlora": (["--multi_gpu"], True),
-    "fsdp2-whole-qlora": (["--multi_gpu"], True),
-    "ddp-rloo": (["--multi_gpu"], False),
-    "zero3-rloo": (["--use_deepspeed", "--zero_stage", "3"], True),
-    "ddp-pissa": (["--multi_gpu"], False),
-    "zero3-pissa": (["--use_deepspeed", "--zero_stage", "3"], True),
-    "fsdp1-pissa": (["--multi_gpu"], True),
-    "fsdp2-pissa": (["--multi_gpu"], True),
+    "ddp": (TORCH, False),
+    "zero1": (DEEPSPEED, False),
+    "zero2": (DEEPSPEED, False),
+    "zero3": (DEEPSPEED, True),
+    "fsdp1": (TORCH, True),
+    "fsdp1-orig": (TORCH, True),
+    "fsdp2": (TORCH, True),
+    "ddp-qlora": (TORCH, False),
+    "zero3-qlora": (DEEPSPEED, True),
+    "fsdp1-orig-qlora": (TORCH, True),
+    "fsdp2-qlora": (TORCH, True),
+    "fsdp2-whole-qlora": (TORCH, True),
+    "ddp-rloo": (TORCH, False),
+    "zero3-rloo": (DEEPSPEED, True),
+    "ddp-pissa": (TORCH, False),
+    "zero3-pissa": (DEEPSPEED, True),
+    "fsdp1-pissa": (TORCH, True),
+    "fsdp2-pissa": (TORCH, True),
 }
 # Between a 4-bit base in the trainer and the same base unquantised in the server: measured 0.09 to 0.13.
 QUANTISED_MEAN = 0.3
@@ -73,11 +75,11 @@ def launch_of(
 
     @functools.cache
     def launched(arguments: tuple[str, ...]) -> Finished:
-        ways = [way for way, (others, _) in WAYS.items() if tuple(others) == arguments]
+        ways = [way for way, (others, _) in WAYS.items() if others == arguments]
         check_launchers()
         with proxy_to(server.base_url) as proxy:
             proxy.before = damage_on_demand
-            env = {} if "--use_deepspeed" in arguments else CPU_ENV
+            env = {} if arguments is DEEPSPEED else CPU_ENV
             script = TESTS / "support" / "ways.py"
             runs = [[way, str(folders[way]), proxy.base_url, str(base_model)] for way in ways]
             folder = tmp_path_factory.mktemp("launch")
@@ -96,7 +98,7 @@ def launched(
     """What a way of training came to, in everything that the tests below look at."""
     way = request.param
     arguments, is_sharded = WAYS[way]
-    ended = launch_of(tuple(arguments))
+    ended = launch_of(arguments)
     left = {name: path for name, path in adapters_on(server.base_url).items() if str(folders[way]) in path}
     return seen_in(folders[way], ended) | {"way": way, "is_sharded": is_sharded, "left": left}
 
@@ -106,6 +108,11 @@ def on_all(launched: Seen, step: str) -> list[Any]:
     for seen in launched["seen"]:
         assert "result" in seen[step], seen[step].get("traceback")
     return [seen[step]["result"] for seen in launched["seen"]]
+
+
+def test_the_launcher_is_the_one_that_was_chosen(launched: Seen) -> None:
+    stage = int(launched["way"][4]) if launched["way"].startswith("zero") else None
+    assert on_all(launched, "stage") == [stage, stage]
 
 
 def test_served_policy_is_the_trained_one_at_each_step(launched: Seen) -> None:

@@ -4,6 +4,7 @@ Each trains a few steps against the real server, then looks at what a sync gathe
 failures of one process. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -181,7 +182,8 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     remember_initial_adapter(copy, is_new=True)
     trainer = make_trainer(way, folder, url, base)
     generation, process = trainer.vllm_generation, trainer.accelerator.process_index
-    seen = {"at_start": attempt(lambda: {"is_sharded": is_sharded(generation.model)})}
+    deepspeed_plugin = trainer.accelerator.state.deepspeed_plugin
+    seen = {"stage": attempt(lambda: deepspeed_plugin and deepspeed_plugin.zero_stage)}
     randomize_adapter(generation.model, seed=1)  # before it is sharded
     seen["train"] = attempt(lambda: trainer.train() and steps_of(trainer))
 
@@ -290,6 +292,9 @@ def broken(*_: Any) -> None:
 
 def main(way: str, folder: str, url: str, model: str) -> None:
     torch.set_num_threads(1)
+    if way.startswith("zero"):
+        # What `accelerate launch --zero_stage` sets (1.15). All stages are forks of one launch.
+        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = way.removeprefix("zero")[0]
     seen = run_way(way, Path(folder), url, Path(model))
     end_process(folder, seen)
 
