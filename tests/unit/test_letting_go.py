@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from contract.served import PROMPT, SMALL, sampling, soon
+from support.waiting import happens
 
 from trl_lora_sync.engines.base import TIMEOUTS, PromptGroup
 from trl_lora_sync.engines.http import unthrottled
@@ -291,7 +292,8 @@ def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_kille
         training.publish()
         training.wait_for_unloads()
     assert first in fake.host_adapters
-    assert list((tmp_path / "sync" / training.sync.transport.run_id / first).iterdir()) == []
+    record = tmp_path / "sync" / training.sync.transport.run_id / first
+    assert happens(lambda: list(record.iterdir()) == [])  # never missing, not even while its files are deleted
 
     training.sync.close()
     assert fake.host_adapters == []

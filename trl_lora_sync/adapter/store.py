@@ -378,9 +378,10 @@ class AdapterStore:
         if stored.path is not None:
             if self.slots is not None:
                 self.slots.take_back(stored.name, self.directory / _SLOTS, stored.path / TENSORS_FILE)
-            shutil.rmtree(stored.path, ignore_errors=True)
             if keep_name:
                 _make_record(stored.path)
+            else:
+                shutil.rmtree(stored.path, ignore_errors=True)
 
     def close(self, names: Collection[str] = ()) -> None:
         """Delete everything this run wrote; never fails, and may be called again.
@@ -416,14 +417,18 @@ class AdapterStore:
 
 
 def _make_record(version: Path) -> None:
+    """Leave only the folder of a version, which is never missing: a run may be killed at any time."""
     with contextlib.suppress(OSError):  # without room even for that, the name stays on the server
-        version.mkdir(mode=_PRIVATE_DIRECTORY)
+        version.mkdir(mode=_PRIVATE_DIRECTORY, exist_ok=True)
+        for entry in version.iterdir():
+            with contextlib.suppress(OSError):
+                entry.unlink()
 
 
 def _delete_all_but(directory: Path, names: Collection[str]) -> None:
     """Leave nothing in a run's folder but its owner and an empty folder for each name."""
     with contextlib.suppress(OSError):
-        for entry in [entry for entry in directory.iterdir() if entry.is_dir()]:
+        for entry in [entry for entry in directory.iterdir() if entry.is_dir() and entry.name not in names]:
             shutil.rmtree(entry, ignore_errors=True)
     for name in names:
         _make_record(directory / name)

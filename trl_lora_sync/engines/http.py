@@ -11,6 +11,7 @@ import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from functools import cache
 from typing import Any, Protocol, TypeGuard
 from urllib.parse import urljoin, urlsplit
 
@@ -209,7 +210,13 @@ class HTTPClient:
 
 
 def _certificates() -> ssl.SSLContext:
-    """Reading the authorities takes longer than opening a connection, so it is done once per server."""
+    # httpx reads these two (0.28).
+    return _read_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+@cache
+def _read_certificates(*places: str | None) -> ssl.SSLContext:
+    """The authorities that the environment names, or certifi's; reading them takes longer than opening connections."""
     try:
         return httpx.create_ssl_context()
     except (OSError, ssl.SSLError) as error:
