@@ -220,7 +220,8 @@ def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
             # SGLang 0.5.15 counts a request that it refuses as one that uses the adapter, and waits for its end at the
             # next unload.
             is_refused = image is not None and form == "expanded"
-            for name, lora in {"base": None, **({} if is_refused else {"adapter": stored.name})}.items():
+            models = {"base": None} if is_refused else {"base": None, "adapter": stored.name}
+            for name, lora in models.items():
                 params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
                 body = {
                     "input_ids": sent, "sampling_params": params,

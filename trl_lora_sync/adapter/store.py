@@ -420,9 +420,13 @@ def _make_record(version: Path) -> None:
     """Leave only the folder of a version, which is never missing: a run may be killed at any time."""
     with contextlib.suppress(OSError):  # without room even for that, the name stays on the server
         version.mkdir(mode=_PRIVATE_DIRECTORY, exist_ok=True)
-        for entry in version.iterdir():
-            with contextlib.suppress(OSError):
-                entry.unlink()
+        # What a link leads to is not ours.
+        for entry in [] if version.is_symlink() else version.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    entry.unlink()
 
 
 def _delete_all_but(directory: Path, names: Collection[str]) -> None:

@@ -95,9 +95,6 @@ class ColocateGeneration(AdapterGeneration):
         make_trials = self.trials(base, is_whole=True)
         if self.settings.verify != "off":
             self._prove(base, make_trials)
-        # What loading, sharing and proving have left in torch's cache would stay beside what training needs.
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()
         self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name, base_note)))
 
     def _check_serving(self) -> None:

@@ -7,7 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Look for no garbage while the block lasts, which should not wait for anything."""
+    """Look for no garbage while the block lasts, which should not wait for anything.
+
+    For where millions of small lists are made of which none is garbage, as looking through them again and again takes
+    longer than making them; and for where garbage may not be freed.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

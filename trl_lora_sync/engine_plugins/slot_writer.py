@@ -95,34 +95,16 @@ class _Plan:
     contents: "dict[int, _Content]" = field(default_factory=dict)
 
 
-class _Content:
+class _Content(NamedTuple):
     """What one slot holds of versions of one kind.
 
-    Args:
-        stage: the staging memory.
-        parts: the memory of the slot.
-        groups: batches between the two, see `_Plan`.
-
     Attributes:
-        put: copies the staging memory to the slot and back; its result is that of `read_back`.
+        groups: batches between the staging memory and the slot, see `_Plan`.
+        put: copies the staging memory to the slot and back; its result is that of `_read_back`.
     """
 
-    def __init__(self, stage: Tensor, parts: list[Tensor], groups: list[list[_Batch]]) -> None:
-        self._stage = stage
-        self._groups = groups
-        # Not a method of this object: the two would keep each other, and the memory, until garbage is collected.
-        self.put = Repeated([stage, *parts], partial(_put, stage, groups))
-
-    def write(self) -> None:
-        """Copy the staging memory to the slot."""
-        _write(self._groups)
-
-    def read_back(self) -> Tensor:
-        """Copy the slot to the staging memory, and return the checksum of that for each group, see `word_sum`.
-
-        What the slot does not hold, as other workers do, stays what was read.
-        """
-        return _read_back(self._stage, self._groups)
+    groups: list[list[_Batch]]
+    put: Repeated
 
 
 def _put(stage: Tensor, groups: list[list[_Batch]]) -> Tensor:
@@ -131,11 +113,16 @@ def _put(stage: Tensor, groups: list[list[_Batch]]) -> Tensor:
 
 
 def _write(groups: list[list[_Batch]]) -> None:
+    """Copy the staging memory to a slot."""
     for targets, sources in chain(*groups):
         torch._foreach_copy_(targets, sources)
 
 
 def _read_back(stage: Tensor, groups: list[list[_Batch]]) -> Tensor:
+    """Copy a slot to the staging memory, and return the checksum of that for each group, see `word_sum`.
+
+    What the slot does not hold, as other workers do, stays what was read.
+    """
     sums = []
     for group in groups:
         for targets, sources in group:
@@ -275,7 +262,7 @@ class SlotWriter:
             self._add_usually(file, request)
             slot = self._index.index(number)
             self._primed[slot] = kind
-            self._compare(self._content(plan, slot).read_back().tolist(), slot, request, note)
+            self._compare(_read_back(self.stage, self._content(plan, slot).groups).tolist(), slot, request, note)
             self.counts["loaded by vLLM"] += 1
             return
         with self.fetcher.timed("put"):
@@ -305,7 +292,8 @@ class SlotWriter:
             parts = [part[slot] for part in self._parts]
             flat = self.stage.view(self._parts[0].dtype)
             groups = [_in_batches([(box.in_slot(parts), box.in_file(flat)) for box in group]) for group in plan.groups]
-            plan.contents[slot] = _Content(self.stage, parts, groups)
+            # No method of this object: the two would keep each other, and the memory, until garbage is collected.
+            plan.contents[slot] = _Content(groups, Repeated([self.stage, *parts], partial(_put, self.stage, groups)))
         return plan.contents[slot]
 
     def _fetch(self, file: int, request: Any, note: VersionNote) -> _Kind:
@@ -463,7 +451,7 @@ class SlotWriter:
         self.stage.copy_(values.view(torch.uint8))
         # Nothing of vLLM's load may stay, or an element that the plan leaves out would look right.
         torch._foreach_zero_([part[slot] for part in self._parts])
-        self._content(plan, slot).write()
+        _write(self._content(plan, slot).groups)
         for ours, theirs in zip(self._parts, loaded, strict=True):
             if not torch.equal(ours[slot].cpu().view(torch.uint8), theirs.view(torch.uint8)):
                 raise _DoubtError("a slot then holds other values than vLLM puts there")

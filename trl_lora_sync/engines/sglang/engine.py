@@ -430,8 +430,6 @@ class SGLangEngine(SGLangServer):
         if len(answers) != len(samples):
             raise self._wrong_count(len(answers), len(samples))
         try:
-            # Of the millions of small lists that are made, none is garbage; to look through them again and again takes
-            # longer than to make them.
             with collector_paused():
                 return [
                     read_completion(answer, one.prompt_ids, sampling, must_echo=bool(images))

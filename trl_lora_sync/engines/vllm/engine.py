@@ -490,8 +490,6 @@ class VLLMEngine(ServerEngine):
             }
         response = await self._sample(path, body, model, deadline)
         echoes = not groups[0].images or self._token_route_echoes()
-        # Of the millions of small lists that are made, none is garbage; to look through them again and again takes
-        # longer than to make them.
         with collector_paused():
             content = json_object(response, GenerationError, without_alternatives if sampling.logprobs == 0 else None)
             self._check_policy(content, model, names_model=echoes)
