@@ -75,6 +75,7 @@ def main() -> None:
             "command": command_line(PLACES),
             "settings": {name: value for name, value in vars(args).items() if name not in ("model", "out", "arm")},
             "gpu_memory_gib": memory_gib("total") if on_gpu else None,
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
             "arms": {},
         }
         if args.out and args.out.exists():  # arms that were measured before, on the same machine
@@ -173,6 +174,7 @@ def measure(args: argparse.Namespace) -> None:
     trainer = make_trainer(args, on_gpu=on_gpu)
     ready_s = time.perf_counter() - started
     ready_gib = memory_gib("used") if on_gpu else None
+    reserved_ready_gib = torch.cuda.memory_reserved() / 2**30 if on_gpu else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     syncs, generations = timed(trainer.vllm_generation, "sync_weights"), timed(trainer.vllm_generation, "generate")
@@ -194,8 +196,10 @@ def measure(args: argparse.Namespace) -> None:
         "load_s": [row.get("lora_sync/load_s") for row in log],
         "gather_s": [row.get("lora_sync/gather_s") for row in log],
         "driver_ready_gib": ready_gib,
+        "reserved_ready_gib": reserved_ready_gib,
         "driver_after_training_gib": memory_gib("used") if on_gpu else None,
         "allocated_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "reserved_peak_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
         "changed_share_after_training": changed_share(trainer, args.model),
     }
     note(found, args.out)

@@ -454,15 +454,16 @@ def experts() -> str:
 
 
 SGLANG, SGLANG_IMAGES = "sglang-0.5.15-h100", "sglang-0.5.15-h100-images"
+SGLANG_VL_EXPERTS = "sglang-0.5.15-h100-qwen3-vl-moe"
 SGLANG_PARTS = ("read", "write", "load", "listing", "first_token", "second_token")
 
 
 def sglang_adapters() -> str:
     """How far SGLang's log-probabilities are from the trainer's, with adapters on experts and with images."""
-    cases = read(SGLANG)["cases"]
+    cases = read(SGLANG)["cases"] | read(SGLANG_VL_EXPERTS)["cases"]
     rows = [
         (f"`{family}`", EXPERT_CASES[case], *(_short(cases[family][case][key]) for key in ("trained", "base")))
-        for family in ("qwen3_moe", "mixtral")
+        for family in ("qwen3_moe", "mixtral", "qwen3_vl_moe")
         for case in ("experts_and_attention", "down_proj_only")
     ]
     images = read(SGLANG_IMAGES)["cases"]["images"]

@@ -34,7 +34,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import torch
@@ -49,7 +48,6 @@ from transformers import AutoConfig  # noqa: E402
 from versus.shapes import write_model  # noqa: E402
 
 from trl_lora_sync.adapter.canonical import Form  # noqa: E402
-from trl_lora_sync.adapter.experts import FAMILIES  # noqa: E402
 from trl_lora_sync.adapter.export import AdapterReader  # noqa: E402
 from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
@@ -170,16 +168,14 @@ def measure_experts(family: str, url: str, model: Path, folder: Path) -> dict[st
         "experts_and_attention": {"target_modules": ATTENTION, "target_parameters": BOTH},
         "down_proj_only": {"target_modules": ATTENTION, "target_parameters": BOTH[1:]},
     }
-    # The package refuses a family on SGLang that was not measured there.
-    with mock.patch.dict(FAMILIES, {family: replace(FAMILIES[family], on_sglang=True)}):
-        for name, peft in cases.items():
-            try:
-                trainer = trainer_for(url, model, folder / name, peft)
-                seen[name] = compare(trainer)
-                trainer.vllm_generation.close()
-            except Exception as error:
-                seen[name] = {"failed": f"{type(error).__name__}: {str(error)[:1500]}"}
-            print(family, name, json.dumps(seen[name]), flush=True)
+    for name, peft in cases.items():
+        try:
+            trainer = trainer_for(url, model, folder / name, peft)
+            seen[name] = compare(trainer)
+            trainer.vllm_generation.close()
+        except Exception as error:
+            seen[name] = {"failed": f"{type(error).__name__}: {str(error)[:1500]}"}
+        print(family, name, json.dumps(seen[name]), flush=True)
     return seen
 
 

@@ -153,7 +153,7 @@ _ROUTER_SERVED = "unit/test_adapter_experts.py::test_the_router_of_a_mixtral_is_
 _STACKED_ONLY = (
     "unit/test_adapter_experts.py::test_fused_serving_refuses_a_family_whose_checkpoints_have_all_experts_in_one_tensor"
 )
-_NOT_ON_SGLANG = "unit/test_adapter_experts.py::test_sglang_gets_no_experts_of_a_family_that_was_not_measured_there"
+_ON_SGLANG = "unit/test_adapter_experts.py::test_sglang_gets_each_expert_in_a_tensor_even_where_vllm_takes_all_in_one"
 
 
 def experts_table() -> str:
@@ -167,15 +167,14 @@ def _expert_rows(name: str, family: Family) -> list[str]:
     moe, (gate, up, down) = family.moe, family.projections
     one_by_one = "" if family.is_always_stacked else f"as `{moe}.experts.N.{gate}`, `{up}`, `{down}`"
     fused = one_by_one or "refused: its checkpoints have all experts in one tensor"
-    sglang = "served" if family.on_sglang else "refused: not measured"
     at_run_time = f"{one_by_one}, or all in one tensor" if one_by_one else f"all in one tensor of `{moe}.experts`"
     router = f"as `{moe}.gate`" if family.has_router else "refused: vLLM 0.26 ignores it, without an error"
     fused_router = f"as `{moe}.gate`" if one_by_one else "refused"
     fused_test = _EXPERTS_FUSED if one_by_one else _STACKED_ONLY
-    tests = (_EXPERTS_AT_RUN_TIME, fused_test, _NOT_ON_SGLANG)
+    tests = (_EXPERTS_AT_RUN_TIME, fused_test, _ON_SGLANG)
     router_tests = (_ROUTER_SERVED if family.has_router else _ROUTER_REFUSED, fused_test)
     return [
-        f"| `{name}` | experts | {at_run_time} | {fused} | {sglang} | {_tests(tests)} |",
+        f"| `{name}` | experts | {at_run_time} | {fused} | served | {_tests(tests)} |",
         f"| `{name}` | router | {router} | {fused_router} | refused | {_tests(router_tests)} |",
     ]
 

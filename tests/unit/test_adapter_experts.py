@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from trl_lora_sync.adapter.canonical import Form
-from trl_lora_sync.adapter.experts import FAMILIES
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.groups import experts_note
 from trl_lora_sync.adapter.store import write_tensors
@@ -235,20 +234,10 @@ def test_nothing_is_said_of_a_model_without_experts() -> None:
     assert experts_note(["model.layers.0.mlp.gate_proj"], {"MLP": ["model.layers.0.mlp.gate_proj"]}) is None
 
 
-def test_sglang_gets_no_experts_of_a_family_that_was_not_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(FAMILIES["qwen3_moe"], on_sglang=False))
-    with pytest.raises(UnsupportedAdapterError, match="SGLang serves the run"):
-        read(trained("qwen3"), form=Form(fused_siblings=True))
-    monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(FAMILIES["qwen3_moe"], on_sglang=True))
-    assert any(".experts.3.up_proj." in key for key in read(trained("qwen3"), form=Form(fused_siblings=True)).tensors)
-
-
-def test_sglang_would_get_each_expert_of_a_family_that_vllm_takes_in_one_tensor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(FAMILIES, "qwen3_vl_moe", replace(FAMILIES["qwen3_vl_moe"], on_sglang=True))
-    keys = read(trained("qwen3-vl"), form=Form(fused_siblings=True)).tensors
-    assert any(".language_model.layers.0.mlp.experts.3.up_proj." in key for key in keys)
+@pytest.mark.parametrize(("family", "up"), [("qwen3", "up_proj"), ("mixtral", "w3"), ("qwen3-vl", "up_proj")])
+def test_sglang_gets_each_expert_in_a_tensor_even_where_vllm_takes_all_in_one(family: str, up: str) -> None:
+    keys = read(trained(family), form=Form(fused_siblings=True)).tensors
+    assert any(f".{SERVED[family][0]}.3.{up}." in key for key in keys)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import save
 from support.shared_memory import shared_folder
 
@@ -205,7 +206,7 @@ def test_repeated_reads_follow_matrices_that_move_and_scalings_that_change(launc
     trained.model.cpu().to(GPU)
     read_thrice()
     for layer in trained.model.modules():
-        if hasattr(layer, "scaling"):
+        if isinstance(layer, LoraLayer):
             layer.scaling["default"] *= 3
     read_thrice()
     # Two at first, two after the matrices moved, one with other scalings. From the host, they may come back to the same

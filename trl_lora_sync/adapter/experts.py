@@ -4,8 +4,9 @@ Transformers 5 keeps the experts of a layer in two parameters, `gate_up_proj` an
 adapts each of them by a `ParamWrapper`. Its `lora_A` of shape `(r * experts, in_features)` is grouped by expert, its
 `lora_B` of shape `(out_features, r * experts)` by rank. Servers want another layout, and each family other names.
 
-Source: peft/tuners/lora/layer.py `ParamWrapper.get_delta_weight`. What vLLM 0.26 serves of each family was run on a
-GPU: under other names or in another layout it refuses the experts, or ignores them without an error.
+Source: peft/tuners/lora/layer.py `ParamWrapper.get_delta_weight`. What vLLM 0.26 and
+SGLang 0.5.15 serve of each family was run on a GPU: under other names or in another layout vLLM refuses the experts, or
+ignores them without an error.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,21 +34,19 @@ class Family:
         projections: the names of gate, up and down of each expert.
         is_always_stacked: whether vLLM and checkpoints have all experts of a layer in one tensor, as PEFT does.
         has_router: whether vLLM applies an adapter on the router at run time.
-        on_sglang: whether SGLang applies adapters on the experts, as measured with 0.5.15.
     """
 
     moe: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     is_always_stacked: bool = False
     has_router: bool = False
-    on_sglang: bool = False
 
 
 FAMILIES = {
     # Under `mlp`, vLLM 0.26 loads the experts of a Mixtral without an error and serves the base.
     # It applies an adapter on this router, and ignores one on the router of a Qwen3-MoE.
-    "mixtral": Family(moe="block_sparse_moe", projections=("w1", "w3", "w2"), has_router=True, on_sglang=True),
-    "qwen3_moe": Family(on_sglang=True),
+    "mixtral": Family(moe="block_sparse_moe", projections=("w1", "w3", "w2"), has_router=True),
+    "qwen3_moe": Family(),
     # One tensor for each expert is refused by name (vLLM 0.26).
     "qwen3_vl_moe": Family(is_always_stacked=True),
 }

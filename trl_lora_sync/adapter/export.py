@@ -312,14 +312,8 @@ class AdapterReader:
         form: Form,
     ) -> ExtraTensors:
         family, on_sglang = self._experts[0].family, form.fused_siblings
-        # Servers that take it get as many tensors as there are layers, and not experts, which is loaded faster.
+        # vLLM gets as many tensors as there are layers, and not experts, where it takes that, and loads them faster.
         is_stacked = not on_sglang and (form.stacked_experts or family.is_always_stacked)
-        if on_sglang and not family.on_sglang:
-            raise UnsupportedAdapterError(
-                "The adapter is on experts, and SGLang serves the run, where adapters on the experts of this family "
-                "are not supported. Train the other layers only, with target_modules as a list of their names, or "
-                "sample on vLLM."
-            )
         rank = max(layer.rank for layer in self._experts)
         whole = max(rank, *(module.rank for module in modules)) if modules else rank
         blocks = expert_blocks(

@@ -102,7 +102,7 @@ _FUSED = {
     "embedding",
 }
 _EXPERTS = {
-    "runtime": "only the experts of Qwen3-MoE, Mixtral and Qwen3-VL-MoE, and the router of Mixtral, on a vLLM server; "
+    "runtime": "only the experts of Qwen3-MoE, Mixtral and Qwen3-VL-MoE, and the router of Mixtral on vLLM; "
     "not with an initialisation that changes the base",
     "fused": "only the experts and the routers of Qwen3-MoE and Mixtral; not with an initialisation that changes the "
     "base",
