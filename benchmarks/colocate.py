@@ -204,9 +204,9 @@ def measure(args: argparse.Namespace) -> None:
     }
     note(found, args.out)
     trainer.vllm_generation.sync_weights()
-    found["tokens_per_s"] = {
-        str(count): tokens_per_s(trainer, count, length(count, args.tokens)) for count in args.at_once
-    }
+    turns = {str(count): tokens_per_s(trainer, count, length(count, args.tokens)) for count in args.at_once}
+    found["tokens_per_s"] = {count: statistics.median(speeds) for count, speeds in turns.items()}
+    found["tokens_per_s_of_turns"] = turns
     found |= folding(trainer)
     if args.profile:
         print_profile(trainer.vllm_generation.sync_weights)
@@ -216,7 +216,7 @@ def measure(args: argparse.Namespace) -> None:
         for seed in range(args.syncs):
             perturb(trainer.model, seed)
             trainer.vllm_generation.sync_weights()
-            tokens_per_s(trainer, 1, 2)
+            generate_s(trainer, 1, 2)
         found["median_sync_of_many_ms"] = 1e3 * statistics.median(syncs)
         found["changed_share_after_syncs"] = changed_share(trainer, args.model)
     note(found, args.out)
@@ -389,17 +389,21 @@ def length(at_once: int, tokens: int) -> int:
     return tokens if at_once <= 64 else tokens // 4
 
 
-def tokens_per_s(trainer: Any, count: int, tokens: int) -> float:
-    """Tokens per second of one generation of `count` completions, after a short one."""
+def tokens_per_s(trainer: Any, count: int, tokens: int) -> list[float]:
+    """Tokens per second of three generations of `count` completions, after a short one."""
+    generate_s(trainer, count, 8)
+    return [count * tokens / generate_s(trainer, count, tokens) for _ in range(3)]
+
+
+def generate_s(trainer: Any, count: int, tokens: int) -> float:
+    """The seconds of one generation of `count` completions."""
     from vllm import SamplingParams
 
-    llm = trainer.vllm_generation.llm
     prompts = [{"prompt_token_ids": [1 + (7 * row + place) % 400 for place in range(16)]} for row in range(count)]
-    for length in (8, tokens):
-        start = time.perf_counter()
-        sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
-        llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
-    return count * tokens / (time.perf_counter() - start)
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0)
+    start = time.perf_counter()
+    trainer.vllm_generation.llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
+    return time.perf_counter() - start
 
 
 def parse_args() -> argparse.Namespace:

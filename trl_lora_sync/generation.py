@@ -15,10 +15,7 @@ from torch import Tensor
 
 from trl_lora_sync.adapter_generation import AdapterGeneration
 from trl_lora_sync.client import RolloutClient
-from trl_lora_sync.distributed import (
-    run_on_all,
-    run_on_main,
-)
+from trl_lora_sync.distributed import models_prepared, run_on_all, run_on_main
 from trl_lora_sync.ending import Ending
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.fleet import Fleet
@@ -27,6 +24,10 @@ from trl_lora_sync.overlap import BatchFigures, Overlap
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync, ScoreAdapter
 from trl_lora_sync.verify import ReadAdapter, TrainedBase, Trial
+
+
+class _ChangedModelError(Exception):
+    """What was read again is not what the model computes with."""
 
 
 @dataclass
@@ -104,6 +105,42 @@ class LoRASyncGeneration(AdapterGeneration):
             # A separate wait, as a load that waits for a whole batch would take the time of the sync.
             run_on_main(self.accelerator, self._settle)
         timer = PhaseTimer()
+        report, published = self._publish_again(timer) or self._look_and_publish(timer)
+        # After the publish: an error leaves the version before active, on every process.
+        self.active_name, self._published = report.adapter_name, published
+        self.on_sync(report)
+
+    def _publish_again(self, timer: PhaseTimer) -> tuple[SyncReport, Tensor] | None:
+        """Publish what was read for the version before, and look at the model only while the servers load.
+
+        To look at an 8B model takes as long as the rest of the trainer's part of a sync.
+
+        Returns:
+            The report and the fingerprint; None if the model has to be looked at first.
+        """
+        is_known = self._looked_at == models_prepared(self.accelerator) and not self._sharded
+        # With scores to compute, the model is used before the servers load.
+        if self.accelerator.num_processes > 1 or not is_known or self.sync.needs_verification:
+            return None
+        with timer.phase("gather"):
+            adapter = self.reader.read_again(self.model, dtype=self.dtype, form=self.sync.form)
+        if adapter is None:
+            return None
+        noted: list[Tensor] = []
+
+        def look() -> None:
+            linears = self.linears()
+            if not self.reader.is_as_read():
+                raise _ChangedModelError
+            noted[:] = [self._fingerprint(linears)]
+
+        try:
+            return self.sync.publish(adapter, self.scores, timer, look), noted[0]
+        except _ChangedModelError:
+            return None
+
+    def _look_and_publish(self, timer: PhaseTimer) -> tuple[SyncReport, Tensor]:
+        """**Collective.** The report, and the fingerprint of this process's part of the version."""
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
         noted: list[Tensor] = []
 
@@ -112,10 +149,7 @@ class LoRASyncGeneration(AdapterGeneration):
 
         # On process 0, while the servers load.
         run_on_all(self.accelerator, (lambda: None) if self.accelerator.is_main_process else note)
-        report = run_on_main(self.accelerator, lambda: self._publish(read, timer, score, note))
-        # After the publish: an error leaves the version before active, on every process.
-        self.active_name, self._published = report.adapter_name, noted[0]
-        self.on_sync(report)
+        return run_on_main(self.accelerator, lambda: self._publish(read, timer, score, note)), noted[0]
 
     def _publish(
         self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter, meanwhile: Callable[[], None]

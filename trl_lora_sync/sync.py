@@ -29,6 +29,9 @@ from trl_lora_sync.verify import Evidence, ReadAdapter, Scores, TrainedBase, Tri
 
 logger = logging.getLogger(__name__)
 
+# The requests for it take a millisecond of Python, for which the trainer's thread would wait at the end of its sync.
+_RETIRED_AFTER_S = 0.01
+
 ScoreAdapter = Callable[[], Scores | None]
 
 
@@ -46,6 +49,7 @@ class AdapterSync:
         self._transport: Transport | None = None
         self._next_version = 1
         self._retries_reported = 0
+        self._retirement: asyncio.TimerHandle | None = None  # what is to come of the last sync
         self._layout: object = None  # names and shapes of the tensors that servers were verified with
 
     @property
@@ -200,6 +204,7 @@ class AdapterSync:
             VerificationDueError: it may not, and came back during this sync.
         """
         deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
+        self._retire_now()
         try:
             with timer.phase("write"):
                 # `close` gives up the folder, and an evaluation after the training publishes again.
@@ -219,7 +224,7 @@ class AdapterSync:
                 evidence = [] if probe is None else await self.fleet.verify(stored, probe, deadline)
         self.ledger.activate(stored)  # from here on new requests name it, and a server that restarts is given it
         self.fleet.note_activation()
-        self._retire_old_versions()
+        self._retirement = asyncio.get_running_loop().call_later(_RETIRED_AFTER_S, self._retire_now)
         return self._report(stored, timer, server_load_s, evidence)
 
     def _report(
@@ -269,12 +274,21 @@ class AdapterSync:
             await self._delete(stored)
             raise
 
-    def _retire_old_versions(self) -> None:
-        """See `VersionLedger.retire`; unloaded and deleted beside the generation that follows."""
+    def _retire_now(self) -> None:
+        """See `VersionLedger.retire`; unloaded and deleted beside the generation that follows. Once for each sync."""
+        if self._retirement is None:
+            return
+        self._retirement.cancel()
+        self._retirement = None
         unloaded, deletable = self.ledger.retire()
         for stored in unloaded:
             self.fleet.unload_later(stored.name)
         spawn(self._tidy_up(deletable))
+
+    async def wait_for_unloads(self, deadline: Deadline) -> None:
+        """Until the servers have answered for every version that is over."""
+        self._retire_now()
+        await self.fleet.wait_for_unloads(deadline)
 
     async def _tidy_up(self, deletable: Sequence[StoredAdapter]) -> None:
         await asyncio.gather(*map(self._delete, deletable))
@@ -331,6 +345,7 @@ class AdapterSync:
 
     async def _close(self) -> None:
         deadline = Deadline.after(self.settings.timeouts.close_s, "The end of the run")
+        self._retire_now()
         # The servers first: vLLM ends if it reads an evicted adapter again and its files are gone.
         left = await self.fleet.let_go([stored.name for stored in self.ledger.retire_all()], deadline)
         if self._transport is not None:

@@ -96,3 +96,22 @@ def test_what_samples_through_the_client_alone_sees_changed_weights_too(
     trainer.vllm_generation.vllm_client.generate([token_ids(1)])
 
     assert loads(proxy) == [1, 2]
+
+
+def test_a_layer_that_was_replaced_is_published_and_what_was_read_before_the_look_is_withdrawn(
+    make_trainer: Make, proxy: Proxy, base_model: Path
+) -> None:
+    trainer = make_trainer(proxy.base_url, base_model)
+    model, generation = trainer.model, trainer.vllm_generation
+    for seed in range(2):  # the second one reads without a look
+        randomize_adapter(model, seed=seed)
+        generation.sync_weights()
+    linear = next(module for name, module in model.named_modules() if name.endswith("lora_B.default"))
+    linear.weight = torch.nn.Parameter(torch.full_like(linear.weight, 0.05))
+
+    generation.sync_weights()
+
+    # The third one may have been on its way when the look ended it.
+    assert [version for version in loads(proxy) if version != 3] == [1, 2, 4]
+    assert version_of(generation.active_name) == 4
+    assert is_policy_of(model, sample(generation, [token_ids(1)]))

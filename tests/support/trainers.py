@@ -127,7 +127,7 @@ def change_settings(sync: AdapterSync, **changes: Any) -> None:
 
 def wait_for_unloads(trainer: GRPOTrainer) -> None:
     """Until the server has been asked to forget the versions that are retired; this happens beside the training."""
-    run(trainer.vllm_generation.sync.fleet.wait_for_unloads(Deadline.after(60, "the test")))
+    run(trainer.vllm_generation.sync.wait_for_unloads(Deadline.after(60, "the test")))
 
 
 def steps_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ class FleetRun:
         return self.read[-1]
 
     def wait_for_unloads(self) -> None:
-        run(self.sync.fleet.wait_for_unloads(soon(30)))
+        run(self.sync.wait_for_unloads(soon(30)))
 
     def adapters(self) -> list[list[str]]:
         """The versions on each fake, as numbers."""

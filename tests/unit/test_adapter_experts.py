@@ -5,7 +5,6 @@ server; `live/test_fused_experts.py` does for fused serving.
 """
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

@@ -99,3 +99,61 @@ def test_modules_are_named_once_as_long_as_they_stay(monkeypatch: pytest.MonkeyP
         randomize_adapters(model, seed=seed)
         reader.linears(model)
         reader.read(model, dtype=torch.float32)
+
+
+# Reading again, and looking at the model afterwards
+
+
+def read_again(reader: AdapterReader, model: PeftModel) -> CanonicalAdapter:
+    adapter = reader.read_again(model, dtype=torch.float32)
+    assert adapter is not None
+    return adapter
+
+
+def is_as_read(reader: AdapterReader, model: PeftModel) -> bool:
+    reader.linears(model)
+    return reader.is_as_read()
+
+
+def test_new_values_are_read_again_without_a_look_at_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, model = AdapterReader(), lora_model()
+    assert reader.read_again(model, dtype=torch.float32) is None  # nothing was read yet
+    read(reader, model)
+    randomize_adapters(model, seed=2)
+    with monkeypatch.context() as patched:
+        for name in ("linears", "check"):
+            patched.delattr(AdapterReader, name)
+        found = read_again(reader, model)
+    expected = read_adapter(model, dtype=torch.float32)
+    assert all(torch.equal(tensor, expected.tensors[key]) for key, tensor in found.tensors.items())
+    assert is_as_read(reader, model)
+
+
+@pytest.mark.parametrize("change", ["layer", "matrix", "scaling", "adapter"])
+def test_look_shows_that_what_was_read_again_is_not_what_the_model_computes_with(change: str) -> None:
+    reader, model, other = AdapterReader(), lora_model(), lora_model()
+    read(reader, model)
+    attention = model.base_model.model.model.layers[1].self_attn
+    if change == "layer":
+        attention.q_proj = other.base_model.model.model.layers[1].self_attn.q_proj
+    elif change == "matrix":
+        linear = attention.q_proj.lora_B["default"]
+        linear.weight = nn.Parameter(torch.full_like(linear.weight, 0.5))
+    elif change == "scaling":
+        attention.q_proj.set_scale("default", 4.0)
+    else:
+        model.add_adapter("other", LoraConfig(r=3, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+        model.set_adapter("other")
+    read_again(reader, model)
+    assert not is_as_read(reader, model)
+    assert reader.read_again(model, dtype=torch.float32) is None
+    assert_reads_what_is_there(reader, model)
+
+
+def test_look_after_reading_again_refuses_a_layer_that_is_merged_meanwhile() -> None:
+    reader, model = AdapterReader(), lora_model()
+    read(reader, model)
+    model.merge_adapter()
+    read_again(reader, model)
+    with pytest.raises(UnsupportedAdapterError, match=r"is merged .*unmerge_adapter"):
+        is_as_read(reader, model)

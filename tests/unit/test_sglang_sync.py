@@ -62,7 +62,7 @@ class Run:
         return [value[0] for value in found.logprobs] == pytest.approx(expected, abs=1e-4)
 
     def wait_for_unloads(self) -> None:
-        run_on_loop(self.sync.fleet.wait_for_unloads(soon(30)))
+        run_on_loop(self.sync.wait_for_unloads(soon(30)))
 
     def wait_until_unloading(self, adapter_name: str) -> None:
         """Until the server has taken the unload up, which something there may then hold up."""

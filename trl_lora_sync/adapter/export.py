@@ -280,6 +280,21 @@ class AdapterReader:
         """As `read_adapter`, of the `modules`; valid until the next read."""
         return self._read(model, self.buffer, dtype, form, gathered)
 
+    def read_again(self, model: "PeftModel", *, dtype: torch.dtype, form: Form = PLAIN) -> CanonicalAdapter | None:
+        """As `read`, of the matrices that were read before, without a look at the model.
+
+        To be used only if `is_as_read` after a call of `linears`. None where a look is needed first.
+        """
+        if self._modules is None or self._extras or self._experts or form.fused_siblings:
+            return None
+        return _export(model, self._adapter_name, self._modules, self.buffer, dtype, False, NO_EXTRAS)
+
+    def is_as_read(self) -> bool:
+        """Whether the layers of the last `linears` compute with what was read; errors as of `check`."""
+        self.check()
+        # `linears` and `check` forget the matrices at any change.
+        return self._modules is not None
+
     def read_trial(
         self, model: "PeftModel", weights: Mapping[Any, Tensor], *, dtype: torch.dtype, form: Form = PLAIN
     ) -> CanonicalAdapter:
