@@ -25,14 +25,13 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 CHART = ROOT / "docs" / "assets" / "vs-weights.svg"
 OVERLAP_CHART = ROOT / "docs" / "assets" / "overlap-2xh100.svg"
-# The newest run of each way of serving beside TRL's own sync that has all of it, and whole GRPO runs of its code.
-NEWEST = {"runtime": "vs-weights-2xh100-runtime", "fused": "vs-weights-2xh100-fused"}
+# The newest run of each way of serving beside TRL's own sync that has all of it.
+NEWEST = {"runtime": "vs-weights-2xh100-again", "fused": "vs-weights-2xh100-fused"}
 SYNC_RUNS = {
-    "vs-weights-2xh100-recorded": "1",
-    "vs-weights-2xh100-runtime": "2",
-    "vs-weights-2xh100-fused": "3",
-    "vs-weights-2xh100-host-base": "4, copy of the base in host memory",
-    "vs-weights-2xh100": "5, older",
+    "vs-weights-2xh100-again": "1",
+    "vs-weights-2xh100-fused": "2",
+    "vs-weights-2xh100-host-base": "3, copy of the base in host memory",
+    "vs-weights-2xh100": "4, older",
 }
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
@@ -71,17 +70,21 @@ def parts_of_syncs() -> str:
 
 def ahead_sentence() -> str:
     """Whole runs with sampling ahead and without, for the README."""
-    found = read("overlap-2xh100")
-    plain, ahead = found["summary"]
-    later = _later_syncs(found)
-    assert all(sync["verified"] == 1.0 for run in found["runs"] for sync in run["syncs"])
+    plain, ahead = read("overlap-2xh100")["summary"]
+    syncs = {arm: [one["sync_s"] for one in found["samples"]] for arm, found in whole_steps().items()}
+    ours, theirs = syncs["runtime"], syncs["weights"]
     return textwrap.fill(
-        f"In whole GRPO runs on the same GPUs, a sync after the first took {_ms(statistics.median(later))} ms "
-        f"(median of {len(later)}, at most {_ms(max(later))}) with `runtime`, and every version was "
-        "verified. With [sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer "
-        f"computes, a step took {ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
+        f"In whole GRPO steps of the same run, a sync took {_ms(statistics.median(ours))} ms (median of {len(ours)}, at "
+        f"most {_ms(max(ours))}) with `runtime`, and TRL's own {_ms(statistics.median(theirs))} ms. With "
+        "[sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer computes, a step took "
+        f"{ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
         width=120,
     )
+
+
+def whole_steps() -> Any:
+    """The GRPO steps of each arm in the newest run with `runtime`."""
+    return read(NEWEST["runtime"])["shapes"]["8b"]["ranks"]["32"]["steps"]
 
 
 def overlap() -> str:
@@ -510,34 +513,34 @@ def expert_sync() -> str:
 
 
 COLOCATE_RUNS = {
-    "colocate-8b-recorded-h100": "8B, KV cache 3 GiB",
-    "colocate-8b-liger-h100": "8B, KV cache 3 GiB, same host, on both GPUs at once",
-    "colocate-8b-kv3-h100": "8B, KV cache 3 GiB, before reading was recorded",
-    "colocate-8b-fused-h100": "8B, KV cache 3 GiB, likewise, another host",
-    "colocate-8b-h100": "8B, before folding was made faster",
-    "colocate-8b-24gb-h100": "8B, for 24 GB, likewise",
-    "colocate-8b-kv5-h100": "8B, 2 completions at a time, KV cache 5 GiB, likewise",
-    "colocate-0.6b-h100": "0.6B",
+    "colocate-8b-shared-h100": "8B",
+    "colocate-8b-own-h100": "8B, at the same time, on the other GPU",
+    "colocate-8b-small-h100": "8B, 2 completions at a time, KV cache 2.6 GiB",
+    "colocate-8b-liger-h100": "8B, 4 at a time, KV cache 3 GiB",
+    "colocate-8b-24gb-h100": "8B, 4 at a time, for 24 GB, older",
+    "colocate-0.6b-h100": "0.6B, older",
     "colocate-0.6b-sleep-h100": "0.6B, `vllm_enable_sleep_mode`, on a busy host",
     "colocate-32b-h100": "32B, 8 x 128 tokens, not compiled",
 }
 
 
 def colocate() -> str:
-    header = ("shape", "arm", "most GPU memory, by the driver", "sync", "generation of a step", "whole step",
-              "tokens/s, 32 at once", "base weights changed")  # fmt: skip
+    header = ("shape", "arm", "ready after", "most GPU memory, by the driver", "of it allocated by torch", "sync",
+              "generation of a step", "whole step", "tokens/s, 32 at once", "256 at once",
+              "base weights changed")  # fmt: skip
     rows = []
     for name, shape in COLOCATE_RUNS.items():
         for arm, found in read(name)["arms"].items():
             if "median_sync_ms" not in found:
-                rows.append((shape, f"`{arm}`", f"{found['driver_peak_gib']:.1f} GiB, then out of memory", *[""] * 5))
+                rows.append((shape, f"`{arm}`", "", f"{found['driver_peak_gib']:.1f} GiB, then out of memory", *[""] * 7))
                 continue
             changed = found.get("changed_share_after_syncs", found["changed_share_after_training"])
+            speeds = found.get("tokens_per_s", {})
             rows.append((
-                shape, f"`{arm}`", f"{found['driver_peak_gib']:.1f} GiB", f"{found['median_sync_ms']:.0f} ms",
+                shape, f"`{arm}`", f"{found['ready_s']:.0f} s", f"{found['driver_peak_gib']:.1f} GiB",
+                f"{found['allocated_peak_gib']:.1f} GiB", f"{found['median_sync_ms']:.0f} ms",
                 f"{found['median_generate_s']:.2f} s", f"{found['median_step_s']:.2f} s",
-                f"{found['tokens_per_s']['32']:,.0f}" if "32" in found.get("tokens_per_s", {}) else "",
-                f"{changed:.1%}",
+                *(f"{speeds[count]:,.0f}" if count in speeds else "" for count in ("32", "256")), f"{changed:.1%}",
             ))  # fmt: skip
     return markdown(header, rows)
 
@@ -557,23 +560,34 @@ def colocate_two_gpus() -> str:
     return markdown(header, rows)
 
 
+COLOCATE_PAIRS = ("colocate-8b-shared-h100", "colocate-8b-own-h100", "colocate-8b-small-h100")
+
+
 def colocate_ratios() -> str:
-    arms = read("colocate-8b-kv3-h100")["arms"]
-    ours, theirs = arms["fused-shared"], arms["weights"]
-    ratios = {
-        "sync": ours["median_sync_ms"] / theirs["median_sync_ms"],
-        "most GPU memory": ours["driver_peak_gib"] / theirs["driver_peak_gib"],
-        "whole step": ours["median_step_s"] / theirs["median_step_s"],
-        "tokens/s, 32 at once": ours["tokens_per_s"]["32"] / theirs["tokens_per_s"]["32"],
-        "tokens/s, 256 at once": ours["tokens_per_s"]["256"] / theirs["tokens_per_s"]["256"],
+    """Each arm beside TRL's own in the same run."""
+    figures = {
+        "sync": "median_sync_ms",
+        "most GPU memory, by the driver": "driver_peak_gib",
+        "allocated by torch": "allocated_peak_gib",
+        "whole step": "median_step_s",
     }
-    listed = ", ".join(f"{name} {value:.2f}" for name, value in ratios.items())
-    newer = read("colocate-8b-recorded-h100")["arms"]
-    newer_ms, newer_stock_ms = (newer[arm]["median_sync_ms"] for arm in ("fused-shared", "weights"))
+    rows = []
+    for name in COLOCATE_PAIRS:
+        arms = read(name)["arms"]
+        theirs = arms["weights"]
+        for arm, ours in arms.items():
+            if arm != "weights":
+                speeds, stock = ours["tokens_per_s"], theirs["tokens_per_s"]
+                rows.append((
+                    COLOCATE_RUNS[name], f"`{arm}`", *(f"{ours[key] / theirs[key]:.3f}" for key in figures.values()),
+                    *(f"{speeds[count] / stock[count]:.3f}" if count in stock else "" for count in ("32", "256")),
+                ))  # fmt: skip
+    return markdown(("shape", "arm", *figures, "tokens/s, 32 at once", "256 at once"), rows)
+
+
+def folding() -> str:
+    ours = read(COLOCATE_PAIRS[0])["arms"]["fused-shared"]
     return textwrap.fill(
-        f"In the first run a sync of `fused-shared` took {newer_ms:.1f} ms beside {newer_stock_ms:.0f} ms of "
-        f"`weights`, {newer_ms / newer_stock_ms:.3f} of it. In the run before reading was recorded, `fused-shared` "
-        f"beside `weights`: {listed}. "
         f"Folding took {ours['fold_ms']:.0f} ms and unfolding {ours['unfold_ms']:.0f} ms for each generation. "
         f"{ours['kept_mib']:.0f} MiB were kept meanwhile.",
         width=120,
@@ -698,6 +712,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "colocate": colocate,
     "colocate-two-gpus": colocate_two_gpus,
     "colocate-ratios": colocate_ratios,
+    "folding": folding,
     "launchers": launchers,
     "fused-tp": fused_tp,
     "how-it-was-run": how_it_was_run,
