@@ -74,10 +74,10 @@ def ahead_sentence() -> str:
     syncs = {arm: [one["sync_s"] for one in found["samples"]] for arm, found in whole_steps().items()}
     ours, theirs = syncs["runtime"], syncs["weights"]
     return textwrap.fill(
-        f"In whole GRPO steps of the same run, a sync took {_ms(statistics.median(ours))} ms (median of {len(ours)}, at "
-        f"most {_ms(max(ours))}) with `runtime`, and TRL's own {_ms(statistics.median(theirs))} ms. With "
-        "[sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer computes, a step took "
-        f"{ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
+        f"In whole GRPO steps of the same run, a sync took {_ms(statistics.median(ours))} ms (median of {len(ours)}, "
+        f"at most {_ms(max(ours))}) with `runtime`, and TRL's own {_ms(statistics.median(theirs))} ms. With "
+        "[sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer computes, a step "
+        f"took {ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
         width=120,
     )
 
@@ -532,7 +532,8 @@ def colocate() -> str:
     for name, shape in COLOCATE_RUNS.items():
         for arm, found in read(name)["arms"].items():
             if "median_sync_ms" not in found:
-                rows.append((shape, f"`{arm}`", "", f"{found['driver_peak_gib']:.1f} GiB, then out of memory", *[""] * 7))
+                ended = f"{found['driver_peak_gib']:.1f} GiB, then out of memory"
+                rows.append((shape, f"`{arm}`", "", ended, *[""] * 7))
                 continue
             changed = found.get("changed_share_after_syncs", found["changed_share_after_training"])
             speeds = found.get("tokens_per_s", {})

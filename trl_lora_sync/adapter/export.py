@@ -292,7 +292,7 @@ class AdapterReader:
     def is_as_read(self) -> bool:
         """Whether the layers of the last `linears` compute with what was read; errors as of `check`."""
         self.check()
-        # `linears` and `check` forget the matrices at any change.
+        # `linears` and `check` clear this at any change.
         return self._modules is not None
 
     def read_trial(
