@@ -42,7 +42,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from trl_lora_sync.adapter.canonical import LoRAModule  # noqa: E402
 from trl_lora_sync.adapter.export import AdapterReader, collect_modules, lora_linears  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
-from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 
 KEEP = 2
@@ -149,12 +149,12 @@ def settle(device: torch.device) -> None:
 def measure(shape: str, rank: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = torch.device(args.device)
     model = make_model(shape, rank, device)
-    ring = SlotRing()
+    ring = PinnedFilePool()
     with contextlib.ExitStack() as stack:
         stores = {
             "save_pretrained": AdapterStore(folder),
             "portable": AdapterStore(folder),
-            "fast": AdapterStore(folder, slots=ring),
+            "fast": AdapterStore(folder, pinned=ring),
         }
         for store in stores.values():
             stack.callback(store.close)

@@ -50,7 +50,7 @@ from versus.scoring import prompt_logprobs  # noqa: E402
 from versus.servers import ServerPool, ServerSpec, gpus_here  # noqa: E402
 from versus.shapes import write_model  # noqa: E402
 
-from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, header_of  # noqa: E402
 from trl_lora_sync.engine_plugins.version_note import NOTE_FILE  # noqa: E402
@@ -81,7 +81,7 @@ class Bench:
         self.engine, self.trainer = engine, trainer
         self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
         # A store for each way, as files of other sizes would not be used again.
-        self.stores = {way: AdapterStore(folder / way, slots=SlotRing(shares_gpu=way == "ipc")) for way in WAYS}
+        self.stores = {way: AdapterStore(folder / way, pinned=PinnedFilePool(shares_gpu=way == "ipc")) for way in WAYS}
         self._live: dict[str, list[StoredAdapter]] = {way: [] for way in WAYS}
         self._numbers = itertools.count(1)
         self._sampled = ""  # the version that is not retired

@@ -18,9 +18,9 @@ from typing import Any
 
 from run_environment import run_environment
 
+from trl_lora_sync.addresses import is_local_url
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.places import is_local_url
 from trl_lora_sync.runtime import Blocking, run
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "grpo.py"

@@ -47,7 +47,7 @@ from support.moe import make_tiny  # noqa: E402
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, ExtraTensors, LoRAModule  # noqa: E402
 from trl_lora_sync.adapter.experts import FAMILIES, ExpertLayer, expert_blocks  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
-from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool  # noqa: E402
 from trl_lora_sync.adapter.store import StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins import vllm_fused, vllm_quick_load  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
@@ -301,8 +301,8 @@ class Exporter:
             scaling=1.0,
         )
         self._buffer = FlatBuffer()
-        slots = SlotRing(shares_gpu=True) if self._device == "cuda" else None
-        self._transport = DiskTransport(folder / "store", slots=slots, has_checksums=True)
+        slots = PinnedFilePool(shares_gpu=True) if self._device == "cuda" else None
+        self._transport = DiskTransport(folder / "store", pinned=slots, has_checksums=True)
 
     def write(self) -> tuple[StoredAdapter, CanonicalAdapter, dict[str, float]]:
         """The next version, and the seconds of each part."""

@@ -41,11 +41,11 @@ from vllm_server import VLLMServer  # noqa: E402
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.store import StoredAdapter  # noqa: E402
+from trl_lora_sync.addresses import is_local_url  # noqa: E402
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.vllm.engine import VLLMEngine  # noqa: E402
 from trl_lora_sync.engines.vllm.push import SafetensorsBody  # noqa: E402
-from trl_lora_sync.places import is_local_url  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 
 RANK, HIDDEN = 32, 4096
@@ -79,7 +79,7 @@ class Bench:
 
     def __init__(self, url: str, sink_port: int, args: argparse.Namespace) -> None:
         self.engine = Blocking(VLLMEngine(url, is_local=is_local_url(url)))
-        if not self.engine.connect(deadline()).takes_pushes:
+        if not self.engine.connect(deadline()).supports_push:
             sys.exit(f"{url} takes no pushes. Restart it with --middleware {MIDDLEWARE}.")
         self.sink = (urlsplit(url).hostname, sink_port)
         self.args = args

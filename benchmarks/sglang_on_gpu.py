@@ -49,7 +49,7 @@ from versus.shapes import write_model  # noqa: E402
 
 from trl_lora_sync.adapter.canonical import Form  # noqa: E402
 from trl_lora_sync.adapter.export import AdapterReader  # noqa: E402
-from trl_lora_sync.adapter.slots import SlotRing  # noqa: E402
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
@@ -196,7 +196,7 @@ def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
     randomize_adapter(peft, seed=1, std=0.1)
     reader = AdapterReader()
     reader.linears(peft)
-    adapter = reader.read(peft, dtype=torch.bfloat16, form=Form(fused_siblings=True))
+    adapter = reader.read(peft, dtype=torch.bfloat16, form=Form(packed_modules=True))
     engine: Any = Blocking(run(connect_engine(url, engine="sglang", is_local=True, deadline=soon())))
     store = AdapterStore(folder / "store")
     stored = store.write(1, adapter)
@@ -280,7 +280,7 @@ def measure_large(url: str, model: Path, folder: Path, args: argparse.Namespace)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine: Any = Blocking(run(connect_engine(url, engine="sglang", is_local=True, deadline=soon())))
     policy = RandomAdapter(AutoConfig.from_pretrained(model), RANK, device)
-    store = AdapterStore(folder / "store", slots=SlotRing(shares=False) if device == "cuda" else None)
+    store = AdapterStore(folder / "store", pinned=PinnedFilePool(shares=False) if device == "cuda" else None)
     samples = [one_sync(engine, url, policy, store, version) for version in range(1, args.syncs + 2)]
     policy.step(0)
     stored = store.write(args.syncs + 2, policy.read())

@@ -33,13 +33,13 @@ from run_environment import run_environment
 from transformers import AutoModelForCausalLM
 
 from trl_lora_sync.adapter.export import AdapterReader
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.addresses import default_sync_dir, is_local_url
 from trl_lora_sync.cli.console import err
 from trl_lora_sync.engines.base import Deadline, Engine, PromptGroup, Sampling
 from trl_lora_sync.engines.connect import connect_engine
 from trl_lora_sync.errors import LoRASyncError
-from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.runtime import Blocking, run
 
 PROMPT_TOKENS = 32
@@ -372,7 +372,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     store = AdapterStore(args.dir, server_root=args.server_dir)
     stores = {
-        dtype: AdapterStore(args.dir, server_root=args.server_dir, slots=SlotRing() if is_local else None)
+        dtype: AdapterStore(args.dir, server_root=args.server_dir, pinned=PinnedFilePool() if is_local else None)
         for dtype in args.dtype
     }
     try:

@@ -28,10 +28,10 @@ from soak import make_policy, perturb
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import read_adapter
+from trl_lora_sync.addresses import default_sync_dir, is_local_url
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.http import SizedBody
 from trl_lora_sync.engines.sglang.engine import SGLangEngine
-from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
@@ -112,7 +112,7 @@ def main() -> None:
     model = make_policy(args)
     perturb(model)
     bench = Bench(args)
-    adapter = read_adapter(model, dtype=torch.bfloat16, fused_siblings=True)
+    adapter = read_adapter(model, dtype=torch.bfloat16, packed_modules=True)
     samples: dict[str, list[Seconds]] = {name: [] for name in bench.arms()}
     try:
         for turn in range(args.repeats + 1):

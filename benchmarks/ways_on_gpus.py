@@ -86,7 +86,7 @@ def work(args: argparse.Namespace) -> None:
     generation = trainer.vllm_generation
     randomize_adapter(generation.model, seed=1)  # for a policy that can be told from the base; before it is sharded
     trainer.train()
-    set_proof(generation, is_proven=True)  # a sync by itself, without the forward pass of a verification
+    set_proof(generation, is_verified=True)  # a sync by itself, without the forward pass of a verification
     with Traffic() as traffic:
         generation.sync_weights()
     torch.cuda.synchronize()

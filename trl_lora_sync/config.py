@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get
 
 import trl
 
+from trl_lora_sync.addresses import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
 from trl_lora_sync.errors import UnsupportedSettingError
-from trl_lora_sync.places import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
 from trl_lora_sync.trl_checks import refuse_others
 
 if TYPE_CHECKING:

@@ -14,18 +14,18 @@ from typing import Any
 
 from trl_lora_sync.adapter.canonical import common_form
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.addresses import is_gone
 from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Expected, TrialStore
 from trl_lora_sync.dispatch import Worker, dispatch
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import DeadlineExceededError, GenerationError, LoRASyncError
 from trl_lora_sync.ledger import Holding, VersionLedger
-from trl_lora_sync.places import is_gone
 from trl_lora_sync.runtime import each, in_parallel, offload, run
 from trl_lora_sync.server_handle import ServerHandle, ServerState, is_loss
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport
-from trl_lora_sync.verify import Evidence, Scores, Trial
+from trl_lora_sync.verify import Scores, Trial, VerificationResult
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,11 @@ class Fleet:
             served[0],
             max_model_len=min(lengths, default=None),
             logprobs_mode=doubtful[0] if doubtful else served[0].logprobs_mode,
-            needs_fused_siblings=form.fused_siblings,
-            takes_stacked_experts=form.stacked_experts,
-            survives_misfit=all(one.survives_misfit for one in served),
-            takes_tensors=all(one.takes_tensors for one in served),
-            takes_pushes=all(one.takes_pushes for one in served),
+            requires_packed_modules=form.packed_modules,
+            supports_stacked_experts=form.stacked_experts,
+            rejects_shape_mismatch=all(one.rejects_shape_mismatch for one in served),
+            supports_tensor_load=all(one.supports_tensor_load for one in served),
+            supports_push=all(one.supports_push for one in served),
             checks_payload=all(one.checks_payload for one in served),
         )
 
@@ -145,7 +145,7 @@ class Fleet:
         unconfirmed = {server.base_url: self._ledger.unneeded(server.base_url) for server in self.servers}
         left = {url: sorted(names) for url, names in unconfirmed.items() if names}
         for url in list(left):
-            # In a thread, as it opens a connection, which may take a second (places.py, `_REFUSED_WITHIN_S`).
+            # In a thread, as it opens a connection, which may take a second (addresses.py, `_REFUSED_WITHIN_S`).
             if await offload(partial(is_gone, url)):  # its process has ended, and with it all names
                 self._ledger.note_listed(url, ())
                 del left[url]
@@ -207,7 +207,7 @@ class Fleet:
         for server in self.servers:
             server.require_verification()
 
-    async def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> list[Evidence]:
+    async def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> list[VerificationResult]:
         """Prove that a loaded version is what the servers sample from, on each that needs it.
 
         Args:
@@ -217,7 +217,7 @@ class Fleet:
             VerificationError: a server computes something else.
             LoRASyncError: as for `load`.
         """
-        found: list[Evidence] = []
+        found: list[VerificationResult] = []
 
         async def verify(server: ServerHandle) -> None:
             if self._ledger.holding(server.base_url, stored.name) is not Holding.LOADED:  # lost since `load`

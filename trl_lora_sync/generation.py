@@ -16,8 +16,8 @@ from torch import Tensor
 from trl_lora_sync.adapter_generation import AdapterGeneration
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import models_prepared, run_on_all, run_on_main
-from trl_lora_sync.ending import Ending
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.finalizer import Finalizer
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.overlap import BatchFigures, Overlap
@@ -71,12 +71,12 @@ class LoRASyncGeneration(AdapterGeneration):
             self._sync = sync = AdapterSync(self.settings)
             self.overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
 
-            # `end` refers to the locals only: an Ending whose `end` refers to its owner would keep that alive.
+            # `end` refers to the locals only: an Finalizer whose `end` refers to its owner would keep that alive.
             def end() -> None:
                 overlap.cancel()
-                sync.end()
+                sync.shutdown()
 
-            Ending(self, end)
+            Finalizer(self, end)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline, self._sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
         make_trials = self.trials(base)

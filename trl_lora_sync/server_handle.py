@@ -28,7 +28,7 @@ from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.runtime import offload, spawn
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.transports import is_sent_content
-from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, compare
+from trl_lora_sync.verify import PROBE_PROMPT, Scores, VerificationResult, compare
 
 logger = logging.getLogger(__name__)
 
@@ -397,7 +397,7 @@ class ServerHandle:
         is_power_of_two = not self._versions & (self._versions - 1)
         return not self._versions or (not self.is_verified and (self._versions < _PROOFS_IN_A_ROW or is_power_of_two))
 
-    async def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> Evidence:
+    async def verify(self, stored: StoredAdapter, trained: Scores, deadline: Deadline) -> VerificationResult:
         """Compare what it computes under a loaded version with what the trainer computes.
 
         Raises:
@@ -407,7 +407,7 @@ class ServerHandle:
         adapted = await self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
         tolerance = self.settings.verify_tolerance
         evidence = compare(Scores(base=self.base_logprobs, adapted=adapted), trained, tolerance=tolerance)
-        if evidence.contradicts:
+        if evidence.is_mismatch:
             raise contradiction(self.base_url, stored.name, evidence, tolerance)
         # A proof holds until `require_verification`, as a later version may be too small to prove anything.
         self.is_verified = self.is_verified or evidence.proves

@@ -25,7 +25,7 @@ from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.runtime import run, spawn
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
-from trl_lora_sync.verify import Evidence, ReadAdapter, Scores, TrainedBase, Trial
+from trl_lora_sync.verify import ReadAdapter, Scores, TrainedBase, Trial, VerificationResult
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class AdapterSync:
         stored: StoredAdapter,
         timer: PhaseTimer,
         server_load_s: dict[int, float],
-        evidence: Sequence[Evidence],
+        evidence: Sequence[VerificationResult],
     ) -> SyncReport:
         # The engines count over the whole run, and a report has what came since the one before.
         retries, self._retries_reported = self.fleet.retries - self._retries_reported, self.fleet.retries
@@ -322,9 +322,13 @@ class AdapterSync:
         """Let the servers give back their KV cache until the next `wake`; the base weights stay. Never fails."""
         if self.settings.frees_kv_cache:
             try:
-                run(self.fleet.release_kv_cache(self._control_deadline("Releasing the KV cache")))
+                run(self._sleep())
             except LoRASyncError as error:
                 logger.warning("A server keeps its KV cache for now: %s", error)
+
+    async def _sleep(self) -> None:
+        self._retire_now()  # as unloads end before a server sleeps
+        await self.fleet.release_kv_cache(self._control_deadline("Releasing the KV cache"))
 
     def wake(self) -> bool:
         """Take the KV cache back. Returns whether the active version can be sampled from; if not, publish it again."""
@@ -359,11 +363,11 @@ class AdapterSync:
                 self.settings.root,
             )
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """`close` for good: the connections go too."""
-        run(self._end())
+        run(self._shut_down())
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         await self._close()
         await self.fleet.disconnect()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers
 from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.vllm.spec import VLLM
@@ -83,7 +83,7 @@ class DiskTransport:
     order, and only the wait for it ends at the deadline. What it finishes too late is deleted again.
 
     Args:
-        servers, slots, has_checksums: see `AdapterStore`.
+        servers, pinned, has_checksums: see `AdapterStore`.
 
     Attributes:
         store: what the thread writes with.
@@ -95,11 +95,11 @@ class DiskTransport:
         *,
         server_root: str | None = None,
         servers: Sequence[str] = (),
-        slots: SlotRing | None = None,
+        pinned: PinnedFilePool | None = None,
         has_checksums: bool = False,
     ) -> None:
         self.store = AdapterStore(
-            root, server_root=server_root, servers=servers, slots=slots, has_checksums=has_checksums
+            root, server_root=server_root, servers=servers, pinned=pinned, has_checksums=has_checksums
         )
         self._files = BlockingThread("lora-sync-files")
 
@@ -219,7 +219,7 @@ def transport_for(
 
     Args:
         sends_content: for each server, whether it is sent adapters over HTTP; see `is_sent_content`.
-        is_on_gpu: whether adapters are. A CPU writes a plain file as fast as a slot.
+        is_on_gpu: whether adapters are. A CPU writes a plain file as fast as a pinned one.
         has_checksums: whether a server compares what it has loaded with a checksum.
     """
     servers = [server.base_url for server in settings.servers]
@@ -228,9 +228,9 @@ def transport_for(
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
-    slots = SlotRing(shares=has_checksums, shares_gpu=has_checksums) if is_on_gpu and are_local else None
+    pinned = PinnedFilePool(shares=has_checksums, shares_gpu=has_checksums) if is_on_gpu and are_local else None
     return kind(
-        settings.root, server_root=settings.server_root, servers=servers, slots=slots, has_checksums=has_checksums
+        settings.root, server_root=settings.server_root, servers=servers, pinned=pinned, has_checksums=has_checksums
     )
 
 
@@ -247,7 +247,7 @@ def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capa
     # On SGLang 0.5.15 (H200, 0.6B model, rank 32) a load from disk took 0.02 s, and one of tensors 0.47 s.
     if choice == "disk" or (choice == "auto" and shares_folder):
         return False
-    if served.takes_tensors or (choice in ("auto", "push") and served.takes_pushes):
+    if served.supports_tensor_load or (choice in ("auto", "push") and served.supports_push):
         return True
     if choice == "tensors":
         raise ServerSetupError(

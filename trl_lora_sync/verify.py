@@ -140,7 +140,7 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class VerificationResult:
     """What one comparison of a served adapter with the trained one shows; all figures are log-probabilities.
 
     Attributes:
@@ -162,14 +162,14 @@ class Evidence:
     tolerance: float
 
     @property
-    def contradicts(self) -> bool:
+    def is_mismatch(self) -> bool:
         """Whether the server applies something else than this adapter."""
         return not self.deviation <= self.tolerance  # NaN contradicts
 
     @property
     def proves(self) -> bool:
         """Whether a server that ignored the adapter would have been found out."""
-        return not self.contradicts and self.trained_change > self.tolerance
+        return not self.is_mismatch and self.trained_change > self.tolerance
 
     def __str__(self) -> str:
         return (
@@ -179,7 +179,7 @@ class Evidence:
         )
 
 
-def compare(served: Scores, trained: Scores, *, tolerance: float = TOLERANCE) -> Evidence:
+def compare(served: Scores, trained: Scores, *, tolerance: float = TOLERANCE) -> VerificationResult:
     """Judge a server by what it answers under an adapter.
 
     Args:
@@ -189,7 +189,7 @@ def compare(served: Scores, trained: Scores, *, tolerance: float = TOLERANCE) ->
     trained_change, served_change = trained.change(), served.change()
     gaps = [abs(there - here) for there, here in zip(served.adapted, trained.adapted, strict=True)]
     size = _mean_size(trained_change)
-    return Evidence(
+    return VerificationResult(
         gap_mean=sum(gaps) / len(gaps),
         gap_max=max(gaps),
         base_gap=gap,

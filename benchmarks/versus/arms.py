@@ -23,12 +23,12 @@ from unittest import mock
 from peft import PeftModel
 
 from trl_lora_sync import transports
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
+from trl_lora_sync.addresses import default_sync_dir
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
-from trl_lora_sync.places import default_sync_dir
 from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from versus.kinds import BY_FILE, HAS_SERVING, server_kind
@@ -288,12 +288,14 @@ class OurArm:
         self.generation.accelerator = self._bench.accelerator
 
     def close(self) -> None:
-        self.generation.sync.end()
+        self.generation.sync.shutdown()
 
 
 def _no_shared_gpu() -> Any:
     """Trainers that are made meanwhile offer servers no memory of their GPU, as where the driver refuses it."""
-    return mock.patch.object(transports, "SlotRing", lambda **given: SlotRing(**{**given, "shares_gpu": False}))
+    return mock.patch.object(
+        transports, "PinnedFilePool", lambda **given: PinnedFilePool(**{**given, "shares_gpu": False})
+    )
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ class FleetAsEngine:
     def capabilities(self) -> Capabilities:
         return self.fleet.capabilities
 
-    def knows_token(self, token_id: int, deadline: Deadline) -> bool:
-        return all(run(server.engine.knows_token(token_id, deadline)) for server in self.fleet.servers)
+    def has_token(self, token_id: int, deadline: Deadline) -> bool:
+        return all(run(server.engine.has_token(token_id, deadline)) for server in self.fleet.servers)
 
     def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         first, second = (run(server.engine.score(model, prompt_ids, deadline)) for server in self.fleet.servers)

@@ -127,8 +127,8 @@ def test_connect_to_nobody_is_unreachable(serve: Serve) -> None:
 
 def test_the_vocabulary_is_found_without_harming_the_server(served: Served) -> None:
     last = served.reference.vocab - 1
-    assert served.engine.knows_token(last, soon())
-    assert not served.engine.knows_token(last + 1, soon())
+    assert served.engine.has_token(last, soon())
+    assert not served.engine.has_token(last + 1, soon())
     assert served.sample(served.base)
 
 
@@ -273,7 +273,7 @@ def test_a_part_of_the_modules_is_served_exactly(served: Served) -> None:
 
 
 def test_tensors_and_disk_give_the_same_logprobs(served: Served) -> None:
-    if not served.engine.capabilities.takes_tensors:
+    if not served.engine.capabilities.supports_tensor_load:
         pytest.skip("this server takes no tensors")
     on_disk, adapter = served.load(1)
     sent = as_tensors(served.write(adapter), adapter)

@@ -80,7 +80,7 @@ def make(base_model: Path, proxies: Proxies, tmp_path: Path) -> Iterator[Make]:
         yield build
         for trainer in made:
             trainer.rollout_worker.stop()
-            trainer.vllm_generation.sync.end()
+            trainer.vllm_generation.sync.shutdown()
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 60) -> None:

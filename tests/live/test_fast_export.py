@@ -20,7 +20,7 @@ from support.waiting import happens
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 
 Make = Callable[..., GRPOTrainer]
 
@@ -34,9 +34,9 @@ def make_fast_trainer(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> It
         yield lambda *args, **kwargs: make_trainer(*args, **{**chosen, **kwargs})
 
 
-def ring_of(trainer: GRPOTrainer) -> SlotRing:
-    ring = trainer.vllm_generation.sync.transport.store.slots
-    assert isinstance(ring, SlotRing)
+def ring_of(trainer: GRPOTrainer) -> PinnedFilePool:
+    ring = trainer.vllm_generation.sync.transport.store.pinned
+    assert isinstance(ring, PinnedFilePool)
     return ring
 
 
@@ -48,7 +48,7 @@ def test_the_server_samples_from_every_version_that_goes_through_slots(
     for seed in range(1, 13):
         randomize_adapter(trainer.model, seed=seed)
         generation.sync_weights()
-        assert ring_of(trainer).lent(generation.active_name) is not None
+        assert ring_of(trainer).assigned(generation.active_name) is not None
         # Prepared beside the generation.
         assert happens(lambda: bool(ring_of(trainer).new or ring_of(trainer).free)), (
             "the next sync has to wait for a slot"

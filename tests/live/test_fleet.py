@@ -231,7 +231,7 @@ def test_vllm_and_sglang_serve_one_adapter_together(clean_server: VLLMServer, ba
 
 
 def read(model: Any, form: Form) -> Any:
-    return read_adapter(model, dtype=torch.float32, fused_siblings=form.fused_siblings)
+    return read_adapter(model, dtype=torch.float32, packed_modules=form.packed_modules)
 
 
 def any_base(model: Any) -> TrainedBase:

@@ -15,7 +15,7 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer, export_adapter
 from trl_lora_sync.checks.finding import NOTE, PROBLEM
-from trl_lora_sync.cli.diagnosis import Case
+from trl_lora_sync.cli.diagnosis import DoctorInput
 from trl_lora_sync.cli.doctor import diagnose
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine
@@ -158,14 +158,14 @@ def test_another_base_model_on_a_cpu_is_refused_without_waiting(engine: Engine, 
 def test_the_doctor_says_what_it_is_instead_of_another_base_model(
     clean_server: VLLMServer, other_run: None, trained: list[float]
 ) -> None:
-    case = Case(
+    case = DoctorInput(
         config=None, adapter=None, saved=None, unusable=None, base=None, folder=None, server_folder=None, timeout_s=8.0
     )
     with sampling(clean_server):
         diagnosis = diagnose(clean_server.base_url, case, [trained])
     [base] = [finding for finding in diagnosis.findings if finding.name == "base model"]
     assert base.status == NOTE
-    assert "one run at a time" in base.words
+    assert "one run at a time" in base.message
     assert not [finding for finding in diagnosis.findings if finding.status == PROBLEM]
 
 

@@ -34,7 +34,7 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import vllm_quick_load
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
@@ -51,7 +51,7 @@ class Quick:
 
     def __init__(self, server: VLLMServer, reference: PeftReference, folder: Path) -> None:
         self.server, self.reference = server, reference
-        self.store = AdapterStore(folder / "store", slots=SlotRing())
+        self.store = AdapterStore(folder / "store", pinned=PinnedFilePool())
         self.engine = Blocking(VLLMEngine(server.base_url, is_local=True))
         self.engine.connect(soon(60))
         self._versions = 0
@@ -321,8 +321,8 @@ def test_a_server_that_cannot_read_the_gpu_says_so_once_and_waits_for_each_file(
     """By a stand-in for the trainer's GPU; this server computes on a CPU."""
     gpu = StandInGPU()
     with shared_folder() as folder, ThreadPoolExecutor(1) as pool:
-        ring = SlotRing(driver_for=StandInProcess(gpu), shares_gpu=True)
-        store = AdapterStore(folder / "store", slots=ring)
+        ring = PinnedFilePool(driver_for=StandInProcess(gpu), shares_gpu=True)
+        store = AdapterStore(folder / "store", pinned=ring)
         log, reason = quick.server.log_path, "this process computes on cpu, not on a GPU"
         assert log is not None
         before = log.read_text().count(reason)
@@ -346,9 +346,9 @@ import sys, signal, time
 from pathlib import Path
 sys.path[:0] = {path!r}
 from live.test_quick_load import flat, PeftReference
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore
-store = AdapterStore(Path(sys.argv[1]), slots=SlotRing())
+store = AdapterStore(Path(sys.argv[1]), pinned=PinnedFilePool())
 stored = store.write(1, flat(PeftReference(sys.argv[2]).adapter(1)))
 print(stored.name, stored.path, flush=True)
 signal.pause()

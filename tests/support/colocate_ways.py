@@ -117,7 +117,7 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
         def compare(*_: Any) -> None:
             raise VerificationError("the slot holds other bits")
 
-        generation.is_proven = False  # so that the version would be verified next, by the engine of all
+        generation.is_verified = False  # so that the version would be verified next, by the engine of all
         return replaced(generation.holder, "compare", compare)
 
     @contextmanager
@@ -129,7 +129,7 @@ def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
             found = scores(*args)
             return type(found)(base=found.base, adapted=[value - 2 for value in found.adapted])
 
-        generation.is_proven = False
+        generation.is_verified = False
         with replaced(generation, "scores", shifted):
             yield
 

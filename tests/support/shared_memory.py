@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trl_lora_sync import sync
-from trl_lora_sync.adapter.slots import is_in_memory
+from trl_lora_sync.adapter.pinned_files import is_in_memory
 from trl_lora_sync.transports import Transport, transport_for
 
 _SHARED_MEMORY = Path("/dev/shm")

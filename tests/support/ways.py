@@ -188,7 +188,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     seen["train"] = attempt(lambda: trainer.train() and steps_of(trainer))
 
     def traffic() -> Outcome:
-        set_proof(generation, is_proven=True)
+        set_proof(generation, is_verified=True)
         with Traffic() as counted:
             generation.sync_weights()
         return {"is_sharded": is_sharded(generation.model), "bytes": counted.bytes}
@@ -213,7 +213,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         """What a sync logs that has to prove itself anew."""
         reports: list[SyncReport] = []
         generation.on_sync, log = reports.append, generation.on_sync
-        set_proof(generation, is_proven=False)
+        set_proof(generation, is_verified=False)
         generation.sync_weights()
         generation.on_sync = log
         return reports[0].metrics()
@@ -222,7 +222,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         module = trl_lora_sync.adapter_generation
         score = module.adapter_logprobs
         module.adapter_logprobs = lambda *args, **kwargs: [x - 2 for x in score(*args, **kwargs)]
-        set_proof(generation, is_proven=False)
+        set_proof(generation, is_verified=False)
         try:
             generation.sync_weights()
         finally:
@@ -279,11 +279,11 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     return seen
 
 
-def set_proof(generation: Any, *, is_proven: bool) -> None:
+def set_proof(generation: Any, *, is_verified: bool) -> None:
     """Make the next sync verify its version, or not."""
     if generation.accelerator.is_main_process:
         for server in generation.sync.fleet.servers:
-            server.is_verified = is_proven
+            server.is_verified = is_verified
 
 
 def broken(*_: Any) -> None:

@@ -235,7 +235,7 @@ def test_nothing_is_said_of_a_model_without_experts() -> None:
 
 @pytest.mark.parametrize(("family", "up"), [("qwen3", "up_proj"), ("mixtral", "w3"), ("qwen3-vl", "up_proj")])
 def test_sglang_gets_each_expert_in_a_tensor_even_where_vllm_takes_all_in_one(family: str, up: str) -> None:
-    keys = read(trained(family), form=Form(fused_siblings=True)).tensors
+    keys = read(trained(family), form=Form(packed_modules=True)).tensors
     assert any(f".{SERVED[family][0]}.3.{up}." in key for key in keys)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from trl_lora_sync.adapter import flat as flat_module
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, complete_siblings, widened
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, pad_packed_modules, widened
 from trl_lora_sync.adapter.export import collect_modules
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import write_tensors
@@ -92,7 +92,7 @@ def test_siblings_that_are_filled_with_zeros_are_exported_alike(dtype: torch.dty
     shapes = {
         f"model.layers.{layer}.self_attn.{leaf}": (OUT, IN) for layer in range(3) for leaf in ("k_proj", "v_proj")
     }
-    completed = complete_siblings(modules, shapes)
+    completed = pad_packed_modules(modules, shapes)
     assert len(completed) == 9
     assert_same(FlatBuffer().export(completed, dtype=dtype), completed, dtype)
 

@@ -13,9 +13,9 @@ from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.export import AdapterReader, collect_modules, read_adapter
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.flat import FlatBuffer
-from trl_lora_sync.adapter.slots import Slot, SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFile, PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
-from trl_lora_sync.engine_plugins.page_lock import PageLockError, copy_to_host, lock_pages
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_to_host, pin
 from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.errors import AdapterNotFiniteError
 from unit.tiny import lora_model, lora_module, randomize_adapters, reference_tensors
@@ -52,8 +52,8 @@ def test_version_from_a_gpu_is_byte_for_byte_that_of_the_library(
     dtype: torch.dtype, trained_in: torch.dtype, folder: Path
 ) -> None:
     model = lora_model(target_modules="all-linear", rank_pattern={"v_proj": 5, "down_proj": 1}).to(GPU)
-    buffer, ring = FlatBuffer(), SlotRing()
-    store, live = AdapterStore(folder / "root", slots=ring), list[StoredAdapter]()
+    buffer, ring = FlatBuffer(), PinnedFilePool()
+    store, live = AdapterStore(folder / "root", pinned=ring), list[StoredAdapter]()
     try:
         inodes = []
         for version in range(1, 13):
@@ -93,22 +93,22 @@ def test_values_that_are_not_finite_are_refused_with_the_name_of_the_module() ->
 
 def test_slot_is_page_locked_until_it_is_discarded(folder: Path) -> None:
     """CUDA refuses to lock memory twice, so a refusal says that it is locked."""
-    slot = Slot(folder / "slot", 1 << 20, GPU)
+    slot = PinnedFile(folder / "slot", 1 << 20, GPU)
     assert slot.memory.is_pinned()
-    with pytest.raises(PageLockError, match="already"):
-        lock_pages(slot.memory, GPU)
+    with pytest.raises(PinError, match="already"):
+        pin(slot.memory, GPU)
     address = slot.memory.data_ptr()
     slot.discard()
-    again = Slot(folder / "slot", 1 << 20, GPU)  # often at the same address
+    again = PinnedFile(folder / "slot", 1 << 20, GPU)  # often at the same address
     assert again.memory.is_pinned(), address
     again.discard()
 
 
 def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
     """The next kernel of the training reported it as its own."""
-    slot = Slot(folder / "slot", 1 << 20, GPU)
-    with pytest.raises(PageLockError):
-        lock_pages(slot.memory, GPU)
+    slot = PinnedFile(folder / "slot", 1 << 20, GPU)
+    with pytest.raises(PinError):
+        pin(slot.memory, GPU)
     assert torch.ones(8, device=GPU).sum().item() == 8
     torch.cuda.synchronize()
     slot.discard()
@@ -116,7 +116,7 @@ def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
 
 def test_copy_is_done_when_it_returns(folder: Path) -> None:
     source = torch.randn(1 << 24, device=GPU)
-    slot = Slot(folder / "slot", source.numel() * 4, GPU)
+    slot = PinnedFile(folder / "slot", source.numel() * 4, GPU)
     target = slot.memory.view(torch.float32)
     for _ in range(5):
         source.normal_()

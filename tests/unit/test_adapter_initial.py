@@ -137,7 +137,7 @@ def test_a_scaling_that_was_changed_later_is_served_exactly(tmp_path: Path) -> N
 
 
 def test_siblings_are_completed_beside_the_difference() -> None:
-    adapter = read_adapter(model_of_a_run(), dtype=torch.float32, fused_siblings=True)
+    adapter = read_adapter(model_of_a_run(), dtype=torch.float32, packed_modules=True)
     assert {key.split(".")[-3] for key in adapter.tensors} == {"q_proj", "k_proj", "v_proj", "down_proj"}
     assert {t.shape[0] for key, t in adapter.tensors.items() if "lora_A" in key} == {6}
 

@@ -56,7 +56,7 @@ def test_canonical_form_is_that_of_the_live_model(changes: dict[str, Any], tmp_p
 def test_siblings_are_completed_with_the_shapes_of_the_base(tmp_path: Path) -> None:
     model = saved(tmp_path / "adapter")
     model.unload().save_pretrained(tmp_path / "base")
-    live = read_adapter(saved(tmp_path / "again"), dtype=torch.float32, fused_siblings=True)
+    live = read_adapter(saved(tmp_path / "again"), dtype=torch.float32, packed_modules=True)
     read = read_saved_adapter(tmp_path / "adapter").canonical(shapes=base_shapes(tmp_path / "base"))
     assert read.tensors.keys() == live.tensors.keys()
     assert {name: tensor.shape for name, tensor in read.tensors.items()} == {

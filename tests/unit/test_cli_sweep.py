@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from contract.served import SMALL, engine_at, soon
 
-from trl_lora_sync import places
+from trl_lora_sync import addresses
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, run_states
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Engine
@@ -106,7 +106,7 @@ def test_runs_below_an_output_dir_are_found(tmp_path: Path, capsys: pytest.Captu
 def test_without_an_argument_the_default_folder_is_swept(
     is_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(addresses, "SHARED_MEMORY", tmp_path)
     root = tmp_path / f"trl-lora-sync-{os.getuid()}"
     dead = dead_run(root)[0] if is_there else None
     assert main(["sweep"]) == 0

@@ -20,11 +20,11 @@ from transformers import HfArgumentParser
 
 import trl_lora_sync
 from trl_lora_sync import DistillationConfig, GRPOConfig, LoRASyncConfig, RLOOConfig
+from trl_lora_sync.addresses import default_sync_dir, is_local_url
 from trl_lora_sync.config import check_reference, check_sync_fields, server_urls, sync_settings
 from trl_lora_sync.engines.base import TIMEOUTS
 from trl_lora_sync.engines.vllm.completions import RESERVED_FIELDS
 from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
-from trl_lora_sync.places import default_sync_dir, is_local_url
 
 ROOT = Path(__file__).parents[2]
 ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
@@ -529,7 +529,7 @@ def test_versions_go_under_output_dir_for_a_server_elsewhere(tmp_path: Path) -> 
 def test_versions_go_to_shared_memory_only_if_every_server_is_on_this_host(
     urls: str, is_shared_memory: bool, make: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trl_lora_sync.places.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("trl_lora_sync.addresses.SHARED_MEMORY", tmp_path)
     settings = sync_settings(make(vllm_server_base_url=urls))
     assert (settings.root.parent == tmp_path) is is_shared_memory
 
@@ -537,7 +537,7 @@ def test_versions_go_to_shared_memory_only_if_every_server_is_on_this_host(
 def test_versions_go_under_output_dir_on_a_host_without_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trl_lora_sync.places.SHARED_MEMORY", tmp_path / "missing")
+    monkeypatch.setattr("trl_lora_sync.addresses.SHARED_MEMORY", tmp_path / "missing")
     assert default_sync_dir(True, tmp_path) == tmp_path / "lora_sync"
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatBuffer
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import shared_files, unfinished
 from trl_lora_sync.engine_plugins.checksum import checksum
@@ -49,7 +49,7 @@ class OnOneHost(Served):
         self.gpu = StandInGPU()
         self.trainer = StandInProcess(self.gpu)
         self.worker = StandInProcess(self.gpu) if visible is None else StandInProcess(self.gpu, visible)
-        self.store = AdapterStore(folder / "root", slots=SlotRing(driver_for=self.trainer, shares_gpu=True))
+        self.store = AdapterStore(folder / "root", pinned=PinnedFilePool(driver_for=self.trainer, shares_gpu=True))
         self.writer.fetcher.files = MappedFiles(CPU, self.worker)
 
     def publish(self, seed: int, rank: int = 2) -> StoredAdapter:
@@ -123,7 +123,7 @@ def test_a_load_of_a_known_kind_needs_no_file(served: OnOneHost) -> None:
 def test_a_version_that_is_withdrawn_at_once_leaves_its_slot_complete(served: OnOneHost) -> None:
     stored = served.write(1)
     served.store.delete(stored)
-    ring = served.store.slots
+    ring = served.store.pinned
     assert ring is not None
     assert [slot.is_unfinished for slot in ring.free] == [False]
     assert served.serves(served.publish(2))
@@ -214,7 +214,7 @@ def test_a_larger_adapter_gets_other_memory(served: OnOneHost) -> None:
 def test_a_worker_closes_the_memory_once_the_trainer_is_gone(served: OnOneHost) -> None:
     served.publish(1)
     assert served.gpu.opened
-    [connection] = served.store.slots._shared._workers  # type: ignore[union-attr]
+    [connection] = served.store.pinned._shared._workers  # type: ignore[union-attr]
     connection.close()
     assert happens(lambda: not served.gpu.opened)
 
@@ -260,8 +260,8 @@ def test_there_is_a_reason_where_there_is_no_gpu() -> None:
 def test_a_run_completes_its_files_by_itself() -> None:
     gpu = StandInGPU()
     with shared_folder() as folder:
-        ring = SlotRing(driver_for=StandInProcess(gpu), shares_gpu=True)
-        transport = Blocking(DiskTransport(folder / "root", slots=ring, has_checksums=True))
+        ring = PinnedFilePool(driver_for=StandInProcess(gpu), shares_gpu=True)
+        transport = Blocking(DiskTransport(folder / "root", pinned=ring, has_checksums=True))
         stored = transport.write(1, flat(1), soon(20))
         assert stored.is_unfinished
         assert happens(lambda: is_complete(stored))
@@ -281,7 +281,8 @@ def test_a_server_that_does_not_wait_for_a_file_is_told_of_it_once_it_is_complet
     with shared_folder() as folder, FakeSGLang(shapes=SMALL) as fake:
         server = handle_of(fake, folder)
         server.engine.load = load  # type: ignore[method-assign]
-        store = AdapterStore(folder / "root", slots=SlotRing(driver_for=StandInProcess(StandInGPU()), shares_gpu=True))
+        slots = PinnedFilePool(driver_for=StandInProcess(StandInGPU()), shares_gpu=True)
+        store = AdapterStore(folder / "root", pinned=slots)
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(run, server.load(store.write(1, flat(1)), soon(60)))
             with pytest.raises(TimeoutError):
@@ -312,7 +313,7 @@ for line in sys.stdin:
 """
 # Says the folder of a version, and waits for its end.
 _TRAINER = """
-store = AdapterStore(Path(sys.argv[1]), slots=SlotRing(shares_gpu=True))
+store = AdapterStore(Path(sys.argv[1]), pinned=PinnedFilePool(shares_gpu=True))
 stored = store.write(1, large(1))
 store.finish()
 print(stored.path, checksum(large(1).flat), flush=True)
@@ -379,7 +380,7 @@ class OtherProcess:
 @pytest.fixture
 def store() -> Iterator[AdapterStore]:
     with shared_folder() as folder:
-        store = AdapterStore(folder / "root", slots=SlotRing(shares_gpu=True))
+        store = AdapterStore(folder / "root", pinned=PinnedFilePool(shares_gpu=True))
         yield store
         store.close()
 

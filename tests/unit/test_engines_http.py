@@ -26,7 +26,7 @@ from trl_lora_sync.engines.http import (
     is_unreachable,
     json_object,
     retrying,
-    server_words,
+    server_message,
 )
 from trl_lora_sync.errors import (
     AdapterRejectedError,
@@ -518,11 +518,11 @@ def response(body: str | bytes, status: int = 400) -> httpx.Response:
     ],
 )
 def test_words_of_a_server_become_one_line(body: str, words: str) -> None:
-    assert server_words(response(body)) == words
+    assert server_message(response(body)) == words
 
 
 def test_long_words_are_shortened() -> None:
-    words = server_words(response("x" * 100_000))
+    words = server_message(response("x" * 100_000))
     assert len(words) < 2100
     assert words.endswith("x...")
 
@@ -533,7 +533,7 @@ def test_body_without_json_is_the_error_asked_for_and_suspects_a_proxy(body: str
         GenerationError, match=r"POST http://host/v1/x answered HTTP 200 without valid JSON.*proxy"
     ) as caught:
         json_object(response(body, 200), GenerationError)
-    assert server_words(response(body)) in str(caught.value)
+    assert server_message(response(body)) in str(caught.value)
 
 
 @pytest.mark.parametrize(("body", "kind"), [("[1]", "list"), ('"text"', "str"), ("null", "NoneType"), ("1", "int")])
@@ -587,7 +587,7 @@ def test_key_that_a_gateway_repeats_is_not_in_our_error(ask: Ask, monkeypatch: p
     with serving(repeat) as server:
         response = ask(server.url)
         assert SECRET in response.text, "the server did not repeat it, so this test proves nothing"
-        assert server_words(response) == "bad request: Authorization: Bearer [key]"
+        assert server_message(response) == "bad request: Authorization: Bearer [key]"
         with pytest.raises(GenerationError) as caught:
             json_object(response, GenerationError)
         assert SECRET not in str(caught.value)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trl_lora_sync.cli.installed import Installed
-from trl_lora_sync.cli.launch import Wanted
+from trl_lora_sync.cli.launch import ServerRequest
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
 from trl_lora_sync.engines.base import Capabilities
@@ -25,7 +25,7 @@ def test_what_a_spec_refers_to_belongs_to_its_engine(spec: EngineSpec) -> None:
         assert resolve_name(reference).spec is spec
     planned = resolve_name(spec.launch)(
         Installed(python=Path("/env/bin/python"), distribution=spec.distributions[0], version="9999"),
-        Wanted(model="M", lora_rank=16, modules=(), keep=2),
+        ServerRequest(model="M", lora_rank=16, modules=(), keep=2),
         {},
     )
     assert spec.max_loras_flag in planned.command

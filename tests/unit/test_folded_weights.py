@@ -7,15 +7,15 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import folded_base
 from trl_lora_sync.engine_plugins.folded_weights import FoldedWeights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, Content, TensorSpan
-from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
+from trl_lora_sync.engine_plugins.fused_placement import PlacementError, WeightSlice
 from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, InPlace, copies_of, fuse
 
 R = 4
 # As vLLM has them: q and v are rows of one parameter. Of `down` this worker has some columns.
 PIECES = {
-    "q": [Piece("qkv", (0, 32), (0, 48), 0, 0)],
-    "v": [Piece("qkv", (0, 16), (0, 48), 48, 0)],
-    "down": [Piece("down", (0, 48), (64, 96), 0, 0)],
+    "q": [WeightSlice("qkv", (0, 32), (0, 48), 0, 0)],
+    "v": [WeightSlice("qkv", (0, 16), (0, 48), 48, 0)],
+    "down": [WeightSlice("down", (0, 48), (64, 96), 0, 0)],
 }
 SHAPES = {"q": (32, 48), "v": (16, 48), "down": (48, 96)}
 
@@ -105,7 +105,9 @@ def test_what_is_kept_grows_with_the_update_as_documented(change: float, share: 
     lora_B = (torch.randn(1024, 32, generator=generator) * 0.02 * change / 32**0.5).bfloat16()
     served = FoldedWeights()
     served.add({"q": weight})
-    served.write(FusedAdapter("v1", 1.0, {"q": (lora_A, lora_B)}), {"q": [Piece("q", (0, 1024), (0, 1024), 0, 0)]})
+    served.write(
+        FusedAdapter("v1", 1.0, {"q": (lora_A, lora_B)}), {"q": [WeightSlice("q", (0, 1024), (0, 1024), 0, 0)]}
+    )
     assert served.kept_bytes / weight.nbytes == pytest.approx(share, rel=0.1)
 
 
@@ -153,7 +155,7 @@ def test_a_write_from_elsewhere_is_noticed_and_nothing_more_is_served() -> None:
 
 
 def test_what_is_not_whole_rows_is_refused() -> None:
-    part = {"down": [Piece("down", (0, 48), (0, 16), 0, 16)]}
+    part = {"down": [WeightSlice("down", (0, 48), (0, 16), 0, 16)]}
     with pytest.raises(PlacementError, match="'down' is not whole rows of 'down'"):
         FoldedWeights().check_pieces(part, parameters())
 

@@ -21,7 +21,7 @@ from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import check_model
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
-from trl_lora_sync.engine_plugins.fused_placement import find_pieces
+from trl_lora_sync.engine_plugins.fused_placement import trace_weight_slices
 from trl_lora_sync.engine_plugins.fused_weights import InPlace, Reader, Target, fuse
 from trl_lora_sync.engine_plugins.safetensors_file import bytes_of
 from trl_lora_sync.errors import AdapterNotFiniteError, UnsupportedAdapterError, UnsupportedSettingError
@@ -101,7 +101,7 @@ class Served:
 
     def fuse(self, folder: Path) -> None:
         file = read_head(str(folder))
-        self.pieces |= find_pieces(self.load, self.weights, file.shapes(), torch.float32)
+        self.pieces |= trace_weight_slices(self.load, self.weights, file.shapes(), torch.float32)
         for owner in {piece.owner for pieces in self.pieces.values() for piece in pieces}:
             self.targets.setdefault(owner, InPlace(self.weights[owner], self.before[owner]))
         fuse(Reader(torch.device("cpu")).read("a", file), self.targets, self.pieces)

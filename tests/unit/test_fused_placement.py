@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
+from trl_lora_sync.engine_plugins.fused_placement import PlacementError, WeightSlice, copying_only, trace_weight_slices
 from trl_lora_sync.engine_plugins.fused_weights import part_of
 
 OUT, IN = 12, 8
@@ -17,7 +17,7 @@ LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 def pieces_of(
     rule: Callable[[Tensor, Tensor], Any], shape: tuple[int, int] = (OUT, IN), of: tuple[int, int] = (OUT, IN)
-) -> list[Piece]:
+) -> list[WeightSlice]:
     """The pieces of a weight that `rule` loads into a parameter, which must stay as it was."""
     weight = torch.arange(of[0] * of[1], dtype=torch.bfloat16).reshape(of)
     before = weight.clone()
@@ -28,30 +28,30 @@ def pieces_of(
             rule(weight, source)
 
     try:
-        return find_pieces(load_weights, {"qkv": weight}, {"q_proj": shape}, torch.bfloat16)["q_proj"]
+        return trace_weight_slices(load_weights, {"qkv": weight}, {"q_proj": shape}, torch.bfloat16)["q_proj"]
     finally:
         assert torch.equal(weight, before)
 
 
 def test_a_plain_weight_is_one_piece() -> None:
-    assert pieces_of(lambda weight, source: weight.copy_(source)) == [Piece("qkv", (0, OUT), (0, IN), 0, 0)]
+    assert pieces_of(lambda weight, source: weight.copy_(source)) == [WeightSlice("qkv", (0, OUT), (0, IN), 0, 0)]
 
 
 def test_a_stacked_weight_is_where_its_rows_go() -> None:
     found = pieces_of(lambda weight, source: weight.narrow(0, 20, OUT).copy_(source), of=(40, IN))
-    assert found == [Piece("qkv", (0, OUT), (0, IN), 20, 0)]
+    assert found == [WeightSlice("qkv", (0, OUT), (0, IN), 20, 0)]
 
 
 def test_a_row_shard_of_a_stacked_weight_is_found() -> None:
     def rule(weight: Tensor, source: Tensor) -> None:
         weight.narrow(0, 10, 4).copy_(source.narrow(0, 8, 4))
 
-    assert pieces_of(rule, of=(20, IN)) == [Piece("qkv", (8, 12), (0, IN), 10, 0)]
+    assert pieces_of(rule, of=(20, IN)) == [WeightSlice("qkv", (8, 12), (0, IN), 10, 0)]
 
 
 def test_a_column_shard_is_found() -> None:
     found = pieces_of(lambda weight, source: weight.copy_(source[:, 4:8]), of=(OUT, 4))
-    assert found == [Piece("qkv", (0, OUT), (4, 8), 0, 0)]
+    assert found == [WeightSlice("qkv", (0, OUT), (4, 8), 0, 0)]
 
 
 def test_a_weight_that_is_loaded_in_parts_is_several_pieces() -> None:
@@ -95,10 +95,10 @@ def test_the_projections_of_an_expert_are_parts_of_its_matrix() -> None:
             experts[2][rows].copy_(source)
 
     shapes = {"experts.2.gate_proj": (OUT, IN), "experts.2.up_proj": (OUT, IN)}
-    found = find_pieces(load_weights, {"w13": experts}, shapes, torch.bfloat16)
+    found = trace_weight_slices(load_weights, {"w13": experts}, shapes, torch.bfloat16)
     [gate], [up] = found.values()
-    assert gate == Piece("w13", (0, OUT), (0, IN), 0, 0, 2)
-    assert up == Piece("w13", (0, OUT), (0, IN), OUT, 0, 2)
+    assert gate == WeightSlice("w13", (0, OUT), (0, IN), 0, 0, 2)
+    assert up == WeightSlice("w13", (0, OUT), (0, IN), OUT, 0, 2)
     assert not gate.overlaps(up)
     assert not gate.overlaps(replace(gate, expert=1))
     weight = torch.arange(experts.numel()).view_as(experts)
@@ -113,14 +113,14 @@ def test_all_experts_in_one_tensor_are_refused() -> None:
             experts.copy_(source)
 
     with pytest.raises(PlacementError, match=r"of shape \(4, 12, 8\).*or of one expert"):
-        find_pieces(load_weights, {"w13": experts}, {"experts": (4, OUT, IN)}, torch.bfloat16)
+        trace_weight_slices(load_weights, {"w13": experts}, {"experts": (4, OUT, IN)}, torch.bfloat16)
 
 
 def test_pieces_that_write_to_one_place_overlap() -> None:
-    left, right = Piece("w", (0, 4), (0, 4), 0, 0), Piece("w", (0, 4), (0, 4), 3, 3)
+    left, right = WeightSlice("w", (0, 4), (0, 4), 0, 0), WeightSlice("w", (0, 4), (0, 4), 3, 3)
     assert left.overlaps(right)
-    assert not left.overlaps(Piece("w", (0, 4), (0, 4), 4, 0))
-    assert not left.overlaps(Piece("other", (0, 4), (0, 4), 0, 0))
+    assert not left.overlaps(WeightSlice("w", (0, 4), (0, 4), 4, 0))
+    assert not left.overlaps(WeightSlice("other", (0, 4), (0, 4), 0, 0))
 
 
 def test_copies_go_to_the_chosen_parameters_only() -> None:
@@ -140,6 +140,6 @@ def test_of_several_weights_the_one_that_the_model_cannot_load_is_named() -> Non
             weight[{"q.weight": slice(0, OUT), "k.weight": slice(OUT, None)}[name]].copy_(source)
 
     shapes: dict[str, tuple[int, ...]] = {"q": (OUT, IN), "k": (OUT, IN)}
-    assert set(find_pieces(load_weights, {"qk": weight}, shapes, torch.bfloat16)) == {"q", "k"}
+    assert set(trace_weight_slices(load_weights, {"qk": weight}, shapes, torch.bfloat16)) == {"q", "k"}
     with pytest.raises(PlacementError, match=r"^'v' with a weight of shape .*KeyError"):
-        find_pieces(load_weights, {"qk": weight}, {**shapes, "v": (OUT, IN)}, torch.bfloat16)
+        trace_weight_slices(load_weights, {"qk": weight}, {**shapes, "v": (OUT, IN)}, torch.bfloat16)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import fused_weights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
-from trl_lora_sync.engine_plugins.fused_placement import Piece
+from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
 from trl_lora_sync.engine_plugins.fused_weights import (
     FusedAdapter,
     InPlace,
@@ -62,8 +62,8 @@ class Layer:
         self.base = self.weight.clone()
         self.targets = {"qkv": InPlace(weight=self.weight, base=self.base)}
         self.pieces = {
-            "q": [Piece("qkv", (0, OUT), (0, IN), 0, 0)],
-            "k": [Piece("qkv", (0, OUT), (0, IN), OUT, 0)],
+            "q": [WeightSlice("qkv", (0, OUT), (0, IN), 0, 0)],
+            "k": [WeightSlice("qkv", (0, OUT), (0, IN), OUT, 0)],
         }
 
     def fuse(self, scaling: float = 1.0, **adapted: tuple[Tensor, Tensor]) -> None:
@@ -105,7 +105,7 @@ def test_on_a_gpu_too_product_and_sum_are_rounded_once(dtype: torch.dtype, rank:
     (base,), kept_in = copies_of([weight], place)
     assert kept_in == place
     assert fused_weights.kernel_on(weight.device, dtype) is not None
-    piece = Piece("w", (0, 350), (333, 666), 350, 0)
+    piece = WeightSlice("w", (0, 350), (333, 666), 350, 0)
     before = weight.clone()
     fuse(FusedAdapter("a", 0.3, {"m": (lora_A, lora_B)}), {"w": InPlace(weight, base)}, {"m": [piece]})
     assert torch.equal(weight[:350], before[:350])
@@ -129,7 +129,7 @@ def test_one_launch_writes_all_layers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     shapes = [(256, 512), (130, 72), (64, 4096), (700, 333)]
     weights = {f"w{n}": normal(*shape, 0.02) for n, shape in enumerate(shapes)}
     targets = {name: InPlace(weight, weight.clone()) for name, weight in weights.items()}
-    pieces = {name: [Piece(name, (0, one.shape[0]), (0, one.shape[1]), 0, 0)] for name, one in weights.items()}
+    pieces = {name: [WeightSlice(name, (0, one.shape[0]), (0, one.shape[1]), 0, 0)] for name, one in weights.items()}
     adapter = {name: (normal(8, one.shape[1], 0.05), normal(one.shape[0], 8, 0.05)) for name, one in weights.items()}
     kernel = fused_weights.kernel_on(weights["w0"].device, torch.bfloat16)
     assert kernel is not None
@@ -152,7 +152,7 @@ def test_one_launch_writes_all_layers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 def test_a_launch_writes_what_the_matrices_hold_when_it_runs() -> None:
     weight, lora_A, lora_B = (torch.randn(*shape, device="cuda").half() for shape in ((64, 72), (8, 72), (64, 8)))
     targets = {"w": InPlace(weight, weight.clone())}
-    pieces = {"m": [Piece("w", (0, 64), (0, 72), 0, 0)]}
+    pieces = {"m": [WeightSlice("w", (0, 64), (0, 72), 0, 0)]}
     launch = fuse(finite("a", 0.5, {"m": (lora_A, lora_B)}), targets, pieces)
     lora_B.mul_(2)
     assert launch.is_all
@@ -250,7 +250,7 @@ def test_a_module_that_the_next_adapter_lacks_is_the_base_again() -> None:
 def test_shards_get_their_rows_and_columns_of_the_product() -> None:
     lora_A, lora_B = matrices(1)
     weight = torch.zeros(4, 3)
-    piece = Piece("w", (5, 9), (2, 5), 0, 0)
+    piece = WeightSlice("w", (5, 9), (2, 5), 0, 0)
     fuse(FusedAdapter("a", 1.0, {"m": (lora_A, lora_B)}), {"w": InPlace(weight, weight.clone())}, {"m": [piece]})
     assert torch.allclose(weight, (lora_B.float() @ lora_A.float())[5:9, 2:5], atol=1e-6)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_lora_sync.engine_plugins import vllm_fused_worker as worker
-from trl_lora_sync.engine_plugins.fused_placement import Piece
+from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
 
 
 def config(**changes: Any) -> Any:
@@ -81,8 +81,8 @@ def test_a_norm_and_a_bias_are_taken_and_those_with_another_form_are_not() -> No
 def test_dora_is_refused_where_a_worker_has_a_part_of_each_row() -> None:
     fused = worker.FusedModel.__new__(worker.FusedModel)
     fused.pieces = {
-        "q_proj": [Piece("qkv_proj", (0, 4), (0, 8), 0, 0)],
-        "o_proj": [Piece("o_proj", (0, 8), (4, 8), 0, 0)],
+        "q_proj": [WeightSlice("qkv_proj", (0, 4), (0, 8), 0, 0)],
+        "o_proj": [WeightSlice("o_proj", (0, 8), (4, 8), 0, 0)],
     }
     shapes: dict[str, tuple[int, ...]] = {"q_proj": (8, 8), "o_proj": (8, 8)}
     fused.check_whole_rows(["q_proj"], shapes)

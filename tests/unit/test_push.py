@@ -217,8 +217,8 @@ def choice(
         base_root="m",
         max_model_len=None,
         logprobs_mode="unknown",
-        takes_tensors=tensors,
-        takes_pushes=pushes,
+        supports_tensor_load=tensors,
+        supports_push=pushes,
     )
     address = ServerAddress(base_url=URL, is_local=is_local)
     settings = settings_for([], Path("nowhere"), transport=choice, server_root=server_root, servers=(address,))

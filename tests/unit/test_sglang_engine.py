@@ -19,12 +19,12 @@ from contract.served import PROMPT, SMALL, sampling, soon
 from PIL import Image
 from support.bodies import bytes_of_body
 
-from trl_lora_sync.adapter.canonical import LoRAModule, complete_siblings
+from trl_lora_sync.adapter.canonical import LoRAModule, pad_packed_modules
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engines import connect
 from trl_lora_sync.engines.base import PromptGroup
-from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, server_words
+from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, server_message
 from trl_lora_sync.engines.sglang.completions import read_completion, sampling_params
 from trl_lora_sync.engines.sglang.engine import SGLangEngine
 from trl_lora_sync.engines.sglang.payload import TensorPayload
@@ -243,7 +243,7 @@ def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
 ) -> None:
     """Without them, SGLang refuses some of these adapters and dies of others."""
     modules = part(*adapted)
-    completed = complete_siblings(modules, every_shape())
+    completed = pad_packed_modules(modules, every_shape())
     assert {module.name.rpartition(".")[2] for module in completed[len(modules) :]} == added
     assert len(completed) == SMALL.layers * len({*adapted, *added})
     fake, engine = serve(version)
@@ -257,7 +257,7 @@ def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
 
 def test_siblings_that_the_base_does_not_have_are_not_added() -> None:
     shapes = {name: shape for name, shape in every_shape().items() if "up_proj" not in name}
-    assert len(complete_siblings(part("gate_proj"), shapes)) == SMALL.layers
+    assert len(pad_packed_modules(part("gate_proj"), shapes)) == SMALL.layers
 
 
 def test_an_adapter_of_q_and_v_only_is_read_with_its_siblings() -> None:
@@ -273,7 +273,7 @@ def test_an_adapter_of_q_and_v_only_is_read_with_its_siblings() -> None:
     lora = LoraConfig(r=R, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = get_peft_model(LlamaForCausalLM(config), lora)
     plain = read_adapter(model, dtype=torch.float32)
-    fused = read_adapter(model, dtype=torch.float32, fused_siblings=True)
+    fused = read_adapter(model, dtype=torch.float32, packed_modules=True)
     assert fused.target_modules == ("k_proj", "q_proj", "v_proj")
     added = fused.tensors.keys() - plain.tensors.keys()
     assert {key.split(".")[-3] for key in added} == {"k_proj"}
@@ -399,7 +399,7 @@ def test_a_request_that_a_gateway_limits_is_sent_again(serve: Serve) -> None:
 )
 def test_the_servers_own_words_are_found(content: dict[str, Any], words: str) -> None:
     request = httpx.Request("POST", "http://host/generate")
-    assert server_words(httpx.Response(400, json=content, request=request)) == words
+    assert server_message(httpx.Response(400, json=content, request=request)) == words
 
 
 # Refused loads

@@ -11,7 +11,7 @@ from support.waiting import happens
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import shared_files
-from trl_lora_sync.engine_plugins.page_lock import PageLockError
+from trl_lora_sync.engine_plugins.pinned_memory import PinError
 from trl_lora_sync.engine_plugins.shared_files import SOCKET, MappedFiles, SharedFiles
 from trl_lora_sync.runtime import watch
 
@@ -119,9 +119,9 @@ def test_memory_that_cannot_be_locked_is_read_instead(
     shared: SharedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(memory: Tensor, device: torch.device) -> Callable[[], None]:
-        raise PageLockError("cudaHostRegister: out of memory")
+        raise PinError("cudaHostRegister: out of memory")
 
-    monkeypatch.setattr(shared_files, "lock_pages", refuse)
+    monkeypatch.setattr(shared_files, "pin", refuse)
     file = file_of(tmp_path, "1", b"one")
     shared.offer(file)
     assert seen(MappedFiles(CPU), file, tmp_path) is None

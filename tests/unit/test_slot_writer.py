@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatBuffer
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import slot_writer
 from trl_lora_sync.engine_plugins.slot_writer import Group, SlotWriter
@@ -194,7 +194,7 @@ class Served:
         self.tables = Tables([("q", "k"), ("o",), ("unused",)])
         self.manager = Manager(self.tables)
         self.writer = SlotWriter(self.manager, self._loading, Group())
-        self.store = AdapterStore(folder / "root", slots=SlotRing())
+        self.store = AdapterStore(folder / "root", pinned=PinnedFilePool())
         self.numbers: dict[str, int] = {}
         self.adapters: dict[str, dict[str, Tensor]] = {}
 

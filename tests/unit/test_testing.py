@@ -78,7 +78,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     with in_memory_engines(2, shapes=SMALL) as engines:
         begun = Run(engines, tmp_path)
         yield begun
-        begun.sync.end()
+        begun.sync.shutdown()
 
 
 def test_a_sync_runs_on_engines_in_memory_without_a_connection(run: Run) -> None:
@@ -114,7 +114,7 @@ def test_an_engine_that_is_down_raises_what_a_server_does(tmp_path: Path) -> Non
         engine.is_up = True
         begun.sync.publish(adapter(2))
         assert begun.samples_from(2)
-        begun.sync.end()
+        begun.sync.shutdown()
 
 
 def test_an_engine_in_memory_refuses_another_models_adapter(run: Run) -> None:
@@ -132,7 +132,7 @@ def test_memory_that_is_released_cannot_be_sampled_from(tmp_path: Path) -> None:
             begun.sample()
         assert begun.sync.wake()
         assert begun.samples_from(1)
-        begun.sync.end()
+        begun.sync.shutdown()
 
 
 def test_a_served_model_computes_what_peft_does(model: Path) -> None:

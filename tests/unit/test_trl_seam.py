@@ -248,9 +248,9 @@ def test_weights_trains_bit_for_bit_as_trl_does_and_loads_nothing_more(
     assert result["loaded"] == [
         "trl_lora_sync",
         "trl_lora_sync._trl",
+        "trl_lora_sync.addresses",
         "trl_lora_sync.config",
         "trl_lora_sync.errors",
-        "trl_lora_sync.places",
         "trl_lora_sync.trainers",
         "trl_lora_sync.trl_checks",
         "trl_lora_sync.versions",

@@ -19,7 +19,7 @@ from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import MODULES, FakeSGLang, random_adapter
-from trl_lora_sync.verify import PROBE_PROMPT, TOLERANCE, Evidence, Scores, Trial, compare
+from trl_lora_sync.verify import PROBE_PROMPT, TOLERANCE, Scores, Trial, VerificationResult, compare
 from unit.fleets import FleetRun, settings_for
 
 pytestmark = pytest.mark.outside
@@ -33,7 +33,7 @@ def plus(left: list[float], right: list[float], times: float = 1.0) -> list[floa
     return [a + times * b for a, b in zip(left, right, strict=True)]
 
 
-def judged(*, served_times: float = 1.0, times: float = 1.0, noise: float = 1.0, **kwargs: float) -> Evidence:
+def judged(*, served_times: float = 1.0, times: float = 1.0, noise: float = 1.0, **kwargs: float) -> VerificationResult:
     """The trained change is `times * CHANGE`, and the served one `served_times` as much, with noise."""
     trained = Scores(base=BASE, adapted=plus(BASE, CHANGE, times))
     served_base = plus(BASE, NOISE, noise)
@@ -47,7 +47,7 @@ def judged(*, served_times: float = 1.0, times: float = 1.0, noise: float = 1.0,
 def test_the_same_adapter_up_to_rounding_is_proved() -> None:
     evidence = judged()
     assert evidence.proves
-    assert not evidence.contradicts
+    assert not evidence.is_mismatch
     assert evidence.gap_mean == pytest.approx(sum(map(abs, NOISE)) / 4)
     assert evidence.gap_max == pytest.approx(0.02)
     assert evidence.trained_change == pytest.approx(0.35)
@@ -56,43 +56,43 @@ def test_the_same_adapter_up_to_rounding_is_proved() -> None:
 @pytest.mark.parametrize("served_times", [0.0, 0.5, 2.0, -1.0], ids=["no adapter", "half", "twice", "negated"])
 def test_another_change_is_found_out(served_times: float) -> None:
     evidence = judged(served_times=served_times)
-    assert evidence.contradicts
+    assert evidence.is_mismatch
     assert not evidence.proves
 
 
 def test_an_adapter_that_is_zero_neither_proves_nor_contradicts() -> None:
     evidence = judged(times=0.0)
     assert not evidence.proves
-    assert not evidence.contradicts
+    assert not evidence.is_mismatch
 
 
 def test_a_zero_adapter_that_changes_the_served_model_is_found_out() -> None:
     trained = Scores(base=BASE, adapted=BASE)
-    assert compare(Scores(base=BASE, adapted=plus(BASE, CHANGE)), trained).contradicts
+    assert compare(Scores(base=BASE, adapted=plus(BASE, CHANGE)), trained).is_mismatch
 
 
 def test_a_change_that_drowns_in_the_noise_of_the_base_proves_nothing() -> None:
     evidence = judged(times=0.05, served_times=0.0, noise=1.0)
-    assert not evidence.contradicts
+    assert not evidence.is_mismatch
     assert not evidence.proves
 
 
 def test_the_tolerance_grows_with_the_gap_of_the_base_models() -> None:
     precise, rough = judged(noise=0.0), judged(noise=10.0)
     assert rough.tolerance - precise.tolerance == pytest.approx(TOLERANCE * rough.base_gap)
-    assert judged(served_times=0.5, noise=0.0).contradicts
-    assert not judged(served_times=0.5, noise=10.0).contradicts
+    assert judged(served_times=0.5, noise=0.0).is_mismatch
+    assert not judged(served_times=0.5, noise=10.0).is_mismatch
 
 
 def test_the_tolerance_can_be_relaxed() -> None:
-    assert judged(served_times=0.5).contradicts
-    assert not judged(served_times=0.5, tolerance=20.0).contradicts
+    assert judged(served_times=0.5).is_mismatch
+    assert not judged(served_times=0.5, tolerance=20.0).is_mismatch
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_none_contradicts(value: float) -> None:
     trained = Scores(base=BASE, adapted=plus(BASE, CHANGE))
-    assert compare(Scores(base=BASE, adapted=[value, *trained.adapted[1:]]), trained).contradicts
+    assert compare(Scores(base=BASE, adapted=[value, *trained.adapted[1:]]), trained).is_mismatch
 
 
 def test_words_give_both_changes_and_the_tolerance() -> None:

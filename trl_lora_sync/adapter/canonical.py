@@ -113,11 +113,11 @@ class Form:
     """In which of several equal forms servers take an adapter.
 
     Attributes:
-        fused_siblings: whether q/k/v and gate/up are completed with zeros.
+        packed_modules: whether q/k/v and gate/up are completed with zeros.
         stacked_experts: whether all experts of a layer go into one tensor.
     """
 
-    fused_siblings: bool = False
+    packed_modules: bool = False
     stacked_experts: bool = False
 
 
@@ -128,7 +128,7 @@ def common_form(forms: Iterable[Form]) -> Form:
     """The form that several servers take; zeros for a sibling change nothing on a server that does not need them."""
     forms = list(forms)
     return Form(
-        fused_siblings=any(one.fused_siblings for one in forms),
+        packed_modules=any(one.packed_modules for one in forms),
         stacked_experts=all(one.stacked_experts for one in forms),
     )
 
@@ -260,7 +260,7 @@ def all_finite(flat: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(flat)).isfinite().all()
 
 
-def complete_siblings(modules: list[LoRAModule], shapes: Mapping[str, tuple[int, int]]) -> list[LoRAModule]:
+def pad_packed_modules(modules: list[LoRAModule], shapes: Mapping[str, tuple[int, int]]) -> list[LoRAModule]:
     """Add a zero module for each member of a fused layer that is not adapted while another one is.
 
     Args:

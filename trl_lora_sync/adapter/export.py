@@ -21,8 +21,8 @@ from trl_lora_sync.adapter.canonical import (
     ExtraTensors,
     Form,
     LoRAModule,
-    complete_siblings,
     one_cpu_thread,
+    pad_packed_modules,
 )
 from trl_lora_sync.adapter.experts import (
     FAMILIES,
@@ -125,18 +125,18 @@ def read_adapter(
     *,
     dtype: torch.dtype,
     adapter_name: str | None = None,
-    fused_siblings: bool = False,
+    packed_modules: bool = False,
     gathered: Mapping[nn.Module, Tensor] | None = None,
 ) -> CanonicalAdapter:
     """Copy an adapter of the model in canonical form, on its device; arguments and errors as for `export_adapter`.
 
     Args:
-        fused_siblings: whether to complete q/k/v and gate/up with zeros.
+        packed_modules: whether to complete q/k/v and gate/up with zeros.
         gathered: whole weights of the `lora_linears` that are sharded.
     """
     adapter_name = _checked_name(model, adapter_name)
     modules = collect_modules(model, adapter_name, gathered)
-    return _export(model, adapter_name, modules, FlatBuffer(), dtype, fused_siblings, NO_EXTRAS)
+    return _export(model, adapter_name, modules, FlatBuffer(), dtype, packed_modules, NO_EXTRAS)
 
 
 def _export(
@@ -145,12 +145,12 @@ def _export(
     modules: Sequence[LoRAModule],
     buffer: FlatBuffer,
     dtype: torch.dtype,
-    fused_siblings: bool,
+    packed_modules: bool,
     extras: ExtraTensors,
 ) -> CanonicalAdapter:
     config = model.peft_config[adapter_name]
     return buffer.export(
-        complete_siblings(list(modules), _linear_shapes(model)) if fused_siblings else modules,
+        pad_packed_modules(list(modules), _linear_shapes(model)) if packed_modules else modules,
         dtype=dtype,
         base_model=config.base_model_name_or_path,
         fan_in_fan_out=bool(config.fan_in_fan_out),
@@ -285,7 +285,7 @@ class AdapterReader:
 
         To be used only if `is_as_read` after a call of `linears`. None where a look is needed first.
         """
-        if self._modules is None or self._extras or self._experts or form.fused_siblings:
+        if self._modules is None or self._extras or self._experts or form.packed_modules:
             return None
         return _export(model, self._adapter_name, self._modules, self.buffer, dtype, False, NO_EXTRAS)
 
@@ -317,7 +317,7 @@ class AdapterReader:
         extras = read_extras(self._extras, gathered or {}, dtype) if self._extras else NO_EXTRAS
         if self._experts:
             extras = self._with_experts(modules, extras, gathered or {}, form)
-        return _export(model, self._adapter_name, modules, buffer, dtype, form.fused_siblings, extras)
+        return _export(model, self._adapter_name, modules, buffer, dtype, form.packed_modules, extras)
 
     def _with_experts(
         self,
@@ -326,7 +326,7 @@ class AdapterReader:
         gathered: Mapping[nn.Module, Tensor],
         form: Form,
     ) -> ExtraTensors:
-        family, on_sglang = self._experts[0].family, form.fused_siblings
+        family, on_sglang = self._experts[0].family, form.packed_modules
         # vLLM gets as many tensors as there are layers, and not experts, where it takes that, and loads them faster.
         is_stacked = not on_sglang and (form.stacked_experts or family.is_always_stacked)
         rank = max(layer.rank for layer in self._experts)

@@ -3,7 +3,7 @@
 The scaling is folded into `lora_B` in float32 before the cast. Ranks are padded with zeros to one, because vLLM <= 0.31
 and SGLang size their buffers by one rank for all modules. A file of the result is byte for byte what safetensors'
 `save_file` makes of the same tensors, except that experts come last. Knows nothing of files: where the buffer goes is
-the business of `adapter.store` and `adapter.slots`.
+the business of `adapter.store` and `adapter.pinned_files`.
 """
 
 from collections.abc import Iterator, Sequence

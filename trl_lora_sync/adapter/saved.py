@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, complete_siblings, target_modules_of
+from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, pad_packed_modules, target_modules_of
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.support import changes_base, check_saved_config, is_embedding_module, refuse_module
 from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, TENSORS_FILE
@@ -50,7 +50,7 @@ class SavedAdapter:
         """
         modules = list(self.modules)
         return FlatBuffer().export(
-            complete_siblings(modules, shapes) if shapes is not None else modules,
+            pad_packed_modules(modules, shapes) if shapes is not None else modules,
             dtype=torch.float32,
             base_model=self.config.get("base_model_name_or_path"),
             fan_in_fan_out=bool(self.config.get("fan_in_fan_out")),

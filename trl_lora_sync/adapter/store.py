@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.slots import SlotRing
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
@@ -138,7 +138,7 @@ def _write_files(
     config.write_text(_config_text(adapter))
     note = partial / NOTE_FILE
     for file in (tensors, config, note) if note.exists() else (tensors, config):
-        # The file of a slot is 0600 whatever the umask, so the other one shows the process's default.
+        # A pinned file is 0600 whatever the umask, so the other one shows the process's default.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
         fsync(file)
     if private:
@@ -169,8 +169,8 @@ def fsync(path: Path) -> None:
 def _export_error(directory: Path, adapter: CanonicalAdapter, error: Exception) -> AdapterExportError:
     need = f"{adapter.payload_bytes / 1e6:.1f} MB"
     code = getattr(error, "errno", None)
-    words = str(error)
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in words or "File too large" in words:
+    message = str(error)
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in message or "File too large" in message:
         reason, fix = f"there is no room for the {need} of the adapter", "Free some space, or set lora_sync_dir"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         reason, fix = "this process may not write there", "Make it writable, or set lora_sync_dir"
@@ -178,7 +178,7 @@ def _export_error(directory: Path, adapter: CanonicalAdapter, error: Exception) 
         reason, fix = f"writing the {need} of the adapter failed", "Check the path, or set lora_sync_dir"
     return AdapterExportError(
         f"The adapter could not be written to {directory}: {reason}. Nothing half-written was left. "
-        f"{fix} to a folder that both the trainer and the servers can use ({words})."
+        f"{fix} to a folder that both the trainer and the servers can use ({message})."
     )
 
 
@@ -190,7 +190,7 @@ class AdapterStore:
         server_root: the same folder as the servers see it; `None` if they see it under the same path.
         run_id: unique to the run, see `new_run_id`.
         servers: URLs of the servers that may get to know the names of this run.
-        slots: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because a
+        pinned: for adapters of a GPU in shared memory; `None` if every version is to be a plain file, because a
             process outside this kernel may read it.
         has_checksums: whether each version has a checksum beside it, by which a worker can compare it.
 
@@ -205,14 +205,14 @@ class AdapterStore:
         server_root: str | None = None,
         run_id: str | None = None,
         servers: Sequence[str] = (),
-        slots: SlotRing | None = None,
+        pinned: PinnedFilePool | None = None,
         has_checksums: bool = True,
     ) -> None:
         self.run_id = run_id or new_run_id()
         self.root = root.expanduser().absolute()
         self.server_root = (server_root or str(self.root)).rstrip("/")
         self._servers = list(servers)
-        self.slots = slots
+        self.pinned = pinned
         self._has_checksums = has_checksums
         self.lock: int | None = None
         # Run ids under which `close` has left names, for the sweep of another run or for a later `close`.
@@ -269,38 +269,38 @@ class AdapterStore:
         try:
             write_adapter(stored.path, adapter, private=True, write_tensors=partial(self._write_tensors, stored.name))
         except BaseException:
-            if self.slots is not None:
-                self.slots.drop(stored.name)
+            if self.pinned is not None:
+                self.pinned.discard(stored.name)
             raise
-        slot = None if self.slots is None else self.slots.lent(stored.name)
+        pinned = None if self.pinned is None else self.pinned.assigned(stored.name)
         return replace(
             stored,
             server_path=f"{self.server_root}/{self.run_id}/{stored.name}",
             has_checksum=(stored.path / NOTE_FILE).exists(),
-            is_unfinished=slot is not None and slot.is_unfinished,
+            is_unfinished=pinned is not None and pinned.is_unfinished,
         )
 
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
-        """Into a slot if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
-        slot, memory, note = None, "", None
+        """Into a pinned file if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
+        pinned, memory, note = None, "", None
         is_served = adapter.dtype in DTYPES.values()  # any other one is read from a plain file, if at all
         if self._has_checksums and is_served:
             # Of what is on the trainer's device, not of what has come to be in the file. Computed before anything is
             # copied from there: its result would wait for a large copy that is under way.
             head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
             note = VersionNote(head=head, checksum=checksum(adapter.flat))
-        if self.slots is not None and is_served:
+        if self.pinned is not None and is_served:
             size = len(adapter.header) + adapter.payload_bytes
-            slot = self.slots.take(self.directory / _SLOTS, size, adapter.flat.device)
-        if slot is None:
+            pinned = self.pinned.acquire(self.directory / _SLOTS, size, adapter.flat.device)
+        if pinned is None:
             write_tensors(file, adapter)
         else:
-            assert self.slots is not None
-            self.slots.lend(name, slot)
-            memory = self.slots.fill(slot, adapter.header, adapter.flat)
-            slot.move(file)
+            assert self.pinned is not None
+            self.pinned.assign(name, pinned)
+            memory = self.pinned.fill(pinned, adapter.header, adapter.flat)
+            pinned.move(file)
         if note is not None:
-            shared = f"../{_SLOTS}/{SOCKET}" if slot is not None and slot.is_shared else ""
+            shared = f"../{_SLOTS}/{SOCKET}" if pinned is not None and pinned.is_shared else ""
             replace(note, files=shared, memory=memory).write(file.parent)
 
     def finish(self) -> None:
@@ -308,8 +308,8 @@ class AdapterStore:
 
         A process that reads one before that must wait for it, see `engine_plugins.unfinished`.
         """
-        if self.slots is not None:
-            self.slots.finish()
+        if self.pinned is not None:
+            self.pinned.finish()
 
     def check(self, stored: StoredAdapter, adapter: CanonicalAdapter) -> None:
         """Compare the files of a version with `adapter`, from which they were written.
@@ -328,9 +328,9 @@ class AdapterStore:
 
     def _holds(self, name: str, file: Path, adapter: CanonicalAdapter) -> bool:
         self.finish()
-        slot = None if self.slots is None else self.slots.lent(name)
-        if slot is not None:
-            return slot.is_at(file) and slot.holds(adapter.header, adapter.flat)
+        pinned = None if self.pinned is None else self.pinned.assigned(name)
+        if pinned is not None:
+            return pinned.is_at(file) and pinned.holds(adapter.header, adapter.flat)
         with file.open("rb") as opened:
             # A bytearray, as Python compares bytes with a memoryview one by one, in 25 times the time (3.11).
             header, tensors = opened.read(len(adapter.header)), bytearray(opened.read())
@@ -338,9 +338,9 @@ class AdapterStore:
 
     def prepare(self) -> None:
         """Prepare the memory of the next version between syncs; never fails."""
-        if self.slots is not None and self.lock is not None:
+        if self.pinned is not None and self.lock is not None:
             with contextlib.suppress(OSError):  # `write` will raise it
-                self.slots.prepare(self.directory / _SLOTS)
+                self.pinned.prepare(self.directory / _SLOTS)
 
     def note(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Note the name of a version that is not to be written, so that a sweep finds it.
@@ -376,8 +376,8 @@ class AdapterStore:
             keep_name: leave an empty folder, because a server may still have the name.
         """
         if stored.path is not None:
-            if self.slots is not None:
-                self.slots.take_back(stored.name, self.directory / _SLOTS, stored.path / TENSORS_FILE)
+            if self.pinned is not None:
+                self.pinned.release(stored.name, self.directory / _SLOTS, stored.path / TENSORS_FILE)
             if keep_name:
                 _make_record(stored.path)
             else:
@@ -393,8 +393,8 @@ class AdapterStore:
         if is_over or self._pid != os.getpid():  # a forked child must not delete its parent's files
             return
         # Deleted before the lock is released, so that no sweep can meet it half-deleted.
-        if self.slots is not None:
-            self.slots.close()
+        if self.pinned is not None:
+            self.pinned.close()
         run_ids = set(self._records)
         if self.lock is not None:
             run_ids.add(self.run_id)

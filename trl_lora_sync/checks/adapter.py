@@ -4,7 +4,7 @@ from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.checks.subject import Found, Offer, Subject
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, VerificationError
-from trl_lora_sync.verify import PROBE_PROMPT, Evidence, Scores, Trial, compare, mean_distance
+from trl_lora_sync.verify import PROBE_PROMPT, Scores, Trial, VerificationResult, compare, mean_distance
 
 _PROMPT = PromptGroup(prompt=[0, 1, 2, 3], count=1)
 _SAMPLING = Sampling.unrestricted(max_tokens=1, logprobs=0)
@@ -60,28 +60,28 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
         return NOTE, f"not compared: {subject.expected.unscored}"
     evidence = compare(subject.scores, trial.scores, tolerance=subject.server.settings.verify_tolerance)
     subject.evidence.append(evidence)
-    words = (
+    message = (
         f"mean |served - PEFT| {evidence.gap_mean:.4f} with the adapter and {evidence.base_gap:.4f} without; the "
         f"adapter itself moves PEFT's by {evidence.trained_change:.4f}"
     )
     gap = subject.expected.gap(subject.base_logprobs)
     # Another base model explains any difference, so it does not count against the adapter.
     if gap is not None and gap.is_suspicious:
-        return PROBLEM, f"{words}. The server serves another base model."
-    if evidence.contradicts:
+        return PROBLEM, f"{message}. The server serves another base model."
+    if evidence.is_mismatch:
         raise contradiction(subject.url, offer.stored.name, evidence, subject.server.settings.verify_tolerance, trial)
     if evidence.proves:
-        return OK, words
+        return OK, message
     unproven = (
         f"A trial adapter does not prove that {subject.url} samples from what it loads on {trial}, because its effect "
         f"is too small beside the difference of the base models: {evidence}. The first versions are verified instead, "
         "and lora_sync/verified stays 0 until one of them is a proof."
     )
-    return OK, words, unproven
+    return OK, message, unproven
 
 
 def contradiction(
-    base_url: str, adapter_name: str, evidence: Evidence, tolerance: float, trial: Trial | None = None
+    base_url: str, adapter_name: str, evidence: VerificationResult, tolerance: float, trial: Trial | None = None
 ) -> VerificationError:
     """The error of a server that computes something else with an adapter than the trainer."""
     where = f", which is zero outside {trial}" if trial is not None and trial.modules else ""

@@ -14,13 +14,13 @@ class Finding:
     Attributes:
         name: of the check.
         status: `ok`, `note` for what could not be known or is worth knowing, or `problem`.
-        words: what was found; of a problem, what was expected and how to mend it as well.
+        message: what was found; of a problem, what was expected and how to mend it as well.
         warning: what a run logs that goes on all the same; empty for nothing.
         error: what a run ends with; None if it goes on.
     """
 
     name: str
     status: str
-    words: str
+    message: str
     warning: str = ""
     error: LoRASyncError | None = field(default=None, kw_only=True)

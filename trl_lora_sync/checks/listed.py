@@ -103,7 +103,7 @@ class RunChecks:
         await make_checks(subjects, trials, lambda: deadline, ends=True)
         warnings: dict[tuple[str, str], str] = {}
         for finding in (finding for subject in subjects for finding in subject.findings if finding.warning):
-            warnings.setdefault((finding.name, finding.words), finding.warning)  # of several of one version, once
+            warnings.setdefault((finding.name, finding.message), finding.warning)  # of several of one version, once
         for warning in warnings.values():
             logger.warning("%s", warning)
         return subjects

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.addresses import is_local_url
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.checks.subject import Found, Subject
 from trl_lora_sync.engine_plugins import cuda_ipc
@@ -17,7 +18,6 @@ from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.registry import ENGINES, restart_command
 from trl_lora_sync.errors import AdapterRejectedError, LoRASyncError, ServerSetupError
 from trl_lora_sync.mixed_batches import score_base
-from trl_lora_sync.places import is_local_url
 
 _BEYOND_ANY_RANK = 1_000_000
 _UNKNOWN_BASE = "not compared: the trained model is not known here"
@@ -42,11 +42,11 @@ async def processes_logprobs(subject: Subject, deadline: Deadline) -> Found:
     mode = subject.served.logprobs_mode
     if mode == "raw_logprobs":
         fix = ENGINES[subject.served.engine].processed_logprobs.format(command=restart_command(subject.engine))
-        words = (
+        message = (
             "they come before the temperature, and TRL compares them with its own after it, so importance ratios "
             f"are wrong at any temperature but 1. {fix}"
         )
-        return PROBLEM, words, f"The log-probabilities of {subject.url} are raw: {words}"
+        return PROBLEM, message, f"The log-probabilities of {subject.url} are raw: {message}"
     if mode == "unknown":
         return NOTE, "unknown whether they come before or after the temperature"
     return OK, "after the temperature, as TRL compares them"
@@ -191,7 +191,7 @@ async def knows_tokens(subject: Subject, deadline: Deadline) -> Found:
     if not size:
         return NOTE, _UNKNOWN_BASE
     # The largest id: if that is known, all smaller ones are.
-    if not await subject.engine.knows_token(size - 1, deadline):
+    if not await subject.engine.has_token(size - 1, deadline):
         raise subject.other_base(f"its vocabulary has fewer than the trainer's {size} tokens")
     return OK, f"the server knows the trainer's {size} tokens"
 
@@ -216,14 +216,14 @@ async def has_base(subject: Subject, deadline: Deadline) -> Found:
             "model everywhere."
         )
     # An engine that crashes on an adapter of other shapes gets none, whatever the setting.
-    if subject.is_strict or not served.survives_misfit:
-        relaxed = 'If they are meant to differ, set lora_sync_verify="off".' if served.survives_misfit else ""
+    if subject.is_strict or not served.rejects_shape_mismatch:
+        relaxed = 'If they are meant to differ, set lora_sync_verify="off".' if served.rejects_shape_mismatch else ""
         raise subject.other_base(f"it computes other log-probabilities ({gap})", relaxed)
-    words = (
+    message = (
         f"The base model at {subject.url} computes other log-probabilities than the trainer's: {gap}. Completions come "
         "from another policy than the one being trained."
     )
-    return PROBLEM, words, words
+    return PROBLEM, message, message
 
 
 async def has_width(subject: Subject, deadline: Deadline) -> Found:

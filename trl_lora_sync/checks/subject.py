@@ -16,7 +16,7 @@ from trl_lora_sync.errors import LoRASyncError, ServerSetupError
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.mixed_batches import SharedCPUServerError
 from trl_lora_sync.transports import Transport
-from trl_lora_sync.verify import PROBE_PROMPT, BaseGap, Evidence, Scores, TrainedBase, Trial, mean_distance
+from trl_lora_sync.verify import PROBE_PROMPT, BaseGap, Scores, TrainedBase, Trial, VerificationResult, mean_distance
 
 if TYPE_CHECKING:
     from trl_lora_sync.server_handle import ServerHandle
@@ -125,7 +125,7 @@ class Subject:
     findings: list[Finding] = field(default_factory=list)
     base_logprobs: list[float] = field(default_factory=list)
     scores: Scores | None = None
-    evidence: list[Evidence] = field(default_factory=list)
+    evidence: list[VerificationResult] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -149,7 +149,7 @@ class Subject:
         """The reason to load no adapter there; empty if there is none."""
         if self.store is None:
             return "the server is elsewhere. Give --dir, a folder that it sees too."
-        if not self.served.survives_misfit and any(finding.error for finding in self.findings):
+        if not self.served.rejects_shape_mismatch and any(finding.error for finding in self.findings):
             return f"{self.served.engine} crashes on an adapter that does not fit. Mend the problems first."
         return ""
 
@@ -158,14 +158,14 @@ class Subject:
         """Whether every trial was a proof."""
         return bool(self.evidence) and all(one.proves for one in self.evidence)
 
-    def other_base(self, evidence: str, words: str = "") -> ServerSetupError:
+    def other_base(self, evidence: str, message: str = "") -> ServerSetupError:
         served, name = self.served, self.expected.base_name
         restart = restart_command(self.engine, model=name or "MODEL")
         return ServerSetupError(
             f"{self.url} serves {served.base_model!r} ({served.base_root}), which is not the base model "
             f"of the trainer, {name!r}: {evidence}. The adapter would be applied to the wrong weights. Restart the "
             f"server with the model that is being trained, {restart}, or point "
-            f"vllm_server_base_url at the right server. {words}".rstrip()
+            f"vllm_server_base_url at the right server. {message}".rstrip()
         )
 
 
@@ -178,7 +178,7 @@ class Offer:
     stored: StoredAdapter
 
 
-# Status and words of a finding, and what a run logs; None where the question does not arise.
+# Status and message of a finding, and what a run logs; None where the question does not arise.
 Found = tuple[str, str] | tuple[str, str, str] | None
 
 

@@ -29,15 +29,15 @@ class Diagnosis:
     base_model: str | None = None
     findings: list[Finding] = field(default_factory=list)
 
-    def add(self, name: str, status: str, words: str) -> None:
-        self.findings.append(Finding(name, status, words))
+    def add(self, name: str, status: str, message: str) -> None:
+        self.findings.append(Finding(name, status, message))
 
     @property
     def is_good(self) -> bool:
         return all(finding.status != PROBLEM for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        findings = [{"name": one.name, "status": one.status, "words": one.words} for one in self.findings]
+        findings = [{"name": one.name, "status": one.status, "words": one.message} for one in self.findings]
         return {**vars(self), "findings": findings}
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class DoctorInput:
     """What the servers are checked for.
 
     Attributes:

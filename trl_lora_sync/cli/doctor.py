@@ -14,14 +14,14 @@ import typer
 from typer import Argument, Option
 
 from trl_lora_sync import runtime
+from trl_lora_sync.addresses import is_local_url
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.cli.console import UsageError, out, working
-from trl_lora_sync.cli.diagnosis import Case, Diagnosis, model_folder
+from trl_lora_sync.cli.diagnosis import Diagnosis, DoctorInput, model_folder
 from trl_lora_sync.cli.examination import examine, handle_of
 from trl_lora_sync.cli.peft_config import read_peft_config
 from trl_lora_sync.cli.urls import check_listening, checked_urls, start_command
 from trl_lora_sync.engines.registry import ENGINES
-from trl_lora_sync.places import is_local_url
 
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.support import Serving
@@ -75,7 +75,7 @@ def make_case(
     folder: Path | None,
     server_dir: str | None,
     timeout: float,
-) -> Case:
+) -> DoctorInput:
     """The input from the command line, with the files read.
 
     Raises:
@@ -99,7 +99,7 @@ def make_case(
         raise UsageError(f"--model {model} is not a folder. Give the base model's, or leave it out.")
     if model is None and saved is not None:
         model = model_folder(saved.config.get("base_model_name_or_path"))
-    return Case(
+    return DoctorInput(
         config=config,
         adapter=adapter,
         saved=saved,
@@ -121,10 +121,10 @@ def show(diagnosis: Diagnosis) -> None:
     out().print(Text(f"{diagnosis.url}: {known}{served}", style="bold"))
     for finding in diagnosis.findings:
         line = Text(f"  {finding.status:8}", style=_STYLES[finding.status])
-        out().print(line.append(f"{finding.name}: {finding.words}", style="default"))
+        out().print(line.append(f"{finding.name}: {finding.message}", style="default"))
 
 
-def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
+def diagnose(url: str, case: DoctorInput, scores: list[list[float]]) -> Diagnosis:
     """Look at one server; never fails.
 
     Args:
@@ -158,7 +158,7 @@ def diagnose(url: str, case: Case, scores: list[list[float]]) -> Diagnosis:
     return diagnosis
 
 
-def _judge_features(diagnosis: Diagnosis, case: Case, serving: "Serving") -> None:
+def _judge_features(diagnosis: Diagnosis, case: DoctorInput, serving: "Serving") -> None:
     """Whether the adapter of the case can be served, by a server of this kind."""
     from trl_lora_sync.adapter.support import changes_base, check_saved_config, is_plain
 
@@ -167,21 +167,21 @@ def _judge_features(diagnosis: Diagnosis, case: Case, serving: "Serving") -> Non
     elif case.config is not None:
         with diagnosis.reporting("adapter features"):
             check_saved_config(case.config, serving)
-            words = "plain LoRA, which both engines serve exactly"
+            message = "plain LoRA, which both engines serve exactly"
             if changes_base(case.config.get("init_lora_weights")):
-                words = "served exactly as the difference to the initial adapter, which has twice the rank"
+                message = "served exactly as the difference to the initial adapter, which has twice the rank"
             elif not is_plain(case.config):
-                words = "more than plain LoRA, which this server computes in its weights"
-            diagnosis.add("adapter features", OK, words)
+                message = "more than plain LoRA, which this server computes in its weights"
+            diagnosis.add("adapter features", OK, message)
 
 
-def _serve_arguments(case: Case) -> tuple[str, ...]:
+def _serve_arguments(case: DoctorInput) -> tuple[str, ...]:
     named = (case.config or {}).get("base_model_name_or_path")
     model = str(case.base or named or "MODEL")
     return (model, "--peft-config", str(case.peft_config)) if case.peft_config else (model,)
 
 
-def _identify(diagnosis: Diagnosis, case: Case) -> None:
+def _identify(diagnosis: Diagnosis, case: DoctorInput) -> None:
     """Engine and version of a server that cannot be connected to, if known."""
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
     from trl_lora_sync.errors import LoRASyncError

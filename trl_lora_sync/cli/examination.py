@@ -6,10 +6,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trl_lora_sync.addresses import default_sync_dir, is_local_url
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
-from trl_lora_sync.cli.diagnosis import Case, Diagnosis, model_folder
+from trl_lora_sync.cli.diagnosis import Diagnosis, DoctorInput, model_folder
 from trl_lora_sync.cli.peft_config import served_modules
-from trl_lora_sync.places import default_sync_dir, is_local_url
 from trl_lora_sync.runtime import run
 from trl_lora_sync.verify import PROBE_PROMPT, Scores, Trial
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SPREAD_OF_PEER = 1.0
 
 
-def handle_of(url: str, case: Case) -> "ServerHandle":
+def handle_of(url: str, case: DoctorInput) -> "ServerHandle":
     """The server as in a run that accepts either engine and either serving mode."""
     from trl_lora_sync.ledger import VersionLedger
     from trl_lora_sync.server_handle import ServerHandle
@@ -49,7 +49,7 @@ def handle_of(url: str, case: Case) -> "ServerHandle":
     return ServerHandle(address, settings, VersionLedger(settings.keep))
 
 
-def examine(server: "ServerHandle", case: Case, diagnosis: Diagnosis, scores: list[list[float]]) -> None:
+def examine(server: "ServerHandle", case: DoctorInput, diagnosis: Diagnosis, scores: list[list[float]]) -> None:
     """Make every check of the list, and report all that they find; never fails.
 
     Args:
@@ -76,38 +76,38 @@ def examine(server: "ServerHandle", case: Case, diagnosis: Diagnosis, scores: li
             run(transport.close())
 
 
-def _transport(case: Case, server: "ServerHandle") -> "Transport | None":
+def _transport(case: DoctorInput, server: "ServerHandle") -> "Transport | None":
     """How an adapter reaches the server; None if no way is known."""
     from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
     served, settings = server.engine.capabilities, server.settings
     if case.folder is not None or server.address.is_local:
         return DiskTransport(settings.root, server_root=settings.server_root)
-    return HTTPTransport(settings.root) if served.takes_tensors or served.takes_pushes else None
+    return HTTPTransport(settings.root) if served.supports_tensor_load or served.supports_push else None
 
 
-def _look_for_leftovers(server: "ServerHandle", case: Case, diagnosis: Diagnosis) -> None:
+def _look_for_leftovers(server: "ServerHandle", case: DoctorInput, diagnosis: Diagnosis) -> None:
     options = {"--dir": case.folder, "--server-dir": case.server_folder}
     given = [part for name, value in options.items() if value is not None for part in (name, str(value))]
     sweep = shlex.join(["trl-lora-sync", "sweep", server.base_url, *given])
     with diagnosis.reporting("loaded adapters"):
         names = sorted(run(server.engine.loaded(case.deadline("Listing adapters"))))
         if names:
-            words = (
+            message = (
                 f"{', '.join(names)}: of a live run, or left behind by a dead one. "
                 f"`{sweep} --dry-run` lists which; without --dry-run it removes leftovers"
             )
-            diagnosis.add("loaded adapters", NOTE, words)
+            diagnosis.add("loaded adapters", NOTE, message)
         else:
             diagnosis.add("loaded adapters", OK, "none")
 
 
-def _check_clean_up(server: "ServerHandle", run_id: str, case: Case, diagnosis: Diagnosis) -> None:
+def _check_clean_up(server: "ServerHandle", run_id: str, case: DoctorInput, diagnosis: Diagnosis) -> None:
     with diagnosis.reporting("clean-up"):
         left = [name for name in run(server.engine.loaded(case.deadline("Listing adapters"))) if run_id in name]
         if left:
-            words = f"{', '.join(left)} could not be unloaded; look at the server's log, or restart it"
-            diagnosis.add("clean-up", PROBLEM, words)
+            message = f"{', '.join(left)} could not be unloaded; look at the server's log, or restart it"
+            diagnosis.add("clean-up", PROBLEM, message)
         else:
             diagnosis.add("clean-up", OK, "the server has no adapter of this check left, and its files are deleted")
 
@@ -115,7 +115,7 @@ def _check_clean_up(server: "ServerHandle", run_id: str, case: Case, diagnosis: 
 # What the trainer would know
 
 
-def _expected(case: Case, server: "ServerHandle", scores: list[list[float]]) -> "Expected":
+def _expected(case: DoctorInput, server: "ServerHandle", scores: list[list[float]]) -> "Expected":
     from trl_lora_sync.adapter.support import saved_rank
     from trl_lora_sync.checks.subject import Expected
 
@@ -147,7 +147,7 @@ def _trial(saved: "SavedAdapter", base: Path | None, trained: "_Trained | None")
     def read(form: "Form") -> "CanonicalAdapter":
         from trl_lora_sync.adapter.saved import base_shapes
 
-        return saved.canonical(shapes=(base_shapes(base) if base else {}) if form.fused_siblings else None)
+        return saved.canonical(shapes=(base_shapes(base) if base else {}) if form.packed_modules else None)
 
     return Trial(group="saved", modules=(), read=read, scores=trained.scores if trained else None)
 

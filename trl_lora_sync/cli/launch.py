@@ -17,7 +17,7 @@ _STACKED = dict(zip(("qkv_proj", "gate_up_proj"), FUSED_LAYERS, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ServerRequest:
     """What a server should be able to do.
 
     Attributes:
@@ -26,7 +26,7 @@ class Wanted:
         modules: the adapted layers by their last name; empty if they are not known.
         keep: `lora_sync_keep` of the trainer.
         sleeps: whether `vllm_server_sleep="kv_cache"` will be used.
-        takes_pushes: whether adapters will be pushed to it over HTTP.
+        supports_push: whether adapters will be pushed to it over HTTP.
         is_fused: whether adapters are added to its weights, `lora_sync_serving="fused"` of the trainer.
         adapts_vision: whether adapters change modules that see images.
         adapts_experts: whether adapters may change the experts of a mixture.
@@ -40,7 +40,7 @@ class Wanted:
     modules: tuple[str, ...] = ()
     keep: int = 2
     sleeps: bool = False
-    takes_pushes: bool = False
+    supports_push: bool = False
     is_fused: bool = False
     adapts_vision: bool = False
     adapts_experts: bool = False
@@ -51,7 +51,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class LaunchCommand:
     """A command that starts a server, with what is added to the environment and what to know about it."""
 
     command: tuple[str, ...]
@@ -94,12 +94,12 @@ class EngineArguments:
         except ValueError as error:
             raise UsageError(f"{names[0]} {value} is not a whole number.") from error
 
-    def check_port(self, request: Wanted) -> None:
+    def check_port(self, request: ServerRequest) -> None:
         port = self.number("--port", default=request.port)
         if not 0 < port < 65536:
             raise UsageError(f"--port {port} is out of range. Give a port from 1 to 65535.")
 
-    def check_rank(self, request: Wanted, advised: int) -> None:
+    def check_rank(self, request: ServerRequest, advised: int) -> None:
         reserved = self.number("--max-lora-rank", default=request.lora_rank)
         if reserved < request.lora_rank:
             raise UsageError(
@@ -107,7 +107,7 @@ class EngineArguments:
                 f"{advised}."
             )
 
-    def check_room(self, flag: str, request: Wanted, consequence: str) -> None:
+    def check_room(self, flag: str, request: ServerRequest, consequence: str) -> None:
         """Versions that stay registered, the next one, and the one whose files go last."""
         needed = request.keep + 2
         found = self.number(flag, default=needed)
@@ -117,7 +117,7 @@ class EngineArguments:
                 f"{needed}."
             )
 
-    def check_modules(self, request: Wanted, consequence: str, *, every: str = "") -> None:
+    def check_modules(self, request: ServerRequest, consequence: str, *, every: str = "") -> None:
         """Every adapted layer must be among the typed ones, by its name or by the name of a layer it is part of.
 
         Args:

@@ -8,7 +8,7 @@ from packaging.version import Version
 
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.installed import Installed
-from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, key_notes, port_notes
+from trl_lora_sync.cli.launch import EngineArguments, LaunchCommand, ServerRequest, is_on, key_notes, port_notes
 from trl_lora_sync.cli.peft_config import USUAL_MODULES
 
 # Source: sglang#36894; a request with n > 1 leaves its adapter in use for ever, so that no unload ends.
@@ -17,7 +17,7 @@ _SAMPLES_SAFELY_FROM = Version("0.5.22")
 _EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj")
 
 
-def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
+def plan_sglang(installed: Installed, request: ServerRequest, environ: Mapping[str, str]) -> LaunchCommand:
     """The command for `request`; see `serve.plan`."""
     if request.adapts_experts and request.modules:
         request = replace(request, modules=tuple(dict.fromkeys((*request.modules, *_EXPERT_MODULES))))
@@ -46,11 +46,13 @@ def plan_sglang(installed: Installed, request: Wanted, environ: Mapping[str, str
     )
     notes += key_notes(given, ".")
     program = (str(installed.python), "-m", "sglang.launch_server", "--model-path", request.model)
-    return Launch(command=(*program, *given.missing(flags), *request.extra), notes=tuple(notes))
+    return LaunchCommand(command=(*program, *given.missing(flags), *request.extra), notes=tuple(notes))
 
 
-def _check_sglang(installed: Installed, given: EngineArguments, request: Wanted, environ: Mapping[str, str]) -> None:
-    if request.takes_pushes:
+def _check_sglang(
+    installed: Installed, given: EngineArguments, request: ServerRequest, environ: Mapping[str, str]
+) -> None:
+    if request.supports_push:
         raise UsageError(
             "--push cannot be used with SGLang, which takes adapters in the load request without any flag. Leave it "
             "out; the trainer needs no setting for it."

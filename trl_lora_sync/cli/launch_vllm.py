@@ -8,7 +8,7 @@ from packaging.version import Version
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.cli.gpus import VISIBLE, with_all_gpus
 from trl_lora_sync.cli.installed import Installed
-from trl_lora_sync.cli.launch import EngineArguments, Launch, Wanted, is_on, key_notes, port_notes
+from trl_lora_sync.cli.launch import EngineArguments, LaunchCommand, ServerRequest, is_on, key_notes, port_notes
 from trl_lora_sync.cli.vllm_on_cpu import cpu_env, cpu_flags, cpu_notes
 from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE as FUSED_MIDDLEWARE
 from trl_lora_sync.engine_plugins.vllm_fused import WORKER as FUSED_WORKER
@@ -29,7 +29,7 @@ _STACKED_EXPERTS_FROM = Version("0.26")
 _BITSANDBYTES_IN_A_PLUGIN_FROM = Version("0.28")
 
 
-def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
+def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str, str]) -> LaunchCommand:
     """The command for `request`; see `serve.plan`."""
     given = EngineArguments(request.extra)
     given.check_port(request)
@@ -113,17 +113,17 @@ def plan_vllm(installed: Installed, request: Wanted, environ: Mapping[str, str])
     notes += key_notes(given, "; export VLLM_API_KEY instead of --api-key." if has_key else ".")
     command = [*_vllm_program(installed, request.model), *given.missing(flags)]
     wanted = {
-        MIDDLEWARE: request.takes_pushes,
+        MIDDLEWARE: request.supports_push,
         FUSED_MIDDLEWARE: request.is_fused,
         QUICK_MIDDLEWARE: bool(request.loads_quickly),
     }
     for middleware in (one for one, is_wanted in wanted.items() if is_wanted):
         if not _names_middleware(middleware, request.extra):
             command += ["--middleware", middleware]  # may be given several times, so a typed one stays
-    return Launch(command=(*command, *request.extra), env=env, notes=tuple(notes))
+    return LaunchCommand(command=(*command, *request.extra), env=env, notes=tuple(notes))
 
 
-def _with_quick_load(installed: Installed, request: Wanted, given: EngineArguments) -> Wanted:
+def _with_quick_load(installed: Installed, request: ServerRequest, given: EngineArguments) -> ServerRequest:
     """The request with quick loading chosen, unless that was typed, or another extension of the workers is wanted."""
     if request.loads_quickly is not None:
         return request
@@ -144,8 +144,12 @@ def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:
     return (str(installed.python), "-m", "vllm.entrypoints.cli.main", "serve", model)
 
 
-def _check_plugins(installed: Installed, request: Wanted) -> None:
-    options = {"--push": request.takes_pushes, "--fused": request.is_fused, "--quick-load": bool(request.loads_quickly)}
+def _check_plugins(installed: Installed, request: ServerRequest) -> None:
+    options = {
+        "--push": request.supports_push,
+        "--fused": request.is_fused,
+        "--quick-load": bool(request.loads_quickly),
+    }
     needing = [option for option, is_set in options.items() if is_set]
     if needing and not installed.has_plugins:
         raise UsageError(
@@ -155,7 +159,7 @@ def _check_plugins(installed: Installed, request: Wanted) -> None:
         )
 
 
-def _check_vllm(given: EngineArguments, request: Wanted, environ: Mapping[str, str]) -> None:
+def _check_vllm(given: EngineArguments, request: ServerRequest, environ: Mapping[str, str]) -> None:
     servers = given.number("--api-server-count", "-asc", default=1)
     if servers > 1:
         raise UsageError(

@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperOption
 from trl_lora_sync.adapter.support import check_saved_config, saved_rank
 from trl_lora_sync.cli.console import UsageError, err, out
 from trl_lora_sync.cli.installed import Installed, find_engine
-from trl_lora_sync.cli.launch import Launch, Wanted
+from trl_lora_sync.cli.launch import LaunchCommand, ServerRequest
 from trl_lora_sync.cli.peft_config import adapts_experts, adapts_vision, read_peft_config, served_modules
 from trl_lora_sync.cli.unknown import explain_unknown
 from trl_lora_sync.engines.registry import ENGINES
@@ -98,13 +98,13 @@ def run(
         check_saved_config(saved, "fused" if fused else "runtime", proves_groups=ENGINES[engine].proves_groups)
         rank, modules = saved_rank(saved), served_modules(saved.get("target_modules"))
         has_vision, has_experts = adapts_vision(peft_config, saved), adapts_experts(saved)
-    request = Wanted(
+    request = ServerRequest(
         model=model,
         lora_rank=rank,
         modules=modules,
         keep=keep,
         sleeps=sleep,
-        takes_pushes=push,
+        supports_push=push,
         is_fused=fused,
         adapts_vision=has_vision,
         adapts_experts=has_experts,
@@ -126,7 +126,7 @@ def run(
     _become(launch)
 
 
-def _become(launch: Launch) -> NoReturn:
+def _become(launch: LaunchCommand) -> NoReturn:
     # Not a child process, so that signals and the exit status are the engine's.
     os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.env})
 
@@ -161,7 +161,7 @@ def _similar(path: Path) -> str:
     return f"; {path.parent / found[0]} does" if found else ""
 
 
-def plan(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> Launch:
+def plan(installed: Installed, request: ServerRequest, environ: Mapping[str, str]) -> LaunchCommand:
     """The command for `request`.
 
     Args:
@@ -177,7 +177,7 @@ def plan(installed: Installed, request: Wanted, environ: Mapping[str, str]) -> L
             f"{known.title} {installed.version} is installed, and adapter sync needs {known.oldest} or later. Upgrade "
             "it in its environment."
         )
-    launch: Launch = resolve_name(spec.launch)(installed, request, environ)
+    launch: LaunchCommand = resolve_name(spec.launch)(installed, request, environ)
     doubt = known.doubt(installed.version)
     notes = (*launch.notes, f"{doubt}. Run `trl-lora-sync doctor` once it is up.") if doubt else launch.notes
-    return Launch(command=launch.command, env=launch.env, notes=notes)
+    return LaunchCommand(command=launch.command, env=launch.env, notes=notes)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from trl_lora_sync import runtime
+from trl_lora_sync.addresses import default_sync_dir, is_gone, is_local_url
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.urls import check_listening, checked_urls
-from trl_lora_sync.places import default_sync_dir, is_gone, is_local_url
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Deadline, Engine

@@ -5,8 +5,8 @@ import shlex
 import time
 from urllib.parse import urlsplit
 
+from trl_lora_sync.addresses import has_secrets, is_http_url, is_local_url
 from trl_lora_sync.cli.console import UsageError
-from trl_lora_sync.places import has_secrets, is_http_url, is_local_url
 from trl_lora_sync.runtime import run
 
 # A port that refuses connections has no server behind it; a server that restarts opens its port again within this time.

@@ -21,7 +21,16 @@ from trl_lora_sync.distributed import run_on_all, run_on_main
 from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
-from trl_lora_sync.verify import PROBE_PROMPT, Evidence, ReadAdapter, Scores, TrainedBase, Trial, base_gap, compare
+from trl_lora_sync.verify import (
+    PROBE_PROMPT,
+    ReadAdapter,
+    Scores,
+    TrainedBase,
+    Trial,
+    VerificationResult,
+    base_gap,
+    compare,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +49,7 @@ class ColocateGeneration(AdapterGeneration):
         holder: has the adapters, in vLLM's slots or in its weights.
         active: the version that is sampled from.
         layout: names and shapes of the tensors that the engine was proved with.
-        is_proven: whether the engine was seen to sample from what it was given.
+        is_verified: whether the engine was seen to sample from what it was given.
     """
 
     settings: ColocateSettings
@@ -50,7 +59,7 @@ class ColocateGeneration(AdapterGeneration):
         self._next_version = 1
         self.active: Policy | None = None
         self.layout: Any = None
-        self.is_proven = False
+        self.is_verified = False
         self._shared: SharedBase | None = None
         self._received: torch.Tensor | None = None  # memory for the adapter that process 0 sends
         super().__init__(*args, **kwargs)
@@ -173,8 +182,8 @@ class ColocateGeneration(AdapterGeneration):
         assert trial.scores is not None
         trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.scores.adapted)
         found = run_on_all(self.accelerator, lambda: self._compared(policy, trained))
-        self.is_proven = self._prove_all(found)
-        if not self.is_proven:
+        self.is_verified = self._prove_all(found)
+        if not self.is_verified:
             logger.warning(
                 "A trial adapter does not prove that vLLM samples from what it loads, because its effect is too small "
                 "beside the difference of the base models: %s. The first versions are verified instead, and "
@@ -182,7 +191,7 @@ class ColocateGeneration(AdapterGeneration):
                 found,
             )
 
-    def _prove_all(self, found: Evidence) -> bool:
+    def _prove_all(self, found: VerificationResult) -> bool:
         """**Collective.** Whether every process has a proof, as all must agree on what is verified next."""
         return all(gather_object([found.proves]))
 
@@ -202,7 +211,7 @@ class ColocateGeneration(AdapterGeneration):
         (trial,) = make_trials(base)  # none only for lora_sync_verify="off"
         return trial, self.holder.load("trial", self.idle_id(), trial.read(PLAIN))
 
-    def _compared(self, policy: Policy, trained: Scores) -> Evidence:
+    def _compared(self, policy: Policy, trained: Scores) -> VerificationResult:
         """Compare what vLLM computes with what the trainer does.
 
         Raises:
@@ -213,7 +222,7 @@ class ColocateGeneration(AdapterGeneration):
             adapted=engine.prompt_logprobs(self.llm, self.gate, policy, PROBE_PROMPT),
         )
         found = compare(served, trained, tolerance=self.settings.verify_tolerance)
-        if found.contradicts:
+        if found.is_mismatch:
             raise VerificationError(
                 f"vLLM in this process computes something else with {policy.name} than the trainer: {found}. "
                 "The last version stays active. Compare the checkpoints of vLLM and of the trainer. "
@@ -245,8 +254,8 @@ class ColocateGeneration(AdapterGeneration):
         self.gate.policy, self.gate.is_ready = policy, True
         self.active, self.active_name, self._published = policy, policy.name, current
         self.layout = adapter.layout
-        # `is_proven`, and whether there is evidence, agree on all processes: all of them enter the collective, or none.
-        self.is_proven = self.is_proven or (evidence is not None and self._prove_all(evidence))
+        # `is_verified`, and whether there is evidence, agree on all processes: all enter the collective, or none.
+        self.is_verified = self.is_verified or (evidence is not None and self._prove_all(evidence))
         self.on_sync(self._report(version, adapter, timer, evidence))
 
     def _on_every_process(self, read: ReadAdapter) -> CanonicalAdapter:
@@ -300,7 +309,7 @@ class ColocateGeneration(AdapterGeneration):
     def _scores_to_compare(self, timer: PhaseTimer, adapter: CanonicalAdapter) -> Scores | None:
         """**Collective** if the model is sharded. The trainer's log-probabilities, if they are to be compared."""
         verify = self.settings.verify
-        is_new = not self.is_proven or self.active is None or adapter.layout != self.layout
+        is_new = not self.is_verified or self.active is None or adapter.layout != self.layout
         if verify == "off" or not (verify == "every" or is_new):
             return None
         with timer.phase("verify"):
@@ -313,7 +322,7 @@ class ColocateGeneration(AdapterGeneration):
         with timer.phase("load"):
             return self.holder.load(name, self.idle_id(), adapter)
 
-    def _verify(self, policy: Policy, trained: Scores, timer: PhaseTimer) -> Evidence:
+    def _verify(self, policy: Policy, trained: Scores, timer: PhaseTimer) -> VerificationResult:
         """**Collective.** Compare what vLLM computes with a version, before it is active."""
         with timer.phase("verify"):
             return run_on_all(self.accelerator, lambda: self._compared(policy, trained))
@@ -323,7 +332,7 @@ class ColocateGeneration(AdapterGeneration):
         return 1 if self.active is None else self.active.adapter_id % engine.SLOTS + 1
 
     def _report(
-        self, version: int, adapter: CanonicalAdapter, timer: PhaseTimer, evidence: Evidence | None
+        self, version: int, adapter: CanonicalAdapter, timer: PhaseTimer, evidence: VerificationResult | None
     ) -> SyncReport:
         return SyncReport(
             adapter_name=f"version-{version}",
@@ -337,7 +346,7 @@ class ColocateGeneration(AdapterGeneration):
             servers=self.accelerator.num_processes // self.tensor_parallel_size,
             verify_gap=evidence.gap_mean if evidence else None,
             verify_gap_max=evidence.gap_max if evidence else None,
-            is_verified=None if self.settings.verify == "off" else self.is_proven,
+            is_verified=None if self.settings.verify == "off" else self.is_verified,
         )
 
     def generate(

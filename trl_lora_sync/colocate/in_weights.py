@@ -17,7 +17,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter, modules_of
 from trl_lora_sync.colocate import engine, placing
 from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.engine_plugins.folded_base import BaseChangedError, FoldedBase
-from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
+from trl_lora_sync.engine_plugins.fused_placement import PlacementError, WeightSlice
 from trl_lora_sync.engine_plugins.fused_weights import KnownLaunches, Matrices, OneLaunch, fuse_piece, part_of
 from trl_lora_sync.errors import AdapterRejectedError, UnsupportedSettingError, WrongPolicyError
 
@@ -101,7 +101,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
 
     def __init__(self, llm: Any, base: Mapping[str, Tensor]) -> None:
         super().__init__(llm, base)
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[WeightSlice]] = {}
         self._is_transposed = False
         self._written: str | None = None  # the adapter in the weights; None for the base
         self._is_whole = True  # whether that is in all of them

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trl_lora_sync.adapter.names import ServedNames, unwrapped_path
 from trl_lora_sync.colocate import engine
-from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, find_pieces
+from trl_lora_sync.engine_plugins.fused_placement import PlacementError, WeightSlice, trace_weight_slices
 
 # Of a layer that PEFT has wrapped, where the layer itself is.
 _WRAPPED = ".base_layer"
@@ -39,7 +39,7 @@ def _parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
 
 
-def find(llm: Any, shapes: dict[str, tuple[int, int]]) -> dict[str, list[Piece]]:
+def find(llm: Any, shapes: dict[str, tuple[int, int]]) -> dict[str, list[WeightSlice]]:
     """Where weights are in the parameters of the served model.
 
     Args:
@@ -50,7 +50,7 @@ def find(llm: Any, shapes: dict[str, tuple[int, int]]) -> dict[str, list[Piece]]
     """
     with _unwrapped(engine.served_model(llm)) as model:
         # vLLM fills the rows below an embedding up to its padded vocabulary, which copies no part of a weight.
-        return find_pieces(
+        return trace_weight_slices(
             model.load_weights, _parameters_of(model), shapes, engine.model_dtype(llm), skip_padding=True
         )
 

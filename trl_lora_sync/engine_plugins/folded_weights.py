@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins.folded_base import BaseChangedError, FoldedBase
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, Content
-from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError
+from trl_lora_sync.engine_plugins.fused_placement import PlacementError, WeightSlice
 from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, part_of
 
 
@@ -45,7 +45,7 @@ class FoldedWeights:
                 "without that."
             )
 
-    def check_pieces(self, found: dict[str, list[Piece]], parameters: dict[str, Tensor]) -> None:
+    def check_pieces(self, found: dict[str, list[WeightSlice]], parameters: dict[str, Tensor]) -> None:
         """Raises PlacementError for what is not whole rows of a parameter."""
         for module, pieces in found.items():
             for piece in pieces:
@@ -56,7 +56,7 @@ class FoldedWeights:
                         "Restart the server without that"
                     )
 
-    def write(self, adapter: FusedAdapter | None, pieces: dict[str, list[Piece]]) -> None:
+    def write(self, adapter: FusedAdapter | None, pieces: dict[str, list[WeightSlice]]) -> None:
         """Put an adapter into the weights, or none; after an error they hold the base, or what was not taken out yet.
 
         Raises:
@@ -92,7 +92,7 @@ class FoldedWeights:
         return {"compared": len(self._unchanged), "different": different}
 
 
-def _matrices_of(piece: Piece, lora_A: Tensor, lora_B: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def _matrices_of(piece: WeightSlice, lora_A: Tensor, lora_B: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     rows = lora_B[slice(*piece.rows)]
     # The trainer writes adapters with a scaling of 1. In 16 bits, the product with another one would be rounded.
     return lora_A[:, slice(*piece.columns)], rows if scaling == 1.0 else rows.float() * scaling

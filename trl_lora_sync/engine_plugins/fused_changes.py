@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins.fused_file import Kind
-from trl_lora_sync.engine_plugins.fused_placement import Piece
+from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
 
 # Bounds a product in float32.
 _PRODUCT_BYTES = 64 << 20
@@ -29,7 +29,7 @@ class Change:
     tensor: Tensor
     indices: Tensor | None = None
 
-    def write(self, weight: Tensor, base: Tensor, piece: Piece) -> None:
+    def write(self, weight: Tensor, base: Tensor, piece: WeightSlice) -> None:
         """Write the changed tensor's rectangle over `weight`, whose base is `base`."""
         columns = self.tensor[:, slice(*piece.columns)]
         if self.kind == "value":

@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from trl_lora_sync.engine_plugins import logger
-from trl_lora_sync.engine_plugins.fused_gate import Gate
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.routes import below, check_key, path_of, refusal, respond
 from trl_lora_sync.engine_plugins.timeouts import timeout
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE, WORKER
+from trl_lora_sync.engine_plugins.weights_lock import WeightsLock
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class FusedMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.adapters: dict[str, str] = {}
-        self.gate = Gate(BASE)
+        self.gate = WeightsLock(BASE)
         self.broken: str | None = None
         self._is_asleep = False
         self._weights = asyncio.Lock()  # who may touch their memory: a fuse, or vLLM's sleep
@@ -174,11 +174,11 @@ class FusedMiddleware:
         raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
 
     async def _state(self, engine: Any, *, compares: bool) -> dict[str, Any]:
-        before = self.gate.at_rest
+        before = self.gate.finished_changes
         workers = _good(await _call(engine, "lora_sync_state"))
         # The workers' answers belong to `current` only if no change happened while they were on their way.
-        current, is_at_rest = self.gate.current, before is not None and before == self.gate.at_rest
-        if is_at_rest and self.broken is None and any((worker["active"] or BASE) != current for worker in workers):
+        current, is_unchanged = self.gate.current, before is not None and before == self.gate.finished_changes
+        if is_unchanged and self.broken is None and any((worker["active"] or BASE) != current for worker in workers):
             self.broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
         state = {
             "protocol": PROTOCOL,

@@ -24,7 +24,7 @@ class PlacementError(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
     """A rectangle of a checkpoint's weight, and where it is in a parameter.
 
     Attributes:
@@ -49,7 +49,7 @@ class Piece:
     def right(self) -> int:
         return self.left + self.columns[1] - self.columns[0]
 
-    def overlaps(self, other: "Piece") -> bool:
+    def overlaps(self, other: "WeightSlice") -> bool:
         """Whether both write to one place."""
         return (
             (self.owner, self.expert) == (other.owner, other.expert)
@@ -58,14 +58,14 @@ class Piece:
         )
 
 
-def find_pieces(
+def trace_weight_slices(
     load_weights: LoadWeights,
     parameters: dict[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     *,
     skip_padding: bool = False,
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[WeightSlice]]:
     """Find where weights of a checkpoint would go, without changing anything.
 
     Args:
@@ -83,7 +83,7 @@ def find_pieces(
     """
     recorder = _Recorder(parameters, skip_padding=skip_padding)
 
-    def record(chosen: Iterable[str]) -> dict[str, list[Piece]]:
+    def record(chosen: Iterable[str]) -> dict[str, list[WeightSlice]]:
         sources = {module: torch.empty(shapes[module], dtype=dtype, device="meta") for module in chosen}
         recorder.begin(sources)
         with torch.no_grad(), recorder:
@@ -94,7 +94,7 @@ def find_pieces(
     with contextlib.suppress(Exception):
         return record(shapes)
     # Module by module, to name the module that it cannot load.
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[WeightSlice]] = {}
     for module, shape in shapes.items():
         try:
             found |= record([module])
@@ -114,7 +114,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, parameters: dict[str, Tensor], *, skip_padding: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._skipped = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default) if skip_padding else ()
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[WeightSlice]] = {}
         # Keyed by storage, as tensors without contents have no address, and held so that a key stays unique.
         self._sources: dict[int, tuple[str, Tensor]] = {}
         self._parameters = {_storage(parameter): (key, parameter) for key, parameter in parameters.items()}
@@ -153,7 +153,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         top, left = _corner(target, parameter)
         row, column = _corner(source, whole)
         rows, columns = source.shape
-        self.pieces[module].append(Piece(key, (row, row + rows), (column, column + columns), top, left, expert))
+        self.pieces[module].append(WeightSlice(key, (row, row + rows), (column, column + columns), top, left, expert))
 
 
 class copying_only(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N801 - a context manager

@@ -21,7 +21,7 @@ from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher, Staging
 from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, fuse_with_magnitude
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content
-from trl_lora_sync.engine_plugins.fused_placement import Piece
+from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
 from trl_lora_sync.engine_plugins.safetensors_file import ShortFileError, joined
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Largest:
         return torch.stack(list(torch._foreach_norm(self._tensors, float("inf")))).tolist()
 
 
-def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[Piece]]) -> "OneLaunch":
+def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[WeightSlice]]) -> "OneLaunch":
     """Put an adapter, or the base for None, into all weights that any adapter has ever changed.
 
     Args:
@@ -244,7 +244,7 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
     """
     matrices = adapter.matrices if adapter is not None else {}
     changes = adapter.changes if adapter is not None else {}
-    by_target: dict[str, list[tuple[str, Piece]]] = {key: [] for key in targets}
+    by_target: dict[str, list[tuple[str, WeightSlice]]] = {key: [] for key in targets}
     for module, found in pieces.items():
         for piece in found:
             by_target[piece.owner].append((module, piece))
@@ -267,7 +267,7 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
     return launch
 
 
-def part_of(whole: Tensor, piece: Piece) -> Tensor:
+def part_of(whole: Tensor, piece: WeightSlice) -> Tensor:
     """The rectangle of a parameter that a piece is; a vector has one row."""
     matrix = as_matrix(whole) if piece.expert is None else whole[piece.expert]
     return matrix[piece.top : piece.bottom, piece.left : piece.right]
@@ -348,7 +348,7 @@ def fuse_piece(
     base: Tensor,
     lora_A: Tensor,
     lora_B: Tensor,
-    piece: Piece,
+    piece: WeightSlice,
     scaling: float,
     launch: OneLaunch,
     magnitude: Tensor | None = None,

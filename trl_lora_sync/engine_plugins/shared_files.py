@@ -1,7 +1,7 @@
 """How workers of an engine map the files that a trainer on their host writes again and again, and page-lock them once.
 
 A trainer may write a file again only if no other process can still read it, and the kernel counts the open files
-and their mappings (see `adapter.slots`). A worker that mapped the file by its path would be counted for as long
+and their mappings (see `adapter.pinned_files`). A worker that mapped the file by its path would be counted for as long
 as it has the mapping. So the trainer passes its own open file through a socket: that is one open file, however many
 processes map it. While a worker reads, it also has the file open by its path, and so it is counted then.
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.page_lock import PageLockError, lock_pages
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, pin
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
@@ -302,7 +302,7 @@ class _Trainer:
             try:
                 # Without the lock, as locking pages takes a part of a second, in which other files may be read.
                 new = _Mapping(files[0], self._device)
-            except (OSError, ValueError, PageLockError) as error:
+            except (OSError, ValueError, PinError) as error:
                 logger.warning("A file of a trainer is read instead of mapped: %s", error)
                 return
             with self._changed:
@@ -355,7 +355,7 @@ class _Mapping:
     def __init__(self, file: int, device: torch.device) -> None:
         self._map = mmap.mmap(file, os.fstat(file).st_size)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._unlock = lock_pages(self.data, device)
+        self._unlock = pin(self.data, device)
 
     def close(self) -> None:
         self._unlock()

@@ -416,7 +416,7 @@ class SlotWriter:
         ]
         del digits
         plan = _Plan(_in_groups(boxes, count, self._device))
-        self._try_out(plan, request, spans, count, free[0])
+        self._smoke_test(plan, request, spans, count, free[0])
         for slot in free[DIGITS:]:
             self._load_values(request, spans, torch.zeros(count, dtype=dtype), slot)
         self._remove(request.lora_int_id)
@@ -443,7 +443,7 @@ class SlotWriter:
         if missing:
             raise _DoubtError(f"{len(missing)} of {len(spans)} tensors are not in the slots, {missing[0]} for one")
 
-    def _try_out(self, plan: _Plan, request: Any, spans: dict[str, TensorSpan], count: int, slot: int) -> None:
+    def _smoke_test(self, plan: _Plan, request: Any, spans: dict[str, TensorSpan], count: int, slot: int) -> None:
         """Compare what is written here with what vLLM loads, for values of every kind."""
         values = _random_values(count, self._parts[0].dtype)
         self._load_values(request, spans, values.clone(), slot)

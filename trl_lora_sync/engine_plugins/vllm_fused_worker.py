@@ -27,7 +27,7 @@ from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import visible_gpus
 from trl_lora_sync.engine_plugins.folded_weights import FoldedWeights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
-from trl_lora_sync.engine_plugins.fused_placement import Piece, PlacementError, copying_only, find_pieces
+from trl_lora_sync.engine_plugins.fused_placement import PlacementError, WeightSlice, copying_only, trace_weight_slices
 from trl_lora_sync.engine_plugins.fused_weights import (
     FusedAdapter,
     InPlace,
@@ -127,7 +127,7 @@ class FusedModel:
         self._targets: dict[str, Target] = {}
         # Instead of targets, where no copy of the base is kept.
         self._folded = FoldedWeights() if place == "none" else None
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[WeightSlice]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         # What was placed last, as the head of its file lists it.
         self._fitting: object = None
@@ -246,7 +246,7 @@ class FusedModel:
         with self._whole_weights():
             parameters = _parameters_of(self._model)
             dtype = self._config.model_config.dtype
-            found = find_pieces(self._model.load_weights, parameters, new, dtype, skip_padding=True)
+            found = trace_weight_slices(self._model.load_weights, parameters, new, dtype, skip_padding=True)
             owners = list(dict.fromkeys(piece.owner for pieces in found.values() for piece in pieces))
             for owner in owners:
                 check_layer(self._model, owner, {**self._linears, **self._embeddings}, self._experts)
@@ -260,7 +260,7 @@ class FusedModel:
         self._unproved |= new.keys()
 
     def _check_overlaps(self, modules: Any) -> None:
-        by_owner: dict[str, list[Piece]] = {}
+        by_owner: dict[str, list[WeightSlice]] = {}
         for module in modules:
             for piece in self.pieces[module]:
                 others = by_owner.setdefault(piece.owner, [])

@@ -45,9 +45,9 @@ class Deadline:
     def is_over(self) -> bool:
         return self.left_s() <= 0
 
-    def error(self, words: str = "") -> DeadlineExceededError:
+    def error(self, message: str = "") -> DeadlineExceededError:
         """The error to raise once the time is up."""
-        detail = f" ({words})" if words else ""
+        detail = f" ({message})" if message else ""
         return DeadlineExceededError(f"{self.task} did not finish within {self.budget_s:g} s{detail}.")
 
 
@@ -113,11 +113,11 @@ class Capabilities:
         max_loras: how many adapters one batch of it can have, the base model not counted, if known.
         keeps_adapters_apart: whether an adapter can be loaded while requests run for another one.
         target_modules: the modules it can adapt; empty if unknown.
-        needs_fused_siblings: whether q/k/v and gate/up must come complete.
-        takes_stacked_experts: whether all experts of a layer may come in one tensor, whatever the model.
-        survives_misfit: whether it refuses an adapter of other shapes instead of crashing.
-        takes_tensors: whether an adapter can be sent in the load request, without a shared file system.
-        takes_pushes: whether an adapter can be sent to a separate route first, without a shared file system.
+        requires_packed_modules: whether q/k/v and gate/up must come complete.
+        supports_stacked_experts: whether all experts of a layer may come in one tensor, whatever the model.
+        rejects_shape_mismatch: whether it refuses an adapter of other shapes instead of crashing.
+        supports_tensor_load: whether an adapter can be sent in the load request, without a shared file system.
+        supports_push: whether an adapter can be sent to a separate route first, without a shared file system.
         checks_payload: whether it refuses a version whose tensors differ from those on the trainer's device.
         gpus: the UUIDs of the GPUs that it sees, if it can read versions from a trainer's.
         is_fused: whether a loaded adapter is added to the weights, so that one at a time is served.
@@ -136,11 +136,11 @@ class Capabilities:
     max_loras: int | None = None
     keeps_adapters_apart: bool = True
     target_modules: frozenset[str] = frozenset()
-    needs_fused_siblings: bool = False
-    takes_stacked_experts: bool = False
-    survives_misfit: bool = True
-    takes_tensors: bool = False
-    takes_pushes: bool = False
+    requires_packed_modules: bool = False
+    supports_stacked_experts: bool = False
+    rejects_shape_mismatch: bool = True
+    supports_tensor_load: bool = False
+    supports_push: bool = False
     checks_payload: bool = False
     gpus: tuple[str, ...] = ()
     is_fused: bool = False
@@ -149,7 +149,7 @@ class Capabilities:
     @property
     def form(self) -> Form:
         """In which it takes adapters."""
-        return Form(fused_siblings=self.needs_fused_siblings, stacked_experts=self.takes_stacked_experts)
+        return Form(packed_modules=self.requires_packed_modules, stacked_experts=self.supports_stacked_experts)
 
     @property
     def serve_options(self) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ class Engine(Protocol):
             ServerSetupError: it was started in a way that adapter sync cannot work with.
         """
 
-    async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+    async def has_token(self, token_id: int, deadline: Deadline) -> bool:
         """Whether `token_id` is in the vocabulary of the served base model."""
 
     async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:

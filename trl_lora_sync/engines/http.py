@@ -337,7 +337,7 @@ async def unthrottled(send: Callable[[], Awaitable[httpx.Response]], deadline: D
             raise deadline.error(
                 f"{response.request.url} limits the rate of requests, with HTTP 429 and a pause of {pause_s:g} s. "
                 "Raise the limit of the gateway in front of the server, or give vllm_server_base_url the server's own "
-                f"URL. The server answered: {server_words(response)!r}"
+                f"URL. The server answered: {server_message(response)!r}"
             )
         await asyncio.sleep(pause_s)
     return response
@@ -374,7 +374,7 @@ def is_unreachable(error: BaseException) -> TypeGuard[ServerUnreachableError]:
     return isinstance(error, ServerUnreachableError)
 
 
-def server_words(response: httpx.Response) -> str:
+def server_message(response: httpx.Response) -> str:
     """The text of the server's answer, as one line; without the key of the request, which some gateways repeat."""
     text = response.text
     with contextlib.suppress(ValueError):
@@ -382,8 +382,8 @@ def server_words(response: httpx.Response) -> str:
     key = response.request.headers.get("Authorization", "").removeprefix("Bearer ")
     if key:
         text = text.replace(key, "[key]")
-    words = " ".join(text.split())
-    return words if len(words) <= _MAX_WORDS else f"{words[:_MAX_WORDS]}..."
+    message = " ".join(text.split())
+    return message if len(message) <= _MAX_WORDS else f"{message[:_MAX_WORDS]}..."
 
 
 def json_object(
@@ -402,7 +402,8 @@ def json_object(
     except ValueError:
         raise error(
             f"{response.request.method} {response.request.url} answered HTTP {response.status_code} without valid "
-            f"JSON. Is it the inference server itself, and not a proxy? The server answered: {server_words(response)!r}"
+            "JSON. Is it the inference server itself, and not a proxy? The server answered: "
+            f"{server_message(response)!r}"
         ) from None  # which holds the whole body, with whatever it repeats
     if not isinstance(content, dict):
         raise error(

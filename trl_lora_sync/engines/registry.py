@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trl_lora_sync.addresses import is_local_url
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.engines.vllm.spec import VLLM
-from trl_lora_sync.places import is_local_url
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Engine

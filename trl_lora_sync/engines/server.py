@@ -22,7 +22,7 @@ from trl_lora_sync.engines.http import (
     json_object,
     redirect_error,
     retrying,
-    server_words,
+    server_message,
     unthrottled,
 )
 from trl_lora_sync.engines.spec import EngineSpec
@@ -130,7 +130,7 @@ class ServerEngine(ABC):
         if response.status_code != 200:
             raise ServerSetupError(
                 f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not {self.spec.description}. "
-                f"Correct vllm_server_base_url or vllm_server_engine. The server answered: {server_words(response)!r}"
+                f"Correct vllm_server_base_url or vllm_server_engine. The server answered: {server_message(response)!r}"
             )
         return response
 
@@ -175,7 +175,7 @@ class ServerEngine(ABC):
         if response.status_code in _TRANSIENT_STATUSES:
             raise ServerUnreachableError(
                 f"{self.base_url} is up but not serving (HTTP {response.status_code}). It may be starting, paused or "
-                f"out of order; look at its log. The server answered: {server_words(response)!r}"
+                f"out of order; look at its log. The server answered: {server_message(response)!r}"
             )
         if 300 <= response.status_code < 400:
             raise redirect_error(response)

@@ -104,7 +104,7 @@ class InMemoryEngine:
             max_model_len=self.args.context_length,
             logprobs_mode="processed_logprobs",
             max_lora_rank=self.args.max_lora_rank,
-            takes_tensors=True,
+            supports_tensor_load=True,
         )
 
     async def connect(self, deadline: Deadline) -> Capabilities:
@@ -112,9 +112,9 @@ class InMemoryEngine:
         self._begin("connect", self.args.model_path)
         return self.capabilities
 
-    async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+    async def has_token(self, token_id: int, deadline: Deadline) -> bool:
         """See `Engine`."""
-        self._begin("knows_token", self.args.model_path)
+        self._begin("has_token", self.args.model_path)
         return 0 <= token_id < self.args.shapes.vocab
 
     def expected_logprobs(

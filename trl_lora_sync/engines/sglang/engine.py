@@ -33,7 +33,7 @@ from trl_lora_sync.engines.base import (
     Sampling,
     Timeouts,
 )
-from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.http import json_object, server_message
 from trl_lora_sync.engines.images import data_urls
 from trl_lora_sync.engines.server import logprobs_mode
 from trl_lora_sync.engines.sglang.completions import Sample, one_token_per_image, read_completion, sampling_params
@@ -132,7 +132,7 @@ class SGLangEngine(SGLangServer):
         except (KeyError, IndexError, TypeError):
             return None
 
-    async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+    async def has_token(self, token_id: int, deadline: Deadline) -> bool:
         # An unknown id in a prompt goes to the GPU, which kills the server; in `logit_bias` it is refused (HTTP 400).
         # Source: srt/sampling/sampling_params.py `verify`, 0.5.11 to 0.5.23.
         body = {
@@ -141,7 +141,7 @@ class SGLangEngine(SGLangServer):
             "stream": False,
         }
         response = await self._post_generate(body, deadline)
-        return response.status_code == 200 or "logit_bias" not in server_words(response)
+        return response.status_code == 200 or "logit_bias" not in server_message(response)
 
     async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         lora_path = self.lora_path(model)
@@ -211,17 +211,18 @@ class SGLangEngine(SGLangServer):
                 f"{self.base_url} did not answer the load of {adapter.name}. An unload that waits for a request that "
                 "never ends blocks every load; if that does not pass, restart the server"
             ) from error
-        words = server_words(response)
+        message = server_message(response)
         # A repeated request finds its own first attempt. The path, below, distinguishes it from another client's.
-        if response.status_code != 200 and "already loaded" not in words:
-            raise self._load_error(adapter, response.status_code, words)
+        if response.status_code != 200 and "already loaded" not in message:
+            raise self._load_error(adapter, response.status_code, message)
         expected = adapter.server_path or _TENSOR_PATH
         loaded = await self.loaded(deadline)
         path = loaded.get(adapter.name)
         if path != expected:
             raise AdapterRejectedError(
                 f"{self.base_url} lists the adapter {adapter.name!r} with path {path!r} instead of {expected!r}. Every "
-                f"version needs a unique name; does another process load adapters there? The server answered: {words!r}"
+                f"version needs a unique name; does another process load adapters there? The server answered: "
+                f"{message!r}"
             )
         return loaded
 
@@ -239,7 +240,7 @@ class SGLangEngine(SGLangServer):
             partial(self._payload.body, adapter_name, adapter, per_rank=per_rank, tp_size=self._tp_size)
         )
 
-    def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
+    def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> ServerError:
         if status == 404:
             return self._setup_error(
                 "has no route that loads an adapter (HTTP 404)",
@@ -247,22 +248,22 @@ class SGLangEngine(SGLangServer):
                 "Restart it without SGLANG_RUST_SERVER, or give vllm_server_base_url the server's own URL",
             )
         path = adapter.server_path
-        if path is not None and (path in words or any(known in words for known in _NOT_FOUND_WORDS)):
+        if path is not None and (path in message or any(known in message for known in _NOT_FOUND_WORDS)):
             return AdapterNotVisibleError(
                 f"{self.base_url} does not find the adapter at {path}. The trainer wrote it to {adapter.path} (mode "
                 "0700, so the server must run as the same user). Let both see one folder with lora_sync_dir and "
-                f'lora_sync_server_dir, or set lora_sync_transport="tensors". The server answered: {words!r}'
+                f'lora_sync_server_dir, or set lora_sync_transport="tensors". The server answered: {message!r}'
             )
-        if "LoRA memory pool configuration" in words:
+        if "LoRA memory pool configuration" in message:
             return self._setup_error(
                 "cannot hold this adapter",
                 f"it has rank {adapter.rank} and the modules {', '.join(adapter.target_modules)}",
-                f"Restart it with {self._command_for(adapter)} (the server answered: {words!r})",
+                f"Restart it with {self._command_for(adapter)} (the server answered: {message!r})",
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
             f"the server's base model; check that the server serves the model that is being trained. "
-            f"The server answered: {words!r}"
+            f"The server answered: {message!r}"
         )
 
     async def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
@@ -296,7 +297,7 @@ class SGLangEngine(SGLangServer):
             self._stuck_unload = adapter_name
             logger.error("%s", self._stuck_words())
             raise
-        return response.status_code == 200 or "does not exist" in server_words(response)
+        return response.status_code == 200 or "does not exist" in server_message(response)
 
     async def _has_recovered(self, deadline: Deadline) -> bool:
         """Whether an unload that took too long has ended; waits for it.
@@ -472,17 +473,17 @@ class SGLangEngine(SGLangServer):
     async def _sample(self, body: dict[str, Any], lora_path: str | None, deadline: Deadline) -> list[dict[str, Any]]:
         response = await self._post_generate(body, deadline)
         if response.status_code != 200:
-            words = server_words(response)
-            if "never been loaded" in words or "implicitly load" in words:
+            message = server_message(response)
+            if "never been loaded" in message or "implicitly load" in message:
                 raise AdapterLostError(
                     f"{self.base_url} no longer knows {lora_path!r}, although it had accepted it. It was "
                     "restarted, or another client unloads adapters there. "
-                    f"The server answered: {words!r}"
+                    f"The server answered: {message!r}"
                 )
             raise GenerationError(
                 f"{self.base_url} could not sample from {lora_path or 'the base model'!r} (HTTP "
                 f"{response.status_code}). If it names a field, correct generation_kwargs; else look at its log. "
-                f"The server answered: {words!r}"
+                f"The server answered: {message!r}"
             )
         try:
             with collector_paused():

@@ -14,7 +14,7 @@ import httpx
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
-from trl_lora_sync.engines.http import APIKey, SizedBody, json_object, server_words, unthrottled
+from trl_lora_sync.engines.http import APIKey, SizedBody, json_object, server_message, unthrottled
 from trl_lora_sync.engines.server import ServerEngine
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError
@@ -156,7 +156,7 @@ class SGLangServer(ServerEngine):
                 raise ServerError(
                     f"{self.base_url} did not become idle, so its KV cache was not released (HTTP "
                     f"{response.status_code} from /flush_cache). Nothing may run there meanwhile. Keep other clients "
-                    f'off the server, or set vllm_server_sleep="off". The server answered: {server_words(response)!r}'
+                    f'off the server, or set vllm_server_sleep="off". The server answered: {server_message(response)!r}'
                 )
             deadline.remaining_s()
             await asyncio.sleep(_POLL_S)
@@ -188,7 +188,7 @@ class SGLangServer(ServerEngine):
         if response.status_code != 200:
             raise ServerError(
                 f"{self.base_url}{path} failed (HTTP {response.status_code}). Look at its log, or switch "
-                f"lora_sync_pause and vllm_server_sleep off. The server answered: {server_words(response)!r}"
+                f"lora_sync_pause and vllm_server_sleep off. The server answered: {server_message(response)!r}"
             )
 
     # Requests

@@ -38,7 +38,7 @@ from trl_lora_sync.engines.base import (
     Sampling,
     Timeouts,
 )
-from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_message
 from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
 from trl_lora_sync.engines.vllm.completions import (
     FORCES,
@@ -118,10 +118,10 @@ class VLLMEngine(ServerEngine):
             max_loras=(await self._metrics(deadline)).max_loras,
             keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
             is_cpu_build=await self._is_cpu_build(version, deadline),
-            takes_pushes=await self._pushed.connect(deadline),
+            supports_push=await self._pushed.connect(deadline),
             checks_payload=self._checks_payload,
             gpus=self._gpus,
-            takes_stacked_experts=self._takes_stacked_experts,
+            supports_stacked_experts=self._takes_stacked_experts,
         )
         return self._capabilities
 
@@ -145,17 +145,18 @@ class VLLMEngine(ServerEngine):
         self._checks_payload = response.headers.get(CHECKS_HEADER) == NOTE_FORM
         self._gpus = tuple(filter(None, response.headers.get(GPUS_HEADER, "").split(",")))
         self._takes_stacked_experts = response.headers.get(EXPERTS_HEADER) == STACKED
-        words = server_words(response)
-        if (response.status_code, "fused serving" in words) == (409, True):
+        message = server_message(response)
+        if (response.status_code, "fused serving" in message) == (409, True):
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} adds adapters to its weights and loads none beside them. Set "
-                f'lora_sync_serving="fused", or restart it with {self._serve_command()}. The server answered: {words!r}'
+                f'lora_sync_serving="fused", or restart it with {self._serve_command()}. '
+                f"The server answered: {message!r}"
             )
         if response.status_code == 404:
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not let adapters be loaded while it runs. Restart it with "
                 f"{self._serve_command()}, which opens that route; for an adapter of a rank above 16, add --lora-rank. "
-                f"The server answered: {words!r}"
+                f"The server answered: {message!r}"
             )
         metrics = await self._metrics(deadline)
         if not (metrics.has_lora if metrics.is_told else await self._takes_adapters(deadline)):
@@ -172,7 +173,7 @@ class VLLMEngine(ServerEngine):
         """
         nowhere = f"/{_PROBE}/this-error-is-harmless/{uuid.uuid4().hex}"
         response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": nowhere}, deadline)
-        return "LoRA is not enabled" not in server_words(response)
+        return "LoRA is not enabled" not in server_message(response)
 
     async def _metrics(self, deadline: Deadline) -> VLLMMetrics:
         """The values of `/metrics`; nothing where a gateway does not let it pass."""
@@ -210,11 +211,11 @@ class VLLMEngine(ServerEngine):
         except (GenerationError, KeyError, IndexError, TypeError):
             return None
 
-    async def knows_token(self, token_id: int, deadline: Deadline) -> bool:
+    async def has_token(self, token_id: int, deadline: Deadline) -> bool:
         # vLLM compares ids with the vocabulary before the engine gets them (v1/engine/input_processor.py, 0.31, and
         # renderers/base.py, 0.32 and 0.33).
         body = {"model": self.capabilities.base_model, "prompt": [token_id], "max_tokens": 1}
-        return "out of vocabulary" not in server_words(await self._post("/v1/completions", body, deadline))
+        return "out of vocabulary" not in server_message(await self._post("/v1/completions", body, deadline))
 
     async def score(self, model: str, prompt_ids: list[int], deadline: Deadline) -> list[float]:
         """See `Engine`. On GPUs it is one request.
@@ -296,11 +297,11 @@ class VLLMEngine(ServerEngine):
             # Ignored without --enable-mixed-moe-lora-format, with which the experts would be left out otherwise.
             body["is_3d_lora_weight"] = True
         response = await self._post("/v1/load_lora_adapter", body, deadline)
-        words = server_words(response)
+        message = server_message(response)
         # A repeated request finds its own first attempt; the list below distinguishes it from another client's. The
         # first list is requested separately, which shows whether a proxy has several servers behind it.
-        if response.status_code != 200 and "already been loaded" not in words:
-            raise self._load_error(adapter, response.status_code, words)
+        if response.status_code != 200 and "already been loaded" not in message:
+            raise self._load_error(adapter, response.status_code, message)
         listed = adapters_in(response) if self._has_listed else None
         loaded = await self.loaded(deadline) if listed is None else listed
         self._has_listed = True
@@ -309,47 +310,47 @@ class VLLMEngine(ServerEngine):
             raise AdapterRejectedError(
                 f"{self.base_url} accepted the adapter {adapter.name!r} but lists it with path {path!r} instead of "
                 f"{adapter.server_path!r}. Every version needs a unique name; does another process load adapters "
-                f"on this server, or does a proxy spread requests over several? The server answered: {words!r}"
+                f"on this server, or does a proxy spread requests over several? The server answered: {message!r}"
             )
         return loaded
 
-    def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
-        if "No adapter found" in words and adapter.content is not None:
+    def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> ServerError:
+        if "No adapter found" in message and adapter.content is not None:
             return ServerSetupError(
                 f"{self.base_url} does not find the adapter at {adapter.server_path!r}, where its answer to the push "
                 "placed it. Each server needs a separate URL, and all its workers must be on one host; for a "
-                f"server that spans several, use a shared folder (lora_sync_dir). The server answered: {words!r}"
+                f"server that spans several, use a shared folder (lora_sync_dir). The server answered: {message!r}"
             )
-        if "No adapter found" in words:
+        if "No adapter found" in message:
             return AdapterNotVisibleError(
                 f"{self.base_url} does not find the adapter at {adapter.server_path}. The trainer wrote it to "
                 f"{adapter.path}, readable by its own user (uid {os.getuid()}) only, so the server must run as that "
                 "user. Let both see one folder: set lora_sync_dir to a shared one, and lora_sync_server_dir to where "
                 'the server has it mounted; or share none, and set lora_sync_transport="push". '
-                f"The server answered: {words!r}"
+                f"The server answered: {message!r}"
             )
-        if any(sign in words for sign in _SEEN_IN_PART):
+        if any(sign in message for sign in _SEEN_IN_PART):
             return AdapterNotVisibleError(
                 f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
                 f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} "
-                f"The server answered: {words!r}"
+                f"The server answered: {message!r}"
             )
-        if "Permission denied" in words:
+        if "Permission denied" in message:
             return AdapterNotVisibleError(
                 f"{self.base_url} may not read {adapter.server_path}. The trainer wrote it to {adapter.path} with mode "
                 f"0600 in folders of mode 0700, for its own user (uid {os.getuid()}) only. Run the server as that user "
-                f"(in a container: --user {os.getuid()}). The server answered: {words!r}"
+                f"(in a container: --user {os.getuid()}). The server answered: {message!r}"
             )
-        if "max_lora_rank" in words:
+        if "max_lora_rank" in message:
             return ServerSetupError(
                 f"The vLLM server at {self.base_url} was started with a --max-lora-rank below the adapter's rank "
                 f"{adapter.rank}. The server must reserve at least the adapter's rank. Restart it with "
-                f"{self._serve_command('--lora-rank', str(adapter.rank))}. The server answered: {words!r}"
+                f"{self._serve_command('--lora-rank', str(adapter.rank))}. The server answered: {message!r}"
             )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
             "the server's base model; check that the server serves the model that is being trained. "
-            f"The server answered: {words!r}"
+            f"The server answered: {message!r}"
         )
 
     def _cause_of_damage(self, adapter: StoredAdapter) -> str:
@@ -440,7 +441,7 @@ class VLLMEngine(ServerEngine):
             raise ServerError(
                 f"{self.base_url}{route} failed (HTTP {response.status_code}). To release the KV cache, the server "
                 f"needs a GPU and a start with {self._serve_command('--sleep')}. Otherwise look at its log, or set "
-                f'lora_sync_pause="off" and vllm_server_sleep="off". The server answered: {server_words(response)!r}'
+                f'lora_sync_pause="off" and vllm_server_sleep="off". The server answered: {server_message(response)!r}'
             )
 
     # Generation
@@ -504,15 +505,15 @@ class VLLMEngine(ServerEngine):
         response = await self._post_sampling(path, body, model, deadline)
         if response.status_code == 200:
             return response
-        words = server_words(response)
-        if response.status_code == 404 and "does not exist" in words:
+        message = server_message(response)
+        if response.status_code == 404 and "does not exist" in message:
             raise AdapterLostError(
                 f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was restarted, or "
-                f"another client unloads adapters there. The server answered: {words!r}"
+                f"another client unloads adapters there. The server answered: {message!r}"
             )
         raise GenerationError(
             f"{self.base_url} could not sample from {model!r} (HTTP {response.status_code}). If it names a field, "
-            f"correct generation_kwargs; else look at its log. The server answered: {words!r}"
+            f"correct generation_kwargs; else look at its log. The server answered: {message!r}"
         )
 
     def _name_in(self, model: str) -> str:

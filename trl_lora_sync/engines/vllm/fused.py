@@ -14,7 +14,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import Capabilities, Deadline
-from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.http import json_object, server_message
 from trl_lora_sync.engines.vllm.engine import VLLMEngine, paths_by_name
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
@@ -37,17 +37,17 @@ class VLLMFusedEngine(VLLMEngine):
 
     async def _check_serving(self, deadline: Deadline) -> None:
         response = await self._retried("GET", ROUTE, deadline)
-        words = server_words(response)
+        message = server_message(response)
         if response.status_code == 404:
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} does not add adapters to its weights. Restart it with "
                 f"{self._serve_command()}, "
-                f'or set lora_sync_serving="runtime". The server answered: {words!r}'
+                f'or set lora_sync_serving="runtime". The server answered: {message!r}'
             )
         if response.status_code != 200:
             raise ServerSetupError(
                 f"Fused serving does not work on the vLLM server at {self.base_url} (HTTP {response.status_code}). "
-                f"The server answered: {words!r}"
+                f"The server answered: {message!r}"
             )
         state = json_object(response, ServerSetupError)
         protocol = state.get("protocol")
@@ -72,9 +72,9 @@ class VLLMFusedEngine(VLLMEngine):
     async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         body = {"path": adapter.server_path, "timeout_s": deadline.remaining_s() * _SHARE_FOR_WAITING}
         response = await self._request("PUT", f"{ROUTE}/{adapter.name}", deadline, body=body)
-        words = server_words(response)
+        message = server_message(response)
         if response.status_code != 200:
-            raise self._load_error(adapter, response.status_code, words)
+            raise self._load_error(adapter, response.status_code, message)
         answer = json_object(response, AdapterRejectedError)
         found = (answer.get("current"), answer.get("path"))
         if found != (adapter.name, adapter.server_path):
@@ -84,14 +84,14 @@ class VLLMFusedEngine(VLLMEngine):
             )
         return _adapters_in(answer)
 
-    def _load_error(self, adapter: StoredAdapter, status: int, words: str) -> ServerError:
-        if "not written completely" in words:
+    def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> ServerError:
+        if "not written completely" in message:
             return AdapterNotVisibleError(
                 f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
                 f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} "
-                f"The server answered: {words!r}"
+                f"The server answered: {message!r}"
             )
-        return super()._load_error(adapter, status, words)
+        return super()._load_error(adapter, status, message)
 
     async def _ask_to_unload(self, adapter_name: str, deadline: Deadline) -> httpx.Response:
         return await self._request("DELETE", f"{ROUTE}/{adapter_name}", deadline)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.http import json_object, server_words
+from trl_lora_sync.engines.http import json_object, server_message
 from trl_lora_sync.engines.images import data_urls, image_runs
 from trl_lora_sync.engines.vllm.completions import sampling_fields
 from trl_lora_sync.errors import GenerationError, ServerSetupError
@@ -64,13 +64,13 @@ async def _render(post: Post, model: str, images: list[Any], deadline: Deadline,
     if response.status_code in (403, 404):
         raise ServerSetupError(
             f"The vLLM server does not offer {_RENDER}, which image prompts need. From vLLM 0.31 on, restart it with "
-            f"{restart}. The server answered: {server_words(response)!r}"
+            f"{restart}. The server answered: {server_message(response)!r}"
         )
     if response.status_code != 200:
         raise GenerationError(
             f"The vLLM server could not process the images of a prompt (HTTP {response.status_code}). Check that it "
             "serves the model that is being trained, and --limit-mm-per-prompt. "
-            f"The server answered: {server_words(response)!r}"
+            f"The server answered: {server_message(response)!r}"
         )
     features = json_object(response, GenerationError).get("features")
     if not isinstance(features, dict):

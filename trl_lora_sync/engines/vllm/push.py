@@ -32,7 +32,7 @@ from trl_lora_sync.engine_plugins.vllm_push import (
     TOKEN_HEADER,
 )
 from trl_lora_sync.engines.base import Deadline, Timeouts
-from trl_lora_sync.engines.http import SizedBody, is_unreachable, json_object, retrying, server_words
+from trl_lora_sync.engines.http import SizedBody, is_unreachable, json_object, retrying, server_message
 from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError, ServerUnreachableError
 from trl_lora_sync.runtime import offload
 
@@ -83,7 +83,7 @@ class PushedAdapters:
         """Find out whether the server takes pushes."""
         response = await self._retried(lambda: self._send("GET", ROUTE, deadline), deadline)
         if response.status_code == 403:
-            logger.warning("%s takes no adapters over HTTP: %s", self._base_url, server_words(response))
+            logger.warning("%s takes no adapters over HTTP: %s", self._base_url, server_message(response))
         if response.status_code != 200:
             return False
         with contextlib.suppress(ServerError):
@@ -146,11 +146,11 @@ class PushedAdapters:
         if response.status_code in (413, 507):
             return response
         if response.status_code != 200:
-            raise _NoStreamsError(server_words(response))
+            raise _NoStreamsError(server_message(response))
         offer = json_object(response, ServerError)
         port, token = offer.get("port"), offer.get("token")
         if not isinstance(port, int) or not isinstance(token, str):
-            raise _NoStreamsError(server_words(response))
+            raise _NoStreamsError(server_message(response))
         sending = [
             asyncio.ensure_future(self._send_part(port, token.encode() + bytes([number]), body.part(*part)))
             for number, part in enumerate(parts_of(len(body), self._streams))
@@ -170,7 +170,7 @@ class PushedAdapters:
         response = await self._send("PUT", path, deadline, headers=headers)
         # The connections led elsewhere, or the answer to an earlier request was lost.
         if response.status_code in (408, 409, 410):
-            raise _NoStreamsError(server_words(response))
+            raise _NoStreamsError(server_message(response))
         return response
 
     async def _send_part(self, port: int, head: bytes, pieces: Iterable[memoryview]) -> None:
@@ -230,26 +230,26 @@ class PushedAdapters:
         return response
 
     def _push_error(self, adapter: StoredAdapter, response: httpx.Response) -> ServerError:
-        words = server_words(response)
+        message = server_message(response)
         if response.status_code == 413:
-            return self._too_large(adapter, words)
+            return self._too_large(adapter, message)
         if response.status_code == 507:
             return ServerSetupError(
                 f"{self._base_url} has no room for the {adapter.payload_bytes / 1e6:.1f} MB of the adapter. Give its "
                 f"host or container a larger /dev/shm (docker run --shm-size), or set {DIRECTORY_VARIABLE} in its "
-                f"environment to a folder with more room. The server answered: {words!r}"
+                f"environment to a folder with more room. The server answered: {message!r}"
             )
         return ServerError(
             f"{self._base_url} refused the push of the adapter {adapter.name!r} (HTTP {response.status_code}). "
-            f"Is there a proxy in between that changes or limits requests? The server answered: {words!r}"
+            f"Is there a proxy in between that changes or limits requests? The server answered: {message!r}"
         )
 
-    def _too_large(self, adapter: StoredAdapter, words: str) -> ServerSetupError:
+    def _too_large(self, adapter: StoredAdapter, message: str) -> ServerSetupError:
         return ServerSetupError(
             f"{self._base_url} takes no adapters of {adapter.payload_bytes / 1e6:.1f} MB. In its environment, export "
             f"{MAX_MB_VARIABLE}={math.ceil(adapter.payload_bytes / 1e6) + 1}, and restart it with "
             f"{self._serve_command('--lora-rank', str(adapter.rank), '--push')}; or set "
-            f'lora_sync_dtype="bfloat16" if it runs in that. The server answered: {words!r}'
+            f'lora_sync_dtype="bfloat16" if it runs in that. The server answered: {message!r}'
         )
 
 

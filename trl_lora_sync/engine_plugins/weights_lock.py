@@ -23,16 +23,16 @@ class _Waiting:
         wanted: the version to sample from; None for any.
         changes: whether it comes to change the weights, whatever is there.
         goes_next: whether it waited for the version that was put into the weights just now.
-        is_let_in: becomes true for one who may sample, false for one who may change the weights.
+        admitted: becomes true for one who may sample, false for one who may change the weights.
     """
 
     wanted: str | None = None
     changes: bool = False
     goes_next: bool = False
-    is_let_in: "asyncio.Future[bool]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    admitted: "asyncio.Future[bool]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Gate:
+class WeightsLock:
     """See the module.
 
     Attributes:
@@ -49,7 +49,7 @@ class Gate:
         self.waiting: list[_Waiting] = []
 
     @property
-    def at_rest(self) -> int | None:
+    def finished_changes(self) -> int | None:
         """How many changes there were, or None while there is one."""
         return None if self._is_changing else self._changes
 
@@ -76,7 +76,7 @@ class Gate:
             yield self.current
         finally:
             self.running -= 1
-            self._let_in()
+            self._admit_next()
 
     @asynccontextmanager
     async def changing(self, timeout_s: float) -> AsyncIterator[None]:
@@ -88,10 +88,10 @@ class Gate:
     async def _wait(self, me: _Waiting, timeout_s: float) -> bool:
         """Wait until it may sample (True), or may change the weights (False); counted in either case."""
         self.waiting.append(me)
-        self._let_in()
+        self._admit_next()
         try:
             async with timeout(timeout_s):
-                return await me.is_let_in
+                return await me.admitted
         # CancelledError as well: a request whose client has left must neither stay in the line nor stay counted.
         except BaseException as error:
             self._leave(me)
@@ -107,11 +107,11 @@ class Gate:
         """Remove a request that does not wait any longer, even if it was let in at that moment."""
         if me in self.waiting:
             self.waiting.remove(me)
-        elif me.is_let_in.result():
+        elif me.admitted.result():
             self.running -= 1
         else:
             self._is_changing = False
-        self._let_in()
+        self._admit_next()
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
@@ -124,12 +124,12 @@ class Gate:
             for one in self.waiting:
                 # Only for requests that wait at this moment. Later ones queue behind a change, which so gets its turn.
                 one.goes_next = self._fits(one)
-            self._let_in()
+            self._admit_next()
 
     def _fits(self, one: _Waiting) -> bool:
         return not one.changes and one.wanted in (None, self.current)
 
-    def _let_in(self) -> None:
+    def _admit_next(self) -> None:
         """Let requests in: those with `goes_next`, then the others in order up to the first for another version."""
         if self._is_changing:
             return
@@ -146,7 +146,7 @@ class Gate:
             self.running += 1
         else:
             self._is_changing = True
-        if one.is_let_in.cancelled():  # the request is gone, and its task has not run since
+        if one.admitted.cancelled():  # the request is gone, and its task has not run since
             # `_leave` reads in this future what the request has to give back.
-            one.is_let_in = asyncio.get_running_loop().create_future()
-        one.is_let_in.set_result(samples)
+            one.admitted = asyncio.get_running_loop().create_future()
+        one.admitted.set_result(samples)

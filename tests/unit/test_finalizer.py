@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trl_lora_sync.ending import Ending
+from trl_lora_sync.finalizer import Finalizer
 
 SOON_S = 20.0
 
@@ -37,7 +37,7 @@ class Ends:
 def test_collecting_waits_for_no_lock_of_the_code_that_it_interrupts() -> None:
     lock = threading.Lock()
     ends, owner = Ends(lock), Owner()
-    Ending(owner, ends)
+    Finalizer(owner, ends)
     with lock:
         del owner
         gc.collect()
@@ -53,7 +53,7 @@ def test_collecting_may_interrupt_whoever_starts_a_thread(lock: threading.Lock) 
     started = threading.Event()
     pool = executors.ThreadPoolExecutor(1)
     owner = Owner()
-    Ending(owner, lambda: started.set() if pool.submit(int).result(SOON_S) == 0 else None)
+    Finalizer(owner, lambda: started.set() if pool.submit(int).result(SOON_S) == 0 else None)
     with lock:
         del owner
         gc.collect()
@@ -63,7 +63,7 @@ def test_collecting_may_interrupt_whoever_starts_a_thread(lock: threading.Lock) 
 
 def test_object_that_lives_is_not_ended() -> None:
     ends, owner = Ends(threading.Lock()), Owner()
-    Ending(owner, ends)
+    Finalizer(owner, ends)
     gc.collect()
     assert ends.count == 0
     assert owner
@@ -71,7 +71,7 @@ def test_object_that_lives_is_not_ended() -> None:
 
 AT_EXIT = """
 import gc, time
-from trl_lora_sync.ending import Ending
+from trl_lora_sync.finalizer import Finalizer
 
 class Owner:
     pass
@@ -81,7 +81,7 @@ def end():
     print("ended", flush=True)
 
 owner = Owner()
-Ending(owner, end)
+Finalizer(owner, end)
 """
 
 
@@ -94,7 +94,7 @@ def test_exit_waits_for_the_one_end(run_python: Callable[[str], str], last: str)
 @pytest.mark.outside
 def test_forked_child_ends_nothing() -> None:
     ends, owner = Ends(threading.Lock()), Owner()
-    ending = Ending(owner, ends)
+    ending = Finalizer(owner, ends)
     child = os.fork()
     if not child:
         ending.run()

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 
-class Ending:
+class Finalizer:
     """Calls `end` once: when `owner` is collected, or at the latest when the interpreter exits.
 
     The garbage collector interrupts any code, whatever lock that holds, and `end` would wait for that forever. So it is

@@ -22,12 +22,12 @@ from support.settings import plain_settings
 from support.shared_memory import reader_of, shared_folder
 from torch import Tensor
 
-from trl_lora_sync.adapter import slots
+from trl_lora_sync.adapter import pinned_files
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
-from trl_lora_sync.adapter.slots import SlotRing, is_in_memory
+from trl_lora_sync.adapter.pinned_files import PinnedFilePool, is_in_memory
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers, write_adapter
-from trl_lora_sync.engine_plugins.page_lock import PageLockError
+from trl_lora_sync.engine_plugins.pinned_memory import PinError
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 from trl_lora_sync.transports import DiskTransport, transport_for
 from unit.tiny import everything_under, lora_module
@@ -64,13 +64,13 @@ def locks() -> Locks:
 
 
 @pytest.fixture
-def ring(locks: Locks) -> SlotRing:
-    return SlotRing(locks)
+def ring(locks: Locks) -> PinnedFilePool:
+    return PinnedFilePool(locks)
 
 
 @pytest.fixture
-def store(folder: Path, ring: SlotRing) -> Iterator[AdapterStore]:
-    store = AdapterStore(folder / "root", slots=ring)
+def store(folder: Path, ring: PinnedFilePool) -> Iterator[AdapterStore]:
+    store = AdapterStore(folder / "root", pinned=ring)
     yield store
     store.close()
 
@@ -126,7 +126,9 @@ def sync(store: AdapterStore, live: list[StoredAdapter], seed: int, **shape: int
 # The file
 
 
-def test_version_in_a_slot_is_byte_for_byte_the_portable_one(store: AdapterStore, ring: SlotRing, folder: Path) -> None:
+def test_version_in_a_slot_is_byte_for_byte_the_portable_one(
+    store: AdapterStore, ring: PinnedFilePool, folder: Path
+) -> None:
     stored, expected = store.write(1, flat(1)), portable(folder, 1)
     assert stored.path is not None
     assert ring.held_bytes == tensors_of(stored).stat().st_size > 0
@@ -163,7 +165,7 @@ def test_file_that_is_written_through_memory_looks_changed(store: AdapterStore) 
 
 
 def test_ring_has_two_slots_more_than_versions_stay_and_locks_each_once(
-    store: AdapterStore, ring: SlotRing, locks: Locks
+    store: AdapterStore, ring: PinnedFilePool, locks: Locks
 ) -> None:
     live: list[StoredAdapter] = []
     seen: list[int] = []
@@ -190,7 +192,7 @@ def test_no_version_after_the_first_waits_for_memory_to_be_locked(store: Adapter
 
 
 def test_nothing_is_prepared_before_the_first_version_or_after_the_end(
-    store: AdapterStore, ring: SlotRing, locks: Locks, folder: Path
+    store: AdapterStore, ring: PinnedFilePool, locks: Locks, folder: Path
 ) -> None:
     store.prepare()
     store.open()
@@ -216,7 +218,7 @@ def test_versions_that_are_not_retired_keep_their_content(store: AdapterStore) -
 
 
 @pytest.mark.outside
-def test_slot_that_another_process_has_mapped_is_never_written_again(store: AdapterStore, ring: SlotRing) -> None:
+def test_slot_that_another_process_has_mapped_is_never_written_again(store: AdapterStore, ring: PinnedFilePool) -> None:
     """An engine without page-locked memory keeps an adapter as views of its file, long after it was told to unload."""
     live: list[StoredAdapter] = []
     first = sync(store, live, 1)
@@ -268,7 +270,7 @@ def test_no_path_leads_to_a_retired_version(store: AdapterStore) -> None:
 
 
 def test_slots_are_not_used_again_where_the_kernel_cannot_tell_who_reads(
-    store: AdapterStore, ring: SlotRing, locks: Locks, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, ring: PinnedFilePool, locks: Locks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fcntl.fcntl
 
@@ -285,7 +287,7 @@ def test_slots_are_not_used_again_where_the_kernel_cannot_tell_who_reads(
     assert ring.held_bytes <= (KEEP + 2) * size
 
 
-def test_adapter_of_another_size_gets_slots_of_its_own(store: AdapterStore, ring: SlotRing, folder: Path) -> None:
+def test_adapter_of_another_size_gets_slots_of_its_own(store: AdapterStore, ring: PinnedFilePool, folder: Path) -> None:
     live: list[StoredAdapter] = []
     for seed in range(1, 6):
         sync(store, live, seed)
@@ -296,7 +298,7 @@ def test_adapter_of_another_size_gets_slots_of_its_own(store: AdapterStore, ring
 
 
 def test_version_whose_files_somebody_replaced_takes_no_foreign_file_into_the_ring(
-    store: AdapterStore, ring: SlotRing
+    store: AdapterStore, ring: PinnedFilePool
 ) -> None:
     first = store.write(1, flat(1))
     file = tensors_of(first)
@@ -308,7 +310,7 @@ def test_version_whose_files_somebody_replaced_takes_no_foreign_file_into_the_ri
     assert not first.path.exists()
 
 
-def test_version_whose_folder_somebody_deleted_is_no_error(store: AdapterStore, ring: SlotRing) -> None:
+def test_version_whose_folder_somebody_deleted_is_no_error(store: AdapterStore, ring: PinnedFilePool) -> None:
     first = store.write(1, flat(1))
     tensors_of(first).unlink()
     store.delete(first)
@@ -318,7 +320,7 @@ def test_version_whose_folder_somebody_deleted_is_no_error(store: AdapterStore, 
 
 
 def test_close_gives_everything_back_and_may_be_followed_by_a_write(
-    store: AdapterStore, ring: SlotRing, locks: Locks, folder: Path
+    store: AdapterStore, ring: PinnedFilePool, locks: Locks, folder: Path
 ) -> None:
     live: list[StoredAdapter] = []
     for seed in range(1, 8):
@@ -345,7 +347,7 @@ def failing(*_: object, **__: object) -> None:
     ("place", "name"), [(Path, "write_text"), (os, "fsync"), (os, "utime")], ids=["config", "fsync", "slot"]
 )
 def test_write_that_fails_leaves_nothing_and_the_other_versions_whole(
-    place: object, name: str, store: AdapterStore, ring: SlotRing, locks: Locks, monkeypatch: pytest.MonkeyPatch
+    place: object, name: str, store: AdapterStore, ring: PinnedFilePool, locks: Locks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = store.write(1, flat(1))
     content, size = sha256(tensors_of(first)), ring.held_bytes
@@ -362,7 +364,9 @@ def test_write_that_fails_leaves_nothing_and_the_other_versions_whole(
     store.write(3, flat(3))
 
 
-def test_rename_that_fails_leaves_nothing(store: AdapterStore, ring: SlotRing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rename_that_fails_leaves_nothing(
+    store: AdapterStore, ring: PinnedFilePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.open()
     real = Path.rename
 
@@ -382,8 +386,8 @@ def test_rename_that_fails_leaves_nothing(store: AdapterStore, ring: SlotRing, m
 def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: Locks) -> None:
     """Writing to a mapped file for which there is no room ends the process with SIGBUS."""
     with tmpfs(tmp_path / "small", "size=1m") as small:
-        ring = SlotRing(locks)
-        store = AdapterStore(small / "root", slots=ring)
+        ring = PinnedFilePool(locks)
+        store = AdapterStore(small / "root", pinned=ring)
         try:
             first = store.write(1, big_flat(400_000))
             second = store.write(2, big_flat(400_000))
@@ -424,14 +428,14 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def refuse(memory: Tensor, device: torch.device) -> Callable[[], None]:
-    raise PageLockError("cudaHostRegister: out of memory")
+    raise PinError("cudaHostRegister: out of memory")
 
 
 def test_memory_that_cannot_be_locked_is_warned_of_once_and_versions_are_plain_files(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ring = SlotRing(refuse)
-    store = AdapterStore(folder / "root", slots=ring)
+    ring = PinnedFilePool(refuse)
+    store = AdapterStore(folder / "root", pinned=ring)
     try:
         live: list[StoredAdapter] = []
         for seed in range(1, 6):
@@ -452,7 +456,7 @@ def test_folder_that_is_not_in_memory_is_warned_of_once_and_versions_are_plain_f
 ) -> None:
     if is_in_memory(tmp_path):
         pytest.skip("the folder for temporary files is in memory here")
-    store = AdapterStore(tmp_path / "root", slots=SlotRing(locks))
+    store = AdapterStore(tmp_path / "root", pinned=PinnedFilePool(locks))
     try:
         live: list[StoredAdapter] = []
         for seed in range(1, 6):
@@ -471,7 +475,7 @@ def test_only_versions_of_a_gpu_go_to_slots(tmp_path: Path, is_on_gpu: bool) -> 
     settings = plain_settings(["http://127.0.0.1:1"], tmp_path, timeout_s=1.0, are_local=[True])
     transport = transport_for(settings, [False], is_on_gpu=is_on_gpu)
     assert isinstance(transport, DiskTransport)
-    assert (transport.store.slots is not None) == is_on_gpu
+    assert (transport.store.pinned is not None) == is_on_gpu
 
 
 def test_without_slots_a_version_is_a_plain_file(tmp_path: Path, folder: Path) -> None:
@@ -491,7 +495,7 @@ def run_with_slots(root: Path) -> Iterator[tuple[str, Any]]:
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
-        store = AdapterStore(root, slots=SlotRing())
+        store = AdapterStore(root, pinned=PinnedFilePool())
         first, _ = store.write(1, flat(1)), store.write(2, flat(2))
         store.delete(first)
         sender.send(store.run_id)
@@ -595,7 +599,7 @@ def test_a_slot_that_was_damaged_after_it_was_written_is_found_out(
 
 
 def test_large_slots_are_compared_in_parts(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(pinned_files, "CHUNK_BYTES", 1000)
     adapter = big_flat(100_001 // 8 * 8)
     stored = store.write(1, adapter)
     store.check(stored, adapter)

@@ -14,11 +14,11 @@ from torch import Tensor
 _PORTABLE = 1
 
 
-class PageLockError(Exception):
+class PinError(Exception):
     """The memory cannot be page-locked, in the driver's words."""
 
 
-def lock_pages(memory: Tensor, device: torch.device) -> Callable[[], None]:
+def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
     """Page-lock `memory` for copies from `device`.
 
     Args:
@@ -28,7 +28,7 @@ def lock_pages(memory: Tensor, device: torch.device) -> Callable[[], None]:
         What undoes it; to be called before the memory goes.
 
     Raises:
-        PageLockError: that is not possible here.
+        PinError: that is not possible here.
     """
     if device.type != "cuda":
         return _nothing
@@ -38,7 +38,7 @@ def lock_pages(memory: Tensor, device: torch.device) -> Callable[[], None]:
         result = cudart.cudaHostRegister(address, memory.numel() * memory.element_size(), _PORTABLE)
         if result != cudart.cudaError.success:
             _clear_last_error(device)
-            raise PageLockError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
+            raise PinError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
 
     def unlock() -> None:
         # At the end of the interpreter the driver may have gone first, and taken the lock with it.

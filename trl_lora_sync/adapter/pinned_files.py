@@ -1,19 +1,19 @@
-"""Files in shared memory that are written again: page-locked once, lent to a version, reused after it.
+"""Files in shared memory that are written again: page-locked once, assigned to a version, reused after it.
 
-A slot's file is *renamed* into the version's directory and back, so its pages, and the mapping they are written
+A pinned file is *renamed* into the version's directory and back, so its pages, and the mapping they are written
 through, stay the same. A process that still reads an older version must never see the new bytes. An unload is not
 enough: an engine that has no page-locked memory (vLLM on a CPU), and SGLang for some layers, keep the tensors of an
-adapter as views of the mapped file for as long as they keep the adapter. So a slot is written again only when
+adapter as views of the mapped file for as long as they keep the adapter. So a pinned file is written again only when
 
 - its version has been retired, and no path leads to it any more, not even a hard link, so that no process can open it,
 - the kernel grants a write lease on it, which it does only if no other process has it open or mapped, under any user
-  and in any container of this host. Workers that were handed the slot's own open file (`engine_plugins.shared_files`)
-  are not counted by their mapping, and open it by its path for as long as they read.
+  and in any container of this host. Workers that were handed the open file itself (`engine_plugins.shared_files`) are
+  not counted by their mapping, and open it by its path for as long as they read.
 
-A slot that fails the second test is given up: its memory goes when the last reader does, and a new one takes its place.
+A file that fails the second test is given up: its memory goes when the last reader does, and a new one takes its place.
 
 Workers on this host may read the newest version from memory of the trainer's GPU (`engine_plugins.cuda_ipc`). It is
-copied from there into its slot at the same time, and readers of the file wait until that is done
+copied from there into its pinned file at the same time, and readers of the file wait until that is done
 (`engine_plugins.unfinished`). So the file is there for all other readers, and for a worker that needs it again later.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, GPUMemory, IPCError, Wait, driver_for
-from trl_lora_sync.engine_plugins.page_lock import PageLockError, copy_to_host, lock_pages
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_to_host, pin
 from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 from trl_lora_sync.runtime import watch
 
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 _MODE = 0o600
 # Bounds what comparing a file takes of the device's memory.
 CHUNK_BYTES = 64 << 20
-LockPages = Callable[[Tensor, torch.device], Callable[[], None]]
+Pin = Callable[[Tensor, torch.device], Callable[[], None]]
 
 
-class Slot:
+class PinnedFile:
     """One file of a fixed size in shared memory, mapped and page-locked.
 
     Args:
@@ -55,7 +55,7 @@ class Slot:
 
     Raises:
         OSError: there is no room.
-        PageLockError: the memory cannot be page-locked.
+        PinError: the memory cannot be page-locked.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Slot:
         path: Path,
         size: int,
         device: torch.device,
-        lock: LockPages = lock_pages,
+        lock: Pin = pin,
         shared: SharedFiles | None = None,
     ) -> None:
         self.path = path
@@ -87,7 +87,7 @@ class Slot:
             self._undo = undo.pop_all()
 
     def fill(self, header: bytes, flat: Tensor) -> None:
-        """Write `header` and then `flat`, which together are as large as the slot."""
+        """Write `header` and then `flat`, which together are as large as the pinned file."""
         self._map[: len(header)] = header
         copy_to_host(self.memory[len(header) :].view(flat.dtype), flat)
         self._end()
@@ -96,7 +96,7 @@ class Slot:
         """Write `header`, and begin to write what follows it from the memory of a GPU; readers wait for `finish`."""
         self._map[: len(header)] = header
         self._copying = memory.copy_to(self.memory[len(header) :])
-        # Early enough: no path of a version leads to the slot until `AdapterStore.write` moves it there.
+        # Early enough: no path of a version leads to the pinned file until `AdapterStore.write` moves it there.
         unfinished.begin(self._file)
 
     @property
@@ -175,23 +175,23 @@ class Slot:
             self._map.close()
 
 
-class SlotRing:
-    """The slots of one run: at most one more than versions have files, each written again once it is idle.
+class PinnedFilePool:
+    """The pinned files of one run: at most one more than versions have files, each written again once it is idle.
 
     With the `lora_sync_keep` versions that stay registered and the version that is being retired, that makes
-    `lora_sync_keep + 2` slots of the adapter's size, which is also what as many plain files take at that moment.
+    `lora_sync_keep + 2` pinned files of the adapter's size, which is also what as many plain files take at that moment.
 
     Not thread-safe.
 
     Args:
-        shares: whether workers of engines may map the slots; see `engine_plugins.shared_files`.
+        shares: whether workers of engines may map the pinned files; see `engine_plugins.shared_files`.
         shares_gpu: whether they may read the newest version from the GPU as well. Readers of a version's file must then
             wait until it is complete.
     """
 
     def __init__(
         self,
-        lock: LockPages = lock_pages,
+        lock: Pin = pin,
         driver_for: DriverFor = driver_for,
         *,
         shares: bool = True,
@@ -204,28 +204,28 @@ class SlotRing:
         self._memory: GPUMemory | None = None
         # From 1 on, because a worker that was offered nothing is at 0 (`engine_plugins.shared_files`).
         self._memories = itertools.count(1)
-        self.free: list[Slot] = []  # lent to no version
-        self._lent: dict[str, Slot] = {}
-        self.new: list[Slot] = []  # the next one, if it was made ahead of its use
-        self._wanted: tuple[int, torch.device] | None = None  # by the last `take`
+        self.free: list[PinnedFile] = []  # assigned to no version
+        self._assigned: dict[str, PinnedFile] = {}
+        self.new: list[PinnedFile] = []  # the next one, if it was made ahead of its use
+        self._wanted: tuple[int, torch.device] | None = None  # by the last `acquire`
         self._numbers = itertools.count()
         self._is_given_up = False
         self._shared: SharedFiles | None = None
 
-    def take(self, pool: Path, size: int, device: torch.device) -> Slot | None:
-        """A slot without readers, or None where slots cannot be had, which is warned of once.
+    def acquire(self, pool: Path, size: int, device: torch.device) -> PinnedFile | None:
+        """A pinned file without readers, or None where pinned files cannot be had, which is warned of once.
 
         Args:
-            pool: folder for slots that are not lent; on the file system of the versions, and private to this run.
+            pool: folder for files that are not assigned; on the file system of the versions, and private to this run.
 
         Raises:
             OSError: there is no room for another one.
         """
         self._wanted = size, device
-        slot = self._idle(size, device)
-        if slot is not None:
-            self.free.remove(slot)
-            return slot
+        pinned = self._idle(size, device)
+        if pinned is not None:
+            self.free.remove(pinned)
+            return pinned
         self._discard(self.free)  # of another size, or still read
         if self.new and self.new[0].fits(size, device):
             return self.new.pop()
@@ -233,28 +233,28 @@ class SlotRing:
         return self._make(pool, size, device)
 
     def prepare(self, pool: Path) -> None:
-        """Make the slot that the next `take` would have to make for the same size and device.
+        """Make the pinned file that the next `acquire` would have to make for the same size and device.
 
-        Page-locking takes longer than the rest of a sync. Arguments and errors as for `take`.
+        Page-locking takes longer than the rest of a sync. Arguments and errors as for `acquire`.
         """
         if self._wanted is None or self.new:
             return
         if self._idle(*self._wanted) is None:
             self._discard(self.free)
-            slot = self._make(pool, *self._wanted)
-            if slot is not None:
-                self.new.append(slot)
+            pinned = self._make(pool, *self._wanted)
+            if pinned is not None:
+                self.new.append(pinned)
 
-    def lend(self, name: str, slot: Slot) -> None:
-        """Let the version `name` have a slot, until `take_back`."""
-        self._lent[name] = slot
+    def assign(self, name: str, pinned: PinnedFile) -> None:
+        """Let the version `name` have a pinned file, until `release`."""
+        self._assigned[name] = pinned
 
-    def lent(self, name: str) -> Slot | None:
-        """The slot that the version `name` has, if it has one."""
-        return self._lent.get(name)
+    def assigned(self, name: str) -> PinnedFile | None:
+        """The pinned file that the version `name` has, if it has one."""
+        return self._assigned.get(name)
 
-    def fill(self, slot: Slot, header: bytes, flat: Tensor) -> str:
-        """Write to a slot, see `Slot.fill`; where workers read the GPU, its file may be complete only after `finish`.
+    def fill(self, pinned: PinnedFile, header: bytes, flat: Tensor) -> str:
+        """See `PinnedFile.fill`; where workers read the GPU, the file may be complete only after `finish`.
 
         Returns:
             The number of the GPU's memory that workers can read until the next `fill`; empty if there is none.
@@ -265,14 +265,14 @@ class SlotRing:
             memory = self._memory_for(flat)
             if memory is not None:
                 memory.fill(flat)
-                slot.begin(header, memory)
+                pinned.begin(header, memory)
                 return str(memory.offer.number)
         except IPCError as error:
             # For the rest of the run, or each sync would try it and log it again.
             self._shares_gpu = False
             level = logging.INFO if flat.is_cuda else logging.DEBUG
             logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
-        slot.fill(header, flat)
+        pinned.fill(header, flat)
         return ""
 
     def _memory_for(self, flat: Tensor) -> GPUMemory | None:
@@ -287,9 +287,9 @@ class SlotRing:
         return self._memory
 
     def finish(self) -> None:
-        """Wait until the slots that were begun are complete; never fails."""
-        for slot in self._lent.values():
-            slot.finish()
+        """Wait until the pinned files that were begun are complete; never fails."""
+        for pinned in self._assigned.values():
+            pinned.finish()
 
     def _release_memory(self, is_closed: bool) -> None:
         """Free the memory of the GPU, unless a worker may still read it."""
@@ -308,52 +308,52 @@ class SlotRing:
         except IPCError as error:
             logger.warning("%.1f MB of the GPU could not be freed: %s.", memory.size / 1e6, error)
 
-    def drop(self, name: str) -> None:
-        """Give up the slot of a version that could not be written; does nothing for one without. Never fails."""
-        slot = self._lent.pop(name, None)
-        if slot is not None:
-            slot.discard()
+    def discard(self, name: str) -> None:
+        """Give up the pinned file of a version that could not be written; does nothing for one without. Never fails."""
+        pinned = self._assigned.pop(name, None)
+        if pinned is not None:
+            pinned.discard()
 
-    def take_back(self, name: str, pool: Path, file: Path) -> None:
-        """Move the slot of a version that is over out of its directory; does nothing for one without. Never fails.
+    def release(self, name: str, pool: Path, file: Path) -> None:
+        """Move the file of a version that is over out of its directory; does nothing for one without. Never fails.
 
         Args:
-            file: where the version has it. If that is another file by now, the slot is given up.
+            file: where the version has it. If that is another file by now, the pinned file is given up.
         """
-        slot = self._lent.pop(name, None)
-        if slot is None:
+        pinned = self._assigned.pop(name, None)
+        if pinned is None:
             return
         # Until then the copy from the GPU may still write to it.
-        slot.finish()
-        slot.path = file
+        pinned.finish()
+        pinned.path = file
         try:
-            if not slot.is_at(file):
+            if not pinned.is_at(file):
                 raise FileNotFoundError(file)
-            slot.move(pool / str(next(self._numbers)))
+            pinned.move(pool / str(next(self._numbers)))
         except OSError:
-            slot.discard()
+            pinned.discard()
         else:
-            self.free.append(slot)
+            self.free.append(pinned)
 
     def close(self) -> None:
-        """Give up all slots, lent ones included; never fails, and a later `take` makes new ones."""
-        lent = list(self._lent.values())
-        self._lent.clear()
-        for slots in (self.free, self.new, lent):
-            self._discard(slots)
+        """Give up all pinned files, assigned ones included; never fails, and a later `acquire` makes new ones."""
+        assigned = list(self._assigned.values())
+        self._assigned.clear()
+        for files in (self.free, self.new, assigned):
+            self._discard(files)
         if self._shared is not None:
             self._release_memory(self._shared.close())
             self._shared = None
 
     @property
     def held_bytes(self) -> int:
-        """Size of all slots."""
-        return sum(slot.size for slot in [*self.free, *self.new, *self._lent.values()])
+        """Size of all pinned files."""
+        return sum(pinned.size for pinned in [*self.free, *self.new, *self._assigned.values()])
 
-    def _idle(self, size: int, device: torch.device) -> Slot | None:
-        return next((slot for slot in self.free if slot.fits(size, device) and slot.is_idle()), None)
+    def _idle(self, size: int, device: torch.device) -> PinnedFile | None:
+        return next((pinned for pinned in self.free if pinned.fits(size, device) and pinned.is_idle()), None)
 
-    def _make(self, pool: Path, size: int, device: torch.device) -> Slot | None:
+    def _make(self, pool: Path, size: int, device: torch.device) -> PinnedFile | None:
         if self._is_given_up:
             return None
         pool.mkdir(mode=0o700, exist_ok=True)
@@ -364,8 +364,8 @@ class SlotRing:
             )
             return None
         try:
-            return Slot(pool / str(next(self._numbers)), size, device, self._lock, self._share(pool))
-        except PageLockError as error:
+            return PinnedFile(pool / str(next(self._numbers)), size, device, self._lock, self._share(pool))
+        except PinError as error:
             self._give_up(
                 f"{size / 1e6:.1f} MB of shared memory cannot be page-locked. Raise the limit of locked memory "
                 f"(ulimit -l; docker run --ulimit memlock=-1) ({error})"
@@ -387,10 +387,10 @@ class SlotRing:
         logger.warning("Adapter versions are written the slow way, as plain files: %s.", why)
 
     @staticmethod
-    def _discard(slots: list[Slot]) -> None:
-        for slot in slots:
-            slot.discard()
-        slots.clear()
+    def _discard(files: list[PinnedFile]) -> None:
+        for pinned in files:
+            pinned.discard()
+        files.clear()
 
 
 def is_in_memory(folder: Path) -> bool:
