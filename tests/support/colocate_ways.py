@@ -5,6 +5,7 @@ WAY is one of `ways.py`, with `+tp2` for one engine of both processes, `+fused` 
 FOLDER/process-<index>.json; the tests read that.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ from accelerate.utils import set_seed
 from colocate_engines import change_engines
 from torch import Tensor
 
-from support.launch import end_process, run_each
+from support.launch import end_process, run_each, without_deepspeed
 from support.models import base_weights, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
 from support.trainers import steps_of
 from support.two_processes import Outcome, attempt
+from support.vllm_forks import IMPORTED_LATER
 from support.ways import Traffic, copy_policy, make_trainer
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.errors import VerificationError
@@ -39,7 +41,6 @@ COMPILED = ("ddp", "ddp+tp2")
 
 
 def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
-    keep_rows()
     keep_apart()
     set_seed(0)
     if way not in COMPILED:
@@ -217,10 +218,14 @@ def keep_apart() -> None:
 
 def main(way: str, folder: str, model: str) -> None:
     torch.set_num_threads(1)
+    if way != "zero3":
+        without_deepspeed()
     end_process(folder, run_way(way, Path(folder), Path(model)))
 
 
 if __name__ == "__main__":
-    import vllm.entrypoints.llm  # noqa: F401 - in the process that all runs are forks of
-
+    keep_rows()  # before vLLM's layers take what it replaces
+    # In the process that all runs are forks of.
+    for module in ("vllm.entrypoints.llm", *IMPORTED_LATER, "deepspeed", "trl_lora_sync.colocate.generation"):
+        importlib.import_module(module)
     run_each(main, sys.argv[1])
