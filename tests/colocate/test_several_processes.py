@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import DEEPSPEED, TESTS, check_launchers, launch_each, seen_in
+from support.launch import TESTS, check_launchers, launch_each, seen_in
 from support.processes import Finished
 
 # The first test waits for all ways.
@@ -17,6 +17,8 @@ Seen = dict[str, Any]
 TIMEOUT_S = 120.0
 # Of log-probabilities; trainer and engine compute in float32.
 EXACT = 1e-4
+# As arguments of accelerate launch; `colocate_ways.py` does without DeepSpeed where the name of the way does.
+DEEPSPEED = ("--use_deepspeed", "--zero_stage", "3")
 SHARDED = ("fsdp2", "zero3")
 WAYS = ("ddp", "ddp+tp2", "fsdp2", "ddp+tp2+fused", "ddp+fused+shared", "zero3")
 

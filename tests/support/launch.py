@@ -21,8 +21,6 @@ LAUNCHERS = TESTS.parent / ".launchers"
 # With `--cpu`, accelerate 1.15 starts one process, or needs MPI. This way is torchrun's, and the environment keeps the
 # processes on the CPU, with gloo.
 CPU_ENV = {"ACCELERATE_USE_CPU": "true"}
-# As arguments of `accelerate launch`; a script takes another stage of ZeRO where it is asked to, or no DeepSpeed.
-DEEPSPEED = ("--use_deepspeed", "--zero_stage", "3")
 LAUNCH_ENV = {
     "PYTHONPATH": os.pathsep.join(map(str, [TESTS, TESTS.parent, TESTS.parent / "benchmarks", LAUNCHERS])),
     "OMP_NUM_THREADS": "1",
@@ -33,13 +31,6 @@ def check_launchers() -> None:
     """Raises FileNotFoundError if they are not installed, and what to do."""
     if not LAUNCHERS.is_dir():
         raise FileNotFoundError("DeepSpeed and bitsandbytes are not in .launchers; `make launchers` installs them")
-
-
-def without_deepspeed() -> None:
-    """Take back what `accelerate launch --use_deepspeed` adds to the environment of torchrun's processes (1.15)."""
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_") and "DEEPSPEED" in name]:
-        del os.environ[name]
-    os.environ.update(CPU_ENV)
 
 
 def end_process(folder: str, seen: dict[str, Any]) -> NoReturn:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,9 @@ def load_for_forks(modules: Iterable[str], *, without: str) -> None:
 
 
 def leave_imports_to_parent() -> None:
-    """Else each garbage collection of a fork looks through everything that was imported, and its end undoes that."""
+    """Else each garbage collection of a fork looks through everything that was imported."""
     gc.collect()
     gc.freeze()
-    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch takes each of its operators down, which takes 0.2 s
 
 
 def enter_fork(log: str | Path, folder: str) -> None:
