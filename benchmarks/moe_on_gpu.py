@@ -301,8 +301,8 @@ class Exporter:
             scaling=1.0,
         )
         self._buffer = FlatBuffer()
-        slots = PinnedFilePool(shares_gpu=True) if self._device == "cuda" else None
-        self._transport = DiskTransport(folder / "store", pinned=slots, has_checksums=True)
+        pool = PinnedFilePool(shares_gpu=True) if self._device == "cuda" else None
+        self._transport = DiskTransport(folder / "store", pinned=pool, has_checksums=True)
 
     def write(self) -> tuple[StoredAdapter, CanonicalAdapter, dict[str, float]]:
         """The next version, and the seconds of each part."""

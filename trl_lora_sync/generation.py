@@ -71,7 +71,7 @@ class LoRASyncGeneration(AdapterGeneration):
             self._sync = sync = AdapterSync(self.settings)
             self.overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
 
-            # `end` refers to the locals only: an Finalizer whose `end` refers to its owner would keep that alive.
+            # `end` refers to the locals only: a Finalizer whose `end` refers to its owner would keep that alive.
             def end() -> None:
                 overlap.cancel()
                 sync.shutdown()

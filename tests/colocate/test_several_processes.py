@@ -3,24 +3,34 @@
 Run by the Python of `.venv-colocate`, which has vLLM beside the trainer.
 """
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import TESTS, check_launchers, launch_each, seen_in
+from support.launch import CPU_ENV, TESTS, check_launchers, launch_each, seen_in
 from support.processes import Finished
 
-# The first test waits for all ways.
+# The first test waits for all ways of a launch.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 Seen = dict[str, Any]
 # What one of them would exceed if it hung, on average.
 TIMEOUT_S = 120.0
 # Of log-probabilities; trainer and engine compute in float32.
 EXACT = 1e-4
-# As arguments of accelerate launch; `colocate_ways.py` does without DeepSpeed where the name of the way does.
-DEEPSPEED = ("--use_deepspeed", "--zero_stage", "3")
 SHARDED = ("fsdp2", "zero3")
-WAYS = ("ddp", "ddp+tp2", "fsdp2", "ddp+tp2+fused", "ddp+fused+shared", "zero3")
+MULTI_GPU = ("--multi_gpu",)
+ZERO3 = ("--use_deepspeed", "--zero_stage", "3")
+# The arguments of accelerate launch.
+WAYS = {
+    "ddp": MULTI_GPU,
+    "ddp+tp2": MULTI_GPU,
+    "fsdp2": MULTI_GPU,
+    "ddp+tp2+fused": MULTI_GPU,
+    "ddp+fused+shared": MULTI_GPU,
+    "zero3": ZERO3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +40,29 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ended(base_model: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One launch, for all ways."""
-    check_launchers()
-    script = TESTS / "support" / "colocate_ways.py"
-    runs = [[way, str(folder), str(base_model)] for way, folder in folders.items()]
-    return launch_each(script, runs, tmp_path_factory.mktemp("launch"), DEEPSPEED, timeout_s=TIMEOUT_S)
+def launch_of(
+    base_model: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[tuple[str, ...]], Finished]:
+    """One launch of each kind, for all ways that are started so."""
+
+    @functools.cache
+    def launched(arguments: tuple[str, ...]) -> Finished:
+        check_launchers()
+        env = {} if arguments == ZERO3 else CPU_ENV
+        script = TESTS / "support" / "colocate_ways.py"
+        runs = [[way, str(folders[way]), str(base_model)] for way, others in WAYS.items() if others == arguments]
+        return launch_each(script, runs, tmp_path_factory.mktemp("launch"), arguments, env=env, timeout_s=TIMEOUT_S)
+
+    return launched
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def launched(request: pytest.FixtureRequest, folders: dict[str, Path], ended: Finished) -> Seen:
+def launched(
+    request: pytest.FixtureRequest, folders: dict[str, Path], launch_of: Callable[[tuple[str, ...]], Finished]
+) -> Seen:
     """What one way came to."""
     way = request.param
-    return seen_in(folders[way], ended) | {"way": way}
+    return seen_in(folders[way], launch_of(WAYS[way])) | {"way": way}
 
 
 def on_all(launched: Seen, step: str) -> list[Any]:

@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 from colocate_engines import change_engines
 from torch import Tensor
 
-from support.launch import CPU_ENV, end_process, run_each
+from support.launch import end_process, run_each
 from support.models import base_weights, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
 from support.trainers import steps_of
@@ -216,17 +216,8 @@ def keep_apart() -> None:
     _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"/{port}{name(group).strip('/')}")
 
 
-def without_deepspeed() -> None:
-    """Take back what `accelerate launch --use_deepspeed` adds to the environment of torchrun's processes (1.15)."""
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_") and "DEEPSPEED" in name]:
-        del os.environ[name]
-    os.environ.update(CPU_ENV)
-
-
 def main(way: str, folder: str, model: str) -> None:
     torch.set_num_threads(1)
-    if way != "zero3":
-        without_deepspeed()
     end_process(folder, run_way(way, Path(folder), Path(model)))
 
 

@@ -254,3 +254,6 @@ def test_the_figures_of_whole_runs_are_those_of_the_results() -> None:
     headline = round(1000 * found["sync"]["runtime"]["median"]["sync_s"])
     assert f"| `runtime` | {headline} ms |" in readme
     assert median <= headline
+    ahead = page.read("overlap-2xh100")
+    assert ahead["shape"] == "8b"
+    assert all(sync["verified"] == 1.0 for run in ahead["runs"] for sync in run["syncs"])

@@ -4,9 +4,9 @@ Transformers 5 keeps the experts of a layer in two parameters, `gate_up_proj` an
 adapts each of them by a `ParamWrapper`. Its `lora_A` of shape `(r * experts, in_features)` is grouped by expert, its
 `lora_B` of shape `(out_features, r * experts)` by rank. Servers want another layout, and each family other names.
 
-Source: peft/tuners/lora/layer.py `ParamWrapper.get_delta_weight`. What vLLM 0.26 and
-SGLang 0.5.15 serve of each family was run on a GPU: under other names or in another layout vLLM refuses the experts, or
-ignores them without an error.
+Source: peft/tuners/lora/layer.py `ParamWrapper.get_delta_weight`. What vLLM 0.26 and SGLang 0.5.15
+serve of each family was run on a GPU: under other names or in another layout vLLM refuses the experts, or ignores them
+without an error.
 """
 
 from collections.abc import Callable, Iterable
