@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import R, lora, peft_model, randomize_adapter
+from support.models import R, base_weights, lora, peft_model, randomize_adapter, same_tensors
 from support.policies import OTHER_POLICY_MEAN, RATIO_SPREAD, distance, is_policy_of, sample, token_ids
 from support.servers import Proxy
 from support.trainers import steps_of
@@ -67,6 +67,20 @@ def test_a_run_trains_the_policy_it_samples_from_and_the_servers_base_stays(
     randomize_adapter(trainer.model, seed=3)
     assert_samples_from_it(trainer)
     assert served_base_logprobs(clean_server) == before
+
+
+def test_after_fifty_syncs_both_bases_are_the_same_and_the_last_version_is_served(
+    make_trainer: Make, clean_server: VLLMServer, base_model: Path
+) -> None:
+    served_before = served_base_logprobs(clean_server)
+    trainer = make_trainer(clean_server.base_url, base_model, peft_config=lora(init_lora_weights="pissa"))
+    before = base_weights(trainer.model)
+    for seed in range(50):
+        randomize_adapter(trainer.model, seed=seed)
+        trainer.vllm_generation.sync_weights()
+    assert_samples_from_it(trainer)
+    assert same_tensors(base_weights(trainer.model), before)
+    assert served_base_logprobs(clean_server) == served_before
 
 
 def test_a_run_that_is_resumed_is_served_as_it_is_trained(
