@@ -19,7 +19,7 @@ from support.policies import distance, sample, token_ids
 from support.trainers import LEARNABLE, grpo_trainer, prompts, steps_of
 from vllm_server import VLLMServer
 
-from trl_lora_sync.adapter.experts import FAMILIES
+from trl_lora_sync.adapter.experts import FAMILIES, ExpertLayer
 from trl_lora_sync.engine_plugins.vllm_fused import MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.errors import LoRASyncError
 
@@ -146,4 +146,18 @@ def test_experts_under_a_name_that_the_server_does_not_know_are_refused_at_the_s
 ) -> None:
     monkeypatch.setitem(FAMILIES, model.name, replace(FAMILIES[model.name], moe="mixture"))
     with pytest.raises(LoRASyncError, match=r"mixture\.experts\.\d+\..*is nothing that the served model can load"):
+        make_trainer()
+
+
+def test_experts_in_another_order_than_the_servers_are_refused_at_the_start_by_their_name(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server finds a place for each of them, so only what it computes shows the wrong layout."""
+    read = ExpertLayer.read
+
+    def reversed_read(layer: ExpertLayer, value_of: Callable[[Any], Any]) -> Any:
+        return tuple(matrices.flip(0) for matrices in read(layer, value_of))
+
+    monkeypatch.setattr(ExpertLayer, "read", reversed_read)
+    with pytest.raises(LoRASyncError, match=r"zero outside the experts modules \(.*experts\.down_proj"):
         make_trainer()
