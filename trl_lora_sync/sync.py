@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from statistics import fmean
 from typing import Any
@@ -175,14 +176,20 @@ class AdapterSync:
     ) -> SyncReport:
         """Arguments and errors as of `_publish`."""
         written = threading.Event()
+        done: Future[None] = Future()
 
         def beside() -> None:
             # Not beside the writing, which uses the same device.
             written.wait()
-            if meanwhile is not None:
-                meanwhile()
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            except Exception as error:  # raised by `_publish`, as a load that is broken off may outlive its unload
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
-        return run(self._publish(adapter, probe, timer, written, is_final=is_final), beside)
+        return run(self._publish(adapter, probe, timer, written, done, is_final=is_final), beside)
 
     async def _publish(
         self,
@@ -190,6 +197,7 @@ class AdapterSync:
         probe: Scores | None,
         timer: PhaseTimer,
         written: threading.Event,
+        done: "Future[None]",
         *,
         is_final: bool,
     ) -> SyncReport:
@@ -198,14 +206,15 @@ class AdapterSync:
         Args:
             probe: log-probabilities of `PROBE_PROMPT`, for servers that need to be verified.
             written: set once the version is written, or cannot be.
+            done: what came of `meanwhile`; no version is activated before it has succeeded.
             is_final: whether such a server may go unverified if there is no probe.
 
         Raises:
             VerificationDueError: it may not, and came back during this sync.
         """
         deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
-        self._retire_now()
         try:
+            self._retire_now()
             with timer.phase("write"):
                 # `close` gives up the folder, and an evaluation after the training publishes again.
                 await self.transport.open(deadline)
@@ -215,6 +224,7 @@ class AdapterSync:
         async with self._withdrawn_on_error(stored):
             with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
                 server_load_s = await self.fleet.load(stored, deadline)
+            await asyncio.wrap_future(done)
             with timer.phase("verify"):
                 # After the load: before it, files that are damaged later would pass.
                 if self.settings.verify != "off" and not self._is_compared(stored):

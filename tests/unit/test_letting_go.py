@@ -280,6 +280,28 @@ def test_what_could_not_be_unloaded_is_unloaded_with_the_next_version(run: Start
         assert training.adapters() == [kept]
 
 
+@pytest.mark.parametrize("is_load_faster", [True, False])
+def test_what_fails_beside_the_load_leaves_the_version_before_and_nothing_of_the_new_one(
+    run: StartRun, is_load_faster: bool
+) -> None:
+    """A load that was broken off ended after its unload, and one that was faster had been activated."""
+    training = run()
+    [fake] = training.fakes
+    name = training.publish().adapter_name
+    fake.delay_s["/load_lora_adapter"] = 0.0 if is_load_faster else 0.3
+
+    def fail() -> None:
+        time.sleep(0.3 if is_load_faster else 0.0)
+        raise ValueError("the model has changed")
+
+    with pytest.raises(ValueError, match="the model has changed"):
+        training.sync.publish(training.read_next(training.sync.form), meanwhile=fail)
+    training.wait_for_unloads()
+    assert training.sync.active is not None
+    assert training.sync.active.name == name
+    assert fake.host_adapters == [name]
+
+
 def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_killed(
     run: StartRun, tmp_path: Path
 ) -> None:
