@@ -20,7 +20,8 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True)
+        # Lazy, as a process that was forked meanwhile may have a file there for a moment.
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @contextlib.contextmanager
