@@ -246,7 +246,7 @@ def folding(trainer: Any) -> dict[str, Any]:
     return {
         "fold_ms": 1e3 * statistics.median(folds),
         "unfold_ms": 1e3 * statistics.median(unfolds),
-        "fold_parts_ms": {name: 1e3 * statistics.median(seconds) for name, seconds in parts.items()},
+        "fold_parts_ms": {name: 1e3 * statistics.median(seconds) for name, seconds in parts.items() if seconds},
         "kept_mib": kept[-1] / 2**20,
     }
 

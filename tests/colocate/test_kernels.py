@@ -1,11 +1,12 @@
-"""Colocate tier, because Triton comes with vLLM: the kernel of fused serving, computed by Triton's interpreter."""
+"""Colocate tier, because Triton comes with vLLM: the kernels of fused serving, computed by Triton's interpreter."""
 
 import os
 import subprocess
 import sys
 
-# In a process of its own, as Triton reads the variable when it is imported.
-PROGRAM = """
+import pytest
+
+FUSING = """
 import torch
 from trl_lora_sync.engine_plugins.fused_kernel import launches_of
 
@@ -45,9 +46,56 @@ print("right")
 """
 
 
-def test_one_launch_writes_each_rectangle_rounded_once_and_nothing_else() -> None:
+FOLDING = """
+import torch
+from trl_lora_sync.engine_plugins import folding_kernels as kernels
+
+torch.manual_seed(0)
+dtype = torch.float16
+
+
+def normal(rows, columns, std):
+    return (std * torch.randn(rows, columns)).to(dtype)
+
+
+for columns, rank in ((96, 8), (40, 3)):  # all at multiples of 16 bytes, and not
+    weights = [normal(rows, columns, 0.02) for rows in (64, 130, 40)]
+    matrices = [(normal(rank, columns, 0.05), normal(len(weight), rank, 0.05)) for weight in weights]
+    before = [weight.clone() for weight in weights]
+    table = kernels.make_table(weights, matrices)
+    sums, counts = kernels.bit_sums(table), kernels.count_lost(table)
+    products = [lora_B.float() @ lora_A.float() for lora_A, lora_B in matrices]
+    there = [(old.float() + product).half() for old, product in zip(before, products)]
+    lost = [int(((new.float() - p).half() != old).sum()) for new, p, old in zip(there, products, before)]
+    assert all(abs(count - exact) <= 3 for count, exact in zip(counts, lost)), (counts, lost)
+    total = sum(counts)
+    assert total > 100
+    for first, room in ((0, total), (0, total + 9), (0, total - 1), (0, total // 2), (0, 0), (1, sum(counts[1:]))):
+        kept = kernels.fold(table, range(first, 3), room)
+        assert int(kept.count) == sum(counts[first:])
+        assert kept.is_whole() is (room >= int(kept.count))
+        is_there = [
+            torch.allclose(weight.double(), old.double() + product.double(), rtol=1e-3, atol=1e-7)
+            for weight, old, product in zip(weights, before, products)
+        ]
+        assert is_there == ([False] * first + [True] * (3 - first) if kept.is_whole() else is_there)
+        assert kept.is_whole() or not all(is_there)
+        found = torch.zeros_like(sums)
+        kernels.take_out(table, range(first, 3), kept, found)
+        assert all(map(torch.equal, weights, before))
+        assert found[:first].tolist() == [0] * first
+        assert torch.equal(found[first:], sums[first:])
+    weights[1].view(torch.int16)[3, 5] ^= 1
+    assert (kernels.bit_sums(table) != sums).tolist() == [False, True, False]
+print("right")
+"""
+
+
+@pytest.mark.parametrize("program", [FUSING, FOLDING], ids=["each rectangle rounded once", "folded and taken out"])
+def test_kernels_write_what_they_are_to_write_and_nothing_else(program: str) -> None:
+    # In a process of its own, as Triton reads the variable when it is imported.
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -121,6 +121,36 @@ def test_kernels_bring_weights_of_many_tiles_back(
     assert same(bits(weights), before)
 
 
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("columns", [192, 100], ids=["aligned", "not aligned"])
+def test_kernels_have_room_for_what_the_adapter_before_kept_or_fold_again(
+    columns: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folded_base, "SHARE_ON_DEVICE", 1.0)
+    monkeypatch.setattr(folded_base, "_SPARE", 8)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device) * 0.05
+
+    weights = [random(rows, columns).bfloat16() for rows in (640, 200, 130)]
+    lora = [(random(R, columns), random(weight.shape[0], R)) for weight in weights]
+    before, base, kept = bits(weights), FoldedBase(weights), []
+    for size in (0.0, 0.1, 1.0, 1.0, 1.1, 0.5, 20.0, 20.0):
+        matrices = [((size * a).bfloat16(), b.bfloat16()) for a, b in lora]
+        base.fold(matrices)
+        kept.append(base.kept_bytes)
+        for weight, old, (lora_A, lora_B) in zip(weights, before, matrices, strict=True):
+            wanted = old.view(torch.bfloat16).float() + lora_B.float() @ lora_A.float()
+            torch.testing.assert_close(weight.float(), wanted, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-5)
+        base.unfold()
+        assert same(bits(weights), before)
+    assert kept[0] < kept[1] < kept[2] < kept[3]  # with room to spare the second time
+    weights[1].view(torch.int16)[3, 5] ^= 1
+    with pytest.raises(BaseChangedError, match="1 of 3 weights"):
+        base.check()
+
+
 def test_views_of_one_tensor_fold_each_for_itself() -> None:
     """As q, k and v are rows of one parameter of vLLM."""
     whole = torch.randn(96, 32, generator=torch.Generator().manual_seed(3)).bfloat16()

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import logger
 
 if TYPE_CHECKING:
-    from trl_lora_sync.engine_plugins.folding_kernels import Lost, Table
+    from trl_lora_sync.engine_plugins.folding_kernels import Kept, Table
 
 # Of the weights' own memory, what is kept on their device while they are folded; the rest is kept on the host.
 SHARE_ON_DEVICE = 1 / 32
@@ -28,6 +27,8 @@ SHARE_ON_DEVICE = 1 / 32
 ELEMENTS_OF_FLOATS = 1 << 24
 # What kernels keep of an element that subtraction does not bring back: its place in a tile and its 16 bits.
 _KEPT_BYTES = 4
+# Elements for which there is room beyond those that are expected.
+_SPARE = 1 << 20
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -58,15 +59,20 @@ class FoldedRows:
         """Of what is kept."""
         return self.values.nbytes + (0 if self.places is None else self.places.nbytes)
 
-    def take_out(self) -> None:
-        """Write back what the rows held before, bit for bit; after an error they hold the adapter still."""
+    def take_out(self, sums: Tensor) -> int:
+        """Write back what the rows held before, bit for bit; after an error they hold the adapter still.
+
+        Returns:
+            For how many weights the sums of their bits were added to `sums`.
+        """
         if self.places is None:
             self.weight.copy_(self.values)
-            return
+            return 0
         # Before anything is written, as there may be no memory for them.
         places, values = self.places.to(self.weight.device).long(), self.values.to(self.weight.device)
         add_to(self.weight, self.lora_A, self.lora_B, -1.0)
         self.weight.view(-1).index_copy_(0, places, values)
+        return 0
 
 
 @dataclass
@@ -74,20 +80,20 @@ class FoldedGroup:
     """Whole weights with an adapter in them, which kernels put there.
 
     Attributes:
-        table: of these and other weights, and of the adapter.
-        lost, weights, kept: see `folding_kernels.fold`; the last is on the device or on the host.
+        table: of all weights, and of the adapter.
+        weights, kept: see `folding_kernels.fold`; the words are on the device or on the host.
     """
 
     table: "Table"
-    lost: "Lost"
     weights: range
-    kept: Tensor
+    kept: "Kept"
 
-    def take_out(self) -> None:
+    def take_out(self, sums: Tensor) -> int:
         """As for `FoldedRows`."""
         from trl_lora_sync.engine_plugins.folding_kernels import take_out
 
-        take_out(self.table, self.lost, self.weights, self.kept.to(self.table.entries.device))
+        take_out(self.table, self.weights, self.kept.to(self.table.entries.device), sums)
+        return len(self.weights)
 
 
 class FoldedBase:
@@ -107,6 +113,7 @@ class FoldedBase:
         self._kept_bytes = 0
         self._device_bytes = int(SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
         self._folded: list[FoldedRows | FoldedGroup] = []
+        self._expected: int | None = None  # how many elements were kept of the last adapter, if by one launch
 
     @property
     def has_kernels(self) -> bool:
@@ -150,32 +157,53 @@ class FoldedBase:
         from trl_lora_sync.engine_plugins import folding_kernels
 
         table = folding_kernels.make_table([weight for weight, _ in pairs], [matrices for _, matrices in pairs])
-        lost = folding_kernels.count_lost(table)
-        self._kept_bytes = lost.before_tile.nbytes
+        if self._fold_at_once(table):
+            return []
         groups: list[range] = []
+        counts: list[int] = []  # of each group
         rest: list[_Pair] = []
-        for index, (pair, (start, end)) in enumerate(zip(pairs, pairwise(lost.before_weight), strict=True)):
-            joined = range(groups[-1].start if groups else 0, index + 1)
-            if _KEPT_BYTES * (end - start) > pair[0].nbytes:
+        most = self._device_bytes // _KEPT_BYTES  # bounds what is on the device before it goes to the host
+        for index, (pair, count) in enumerate(zip(pairs, folding_kernels.count_lost(table), strict=True)):
+            if _KEPT_BYTES * count > pair[0].nbytes:
                 rest.append(pair)
-            # Bounds what is on the device before it goes to the host.
-            elif (
-                groups
-                and groups[-1].stop == index
-                and _KEPT_BYTES * (end - lost.before_weight[joined.start]) <= self._device_bytes
-            ):
-                groups[-1] = joined
+            elif groups and groups[-1].stop == index and counts[-1] + count <= most:
+                groups[-1], counts[-1] = range(groups[-1].start, index + 1), counts[-1] + count
             else:
                 groups.append(range(index, index + 1))
-        for group in groups:
-            kept = FoldedGroup(table, lost, group, folding_kernels.fold(table, lost, group))
+                counts.append(count)
+        for group, count in zip(groups, counts, strict=True):
+            kept = FoldedGroup(table, group, folding_kernels.fold(table, group, count))
             self._folded.append(kept)
             self._kept_bytes += kept.kept.nbytes
             if self._kept_bytes > self._device_bytes:
                 # The group is in the list already: if the host has no memory either, `unfold` still takes it out.
-                kept.kept = kept.kept.cpu()
+                kept.kept = kept.kept.to("cpu")
+        if len(groups) == 1 and not rest and self._kept_bytes <= self._device_bytes:
+            self._expected = counts[0]
         torch.cuda.synchronize(pairs[0][0].device)  # vLLM may compute in another stream
         return rest
+
+    def _fold_at_once(self, table: "Table") -> bool:
+        """Fold all weights without counting first what is to be kept, which reads all of them.
+
+        Returns:
+            Whether there was room for it, a little more than for the adapter before; if not, nothing is folded.
+        """
+        from trl_lora_sync.engine_plugins import folding_kernels
+
+        if self._expected is None:
+            return False
+        room = min(self._expected * 5 // 4 + _SPARE, self._device_bytes // _KEPT_BYTES)
+        group = FoldedGroup(
+            table, range(len(self._weights)), folding_kernels.fold(table, range(len(self._weights)), room)
+        )
+        self._folded.append(group)
+        if group.kept.is_whole():
+            self._expected, self._kept_bytes = int(group.kept.count), group.kept.nbytes
+            return True
+        self._expected = None
+        self._take_out()
+        return False
 
     def _fold_rows(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> None:
         places = _not_restored(weight, lora_A, lora_B).view(-1).nonzero().view(-1)
@@ -201,12 +229,18 @@ class FoldedBase:
             BaseChangedError: the weights are not what they were.
         """
         with _signals_deferred(), _plain_arithmetic(self._weights):
-            while self._folded:
-                # Taken off the list afterwards: after an error here, the next call takes it out.
-                self._folded[-1].take_out()
-                self._folded.pop()
+            found = self._take_out()
             self._kept_bytes = 0
-        self.check()
+        self._check(found)
+
+    def _take_out(self) -> Tensor:
+        """Returns the sums of the bits of each weight afterwards."""
+        sums, summed = torch.zeros_like(self._sums), 0
+        while self._folded:
+            # Taken off the list afterwards: after an error here, the next call takes it out.
+            summed += self._folded[-1].take_out(sums)
+            self._folded.pop()
+        return sums if summed == len(self._weights) else self._bit_sums()
 
     def check(self) -> None:
         """Compare the weights with what they were at first.
@@ -214,7 +248,9 @@ class FoldedBase:
         Raises:
             BaseChangedError: they are not what they were.
         """
-        found = self._bit_sums()
+        self._check(self._bit_sums())
+
+    def _check(self, found: Tensor) -> None:
         if not torch.equal(found, self._sums):
             different = int((found != self._sums).sum())
             raise BaseChangedError(f"{different} of {len(self._weights)} weights have changed")
@@ -336,13 +372,14 @@ def _kernels_work(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
         matrices = [(random(rank, 160), random(192, rank)), (random(rank, 48), random(70, rank))]
         before = [weight.clone() for weight in weights]
         table = folding_kernels.make_table(weights, matrices)
-        sums, lost = folding_kernels.bit_sums(table), folding_kernels.count_lost(table)
-        kept = folding_kernels.fold(table, lost, range(2))
+        sums, count = folding_kernels.bit_sums(table), sum(folding_kernels.count_lost(table))
+        kept = folding_kernels.fold(table, range(2), count)
         for weight, old, (lora_A, lora_B) in zip(weights, before, matrices, strict=True):
             wanted = old.double() + lora_B.double() @ lora_A.double()
             torch.testing.assert_close(weight.double(), wanted, rtol=0.02, atol=0.05)
-        folding_kernels.take_out(table, lost, range(2), kept)
-        if not all(map(torch.equal, weights, before)) or not torch.equal(folding_kernels.bit_sums(table), sums):
+        found = torch.zeros_like(sums)
+        folding_kernels.take_out(table, range(2), kept, found)
+        if not all(map(torch.equal, weights, before)) or not torch.equal(found, sums):
             raise ArithmeticError("the weights did not come back")
     except Exception as error:  # such as a missing compiler
         logger.warning("Adapters are folded without Triton, which takes longer: %s: %s", type(error).__name__, error)

@@ -44,16 +44,30 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """How many elements are others after `fold` and `take_out`, as sums over all that come before.
+class Kept:
+    """What `take_out` needs of the elements that subtraction does not bring back, tile by tile in any order.
 
     Attributes:
-        before_tile: int64 of shape `(tiles + 1,)`.
-        before_weight: of each weight, and of all weights.
+        words: int32, the place in the tile in the upper half, and the bits that were there in the lower half.
+        spans: int32 of shape `(tiles, 2)`, where the words of a tile begin and end; -1 for a tile that was not folded,
+            as there was no room for its words.
+        count: int64 of shape `(1,)`, how many words there would be with room for all.
     """
 
-    before_tile: Tensor
-    before_weight: Sequence[int]
+    words: Tensor
+    spans: Tensor
+    count: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.spans.nbytes
+
+    def is_whole(self) -> bool:
+        """Whether all tiles were folded; waits for them."""
+        return int(self.count) <= len(self.words)
+
+    def to(self, device: torch.device | str) -> "Kept":
+        return Kept(self.words.to(device), self.spans.to(device), self.count)
 
 
 def make_table(weights: Sequence[Tensor], matrices: Sequence[tuple[Tensor, Tensor]] | None = None) -> Table:
@@ -85,34 +99,38 @@ def make_table(weights: Sequence[Tensor], matrices: Sequence[tuple[Tensor, Tenso
     )
 
 
-def count_lost(table: Table) -> Lost:
-    """Find out how much has to be kept; changes nothing."""
-    before = torch.zeros(len(table.weight_of) + 1, dtype=torch.int64, device=table.entries.device)
-    # From index 1 on, so that the running sum counts what comes before each tile.
-    _visit(table, _all_of(table), before[1:], mode="count")
-    before.cumsum_(0)
-    return Lost(before, before[table.first_tiles].tolist())
+def count_lost(table: Table) -> list[int]:
+    """How many elements of each weight `fold` would have to keep; changes nothing."""
+    counts = torch.zeros(len(table.entries), dtype=torch.int64, device=table.entries.device)
+    _visit(table, _all_of(table), counts, mode="count")
+    return list(counts.tolist())
 
 
-def fold(table: Table, lost: Lost, weights: range) -> Tensor:
+def fold(table: Table, weights: range, room: int) -> Kept:
     """Add lora_B @ lora_A to some of the weights, accumulated in float32 and rounded once.
 
     Args:
         weights: their numbers, one after the other.
-
-    Returns:
-        What `take_out` needs of the elements that subtraction does not bring back, tile by tile: int32, the place in
-        the tile in the upper half, and the bits that were there in the lower half.
+        room: for so many words. A tile for which there is none is left as it was, see `Kept.is_whole`.
     """
-    count = lost.before_weight[weights.stop] - lost.before_weight[weights.start]
-    kept = torch.empty(count, dtype=torch.int32, device=table.entries.device)
-    _visit(table, weights, lost.before_tile, kept, mode="fold")
+    device = table.entries.device
+    tiles = table.first_tiles[weights.stop] - table.first_tiles[weights.start]
+    kept = Kept(
+        words=torch.empty(room, dtype=torch.int32, device=device),
+        spans=torch.empty((tiles, 2), dtype=torch.int32, device=device),
+        count=torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    _visit(table, weights, kept.count, kept, mode="fold")
     return kept
 
 
-def take_out(table: Table, lost: Lost, weights: range, kept: Tensor) -> None:
-    """Write back what the weights held before `fold`, which was given the same and returned `kept`."""
-    _visit(table, weights, lost.before_tile, kept, mode="take out")
+def take_out(table: Table, weights: range, kept: Kept, sums: Tensor) -> None:
+    """Write back what the weights held before `fold`, which was given the same weights and returned `kept`.
+
+    Args:
+        sums: to which those of `bit_sums` are added, over what the weights hold afterwards.
+    """
+    _visit(table, weights, sums, kept, mode="take out")
 
 
 def bit_sums(table: Table) -> Tensor:
@@ -126,21 +144,22 @@ def _all_of(table: Table) -> range:
     return range(len(table.entries))
 
 
-def _visit(table: Table, weights: range, found: Tensor, kept: Tensor | None = None, *, mode: str) -> None:
+def _visit(table: Table, weights: range, sums: Tensor, kept: Kept | None = None, *, mode: str) -> None:
+    words, spans = (None, None) if kept is None else (kept.words, kept.spans)
     first, end = table.first_tiles[weights.start], table.first_tiles[weights.stop]
     rank = 0 if mode == "sum" else table.rank  # compiled once for all ranks
     step = rank_of_tiles(rank)
     _visit_tile[(end - first,)](
-        table.entries, table.weight_of, first, rank, found, kept,
+        table.entries, table.weight_of, first, rank, sums, words, 0 if words is None else len(words), spans,
         ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=step, RANKS=triton.cdiv(rank, step) * step,
         DTYPE=DTYPES[table.dtype], ALIGNED=table.is_aligned, MODE=mode, num_warps=_WARPS,
     )  # fmt: skip
 
 
-# Triton compiles variants for arguments that are 1 or a multiple of 16, which `first` is for some groups only.
-@triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator, unused-ignore]
+# Triton compiles variants for arguments that are 1 or a multiple of 16, which these are at some times only.
+@triton.jit(do_not_specialize=["first", "room"])  # type: ignore[untyped-decorator, unused-ignore]
 def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton types
-    entries, weight_of, first, rank, found, kept,
+    entries, weight_of, first, rank, sums, kept, room, spans,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
@@ -158,18 +177,14 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
     in_rows, in_columns = (row < rows)[:, None], (column < columns)[None, :]
     inside = in_rows & in_columns
     place = row[:, None] * columns + column[None, :]
-    if MODE == "sum":
-        words = address.to(tl.pointer_type(tl.int16))
-        if ALIGNED:
-            words = tl.multiple_of(words, 16)
-        bits = tl.load(words + place, mask=inside, other=0).to(tl.int64)
-        # Integers that wrap around add up to the same in any order, so atomic additions keep the sum exact.
-        tl.atomic_add(found + index, tl.sum(tl.sum(bits * (2 * place.to(tl.int64) + 1), 1), 0))
-    else:
+    words = address.to(tl.pointer_type(tl.int16))
+    if ALIGNED:  # of a pointer, in bytes
+        words = tl.multiple_of(words, 16)
+    if MODE != "sum":
         lora_A = tl.load(entry + 5).to(tl.pointer_type(DTYPE))
         lora_B = tl.load(entry + 6).to(tl.pointer_type(DTYPE))
         weight = address.to(tl.pointer_type(DTYPE))
-        if ALIGNED:  # of a pointer, in bytes
+        if ALIGNED:
             lora_A, lora_B, weight = tl.multiple_of(lora_A, 16), tl.multiple_of(lora_B, 16), tl.multiple_of(weight, 16)
         before = tl.load(weight + place, mask=inside, other=0.0)
         product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -181,36 +196,51 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
             )
             product = tl.dot(b, a, product)
         if MODE == "take out":
-            tl.store(weight + place, (before.to(tl.float32) - product).to(DTYPE), mask=inside)
+            span = spans + 2 * tl.program_id(0)
+            begin, end = tl.load(span), tl.load(span + 1)
+            if begin >= 0:
+                tl.store(weight + place, (before.to(tl.float32) - product).to(DTYPE), mask=inside)
             tl.debug_barrier()  # what follows writes over it
-            words = address.to(tl.pointer_type(tl.int16))
             corner = (tile // in_row) * ROWS * columns + (tile % in_row) * COLUMNS
-            begin, end = tl.load(found + number), tl.load(found + number + 1)
-            kept += begin - tl.load(found + first)
-            for start in tl.range(0, (end - begin).to(tl.int32), _BLOCK, num_stages=1):
+            for start in tl.range(begin, end, _BLOCK, num_stages=1):
                 at = start + tl.arange(0, _BLOCK)
-                is_kept = at < end - begin
+                is_kept = at < end
                 word = tl.load(kept + at, mask=is_kept)
                 at = word >> 16
                 tl.store(words + corner + at // COLUMNS * columns + at % COLUMNS, word.to(tl.int16), mask=is_kept)
+            tl.debug_barrier()  # what follows reads it
         else:
             folded = (before.to(tl.float32) + product).to(DTYPE)
             back = (folded.to(tl.float32) - product).to(DTYPE)
             bits = before.to(tl.int16, bitcast=True)
             is_lost = (back.to(tl.int16, bitcast=True) != bits) & inside
+            count = tl.sum(tl.sum(is_lost.to(tl.int32), 1), 0)
             if MODE == "count":
-                tl.store(found + number, tl.sum(tl.sum(is_lost.to(tl.int32), 1), 0))
+                tl.atomic_add(sums + index, count.to(tl.int64))
             else:
-                tl.store(weight + place, folded, mask=inside)
-                at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-                # A tile has 4,096 places, so the word of a kept element is never negative, and -1 can mark all others.
-                word = tl.where(is_lost, at << 16 | bits.to(tl.int32) & 0xFFFF, -1)
-                # Any order within a tile is right. In this one a column is what one thread of a Hopper GPU has of the
-                # product, so that only sums of columns move between threads: 1,000 instructions instead of 1,500.
-                word = tl.reshape(word, (ROWS // 16, 2, 8, COLUMNS // 8, 4, 2))
-                word = tl.reshape(tl.permute(word, (3, 1, 5, 0, 2, 4)), (COLUMNS // 2, ROWS * 2))
-                lost = (word >> 31) + 1  # 0 or 1, for less than a comparison
-                of_columns = tl.sum(lost, 0)
-                to = (tl.cumsum(of_columns, 0) - of_columns)[None, :] + tl.cumsum(lost, 0) - 1
-                kept += tl.load(found + number) - tl.load(found + first)
-                tl.store(kept + tl.trans(to), tl.trans(word), mask=tl.trans(word) >= 0)
+                begin = tl.atomic_add(sums, count.to(tl.int64))
+                end = begin + count
+                has_room = end <= room
+                span = spans + 2 * tl.program_id(0)
+                tl.store(span, tl.where(has_room, begin, -1).to(tl.int32))
+                tl.store(span + 1, tl.where(has_room, end, -1).to(tl.int32))
+                if has_room:
+                    tl.store(weight + place, folded, mask=inside)
+                    if count > 0:
+                        at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+                        # A tile has 4,096 places, so the word of a kept element is never negative, and -1 can mark
+                        # all others.
+                        word = tl.where(is_lost, at << 16 | bits.to(tl.int32) & 0xFFFF, -1)
+                        # Any order within a tile is right. In this one a column is what one thread of a Hopper GPU has
+                        # of the product, so that only sums of columns move between threads: 1,000 instructions instead
+                        # of 1,500.
+                        word = tl.reshape(word, (ROWS // 16, 2, 8, COLUMNS // 8, 4, 2))
+                        word = tl.reshape(tl.permute(word, (3, 1, 5, 0, 2, 4)), (COLUMNS // 2, ROWS * 2))
+                        lost = (word >> 31) + 1  # 0 or 1, for less than a comparison
+                        of_columns = tl.sum(lost, 0)
+                        to = (tl.cumsum(of_columns, 0) - of_columns)[None, :] + tl.cumsum(lost, 0) - 1
+                        tl.store(kept + begin + tl.trans(to), tl.trans(word), mask=tl.trans(word) >= 0)
+    if MODE == "sum" or MODE == "take out":
+        bits = tl.load(words + place, mask=inside, other=0).to(tl.int64)
+        # Integers that wrap around add up to the same in any order, so atomic additions keep the sum exact.
+        tl.atomic_add(sums + index, tl.sum(tl.sum(bits * (2 * place.to(tl.int64) + 1), 1), 0))
