@@ -127,7 +127,7 @@ def test_kernels_have_room_for_what_the_adapter_before_kept_or_fold_again(
     columns: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folded_base, "SHARE_ON_DEVICE", 1.0)
-    monkeypatch.setattr(folded_base, "_SPARE", 8)
+    monkeypatch.setattr(folded_base, "SPARE_ELEMENTS", 8)
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:

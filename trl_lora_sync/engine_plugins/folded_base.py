@@ -27,8 +27,8 @@ SHARE_ON_DEVICE = 1 / 32
 ELEMENTS_OF_FLOATS = 1 << 24
 # What kernels keep of an element that subtraction does not bring back: its place in a tile and its 16 bits.
 _KEPT_BYTES = 4
-# Elements for which there is room beyond those that are expected.
-_SPARE = 1 << 20
+# There is room for so many more elements than are expected.
+SPARE_ELEMENTS = 1 << 20
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -193,7 +193,7 @@ class FoldedBase:
 
         if self._expected is None:
             return False
-        room = min(self._expected * 5 // 4 + _SPARE, self._device_bytes // _KEPT_BYTES)
+        room = min(self._expected * 5 // 4 + SPARE_ELEMENTS, self._device_bytes // _KEPT_BYTES)
         group = FoldedGroup(
             table, range(len(self._weights)), folding_kernels.fold(table, range(len(self._weights)), room)
         )

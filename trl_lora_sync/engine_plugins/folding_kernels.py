@@ -128,7 +128,7 @@ def take_out(table: Table, weights: range, kept: Kept, sums: Tensor) -> None:
     """Write back what the weights held before `fold`, which was given the same weights and returned `kept`.
 
     Args:
-        sums: to which those of `bit_sums` are added, over what the weights hold afterwards.
+        sums: as `bit_sums` returns them; what the weights hold afterwards is added to them.
     """
     _visit(table, weights, sums, kept, mode="take out")
 
