@@ -616,8 +616,8 @@ def folding() -> str:
     now, before = (read(name)["arms"]["fused-shared"] for name in ("colocate-8b-folding-h100", COLOCATE_PAIRS[0]))
     return textwrap.fill(
         f"Folding took {now['fold_ms']:.0f} ms and unfolding {now['unfold_ms']:.0f} ms for each generation at 8B, and "
-        f"{now['kept_mib']:.0f} MiB were kept meanwhile. In the earlier runs, which read the weights once more in both, "
-        f"they took {before['fold_ms']:.0f} and {before['unfold_ms']:.0f} ms.",
+        f"{now['kept_mib']:.0f} MiB were kept meanwhile. Earlier runs, which read the weights once more in both, "
+        f"took {before['fold_ms']:.0f} and {before['unfold_ms']:.0f} ms.",
         width=120,
     )
 

@@ -181,6 +181,9 @@ class FoldedBase:
         if len(groups) == 1 and not rest and self._kept_bytes <= self._device_bytes:
             self._expected = counts[0]
         torch.cuda.synchronize(pairs[0][0].device)  # vLLM may compute in another stream
+        # A tile without room is not folded. Counting and folding are two programs, which have to find the same.
+        if not all(isinstance(one, FoldedGroup) and one.kept.is_whole() for one in self._folded):
+            raise ArithmeticError("More elements were lost by folding an adapter than were counted before")
         return rest
 
     def _fold_at_once(self, table: "Table") -> bool:
@@ -194,9 +197,8 @@ class FoldedBase:
         if self._expected is None:
             return False
         room = min(self._expected * 5 // 4 + SPARE_ELEMENTS, self._device_bytes // _KEPT_BYTES)
-        group = FoldedGroup(
-            table, range(len(self._weights)), folding_kernels.fold(table, range(len(self._weights)), room)
-        )
+        weights = range(len(self._weights))
+        group = FoldedGroup(table, weights, folding_kernels.fold(table, weights, room))
         self._folded.append(group)
         if group.kept.is_whole():
             self._expected, self._kept_bytes = int(group.kept.count), group.kept.nbytes
