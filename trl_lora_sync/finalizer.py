@@ -22,10 +22,9 @@ class Finalizer:
     """
 
     def __init__(self, owner: object, end: Callable[[], None]) -> None:
-        self._end = end
+        self._end: Callable[[], None] | None = end
         self._pid = os.getpid()
         self._turn = threading.Lock()
-        self._is_over = False
         # At exit, `atexit` calls `run` itself and waits for it; the finalizer would only start a thread.
         weakref.finalize(owner, _leave_to_thread, self.run).atexit = False
         atexit.register(self.run)
@@ -35,9 +34,12 @@ class Finalizer:
             return
         # The exit of the interpreter waits here for a thread that has begun to end it.
         with self._turn:
-            if not self._is_over:
-                self._is_over = True
-                self._end()
+            if self._end is not None:
+                end, self._end = self._end, None
+                end()
+                # What only `end` refers to is freed while the exit waits. A thread that frees a tensor during the exit
+                # itself ends the process with SIGABRT: CPython 3.11 unwinds that thread, and torch cannot be unwound.
+                del end
         # Last, because the exit does not wait for a call that is no longer registered.
         atexit.unregister(self.run)
 

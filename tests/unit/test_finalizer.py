@@ -91,6 +91,34 @@ def test_exit_waits_for_the_one_end(run_python: Callable[[str], str], last: str)
     assert run_python(AT_EXIT + last).split() == ["ended"]
 
 
+HELD = """
+import gc, time
+from trl_lora_sync.finalizer import Finalizer
+
+class Owner:
+    pass
+
+class Held:
+    def __del__(self):
+        time.sleep(0.5)
+        print("freed", flush=True)
+
+def end(held):
+    print("ended", flush=True)
+
+owner = Owner()
+Finalizer(owner, partial(end, Held()))
+del owner
+gc.collect()
+"""
+
+
+@pytest.mark.outside
+def test_exit_waits_until_what_was_held_for_the_end_is_freed(run_python: Callable[[str], str]) -> None:
+    """With a trainer's tensors, `terminate called without an active exception` ended the process otherwise."""
+    assert run_python("from functools import partial" + HELD).split() == ["ended", "freed"]
+
+
 @pytest.mark.outside
 def test_forked_child_ends_nothing() -> None:
     ends, owner = Ends(threading.Lock()), Owner()
