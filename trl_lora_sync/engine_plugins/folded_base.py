@@ -59,20 +59,15 @@ class FoldedRows:
         """Of what is kept."""
         return self.values.nbytes + (0 if self.places is None else self.places.nbytes)
 
-    def take_out(self, sums: Tensor) -> int:
-        """Write back what the rows held before, bit for bit; after an error they hold the adapter still.
-
-        Returns:
-            For how many weights the sums of their bits were added to `sums`.
-        """
+    def take_out(self) -> None:
+        """Write back what the rows held before, bit for bit; after an error they hold the adapter still."""
         if self.places is None:
             self.weight.copy_(self.values)
-            return 0
+            return
         # Before anything is written, as there may be no memory for them.
         places, values = self.places.to(self.weight.device).long(), self.values.to(self.weight.device)
         add_to(self.weight, self.lora_A, self.lora_B, -1.0)
         self.weight.view(-1).index_copy_(0, places, values)
-        return 0
 
 
 @dataclass
@@ -88,12 +83,11 @@ class FoldedGroup:
     weights: range
     kept: "Kept"
 
-    def take_out(self, sums: Tensor) -> int:
-        """As for `FoldedRows`."""
+    def take_out(self, sums: Tensor) -> None:
+        """As for `FoldedRows`; adds the sums of the weights' bits afterwards to `sums`."""
         from trl_lora_sync.engine_plugins.folding_kernels import take_out
 
         take_out(self.table, self.weights, self.kept.to(self.table.entries.device), sums)
-        return len(self.weights)
 
 
 class FoldedBase:
@@ -172,18 +166,18 @@ class FoldedBase:
                 groups.append(range(index, index + 1))
                 counts.append(count)
         for group, count in zip(groups, counts, strict=True):
-            kept = FoldedGroup(table, group, folding_kernels.fold(table, group, count))
-            self._folded.append(kept)
-            self._kept_bytes += kept.kept.nbytes
+            folded = FoldedGroup(table, group, folding_kernels.fold(table, group, count))
+            self._folded.append(folded)
+            # A tile without room is not folded. Counting and folding are two programs, which have to find the same.
+            if not folded.kept.is_whole():
+                raise ArithmeticError("More elements were lost by folding an adapter than were counted before")
+            self._kept_bytes += folded.kept.nbytes
             if self._kept_bytes > self._device_bytes:
                 # The group is in the list already: if the host has no memory either, `unfold` still takes it out.
-                kept.kept = kept.kept.to("cpu")
+                folded.kept = folded.kept.to("cpu")
         if len(groups) == 1 and not rest and self._kept_bytes <= self._device_bytes:
             self._expected = counts[0]
         torch.cuda.synchronize(pairs[0][0].device)  # vLLM may compute in another stream
-        # A tile without room is not folded. Counting and folding are two programs, which have to find the same.
-        if not all(isinstance(one, FoldedGroup) and one.kept.is_whole() for one in self._folded):
-            raise ArithmeticError("More elements were lost by folding an adapter than were counted before")
         return rest
 
     def _fold_at_once(self, table: "Table") -> bool:
@@ -239,8 +233,13 @@ class FoldedBase:
         """Returns the sums of the bits of each weight afterwards."""
         sums, summed = torch.zeros_like(self._sums), 0
         while self._folded:
-            # Taken off the list afterwards: after an error here, the next call takes it out.
-            summed += self._folded[-1].take_out(sums)
+            one = self._folded[-1]
+            if isinstance(one, FoldedGroup):
+                one.take_out(sums)
+                summed += len(one.weights)
+            else:
+                one.take_out()
+            # Taken off the list afterwards: after an error before, the next call takes it out.
             self._folded.pop()
         return sums if summed == len(self._weights) else self._bit_sums()
 
