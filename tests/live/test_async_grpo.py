@@ -20,6 +20,7 @@ from support.models import base_weights, peft_model, per_token_logps, same_tenso
 from support.policies import NOISE_MAX, NOISE_MEAN
 from support.servers import Proxy, adapters_on, damage, proxy_to, version_of
 from support.trainers import METRICS, PROMPTS, change_settings, steps_of, wait_for_unloads
+from support.waiting import until
 from transformers import TrainerCallback
 from tree_attention import plain_kernel
 from vllm_server import VLLMServer
@@ -81,14 +82,6 @@ def make(base_model: Path, proxies: Proxies, tmp_path: Path) -> Iterator[Make]:
         for trainer in made:
             trainer.rollout_worker.stop()
             trainer.vllm_generation.sync.shutdown()
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60) -> None:
-    """Wait for something that another thread does."""
-    ends_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends_at, "it did not happen"
-        time.sleep(0.02)
 
 
 def begin(trainer: Any) -> None:

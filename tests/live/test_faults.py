@@ -22,6 +22,7 @@ from support.policies import is_policy_of, sample, token_ids
 from support.processes import run
 from support.servers import Proxy, adapters_on
 from support.trainers import shorten, steps_of
+from support.waiting import until
 from transformers.trainer_utils import get_last_checkpoint
 from vllm_server import VLLMServer
 
@@ -127,13 +128,6 @@ def test_a_server_told_to_stop_in_the_middle_of_a_generation_is_noticed_long_bef
 def running_requests(server: VLLMServer) -> float:
     text = httpx.get(f"{server.base_url}/metrics", timeout=30, trust_env=False).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # Folders

@@ -98,12 +98,14 @@ def test_only_the_newest_versions_stay_registered_and_their_files_one_version_lo
     for version in range(1, 7):
         trainer.vllm_generation.sync_weights()
         kept = list(range(max(1, version - 1), version + 1))
-        on_disk = set(range(max(1, version - 2), version + 1))
+        on_disk = list(range(max(1, version - 2), version + 1))
         wait_for_unloads(trainer)
         assert [version_number(name) for name in sorted(adapters_on(clean_server.base_url))] == kept
         # Deleted beside the training.
         assert happens(
-            lambda expected=on_disk: {version_number(one.name) for one in tmp_path.glob("sync/*/*-v*")} == expected
+            lambda expected=on_disk: (
+                [version_number(path.name) for path in sorted(tmp_path.glob("sync/*/*-v*"))] == expected
+            )
         )
 
 

@@ -118,24 +118,20 @@ def test_reward_rises(kind: str, make: Make) -> None:
     trainer.train()
 
     assert has_risen(trainer.state.log_history)
-    assert len(steps_of(trainer)) == trainer.state.global_step
+    assert sum("reward" in step for step in steps_of(trainer)) == trainer.state.global_step
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distillation", "gold", "sdft"])
 def test_loss_falls(kind: str, make: Make) -> None:
     """Measured from 0.32 to 0.17 with distillation, 0.35 to 0.14 with GOLD and 0.024 to 0.014 with SDFT."""
-
-    def has_fallen(logged: list[dict[str, Any]]) -> bool:
-        losses = [entry["loss"] for entry in logged if "loss" in entry]
-        return len(losses) >= 8 and statistics.mean(losses[-5:]) < 0.75 * statistics.mean(losses[:3])
-
     trainer = make(kind, **{**LEARNING, "learning_rate": 0.01})
-    trainer.add_callback(EndsOnce(has_fallen))
 
     trainer.train()
 
-    assert has_fallen(trainer.state.log_history)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == LEARNING["max_steps"]
+    assert statistics.mean(losses[-5:]) < 0.75 * statistics.mean(losses[:3])
 
 
 @pytest.mark.parametrize("kind", ["rloo", "distillation"])

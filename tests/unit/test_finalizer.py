@@ -93,6 +93,7 @@ def test_exit_waits_for_the_one_end(run_python: Callable[[str], str], last: str)
 
 HELD = """
 import gc, time
+from functools import partial
 from trl_lora_sync.finalizer import Finalizer
 
 class Owner:
@@ -116,7 +117,7 @@ gc.collect()
 @pytest.mark.outside
 def test_exit_waits_until_what_was_held_for_the_end_is_freed(run_python: Callable[[str], str]) -> None:
     """With a trainer's tensors, `terminate called without an active exception` ended the process otherwise."""
-    assert run_python("from functools import partial" + HELD).split() == ["ended", "freed"]
+    assert run_python(HELD).split() == ["ended", "freed"]
 
 
 @pytest.mark.outside
