@@ -68,7 +68,7 @@ def parts_of_syncs() -> str:
                     parts = [_ms(one["split"][f"{part}_s"]) for part in ("gather", "write", "load")]
                     sync_s = one["median"]["sync_s"]
                     ratio = f"{sync_s / stock_s:.2f}"
-                    rows.append((about, _shape(shape), rank, f"`{arm}`", *parts, _ms(sync_s), ratio))
+                    rows.append((about, shape.upper(), rank, f"`{arm}`", *parts, _ms(sync_s), ratio))
     return markdown(("run", "shape", "rank", "arm", "gather ms", "write ms", "load ms", "sync ms", "/ `weights`"), rows)
 
 
@@ -77,14 +77,10 @@ def several_servers() -> str:
     [(shape, found)] = read("vs-weights-0.6b-2xh100")["shapes"].items()
     counts = sorted({count for one in found["fleet"].values() for count in one if count.isdigit()})
     rows = [
-        (_shape(shape), f"`{arm}`", *(_ms(one[count]["median"]["sync_s"]) for count in counts))
+        (shape.upper(), f"`{arm}`", *(_ms(one[count]["median"]["sync_s"]) for count in counts))
         for arm, one in found["fleet"].items()
     ]
     return markdown(("shape", "arm", *(f"sync ms, {count} server" + "s" * (count != "1") for count in counts)), rows)
-
-
-def _shape(name: str) -> str:
-    return name.upper()
 
 
 def ahead_sentence() -> str:
