@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 # The requests for it take a millisecond of Python, for which the trainer's thread would wait at the end of its sync.
 _RETIRED_AFTER_S = 0.01
+# Then the requests to load are on their way. The look at an 8B model holds Python's lock for 2.5 ms, and begun at once
+# it kept the second half of a request, its body, waiting for that long.
+_SENT_AFTER_S = 0.002
 
 ScoreAdapter = Callable[[], Scores | None]
 
@@ -175,12 +178,12 @@ class AdapterSync:
         is_final: bool = True,
     ) -> SyncReport:
         """Arguments and errors as of `_publish`."""
-        written = threading.Event()
+        sent = threading.Event()
         done: Future[None] = Future()
 
         def beside() -> None:
             # Not beside the writing, which uses the same device.
-            written.wait()
+            sent.wait()
             try:
                 if meanwhile is not None:
                     meanwhile()
@@ -189,14 +192,14 @@ class AdapterSync:
             else:
                 done.set_result(None)
 
-        return run(self._publish(adapter, probe, timer, written, done, is_final=is_final), beside)
+        return run(self._publish(adapter, probe, timer, sent, done, is_final=is_final), beside)
 
     async def _publish(
         self,
         adapter: CanonicalAdapter,
         probe: Scores | None,
         timer: PhaseTimer,
-        written: threading.Event,
+        sent: threading.Event,
         done: "Future[None]",
         *,
         is_final: bool,
@@ -205,7 +208,7 @@ class AdapterSync:
 
         Args:
             probe: log-probabilities of `PROBE_PROMPT`, for servers that need to be verified.
-            written: set once the version is written, or cannot be.
+            sent: set once the version is on its way to the servers, or cannot be written.
             done: what came of `meanwhile`; no version is activated before it has succeeded.
             is_final: whether such a server may go unverified if there is no probe.
 
@@ -216,11 +219,11 @@ class AdapterSync:
         try:
             self._retire_now()
             with timer.phase("write"):
-                # `close` gives up the folder, and an evaluation after the training publishes again.
-                await self.transport.open(deadline)
                 stored = await self._write(adapter, deadline)
-        finally:
-            written.set()
+        except BaseException:
+            sent.set()
+            raise
+        asyncio.get_running_loop().call_later(_SENT_AFTER_S, sent.set)
         async with self._withdrawn_on_error(stored):
             with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
                 server_load_s = await self.fleet.load(stored, deadline)

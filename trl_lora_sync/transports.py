@@ -48,7 +48,10 @@ class Transport(Protocol):
     async def write(
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
-        """Keep a version under a unique name; arguments and errors as for `open`."""
+        """Keep a version under a unique name; arguments and errors as for `open`.
+
+        After a `close` it gets ready again: an evaluation after the training publishes once more.
+        """
 
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         """Once servers have loaded a version, see that what they read is what was written.
