@@ -23,7 +23,6 @@ from pathlib import Path
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
-from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
     DTYPES,
@@ -288,7 +287,7 @@ class AdapterStore:
             # Of what is on the trainer's device, not of what has come to be in the file. Computed before anything is
             # copied from there: its result would wait for a large copy that is under way.
             head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
-            note = VersionNote(head=head, checksum=checksum(adapter.flat))
+            note = VersionNote(head=head, checksum=adapter.checksum())
         if self.pinned is not None and is_served:
             size = len(adapter.header) + adapter.payload_bytes
             pinned = self.pinned.acquire(self.directory / _SLOTS, size, adapter.flat.device)
