@@ -20,11 +20,13 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest import mock
 
+import torch
 from peft import PeftModel
 
 from trl_lora_sync import transports
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.addresses import default_sync_dir
+from trl_lora_sync.engine_plugins.cuda_ipc import Driver, IPCError
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.generation import LoRASyncGeneration
@@ -294,8 +296,12 @@ class OurArm:
 def _no_shared_gpu() -> Any:
     """Trainers that are made meanwhile offer servers no memory of their GPU, as where the driver refuses it."""
     return mock.patch.object(
-        transports, "PinnedFilePool", lambda **given: PinnedFilePool(**{**given, "shares_gpu": False})
+        transports, "PinnedFilePool", lambda **given: PinnedFilePool(driver_for=_no_driver, **given)
     )
+
+
+def _no_driver(device: torch.device) -> Driver:
+    raise IPCError("this arm is to read files")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What only a GPU can show of the fast export: page-locked slots that it copies into. Skipped without one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save
 from support.shared_memory import shared_folder
+from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.export import AdapterReader, collect_modules, read_adapter
@@ -15,7 +16,8 @@ from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFile, PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_to_host, pin
+from trl_lora_sync.engine_plugins.cuda_ipc import Driver, IPCError
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_to_host, pin
 from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.errors import AdapterNotFiniteError
 from unit.tiny import lora_model, lora_module, randomize_adapters, reference_tensors
@@ -46,13 +48,18 @@ def on_gpu(modules: list[LoRAModule], dtype: torch.dtype) -> list[LoRAModule]:
     ]
 
 
+def no_driver(device: torch.device) -> Driver:
+    raise IPCError("refused")
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["at once", "beside the load"])
 @pytest.mark.parametrize("trained_in", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_version_from_a_gpu_is_byte_for_byte_that_of_the_library(
-    dtype: torch.dtype, trained_in: torch.dtype, folder: Path
+    dtype: torch.dtype, trained_in: torch.dtype, is_beside: bool, folder: Path
 ) -> None:
     model = lora_model(target_modules="all-linear", rank_pattern={"v_proj": 5, "down_proj": 1}).to(GPU)
-    buffer, ring = FlatBuffer(), PinnedFilePool()
+    buffer, ring = FlatBuffer(), PinnedFilePool(driver_for=no_driver, shares_gpu=is_beside)
     store, live = AdapterStore(folder / "root", pinned=ring), list[StoredAdapter]()
     try:
         inodes = []
@@ -62,6 +69,7 @@ def test_version_from_a_gpu_is_byte_for_byte_that_of_the_library(
                     parameter.data.normal_(std=0.3)
             modules = on_gpu(collect_modules(model, "default"), trained_in)
             live.append(store.write(version, buffer.export(modules, dtype=dtype)))
+            store.finish()
             file = live[-1].path / TENSORS
             expected = {key: tensor.cpu() for key, tensor in reference_tensors(modules, dtype).items()}
             assert file.read_bytes() == save(expected, metadata={"format": "pt"})
@@ -114,13 +122,14 @@ def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
     slot.discard()
 
 
-def test_copy_is_done_when_it_returns(folder: Path) -> None:
+@pytest.mark.parametrize("copy", [copy_to_host, lambda target, source: begin_copy_to_host(target, source)()])
+def test_copy_is_done_when_it_returns(copy: Callable[[Tensor, Tensor], None], folder: Path) -> None:
     source = torch.randn(1 << 24, device=GPU)
     slot = PinnedFile(folder / "slot", source.numel() * 4, GPU)
     target = slot.memory.view(torch.float32)
     for _ in range(5):
         source.normal_()
-        copy_to_host(target, source)
+        copy(target, source)
         seen = target.clone()
         assert torch.equal(seen, source.cpu())
     del target

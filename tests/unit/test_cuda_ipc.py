@@ -158,9 +158,16 @@ def test_a_driver_that_shares_nothing_leaves_the_file(served: OnOneHost, caplog:
     caplog.set_level("DEBUG")
     served.trainer.refuses_to_share = True
     for seed in (1, 2, 3):
-        stored = served.write(seed)
-        assert not stored.is_unfinished
+        stored = served.publish(seed)
         assert served.serves(stored)
+        served.store.check(stored, flat(seed))
+    stored = served.write(4)
+    # The copy to the file goes on beside the request to load.
+    assert stored.is_unfinished
+    assert not is_complete(stored)
+    served.store.finish()
+    assert is_complete(stored)
+    assert served.serves(stored)
     assert served.writer.counts["from GPU"] == 0
     assert not served.gpu.owners
     assert caplog.text.count("cuIpcGetMemHandle: not supported (801)") == 1

@@ -13,8 +13,9 @@ adapter as views of the mapped file for as long as they keep the adapter. So a p
 A file that fails the second test is given up: its memory goes when the last reader does, and a new one takes its place.
 
 Workers on this host may read the newest version from memory of the trainer's GPU (`engine_plugins.cuda_ipc`). It is
-copied from there into its pinned file at the same time, and readers of the file wait until that is done
+copied into its pinned file at the same time, and readers of the file wait until that is done
 (`engine_plugins.unfinished`). So the file is there for all other readers, and for a worker that needs it again later.
+Where workers cannot read the GPU, that copy goes on while the server gets the request to load.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, GPUMemory, IPCError, Wait, driver_for
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_to_host, pin
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_to_host, pin
 from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 from trl_lora_sync.runtime import watch
 
@@ -92,10 +93,10 @@ class PinnedFile:
         copy_to_host(self.memory[len(header) :].view(flat.dtype), flat)
         self._end()
 
-    def begin(self, header: bytes, memory: GPUMemory) -> None:
-        """Write `header`, and begin to write what follows it from the memory of a GPU; readers wait for `finish`."""
+    def begin(self, header: bytes, begin_copy: Callable[[Tensor], Wait]) -> None:
+        """Write `header`, and begin to fill what follows it; readers wait for `finish`."""
         self._map[: len(header)] = header
-        self._copying = memory.copy_to(self.memory[len(header) :])
+        self._copying = begin_copy(self.memory[len(header) :])
         # Early enough: no path of a version leads to the pinned file until `AdapterStore.write` moves it there.
         unfinished.begin(self._file)
 
@@ -185,8 +186,8 @@ class PinnedFilePool:
 
     Args:
         shares: whether workers of engines may map the pinned files; see `engine_plugins.shared_files`.
-        shares_gpu: whether they may read the newest version from the GPU as well. Readers of a version's file must then
-            wait until it is complete.
+        shares_gpu: whether they may read the newest version from the GPU as well, if it can be shared. Readers of a
+            version's file must then wait until it is complete.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class PinnedFilePool:
         self._lock = lock
         self._driver_for = driver_for
         self._shares = shares
-        self._shares_gpu = shares_gpu
+        self._shares_gpu = self._readers_wait = shares_gpu
         self._memory: GPUMemory | None = None
         # From 1 on, because a worker that was offered nothing is at 0 (`engine_plugins.shared_files`).
         self._memories = itertools.count(1)
@@ -265,14 +266,17 @@ class PinnedFilePool:
             memory = self._memory_for(flat)
             if memory is not None:
                 memory.fill(flat)
-                pinned.begin(header, memory)
+                pinned.begin(header, memory.copy_to)
                 return str(memory.offer.number)
         except IPCError as error:
             # For the rest of the run, or each sync would try it and log it again.
             self._shares_gpu = False
             level = logging.INFO if flat.is_cuda else logging.DEBUG
             logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
-        pinned.fill(header, flat)
+        if self._readers_wait:
+            pinned.begin(header, lambda target: begin_copy_to_host(target.view(flat.dtype), flat))
+        else:
+            pinned.fill(header, flat)
         return ""
 
     def _memory_for(self, flat: Tensor) -> GPUMemory | None:

@@ -5,6 +5,7 @@ Without a GPU both do the plain thing, so that everything built on them runs any
 
 import contextlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,6 +55,28 @@ def copy_to_host(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
     if source.is_cuda:
         torch.cuda.current_stream(source.device).synchronize()
+
+
+def begin_copy_to_host(target: Tensor, source: Tensor) -> Callable[[], None]:
+    """Begin `copy_to_host`, beside what the device does next; the result waits until it is done.
+
+    `source` may not be written to before that, but may be freed.
+    """
+    if not source.is_cuda:
+        copy_to_host(target, source)
+        return _nothing
+    stream, done = _stream(source.device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(source.device))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        done.record()
+    source.record_stream(stream)
+    return done.synchronize
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _clear_last_error(device: torch.device) -> None:
