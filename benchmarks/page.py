@@ -34,6 +34,7 @@ SYNC_RUNS = {
     "vs-weights-2xh100": "4, older",
     "vs-weights-32b-2xh200": "5, two H200",
     "vs-weights-0.6b-2xh100": "6",
+    "vs-weights-8b-2xh200": "7, two H200",
 }
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
@@ -534,7 +535,7 @@ COLOCATE_RUNS = {
     "colocate-8b-liger-h100": "8B, 4 at a time, KV cache 3 GiB",
     "colocate-8b-24gb-h100": "8B, 4 at a time, for 24 GB, older",
     "colocate-8b-folding-h100": "8B, folding in one pass",
-    "colocate-0.6b-h100": "0.6B, beside the run before",
+    "colocate-0.6b-h100": "0.6B",
     "colocate-0.6b-sleep-h100": "0.6B, `vllm_enable_sleep_mode`, on a busy host",
     "colocate-32b-h100": "32B, 8 x 128 tokens, not compiled",
 }
