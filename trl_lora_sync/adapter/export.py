@@ -162,8 +162,8 @@ class AdapterReader:
     """Reads the active adapter of a model again and again, with what is slow about it remembered.
 
     The adapter stays on the model's device, in a `FlatBuffer`: that is memory for one adapter in the dtype that is
-    written, and up to 32 MB of scratch, and as much for fingerprints. The difference to an initial adapter takes twice
-    the adapter in float32 besides, while it is read.
+    written, and up to 32 MB of scratch, and as much for fingerprints and for the checksum. The difference to an initial
+    adapter takes twice the adapter in float32 besides, while it is read.
 
     Args:
         serving: `"fused"` to read what only fused serving can serve as well, see `adapter.extras`.
