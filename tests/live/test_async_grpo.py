@@ -322,7 +322,8 @@ def test_the_loss_of_the_only_server_reaches_the_trainer_as_its_own_error(make: 
     first, is_down = proxies[0], threading.Event()
 
     def fail(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if is_down.is_set() or version_of(str(body.get("model"))) == 2:
+        # Not version 2 alone, as on a busy machine nothing may be sampled before the next one is there.
+        if is_down.is_set() or (version_of(str(body.get("model"))) or 0) >= 2:
             is_down.set()
             raise ConnectionAbortedError
         return body
