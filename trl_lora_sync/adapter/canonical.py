@@ -7,7 +7,7 @@ rsLoRA, and the true scaling of each module folded into its `lora_B`. Knows noth
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from types import BuiltinFunctionType
 
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from trl_lora_sync.adapter.support import PACKED_LAYERS
-from trl_lora_sync.engine_plugins.checksum import hexadecimal, word_sum
+from trl_lora_sync.engine_plugins.checksum import RepeatedChecksum
 from trl_lora_sync.engine_plugins.fused_file import TOKENS_KEY
-from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, header_of
 from trl_lora_sync.errors import AdapterNotFiniteError
 
@@ -182,12 +181,9 @@ class CanonicalAdapter:
         return tuple(self.shapes.items())
 
     @cached_property
-    def _summing(self) -> Repeated:
-        return Repeated([self.flat], partial(word_sum, self.flat))
-
-    def checksum(self) -> str:
-        """Of what `flat` holds now, see `engine_plugins.checksum`; waits for the device."""
-        return hexadecimal(self._summing.run())
+    def checksum(self) -> RepeatedChecksum:
+        """Returns that of what `flat` holds when it is called; waits for the device."""
+        return RepeatedChecksum(self.flat)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,10 +4,12 @@ It has 64 bits and finds damage. It does not protect against bytes that were mad
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
+
+from trl_lora_sync.engine_plugins.repeated import Repeated
 
 # Word and row define the checksum: with other sizes, trainer and server would get different sums of the same bytes.
 _WORD_BYTES = 8
@@ -55,6 +57,16 @@ def word_sum(flat: Tensor) -> Tensor:
     sums = [(part * factors[:_COLUMNS]).sum(1) for part in rows]
     sums.append((last * factors[: last.numel()]).sum().view(1))
     return _sum_of_rows(torch.cat(sums))
+
+
+class RepeatedChecksum:
+    """`checksum` of the same memory at each call, of what it holds then."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._sum = Repeated([flat], partial(word_sum, flat))
+
+    def __call__(self) -> str:
+        return hexadecimal(self._sum.run())
 
 
 def parts_of(size: int, count: int) -> list[tuple[int, int]]:

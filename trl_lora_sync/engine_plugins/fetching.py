@@ -8,16 +8,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger, unfinished
-from trl_lora_sync.engine_plugins.checksum import hexadecimal, word_sum
+from trl_lora_sync.engine_plugins.checksum import RepeatedChecksum
 from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
-from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, bytes_of
 from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
@@ -32,15 +30,12 @@ class Staging:
 
     Attributes:
         data: uint8 of shape `(size,)`, on the device.
+        checksum: returns that of what is there.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.data = torch.empty(size, dtype=torch.uint8, device=device)
-        self._sum = Repeated([self.data], partial(word_sum, self.data))
-
-    def checksum(self) -> str:
-        """Of what is there, see `engine_plugins.checksum`."""
-        return hexadecimal(self._sum.run())
+        self.checksum = RepeatedChecksum(self.data)
 
 
 class Fetcher:

@@ -222,8 +222,9 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
             else:
                 lost = _in_threads(is_lost.to(tl.uint32), ROWS, COLUMNS)
                 counts = tl.sum(lost.to(tl.int32), 0)
-                begin = tl.atomic_add(sums, tl.sum(counts, 0).to(tl.int64), sem="relaxed")
-                end = begin + tl.sum(counts, 0)
+                count = tl.sum(counts, 0)
+                begin = tl.atomic_add(sums, count.to(tl.int64), sem="relaxed")
+                end = begin + count
                 has_room = end <= room
                 span = spans + 2 * tl.program_id(0)
                 tl.store(span, tl.where(has_room, begin, -1).to(tl.int32))
