@@ -49,6 +49,8 @@ class Engine:
         return [self._work(rank, name, *args) for rank in range(2)]
 
     def _work(self, rank: int, name: str, *args: Any) -> dict[str, Any]:
+        if name == "prepare":
+            self.has_before[rank] = False
         if (rank, name) in self.fails:
             if name == "apply":
                 self.before[rank], self.active[rank], self.has_before[rank] = self.active[rank], "half", True
@@ -58,12 +60,11 @@ class Engine:
                 return {"ok": False, "status": 404, "error": "No adapter found for /gone"}
             return {"ok": True, "read_s": 0.1, "place_s": 0.2, "placed": self.placed[rank]}
         if name == "apply":
-            self.before[rank], self.active[rank], self.has_before[rank] = self.active[rank], args[0], True
+            active = None if args[0] == BASE else args[0]
+            self.before[rank], self.active[rank], self.has_before[rank] = self.active[rank], active, True
             return {"ok": True, "fuse_s": 0.1}
         if name == "undo" and self.has_before[rank]:
-            self.active[rank] = self.before[rank]
-        if name in ("undo", "commit"):
-            self.has_before[rank] = False
+            self.active[rank], self.has_before[rank] = self.before[rank], False
         return {"ok": True, "active": self.active[rank]}
 
     async def _pause(self, mode: str, clear_cache: bool) -> None:
@@ -173,7 +174,7 @@ def test_a_fuse_pauses_checks_and_clears_the_cache_before_it_touches_a_weight() 
         server = Server()
         status, answer = await server.load("v1")
         assert (status, answer["current"], answer["path"]) == (200, "v1", "/a")
-        assert server.engine.events == ["pause", "prepare v1 /a", "reset", "apply v1", "commit", "resume"]
+        assert server.engine.events == ["prepare v1 /a", "pause", "reset", "apply v1", "resume"]
         assert server.engine.active == ["v1", "v1"]
 
     run(test())
@@ -184,7 +185,7 @@ def test_an_engine_whose_core_takes_no_pause_is_paused_by_its_own_method() -> No
         server = Server()
         server.engine.engine_core = SimpleNamespace()
         assert (await server.load("v1"))[0] == 200
-        assert server.engine.events[:2] == ["pause by name", "pause"]
+        assert server.engine.events[1:3] == ["pause by name", "pause"]
 
     run(test())
 
@@ -199,7 +200,7 @@ def test_an_engine_that_stays_busy_is_left_as_it_was() -> None:
         assert "still busy after" in answer["error"]["message"]
         assert not server.engine.paused
         assert server.engine.active == ["v1", "v1"]
-        assert "prepare v2 /a" not in server.engine.events
+        assert not any(event.startswith("apply v2") for event in server.engine.events)
 
     run(test())
 
@@ -375,6 +376,18 @@ def test_a_cache_in_use_is_a_request_under_way_and_refuses_the_fuse() -> None:
         assert status == 409
         assert server.engine.active == [None, None]
         assert not any(event.startswith("apply") for event in server.engine.events)
+
+    run(test())
+
+
+def test_a_refused_change_back_to_the_base_leaves_the_newest_version() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        await server.load("v2")
+        server.engine.cache_is_free = False
+        assert (await server.ask("DELETE", f"{ROUTE}/v2"))[0] == 409
+        assert server.engine.active == ["v2", "v2"]
 
     run(test())
 

@@ -243,33 +243,35 @@ class FusedMiddleware:
 
     async def _fuse_now(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
         started = time.perf_counter()
-        async with self._weights, _paused(engine, timeout_s):
-            paused = time.perf_counter()
-            try:
-                if self._is_asleep:
-                    raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
-                answers = await _call(engine, "lora_sync_prepare", name, path) if path is not None else []
-                prepared = time.perf_counter()
-                _check_placed(_good(answers))
-                # Before the first weight changes, so that a refusal leaves nothing to undo.
-                await _reset_caches(engine)
-                reset = time.perf_counter()
-                applied = _good(await _call(engine, "lora_sync_apply", name if path is not None else None))
-            # Also a cancelled task or an exit: the workers must not keep different versions.
-            except BaseException as error:
-                await self._undo(engine, error)
-                raise
-            # Set whatever becomes of `commit`, which only drops what `undo` would put back.
-            self.gate.current, self.broken = name, None
-            await _call(engine, "lora_sync_commit")
+        async with self._weights:
+            if self._is_asleep:
+                raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
+            # One behind the other, as reading an adapter touches no weight and need not wait for a pause.
+            was_paused, answers = await asyncio.gather(
+                engine.is_paused(), _call(engine, "lora_sync_prepare", name, path)
+            )
+            prepared = time.perf_counter()
+            async with _paused(engine, timeout_s, was_paused=was_paused):
+                paused = time.perf_counter()
+                try:
+                    _check_placed(_good(answers))
+                    # Before the first weight changes, so that a refusal leaves nothing to undo.
+                    await _reset_caches(engine)
+                    reset = time.perf_counter()
+                    applied = _good(await _call(engine, "lora_sync_apply", name))
+                # Also a cancelled task or an exit: the workers must not keep different versions.
+                except BaseException as error:
+                    await self._undo(engine, error)
+                    raise
+                self.gate.current, self.broken = name, None
         done = time.perf_counter()
         seconds = {
-            "read": max((answer["read_s"] for answer in answers), default=0.0),
-            "place": max((answer["place_s"] for answer in answers), default=0.0),
-            "pause": paused - started,
-            "prepare": prepared - paused,
-            "reset": reset - prepared,
-            "fuse": max((answer["fuse_s"] for answer in applied), default=0.0),
+            "read": max(answer["read_s"] for answer in answers),
+            "place": max(answer["place_s"] for answer in answers),
+            "prepare": prepared - started,
+            "pause": paused - prepared,
+            "reset": reset - paused,
+            "fuse": max(answer["fuse_s"] for answer in applied),
             "total": done - started,
         }
         parts = ", ".join(f"{part} {1000 * spent:.0f}" for part, spent in seconds.items() if part != "total")
@@ -383,9 +385,12 @@ def _check_placed(answers: list[dict[str, Any]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
-    """Inside, the engine is paused and idle, requests that are answered in the background included."""
-    was_paused = await engine.is_paused()  # by a client, who resumes it
+async def _paused(engine: Any, timeout_s: float, *, was_paused: bool) -> AsyncIterator[None]:
+    """Inside, the engine is paused and idle, requests that are answered in the background included.
+
+    Args:
+        was_paused: by a client, who resumes it.
+    """
     try:
         if not was_paused:
             await _pause(engine, timeout_s)

@@ -56,21 +56,21 @@ class FusedWorker:
         """Which adapter is in the weights of this worker, and where the base is kept."""
         return answered(lambda: _model_of(self).state())
 
-    def lora_sync_prepare(self, name: str, path: str) -> Answer:
-        """Read and check an adapter and find where it goes; touches no weight."""
+    def lora_sync_prepare(self, name: str, path: str | None) -> Answer:
+        """Begin a change: read and check an adapter and find where it goes. Touches no weight.
+
+        Args:
+            path: None for the base.
+        """
         return answered(lambda: _model_of(self).prepare(name, path))
 
-    def lora_sync_apply(self, name: str | None) -> Answer:
-        """Put the prepared adapter into the weights, or the base for None."""
+    def lora_sync_apply(self, name: str) -> Answer:
+        """Put what was prepared into the weights."""
         return answered(lambda: _model_of(self).apply(name))
 
     def lora_sync_undo(self) -> Answer:
-        """Put back what was there before `lora_sync_apply`; nothing to do if it did not come to that."""
+        """End a change that failed: put back what was there before, if `lora_sync_apply` has touched the weights."""
         return answered(lambda: _model_of(self).undo())
-
-    def lora_sync_commit(self) -> Answer:
-        """Drop what `lora_sync_undo` would put back."""
-        return answered(lambda: _model_of(self).commit())
 
     def lora_sync_equals_base(self) -> Answer:
         """Whether all weights that were ever changed are W0, bit for bit."""
@@ -135,9 +135,11 @@ class FusedModel:
         self._unproved: set[str] = set()
         self._launches = KnownLaunches()
         self._active: FusedAdapter | None = None
-        self._prepared: FusedAdapter | None = None
+        # With its name, as the base is None here too.
+        self._prepared: tuple[str, FusedAdapter | None] | None = None
+        # What `undo` puts back, until the next change begins.
         self._before: FusedAdapter | None = None
-        self._has_before = False
+        self._is_changing = False
 
     def state(self) -> Answer:
         copied = sum(one.base.numel() * one.base.element_size() for one in self._targets.values())
@@ -149,9 +151,14 @@ class FusedModel:
             "gpus": visible_gpus() if self._reader.device.type == "cuda" else [],
         }
 
-    def prepare(self, name: str, path: str) -> Answer:
+    def prepare(self, name: str, path: str | None) -> Answer:
         started = time.perf_counter()
-        self._prepared = None
+        # The change before this one is over. An adapter that nothing refers to leaves its memory to the next one.
+        self._prepared = self._before = None
+        self._is_changing = False
+        if path is None:
+            self._prepared = (name, None)
+            return {"place_s": 0.0, "read_s": 0.0, "placed": {}}
         adapter = read_head(path)
         changed = adapter.shapes()
         if adapter.content is not self._fitting:
@@ -163,11 +170,10 @@ class FusedModel:
             self._fitting = adapter.content
             self._launches.forget()
         placed = time.perf_counter()
-        self._prepared = self._reader.read(name, adapter)
+        self._prepared = (name, self._reader.read(name, adapter))
         return {
             "place_s": placed - started,
             "read_s": time.perf_counter() - placed,
-            "bytes": adapter.head.size,
             "placed": {
                 module: {
                     "shape": [1, *self._shapes[module]][-2:],
@@ -177,14 +183,13 @@ class FusedModel:
             },
         }
 
-    def apply(self, name: str | None) -> Answer:
-        if name is not None and (self._prepared is None or self._prepared.name != name):
-            raise UnsuitableError(f"The adapter {name!r} was not prepared on this worker.")
+    def apply(self, name: str) -> Answer:
+        if self._prepared is None or self._prepared[0] != name:
+            raise UnsuitableError(f"{name!r} was not prepared on this worker.")
         started = time.perf_counter()
         # Noted before the first write, so that `undo` works however far this comes.
-        self._before, self._has_before = self._active, True
-        self._active = self._prepared if name is not None else None
-        self._prepared = None
+        self._before, self._is_changing = self._active, True
+        self._active, self._prepared = self._prepared[1], None
         self._unproved.clear()  # the middleware has looked at what all workers have of them
         self._write()
         return {"fuse_s": time.perf_counter() - started}
@@ -196,13 +201,10 @@ class FusedModel:
             del self.pieces[module], self._shapes[module]
         self._unproved.clear()
         self._fitting = None
-        if self._has_before:
+        if self._is_changing:
             self._active = self._before
             self._write()
-        return self.commit()
-
-    def commit(self) -> Answer:
-        self._before, self._has_before = None, False
+        self._before, self._is_changing = None, False
         return {}
 
     def equals_base(self) -> Answer:
