@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import accumulate, pairwise
+from functools import cache, partial
 from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +21,7 @@ from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher, Staging
 from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, fuse_with_magnitude
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content
 from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
+from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.engine_plugins.safetensors_file import ShortFileError, joined
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Reader:
             for key, (kind, span) in content.tensors.items()
         }
         magnitudes = {key: span.view_in(data).float().sum(0) for key, span in content.magnitudes.items()}
-        found = finite(name, adapter.scaling, memory.matrices, magnitudes, changes, memory.largest)
+        found = finite(name, adapter.scaling, memory.matrices, magnitudes, changes, are_plain=memory.are_plain())
         memory.newest = weakref.ref(found)
         return found
 
@@ -152,7 +152,7 @@ class _Memory:
     Attributes:
         staging: the bytes of all tensors, as in the file.
         matrices: lora_A and lora_B of each module, as views of it.
-        largest: of all matrices.
+        are_plain: see `plain_check`.
         newest: returns the adapter that was read last, or None once it is gone.
     """
 
@@ -161,7 +161,7 @@ class _Memory:
         self.staging = staging
         data = staging.data
         self.matrices = {key: (a.view_in(data), b.view_in(data)) for key, (a, b) in content.modules.items()}
-        self.largest = Largest([one for pair in self.matrices.values() for one in pair])
+        self.are_plain = plain_check([one for pair in self.matrices.values() for one in pair])
         self.newest: Callable[[], FusedAdapter | None] = lambda: None
 
 
@@ -171,65 +171,60 @@ def finite(
     matrices: Matrices,
     magnitudes: dict[str, Tensor] | None = None,
     changes: dict[str, Change] | None = None,
-    largest: "Largest | None" = None,
+    *,
+    are_plain: bool = False,
 ) -> FusedAdapter:
     """The adapter without its all-zero modules; with the very `matrices`, if there are none.
 
     Args:
-        largest: of the matrices, if it has been made before.
+        are_plain: whether the matrices are known to be finite and not all zero.
 
     Raises:
         AdapterFileError: it holds NaN or infinity.
     """
     magnitudes, changes = magnitudes or {}, changes or {}
-    sizes = (largest or Largest([one for pair in matrices.values() for one in pair])).of_each()
+    moved, broken = matrices, []
+    if not (are_plain and scaling):
+        largest = _largest([one for pair in matrices.values() for one in pair])
+        pairs = dict(zip(matrices, zip(largest[::2], largest[1::2], strict=True), strict=True))
+        # Comparisons with NaN are false, so `not <` finds NaN and `>=` would not.
+        broken = [
+            f"{module}.{kind}"
+            for module, pair in pairs.items()
+            for kind, value in zip(_KINDS, pair, strict=True)
+            if not value < float("inf")
+        ]
+        is_moved = {module: (a and b and scaling) or module in magnitudes for module, (a, b) in pairs.items()}
+        if not all(is_moved.values()):
+            moved = {module: pair for module, pair in matrices.items() if is_moved[module]}
     others = {f"{module}.magnitude": one for module, one in magnitudes.items()}
     others |= {key: change.tensor for key, change in changes.items()}
-    # Comparisons with NaN are false, so `not <` finds NaN and `>=` would not.
-    broken = [
-        f"{module}.{kind}"
-        for module, pair in zip(matrices, _pairs(sizes), strict=True)
-        for kind, value in zip(_KINDS, pair, strict=True)
-        if not value < float("inf")
-    ]
     broken += [key for key, one in others.items() if not bool(one.isfinite().all())]
     if broken:
         raise AdapterFileError(f"The adapter holds NaN or infinity, in {', '.join(broken[:3])}.")
-    moved = {
-        name: pair
-        for (name, pair), (a, b) in zip(matrices.items(), _pairs(sizes), strict=True)
-        if (a and b and scaling) or name in magnitudes
-    }
-    return FusedAdapter(name, scaling, matrices if len(moved) == len(matrices) else moved, magnitudes, changes)
+    return FusedAdapter(name, scaling, moved, magnitudes, changes)
 
 
-def _pairs(values: list[float]) -> Iterator[tuple[float, float]]:
-    return zip(values[::2], values[1::2], strict=True)
+def _largest(tensors: list[Tensor]) -> list[float]:
+    """The largest magnitude in each; NaN for a tensor with a NaN."""
+    return torch.stack(list(torch._foreach_norm(tensors, float("inf")))).tolist() if tensors else []
 
 
-class Largest:
-    """The largest magnitude in each of some tensors, as often as they change."""
+def plain_check(tensors: list[Tensor]) -> Callable[[], bool]:
+    """Returns at each call whether tensors are known to be finite and not all zero, each of them, by one reduction."""
+    # Each tensor is then a whole number of rows, and one reduction serves all of them.
+    width = gcd(*(tensor.numel() for tensor in tensors))
+    flat = joined(tensors) if width >= _LEAST_WIDTH else None
+    if flat is None:
+        return lambda: False
+    check = Repeated([flat], partial(_are_plain, flat.view(-1, width)))
+    return lambda: bool(check.run())
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._rows: Tensor | None = None
-        sizes = [tensor.numel() for tensor in tensors]
-        # Each tensor is then a whole number of rows, and one reduction serves all of them.
-        width = gcd(*sizes)
-        flat = joined(tensors) if tensors and width >= _LEAST_WIDTH else None
-        if flat is not None:
-            self._rows = flat.view(-1, width)
-            self._ends = [end // width for end in accumulate(sizes)]
 
-    def of_each(self) -> list[float]:
-        """Of what they hold now; NaN for a tensor with a NaN."""
-        if not self._tensors:
-            return []
-        if self._rows is not None:
-            largest: list[float] = torch.maximum(self._rows.amax(1), -self._rows.amin(1)).tolist()
-            if all(value < float("inf") for value in largest):  # `max` would lose a NaN
-                return [max(largest[start:end]) for start, end in pairwise([0, *self._ends])]
-        return torch.stack(list(torch._foreach_norm(self._tensors, float("inf")))).tolist()
+def _are_plain(rows: Tensor) -> Tensor:
+    largest = torch.maximum(rows.amax(1), -rows.amin(1))
+    # Comparisons with NaN are false.
+    return ((largest > 0) & (largest < float("inf"))).all()
 
 
 def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[str, list[WeightSlice]]) -> "OneLaunch":

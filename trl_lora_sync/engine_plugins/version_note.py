@@ -6,6 +6,7 @@ The file of the tensors may still be on its way from the trainer's GPU; see `eng
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 NOTE_FILE = "lora_sync.json"
@@ -50,6 +51,8 @@ class VersionNote:
             return None
 
 
+# All versions of a run have one header, of which the digest takes longer than the look into the cache.
+@lru_cache(maxsize=2)
 def digest_of(header: bytes, config: bytes) -> str:
     """Of the header of a safetensors file, without its length, and of `adapter_config.json`."""
     return hashlib.blake2b(header + config, digest_size=_DIGEST_BYTES).hexdigest()
