@@ -195,6 +195,7 @@ def measure(args: argparse.Namespace) -> None:
         "verified": [row.get("lora_sync/verified") for row in log],
         "load_s": [row.get("lora_sync/load_s") for row in log],
         "gather_s": [row.get("lora_sync/gather_s") for row in log],
+        "kv_cache_tokens": kv_cache_tokens(trainer),
         "driver_ready_gib": ready_gib,
         "reserved_ready_gib": reserved_ready_gib,
         "driver_after_training_gib": memory_gib("used") if on_gpu else None,
@@ -226,6 +227,12 @@ def note(found: dict[str, Any], out: Path) -> None:
     """Keep what has been measured so far, of the first process."""
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(found))
+
+
+def kv_cache_tokens(trainer: Any) -> int:
+    """For how many tokens vLLM has memory: 147,456 bytes for each at 8B."""
+    cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks * cache.block_size)
 
 
 def folding(trainer: Any) -> dict[str, Any]:
