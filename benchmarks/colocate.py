@@ -23,6 +23,7 @@ import argparse
 import cProfile
 import faulthandler
 import json
+import multiprocessing
 import os
 import pstats
 import statistics
@@ -32,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,13 +64,12 @@ def main() -> None:
         return
     from run_environment import run_environment
     from versus.results import command_line
-    from versus.shapes import write_model
 
     from trl_lora_sync.colocate.engine import installed_version
 
     on_gpu = args.shape != "tiny"
     with tempfile.TemporaryDirectory(prefix="colocate-", dir="/dev/shm") as folder:
-        model = args.model or write_model(Path(folder) / f"qwen3-{args.shape}", args.shape, "cuda" if on_gpu else "cpu")
+        model = args.model or written_model(Path(folder) / f"qwen3-{args.shape}", args.shape, on_gpu=on_gpu)
         result: dict[str, Any] = {
             "benchmark": "colocate",
             **run_environment("vllm", installed_version()),
@@ -88,6 +89,14 @@ def main() -> None:
             if args.out:  # what is measured is kept if the machine goes
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def written_model(folder: Path, shape: str, *, on_gpu: bool) -> Path:
+    """Make the model in a process that has ended when this returns: it would have 3 GiB of the GPU until the end."""
+    from versus.shapes import write_model
+
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(write_model, folder, shape, "cuda" if on_gpu else "cpu").result()
 
 
 def launcher_of(launch: str | None) -> list[str]:
