@@ -26,7 +26,7 @@ README = ROOT / "README.md"
 CHART = ROOT / "docs" / "assets" / "vs-weights.svg"
 OVERLAP_CHART = ROOT / "docs" / "assets" / "overlap-2xh100.svg"
 # The newest run of each way of serving beside TRL's own sync that has all of it.
-NEWEST = {"runtime": "vs-weights-2xh100-again", "fused": "vs-weights-2xh100-fused"}
+NEWEST = {"runtime": "vs-weights-2xh100-again", "fused": "vs-weights-8b-2xh100"}
 SYNC_RUNS = {
     "vs-weights-2xh100-again": "1",
     "vs-weights-2xh100-fused": "2",
@@ -35,6 +35,7 @@ SYNC_RUNS = {
     "vs-weights-32b-2xh200": "5, two H200",
     "vs-weights-0.6b-2xh100": "6",
     "vs-weights-8b-2xh200": "7, two H200",
+    "vs-weights-8b-2xh100": "8",
 }
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
@@ -535,6 +536,8 @@ COLOCATE_RUNS = {
     "colocate-8b-liger-h100": "8B, 4 at a time, KV cache 3 GiB",
     "colocate-8b-24gb-h100": "8B, 4 at a time, for 24 GB, older",
     "colocate-8b-folding-h100": "8B, folding in one pass",
+    "colocate-8b-h200": "8B, on an H200, `vllm_gpu_memory_utilization=0.3`",
+    "colocate-8b-kv26-h100": "8B, KV cache 26 GiB",
     "colocate-0.6b-h100": "0.6B",
     "colocate-0.6b-sleep-h100": "0.6B, `vllm_enable_sleep_mode`, on a busy host",
     "colocate-32b-h100": "32B, 8 x 128 tokens, not compiled",
@@ -583,6 +586,7 @@ COLOCATE_PAIRS = (
     "colocate-8b-own-h100",
     "colocate-8b-small-h100",
     "colocate-8b-folding-h100",
+    "colocate-8b-h200",
     "colocate-0.6b-h100",
 )
 
