@@ -25,7 +25,7 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
 )
 from trl_lora_sync.ledger import Holding, VersionLedger
-from trl_lora_sync.runtime import offload, spawn
+from trl_lora_sync.runtime import ended, offload, spawn
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.transports import is_sent_content
 from trl_lora_sync.verify import PROBE_PROMPT, Scores, VerificationResult, compare
@@ -317,7 +317,8 @@ class ServerHandle:
         if stored.is_unfinished and not self.engine.capabilities.checks_payload:
             await offload(partial(_wait_for_file, stored))  # as its workers do not wait
         async with self._paused(deadline):
-            loaded = await self.engine.load(self.form_of(stored), deadline)
+            # An unload that overtook it would find no such name, and the name would stay.
+            loaded = await ended(self.engine.load(self.form_of(stored), deadline), self._timeouts.wait_for_abort_s)
         self.ledger.note(self.base_url, stored.name, Holding.LOADED)
         return loaded
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from contract.reference import FakeReference
-from contract.served import SMALL, sampling, soon
+from contract.served import PROMPT, SMALL, sampling, soon
 from support.settings import plain_settings
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
@@ -15,7 +16,7 @@ from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import run
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.testing import FakeSGLang, random_adapter
+from trl_lora_sync.testing import FakeSGLang, InMemoryEngine, random_adapter
 from trl_lora_sync.verify import TrainedBase
 
 GROUPS = [PromptGroup(prompt=[10 + row, 20, 30 + row], count=2) for row in range(12)]
@@ -71,7 +72,7 @@ class FleetRun:
         return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, logprobs=logprobs)
 
     def read_next(self, form: Form) -> CanonicalAdapter:
-        self.read.append(random_adapter(SMALL, self.step, rank=8))
+        self.read.append(small_adapter(self.step))
         return self.read[-1]
 
     def wait_for_unloads(self) -> None:
@@ -80,6 +81,42 @@ class FleetRun:
     def adapters(self) -> list[list[str]]:
         """The versions on each fake, as numbers."""
         return [[name.rpartition("-")[2] for name in fake.host_adapters] for fake in self.fakes]
+
+
+def small_adapter(step: int) -> CanonicalAdapter:
+    return random_adapter(SMALL, step, rank=8)
+
+
+class InMemoryRun:
+    """A sync with engines in memory, which has published its first version."""
+
+    def __init__(self, engines: list[InMemoryEngine], folder: Path, **changes: Any) -> None:
+        self.engines = engines
+        urls = [engine.base_url for engine in engines]
+        self.sync = AdapterSync(plain_settings(urls, folder / "sync", timeout_s=20.0, **changes))
+        self.sync.start(self.read, TrainedBase(name=None, vocab_size=SMALL.vocab, logprobs=self.logprobs))
+        self.sync.publish(small_adapter(1))
+
+    def read(self, form: Form) -> CanonicalAdapter:
+        return small_adapter(0)
+
+    def logprobs(self, prompt_ids: Any) -> tuple[list[float], float]:
+        return self.engines[0].expected_logprobs(None, prompt_ids[:1], prompt_ids[1:]), 1.5
+
+    def sample(self, count: int = 2) -> list[list[Completion]]:
+        assert self.sync.active is not None
+        groups = [PromptGroup(prompt=[*PROMPT, number], count=count) for number in range(4)]
+        return self.sync.generate(self.sync.active.name, groups, sampling(), soon())
+
+    def samples_from(self, step: int) -> bool:
+        return all(
+            [one[0] for one in completion.logprobs or []]
+            == pytest.approx(
+                self.engines[0].expected_logprobs(small_adapter(step), completion.prompt_ids, completion.token_ids)
+            )
+            for completions in self.sample()
+            for completion in completions
+        )
 
 
 def settings_for(

@@ -16,14 +16,15 @@ import pytest
 from contract.served import PROMPT, SMALL, sampling, soon
 from support.waiting import happens
 
-from trl_lora_sync.engines.base import TIMEOUTS, PromptGroup
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline, PromptGroup
 from trl_lora_sync.engines.http import unthrottled
 from trl_lora_sync.errors import GenerationError
-from trl_lora_sync.runtime import in_parallel
+from trl_lora_sync.runtime import in_parallel, spawn
 from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.testing import FakeSGLang
-from unit.fleets import FleetRun, settings_for
+from trl_lora_sync.testing import FakeSGLang, in_memory_engines
+from unit.fleets import FleetRun, InMemoryRun, settings_for, small_adapter
 from unit.servers import nobody_listening
 
 pytestmark = pytest.mark.outside
@@ -218,6 +219,34 @@ def test_an_interrupt_of_a_load_withdraws_the_version_on_every_server(run: Start
     training.wait_for_unloads()
     for fake in training.fakes:
         fake.wait_until(lambda fake=fake: fake.host_adapters == [first])
+
+
+def test_an_interrupted_load_is_carried_out_before_its_version_is_unloaded(tmp_path: Path) -> None:
+    """The unload overtook it, was confirmed as there was no such name, and the version stayed on the server."""
+    has_begun = threading.Event()
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        begun = InMemoryRun([engine], tmp_path)
+        load = engine.load
+
+        async def load_late(adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+            await asyncio.sleep(0.3)
+            return await load(adapter, deadline)
+
+        async def act_as_a_server(adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+            """Which does what it was asked for whether or not anybody waits for the answer."""
+            has_begun.set()
+            return await asyncio.shield(spawn(load_late(adapter, deadline)))
+
+        engine.load = act_as_a_server  # type: ignore[method-assign]
+        sender = threading.Thread(target=lambda: has_begun.wait(30) and os.kill(os.getpid(), signal.SIGINT))
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            begun.sync.publish(small_adapter(2))
+        sender.join()
+        run_on_loop(begun.sync.wait_for_unloads(soon(30)))
+        assert [name for method, name in engine.calls if method == "load"][-1].endswith("-v2")
+        assert [name.rpartition("-")[2] for name in run_on_loop(engine.loaded(soon()))] == ["v1"]
+        begun.sync.shutdown()
 
 
 # The end

@@ -6,30 +6,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from contract.served import PROMPT, SMALL, sampling, soon
+from contract.served import SMALL
 from make_model import make_model
 from support.models import lora, peft_model, randomize_adapter
-from support.settings import plain_settings
 from support.trainers import grpo_trainer, steps_of
 
 import trl_lora_sync.testing
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.export import read_adapter
-from trl_lora_sync.engines.base import Completion, PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, ServerUnreachableError
-from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import (
-    InMemoryEngine,
     ModelPolicy,
     in_memory_engines,
     random_adapter,
     serving_sglang,
 )
-from trl_lora_sync.verify import TrainedBase
+from unit.fleets import InMemoryRun, small_adapter
 
 
 @pytest.fixture(scope="module")
@@ -37,68 +31,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def adapter(step: int) -> CanonicalAdapter:
-    return random_adapter(SMALL, step, rank=8)
-
-
-class Run:
-    """A sync with engines in memory, which has published its first version."""
-
-    def __init__(self, engines: list[InMemoryEngine], folder: Path, **changes: Any) -> None:
-        self.engines = engines
-        urls = [engine.base_url for engine in engines]
-        self.sync = AdapterSync(plain_settings(urls, folder / "sync", timeout_s=20.0, **changes))
-        self.sync.start(self.read, TrainedBase(name=None, vocab_size=SMALL.vocab, logprobs=self.logprobs))
-        self.sync.publish(adapter(1))
-
-    def read(self, form: Form) -> CanonicalAdapter:
-        return adapter(0)
-
-    def logprobs(self, prompt_ids: Any) -> tuple[list[float], float]:
-        return self.engines[0].expected_logprobs(None, prompt_ids[:1], prompt_ids[1:]), 1.5
-
-    def sample(self, count: int = 2) -> list[list[Completion]]:
-        assert self.sync.active is not None
-        groups = [PromptGroup(prompt=[*PROMPT, number], count=count) for number in range(4)]
-        return self.sync.generate(self.sync.active.name, groups, sampling(), soon())
-
-    def samples_from(self, step: int) -> bool:
-        return all(
-            [one[0] for one in completion.logprobs or []]
-            == pytest.approx(
-                self.engines[0].expected_logprobs(adapter(step), completion.prompt_ids, completion.token_ids)
-            )
-            for completions in self.sample()
-            for completion in completions
-        )
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path) -> Iterator[InMemoryRun]:
     with in_memory_engines(2, shapes=SMALL) as engines:
-        begun = Run(engines, tmp_path)
+        begun = InMemoryRun(engines, tmp_path)
         yield begun
         begun.sync.shutdown()
 
 
-def test_a_sync_runs_on_engines_in_memory_without_a_connection(run: Run) -> None:
+def test_a_sync_runs_on_engines_in_memory_without_a_connection(run: InMemoryRun) -> None:
     assert run.samples_from(1)
-    run.sync.publish(adapter(2))
+    run.sync.publish(small_adapter(2))
     assert run.samples_from(2)
     for engine in run.engines:
         assert [name.rpartition("-")[2] for method, name in engine.calls if method == "load"][-2:] == ["v1", "v2"]
 
 
-def test_an_error_of_one_engine_leaves_the_version_before_active_on_all(run: Run) -> None:
+def test_an_error_of_one_engine_leaves_the_version_before_active_on_all(run: InMemoryRun) -> None:
     run.engines[1].errors["load"] = [AdapterRejectedError("no room")]
     with pytest.raises(AdapterRejectedError, match="no room"):
-        run.sync.publish(adapter(2))
+        run.sync.publish(small_adapter(2))
     assert run.samples_from(1)
-    run.sync.publish(adapter(3))
+    run.sync.publish(small_adapter(3))
     assert run.samples_from(3)
 
 
-def test_an_engine_that_restarts_gets_the_active_version_again(run: Run) -> None:
+def test_an_engine_that_restarts_gets_the_active_version_again(run: InMemoryRun) -> None:
     run.engines[0].restart()
     run.engines[0].calls.clear()
     assert run.samples_from(1)
@@ -107,17 +65,17 @@ def test_an_engine_that_restarts_gets_the_active_version_again(run: Run) -> None
 
 def test_an_engine_that_is_down_raises_what_a_server_does(tmp_path: Path) -> None:
     with in_memory_engines(shapes=SMALL) as [engine]:
-        begun = Run([engine], tmp_path, sync_timeout_s=0.3)
+        begun = InMemoryRun([engine], tmp_path, sync_timeout_s=0.3)
         engine.is_up = False
         with pytest.raises(ServerUnreachableError, match=re.escape(engine.base_url)):
-            begun.sync.publish(adapter(2))
+            begun.sync.publish(small_adapter(2))
         engine.is_up = True
-        begun.sync.publish(adapter(2))
+        begun.sync.publish(small_adapter(2))
         assert begun.samples_from(2)
         begun.sync.shutdown()
 
 
-def test_an_engine_in_memory_refuses_another_models_adapter(run: Run) -> None:
+def test_an_engine_in_memory_refuses_another_models_adapter(run: InMemoryRun) -> None:
     wide = random_adapter(trl_lora_sync.testing.Shapes(), 1, rank=8)
     with pytest.raises(AdapterRejectedError, match="does not fit the base model"):
         run.sync.publish(wide)
@@ -125,7 +83,7 @@ def test_an_engine_in_memory_refuses_another_models_adapter(run: Run) -> None:
 
 def test_memory_that_is_released_cannot_be_sampled_from(tmp_path: Path) -> None:
     with in_memory_engines(shapes=SMALL) as [engine]:
-        begun = Run([engine], tmp_path, frees_kv_cache=True)
+        begun = InMemoryRun([engine], tmp_path, frees_kv_cache=True)
         begun.sync.sleep()
         assert engine.is_asleep
         with pytest.raises(GenerationError, match="KV cache"):

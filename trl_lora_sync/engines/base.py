@@ -66,8 +66,8 @@ class Timeouts:
             mounts).
         probe_s: for probing an excluded server. A dead process refuses the connection immediately.
         abort_s: for aborting a request that was given up.
-        wait_for_abort_s: how long the caller of such a request waits for that; an interrupt is to be over within two
-            seconds.
+        wait_for_abort_s: how long the caller of such a request waits for that, or for a load that cannot be aborted;
+            an interrupt is to be over within two seconds.
         unload_s: for an unload beside the training; beyond this time it is stuck.
         unload_retry_s: for repeating an unload. A name that stays behind costs little, so a dead server may not hold
             up the end of a run by more.
