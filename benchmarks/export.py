@@ -149,12 +149,12 @@ def settle(device: torch.device) -> None:
 def measure(shape: str, rank: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = torch.device(args.device)
     model = make_model(shape, rank, device)
-    ring = PinnedFilePool()
+    pool = PinnedFilePool()
     with contextlib.ExitStack() as stack:
         stores = {
             "save_pretrained": AdapterStore(folder),
             "portable": AdapterStore(folder),
-            "fast": AdapterStore(folder, pinned=ring),
+            "fast": AdapterStore(folder, pinned=pool),
         }
         for store in stores.values():
             stack.callback(store.close)
@@ -168,7 +168,7 @@ def measure(shape: str, rank: int, args: argparse.Namespace, folder: Path) -> di
         first: dict[str, float] = {}
         memory: dict[str, dict[str, int]] = {}
         inodes = set()
-        warmup = KEEP + 3  # until every slot was there once
+        warmup = KEEP + 3  # until every file was there once
         for version in range(1, warmup + args.repeats + 1):
             step(model)
             digests = {}
@@ -190,7 +190,7 @@ def measure(shape: str, rank: int, args: argparse.Namespace, folder: Path) -> di
         payload_bytes = plan.adapter.payload_bytes
         held = {
             "buffer_bytes": payload_bytes,
-            "shared_memory_bytes": ring.held_bytes,
+            "shared_memory_bytes": pool.held_bytes,
             "slots_made": len(inodes),
             "slots_of_a_run": KEEP + 2,
         }

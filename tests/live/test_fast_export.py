@@ -1,4 +1,4 @@
-"""Live tier: versions in slots of shared memory, as a trainer on a GPU writes them, on a real server.
+"""Live tier: versions in shared memory, as a trainer on a GPU writes them, on a real server.
 
 vLLM on a CPU is the hard case: without page-locked memory of its own, it keeps adapters as views of their files.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.models import randomize_adapter
 from support.policies import NOISE_MEAN, OTHER_POLICY_MEAN, distance, is_policy_of, sample, token_ids
-from support.shared_memory import shared_folder, use_slots
+from support.shared_memory import shared_folder, use_pinned_files
 from support.trainers import wait_for_unloads
 from support.waiting import happens
 from vllm_server import VLLMServer
@@ -28,19 +28,19 @@ Make = Callable[..., GRPOTrainer]
 @pytest.fixture
 def make_fast_trainer(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Builds trainers that take the way of a GPU, through shared memory, in the server's dtype: it casts copies."""
-    use_slots(monkeypatch)
+    use_pinned_files(monkeypatch)
     with shared_folder() as folder:
         chosen = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}
         yield lambda *args, **kwargs: make_trainer(*args, **{**chosen, **kwargs})
 
 
 def ring_of(trainer: GRPOTrainer) -> PinnedFilePool:
-    ring = trainer.vllm_generation.sync.transport.store.pinned
-    assert isinstance(ring, PinnedFilePool)
-    return ring
+    pool = trainer.vllm_generation.sync.transport.store.pinned
+    assert isinstance(pool, PinnedFilePool)
+    return pool
 
 
-def test_the_server_samples_from_every_version_that_goes_through_slots(
+def test_the_server_samples_from_every_version_that_goes_through_pinned_files(
     make_fast_trainer: Make, clean_server: VLLMServer, base_model: Path
 ) -> None:
     trainer = make_fast_trainer(clean_server.base_url, base_model)
@@ -51,7 +51,7 @@ def test_the_server_samples_from_every_version_that_goes_through_slots(
         assert ring_of(trainer).assigned(generation.active_name) is not None
         # Prepared beside the generation.
         assert happens(lambda: bool(ring_of(trainer).new or ring_of(trainer).free)), (
-            "the next sync has to wait for a slot"
+            "the next sync has to wait for a file"
         )
         rows = sample(generation, [token_ids(seed), token_ids(seed + 100)])
         assert is_policy_of(trainer.model, rows), (seed, distance(trainer.model, rows))
@@ -60,7 +60,7 @@ def test_the_server_samples_from_every_version_that_goes_through_slots(
     assert ring_of(trainer).held_bytes == 0
 
 
-def test_training_through_slots_samples_from_the_policy_that_is_trained(
+def test_training_through_pinned_files_samples_from_the_policy_that_is_trained(
     make_fast_trainer: Make, clean_server: VLLMServer, base_model: Path
 ) -> None:
     before = set(threading.enumerate())

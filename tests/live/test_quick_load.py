@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.policies import token_ids
 from support.servers import damage
-from support.shared_memory import shared_folder, use_slots
+from support.shared_memory import shared_folder, use_pinned_files
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
 from versus.scoring import prompt_logprobs
 from vllm_server import VLLMServer
@@ -204,7 +204,7 @@ def test_a_run_trains_on_what_it_serves(
     quick: Quick, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exported as on a GPU, with a buffer and page-locked files, both of which work without one."""
-    use_slots(monkeypatch)
+    use_pinned_files(monkeypatch)
     before = quick.counts()["written"]
     with shared_folder() as folder:
         settings = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}  # which is that of the slots
@@ -321,8 +321,8 @@ def test_a_server_that_cannot_read_the_gpu_says_so_once_and_waits_for_each_file(
     """By a stand-in for the trainer's GPU; this server computes on a CPU."""
     gpu = StandInGPU()
     with shared_folder() as folder, ThreadPoolExecutor(1) as pool:
-        ring = PinnedFilePool(driver_for=StandInProcess(gpu), shares_gpu=True)
-        store = AdapterStore(folder / "store", pinned=ring)
+        pool = PinnedFilePool(driver_for=StandInProcess(gpu), shares_gpu=True)
+        store = AdapterStore(folder / "store", pinned=pool)
         log, reason = quick.server.log_path, "this process computes on cpu, not on a GPU"
         assert log is not None
         before = log.read_text().count(reason)

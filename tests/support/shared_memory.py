@@ -35,7 +35,7 @@ def shared_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def use_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_pinned_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have runs of a CPU write versions as those of a GPU do, into page-locked files; both work without one."""
 
     def as_for_a_gpu(*given: Any, **named: Any) -> Transport:

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the fast export: page-locked slots that it copies into. Skipped without one."""
+"""What only a GPU can show of the fast export: pinned files that it copies into. Skipped without one."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,8 +59,8 @@ def test_version_from_a_gpu_is_byte_for_byte_that_of_the_library(
     dtype: torch.dtype, trained_in: torch.dtype, is_beside: bool, folder: Path
 ) -> None:
     model = lora_model(target_modules="all-linear", rank_pattern={"v_proj": 5, "down_proj": 1}).to(GPU)
-    buffer, ring = FlatBuffer(), PinnedFilePool(driver_for=no_driver, shares_gpu=is_beside)
-    store, live = AdapterStore(folder / "root", pinned=ring), list[StoredAdapter]()
+    buffer, pool = FlatBuffer(), PinnedFilePool(driver_for=no_driver, shares_gpu=is_beside)
+    store, live = AdapterStore(folder / "root", pinned=pool), list[StoredAdapter]()
     try:
         inodes = []
         for version in range(1, 13):
@@ -76,7 +76,7 @@ def test_version_from_a_gpu_is_byte_for_byte_that_of_the_library(
             inodes.append(file.stat().st_ino)
             while len(live) > 3:
                 store.delete(live.pop(0))
-        assert len(set(inodes)) == 4, "the slots were not written again"
+        assert len(set(inodes)) == 4, "the files were not written again"
     finally:
         store.close()
 
@@ -99,41 +99,41 @@ def test_values_that_are_not_finite_are_refused_with_the_name_of_the_module() ->
         FlatBuffer().export(modules, dtype=torch.bfloat16)
 
 
-def test_slot_is_page_locked_until_it_is_discarded(folder: Path) -> None:
+def test_pinned_file_is_page_locked_until_it_is_discarded(folder: Path) -> None:
     """CUDA refuses to lock memory twice, so a refusal says that it is locked."""
-    slot = PinnedFile(folder / "slot", 1 << 20, GPU)
-    assert slot.memory.is_pinned()
+    pinned = PinnedFile(folder / "pinned", 1 << 20, GPU)
+    assert pinned.memory.is_pinned()
     with pytest.raises(PinError, match="already"):
-        pin(slot.memory, GPU)
-    address = slot.memory.data_ptr()
-    slot.discard()
-    again = PinnedFile(folder / "slot", 1 << 20, GPU)  # often at the same address
+        pin(pinned.memory, GPU)
+    address = pinned.memory.data_ptr()
+    pinned.discard()
+    again = PinnedFile(folder / "pinned", 1 << 20, GPU)  # often at the same address
     assert again.memory.is_pinned(), address
     again.discard()
 
 
 def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
     """The next kernel of the training reported it as its own."""
-    slot = PinnedFile(folder / "slot", 1 << 20, GPU)
+    pinned = PinnedFile(folder / "pinned", 1 << 20, GPU)
     with pytest.raises(PinError):
-        pin(slot.memory, GPU)
+        pin(pinned.memory, GPU)
     assert torch.ones(8, device=GPU).sum().item() == 8
     torch.cuda.synchronize()
-    slot.discard()
+    pinned.discard()
 
 
 @pytest.mark.parametrize("copy", [copy_to_host, lambda target, source: begin_copy_to_host(target, source)()])
 def test_copy_is_done_when_it_returns(copy: Callable[[Tensor, Tensor], None], folder: Path) -> None:
     source = torch.randn(1 << 24, device=GPU)
-    slot = PinnedFile(folder / "slot", source.numel() * 4, GPU)
-    target = slot.memory.view(torch.float32)
+    pinned = PinnedFile(folder / "pinned", source.numel() * 4, GPU)
+    target = pinned.memory.view(torch.float32)
     for _ in range(5):
         source.normal_()
         copy(target, source)
         seen = target.clone()
         assert torch.equal(seen, source.cpu())
     del target
-    slot.discard()
+    pinned.discard()
 
 
 def test_export_takes_the_memory_of_one_adapter_and_bounded_scratch() -> None:

@@ -123,9 +123,9 @@ def test_a_load_of_a_known_kind_needs_no_file(served: OnOneHost) -> None:
 def test_a_version_that_is_withdrawn_at_once_leaves_its_slot_complete(served: OnOneHost) -> None:
     stored = served.write(1)
     served.store.delete(stored)
-    ring = served.store.pinned
-    assert ring is not None
-    assert [slot.is_unfinished for slot in ring.free] == [False]
+    pool = served.store.pinned
+    assert pool is not None
+    assert [pinned.is_unfinished for pinned in pool.free] == [False]
     assert served.serves(served.publish(2))
 
 
@@ -267,8 +267,8 @@ def test_there_is_a_reason_where_there_is_no_gpu() -> None:
 def test_a_run_completes_its_files_by_itself() -> None:
     gpu = StandInGPU()
     with shared_folder() as folder:
-        ring = PinnedFilePool(driver_for=StandInProcess(gpu), shares_gpu=True)
-        transport = Blocking(DiskTransport(folder / "root", pinned=ring, has_checksums=True))
+        pool = PinnedFilePool(driver_for=StandInProcess(gpu), shares_gpu=True)
+        transport = Blocking(DiskTransport(folder / "root", pinned=pool, has_checksums=True))
         stored = transport.write(1, flat(1), soon(20))
         assert stored.is_unfinished
         assert happens(lambda: is_complete(stored))
@@ -288,8 +288,8 @@ def test_a_server_that_does_not_wait_for_a_file_is_told_of_it_once_it_is_complet
     with shared_folder() as folder, FakeSGLang(shapes=SMALL) as fake:
         server = handle_of(fake, folder)
         server.engine.load = load  # type: ignore[method-assign]
-        slots = PinnedFilePool(driver_for=StandInProcess(StandInGPU()), shares_gpu=True)
-        store = AdapterStore(folder / "root", pinned=slots)
+        pool = PinnedFilePool(driver_for=StandInProcess(StandInGPU()), shares_gpu=True)
+        store = AdapterStore(folder / "root", pinned=pool)
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(run, server.load(store.write(1, flat(1)), soon(60)))
             with pytest.raises(TimeoutError):

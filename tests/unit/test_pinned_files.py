@@ -33,7 +33,7 @@ from trl_lora_sync.transports import DiskTransport, transport_for
 from unit.tiny import everything_under, lora_module
 
 TENSORS, CONFIG, NOTE = "adapter_model.safetensors", "adapter_config.json", "lora_sync.json"
-SOCKET = "files"  # through which workers of engines map the slots
+SOCKET = "files"  # through which workers of engines map the files
 KEEP = 2
 
 
@@ -64,13 +64,13 @@ def locks() -> Locks:
 
 
 @pytest.fixture
-def ring(locks: Locks) -> PinnedFilePool:
+def pool(locks: Locks) -> PinnedFilePool:
     return PinnedFilePool(locks)
 
 
 @pytest.fixture
-def store(folder: Path, ring: PinnedFilePool) -> Iterator[AdapterStore]:
-    store = AdapterStore(folder / "root", pinned=ring)
+def store(folder: Path, pool: PinnedFilePool) -> Iterator[AdapterStore]:
+    store = AdapterStore(folder / "root", pinned=pool)
     yield store
     store.close()
 
@@ -126,12 +126,12 @@ def sync(store: AdapterStore, live: list[StoredAdapter], seed: int, **shape: int
 # The file
 
 
-def test_version_in_a_slot_is_byte_for_byte_the_portable_one(
-    store: AdapterStore, ring: PinnedFilePool, folder: Path
+def test_version_in_a_pinned_file_is_byte_for_byte_the_portable_one(
+    store: AdapterStore, pool: PinnedFilePool, folder: Path
 ) -> None:
     stored, expected = store.write(1, flat(1)), portable(folder, 1)
     assert stored.path is not None
-    assert ring.held_bytes == tensors_of(stored).stat().st_size > 0
+    assert pool.held_bytes == tensors_of(stored).stat().st_size > 0
     assert everything_under(stored.path) == [CONFIG, TENSORS, NOTE]
     for name in (CONFIG, TENSORS):
         assert (stored.path / name).read_bytes() == (expected / name).read_bytes()
@@ -140,7 +140,7 @@ def test_version_in_a_slot_is_byte_for_byte_the_portable_one(
     assert {stat.S_IMODE(path.stat().st_mode) for path in store.directory.rglob("*") if path.is_dir()} == {0o700}
 
 
-def test_every_version_written_into_used_slots_is_byte_for_byte_the_portable_one(
+def test_every_version_written_into_used_files_is_byte_for_byte_the_portable_one(
     store: AdapterStore, folder: Path
 ) -> None:
     live: list[StoredAdapter] = []
@@ -161,11 +161,11 @@ def test_file_that_is_written_through_memory_looks_changed(store: AdapterStore) 
         assert sorted(set(seen)) == seen
 
 
-# The ring
+# The pool
 
 
-def test_ring_has_two_slots_more_than_versions_stay_and_locks_each_once(
-    store: AdapterStore, ring: PinnedFilePool, locks: Locks
+def test_pool_has_two_files_more_than_versions_stay_and_locks_each_once(
+    store: AdapterStore, pool: PinnedFilePool, locks: Locks
 ) -> None:
     live: list[StoredAdapter] = []
     seen: list[int] = []
@@ -173,7 +173,7 @@ def test_ring_has_two_slots_more_than_versions_stay_and_locks_each_once(
         stored = sync(store, live, seed)
         assert inode(stored) not in [inode(other) for other in live[:-1]]
         seen.append(inode(stored))
-        assert ring.held_bytes <= (KEEP + 2) * tensors_of(stored).stat().st_size
+        assert pool.held_bytes <= (KEEP + 2) * tensors_of(stored).stat().st_size
     assert len(set(seen)) == KEEP + 2
     assert locks.asked == KEEP + 2
     assert len(locks.held) == KEEP + 2
@@ -192,7 +192,7 @@ def test_no_version_after_the_first_waits_for_memory_to_be_locked(store: Adapter
 
 
 def test_nothing_is_prepared_before_the_first_version_or_after_the_end(
-    store: AdapterStore, ring: PinnedFilePool, locks: Locks, folder: Path
+    store: AdapterStore, pool: PinnedFilePool, locks: Locks, folder: Path
 ) -> None:
     store.prepare()
     store.open()
@@ -203,7 +203,7 @@ def test_nothing_is_prepared_before_the_first_version_or_after_the_end(
     store.close()
     store.prepare()
     assert locks.asked == 2
-    assert ring.held_bytes == 0
+    assert pool.held_bytes == 0
     assert everything_under(folder) == []
 
 
@@ -218,7 +218,9 @@ def test_versions_that_are_not_retired_keep_their_content(store: AdapterStore) -
 
 
 @pytest.mark.outside
-def test_slot_that_another_process_has_mapped_is_never_written_again(store: AdapterStore, ring: PinnedFilePool) -> None:
+def test_pinned_file_that_another_process_has_mapped_is_never_written_again(
+    store: AdapterStore, pool: PinnedFilePool
+) -> None:
     """An engine without page-locked memory keeps an adapter as views of its file, long after it was told to unload."""
     live: list[StoredAdapter] = []
     first = sync(store, live, 1)
@@ -227,11 +229,11 @@ def test_slot_that_another_process_has_mapped_is_never_written_again(store: Adap
         later = [inode(sync(store, live, seed)) for seed in range(2, 15)]
         assert reader.sha256() == content
         assert number not in later
-        assert ring.held_bytes <= (KEEP + 2) * size
+        assert pool.held_bytes <= (KEEP + 2) * size
     assert len(set(later)) == KEEP + 2  # the one that was given up is replaced once
 
 
-def test_slot_that_this_process_has_open_is_never_written_again(store: AdapterStore) -> None:
+def test_pinned_file_that_this_process_has_open_is_never_written_again(store: AdapterStore) -> None:
     live: list[StoredAdapter] = []
     first = sync(store, live, 1)
     tensors = load_file(tensors_of(first))
@@ -241,7 +243,7 @@ def test_slot_that_this_process_has_open_is_never_written_again(store: AdapterSt
     assert all(torch.equal(tensor, kept[key]) for key, tensor in tensors.items())
 
 
-def test_slot_with_a_second_path_is_never_written_again(store: AdapterStore, folder: Path) -> None:
+def test_pinned_file_with_a_second_path_is_never_written_again(store: AdapterStore, folder: Path) -> None:
     """Somebody keeps a version by a hard link, as `cp --link` and some backups do."""
     live: list[StoredAdapter] = []
     first = sync(store, live, 1)
@@ -253,7 +255,7 @@ def test_slot_with_a_second_path_is_never_written_again(store: AdapterStore, fol
 
 
 @pytest.mark.outside
-def test_slot_is_used_again_once_its_reader_has_gone(store: AdapterStore) -> None:
+def test_pinned_file_is_used_again_once_its_reader_has_gone(store: AdapterStore) -> None:
     first = store.write(1, flat(1))
     number = inode(first)
     with reader_of(tensors_of(first)):
@@ -269,8 +271,8 @@ def test_no_path_leads_to_a_retired_version(store: AdapterStore) -> None:
     assert list(store.directory.glob("*-v*")) == []
 
 
-def test_slots_are_not_used_again_where_the_kernel_cannot_tell_who_reads(
-    store: AdapterStore, ring: PinnedFilePool, locks: Locks, monkeypatch: pytest.MonkeyPatch
+def test_pinned_files_are_not_used_again_where_the_kernel_cannot_tell_who_reads(
+    store: AdapterStore, pool: PinnedFilePool, locks: Locks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fcntl.fcntl
 
@@ -284,43 +286,45 @@ def test_slots_are_not_used_again_where_the_kernel_cannot_tell_who_reads(
     for seed in range(1, 8):
         size = tensors_of(sync(store, live, seed)).stat().st_size
     assert locks.asked == 7 + 1  # and the one for the next version
-    assert ring.held_bytes <= (KEEP + 2) * size
+    assert pool.held_bytes <= (KEEP + 2) * size
 
 
-def test_adapter_of_another_size_gets_slots_of_its_own(store: AdapterStore, ring: PinnedFilePool, folder: Path) -> None:
+def test_adapter_of_another_size_gets_pinned_files_of_its_own(
+    store: AdapterStore, pool: PinnedFilePool, folder: Path
+) -> None:
     live: list[StoredAdapter] = []
     for seed in range(1, 6):
         sync(store, live, seed)
     for seed in range(6, 16):
         stored = sync(store, live, seed, rank=5)
         assert tensors_of(stored).read_bytes() == (portable(folder, seed, rank=5) / TENSORS).read_bytes()
-    assert ring.held_bytes == (KEEP + 2) * tensors_of(stored).stat().st_size
+    assert pool.held_bytes == (KEEP + 2) * tensors_of(stored).stat().st_size
 
 
 def test_version_whose_files_somebody_replaced_takes_no_foreign_file_into_the_ring(
-    store: AdapterStore, ring: PinnedFilePool
+    store: AdapterStore, pool: PinnedFilePool
 ) -> None:
     first = store.write(1, flat(1))
     file = tensors_of(first)
     file.rename(file.with_suffix(".aside"))
     file.write_bytes(b"not ours")
     store.delete(first)
-    assert ring.held_bytes == 0
+    assert pool.held_bytes == 0
     assert first.path is not None
     assert not first.path.exists()
 
 
-def test_version_whose_folder_somebody_deleted_is_no_error(store: AdapterStore, ring: PinnedFilePool) -> None:
+def test_version_whose_folder_somebody_deleted_is_no_error(store: AdapterStore, pool: PinnedFilePool) -> None:
     first = store.write(1, flat(1))
     tensors_of(first).unlink()
     store.delete(first)
     store.delete(first)
-    assert ring.held_bytes == 0
+    assert pool.held_bytes == 0
     store.write(2, flat(2))
 
 
 def test_close_gives_everything_back_and_may_be_followed_by_a_write(
-    store: AdapterStore, ring: PinnedFilePool, locks: Locks, folder: Path
+    store: AdapterStore, pool: PinnedFilePool, locks: Locks, folder: Path
 ) -> None:
     live: list[StoredAdapter] = []
     for seed in range(1, 8):
@@ -328,7 +332,7 @@ def test_close_gives_everything_back_and_may_be_followed_by_a_write(
     store.close()
     store.close()
     assert locks.held == set()
-    assert ring.held_bytes == 0
+    assert pool.held_bytes == 0
     assert everything_under(folder) == []
     assert not [file.path for file in psutil.Process().open_files() if str(folder) in file.path]
     assert str(folder) not in Path("/proc/self/maps").read_text()
@@ -344,28 +348,28 @@ def failing(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(Path, "write_text"), (os, "fsync"), (os, "utime")], ids=["config", "fsync", "slot"]
+    ("place", "name"), [(Path, "write_text"), (os, "fsync"), (os, "utime")], ids=["config", "fsync", "pinned"]
 )
 def test_write_that_fails_leaves_nothing_and_the_other_versions_whole(
-    place: object, name: str, store: AdapterStore, ring: PinnedFilePool, locks: Locks, monkeypatch: pytest.MonkeyPatch
+    place: object, name: str, store: AdapterStore, pool: PinnedFilePool, locks: Locks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = store.write(1, flat(1))
-    content, size = sha256(tensors_of(first)), ring.held_bytes
+    content, size = sha256(tensors_of(first)), pool.held_bytes
     with monkeypatch.context() as patch:
         patch.setattr(place, name, failing)
         with pytest.raises(AdapterExportError, match="Input/output error"):
             store.write(2, flat(2))
     assert [path.name for path in store.directory.glob("*-v*")] == [first.name]
     assert list(store.directory.glob(".*.partial")) == []
-    assert everything_under(store.directory / ".slots") == [SOCKET]
+    assert everything_under(store.directory / ".pinned") == [SOCKET]
     assert sha256(tensors_of(first)) == content
-    assert ring.held_bytes == size
+    assert pool.held_bytes == size
     assert len(locks.held) == 1
     store.write(3, flat(3))
 
 
 def test_rename_that_fails_leaves_nothing(
-    store: AdapterStore, ring: PinnedFilePool, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, pool: PinnedFilePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.open()
     real = Path.rename
@@ -378,16 +382,16 @@ def test_rename_that_fails_leaves_nothing(
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(AdapterExportError, match="Input/output error"):
         store.write(1, flat(1))
-    assert everything_under(store.directory) == [".slots", f".slots/{SOCKET}", "owner.json"]
-    assert ring.held_bytes == 0
+    assert everything_under(store.directory) == [".pinned", f".pinned/{SOCKET}", "owner.json"]
+    assert pool.held_bytes == 0
 
 
 @pytest.mark.outside
 def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: Locks) -> None:
     """Writing to a mapped file for which there is no room ends the process with SIGBUS."""
     with tmpfs(tmp_path / "small", "size=1m") as small:
-        ring = PinnedFilePool(locks)
-        store = AdapterStore(small / "root", pinned=ring)
+        pool = PinnedFilePool(locks)
+        store = AdapterStore(small / "root", pinned=pool)
         try:
             first = store.write(1, big_flat(400_000))
             second = store.write(2, big_flat(400_000))
@@ -396,13 +400,13 @@ def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: 
             with pytest.raises(AdapterExportError, match=r"no room for the 0\.4 MB of the adapter.*set lora_sync_dir"):
                 store.write(3, big_flat(400_000))
             assert sorted(path.name for path in store.directory.glob("*-v*")) == sorted([first.name, second.name])
-            assert everything_under(store.directory / ".slots") == [SOCKET]
+            assert everything_under(store.directory / ".pinned") == [SOCKET]
             assert sha256(tensors_of(first)) == content
             store.delete(first)
             third = store.write(4, big_flat(400_000))
             assert load_file(tensors_of(third))
             store.delete(second)
-            store.write(5, big_flat(300_000))  # the slots of the other size make way
+            store.write(5, big_flat(300_000))  # the files of the other size make way
         finally:
             store.close()
         assert everything_under(small) == []
@@ -417,10 +421,10 @@ def test_file_size_limit_is_an_error_and_kills_nobody(store: AdapterStore) -> No
             store.write(1, big_flat(1_000_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert everything_under(store.directory) == [".slots", f".slots/{SOCKET}", "owner.json"]
+    assert everything_under(store.directory) == [".pinned", f".pinned/{SOCKET}", "owner.json"]
 
 
-# Where slots cannot be had
+# Where nothing can be pinned
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -434,17 +438,17 @@ def refuse(memory: Tensor, device: torch.device) -> Callable[[], None]:
 def test_memory_that_cannot_be_locked_is_warned_of_once_and_versions_are_plain_files(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ring = PinnedFilePool(refuse)
-    store = AdapterStore(folder / "root", pinned=ring)
+    pool = PinnedFilePool(refuse)
+    store = AdapterStore(folder / "root", pinned=pool)
     try:
         live: list[StoredAdapter] = []
         for seed in range(1, 6):
             stored = sync(store, live, seed)
             assert tensors_of(stored).read_bytes() == (portable(folder, seed) / TENSORS).read_bytes()
-        assert everything_under(store.directory / ".slots") == [SOCKET]
+        assert everything_under(store.directory / ".pinned") == [SOCKET]
     finally:
         store.close()
-    assert ring.held_bytes == 0
+    assert pool.held_bytes == 0
     (words,) = warnings_in(caplog)
     assert "cannot be page-locked" in words
     assert "ulimit -l" in words
@@ -471,14 +475,14 @@ def test_folder_that_is_not_in_memory_is_warned_of_once_and_versions_are_plain_f
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])
-def test_only_versions_of_a_gpu_go_to_slots(tmp_path: Path, is_on_gpu: bool) -> None:
+def test_only_versions_of_a_gpu_are_pinned(tmp_path: Path, is_on_gpu: bool) -> None:
     settings = plain_settings(["http://127.0.0.1:1"], tmp_path, timeout_s=1.0, are_local=[True])
     transport = transport_for(settings, [False], is_on_gpu=is_on_gpu)
     assert isinstance(transport, DiskTransport)
     assert (transport.store.pinned is not None) == is_on_gpu
 
 
-def test_without_slots_a_version_is_a_plain_file(tmp_path: Path, folder: Path) -> None:
+def test_without_a_pool_a_version_is_a_plain_file(tmp_path: Path, folder: Path) -> None:
     store = AdapterStore(tmp_path / "root")
     try:
         assert tensors_of(store.write(1, flat(1))).read_bytes() == (portable(folder, 1) / TENSORS).read_bytes()
@@ -490,8 +494,8 @@ def test_without_slots_a_version_is_a_plain_file(tmp_path: Path, folder: Path) -
 
 
 @contextlib.contextmanager
-def run_with_slots(root: Path) -> Iterator[tuple[str, Any]]:
-    """A trainer in another process, with a version in use and a slot that waits; killed at the end of the block."""
+def run_with_pinned_files(root: Path) -> Iterator[tuple[str, Any]]:
+    """A trainer in another process, with a version in use and a pinned file free; killed at the end of the block."""
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
@@ -513,8 +517,8 @@ def run_with_slots(root: Path) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.outside
 def test_killed_run_leaves_files_that_a_sweep_removes_and_names_of_versions_only(folder: Path) -> None:
-    with run_with_slots(folder) as (run_id, _):
-        assert (folder / run_id / ".slots" / "2").exists()
+    with run_with_pinned_files(folder) as (run_id, _):
+        assert (folder / run_id / ".pinned" / "2").exists()
         assert sweep_leftovers(folder, lambda _: None) == []
     forgotten: list[str] = []
     assert sweep_leftovers(folder, forgotten.append) == [run_id]
@@ -524,7 +528,7 @@ def test_killed_run_leaves_files_that_a_sweep_removes_and_names_of_versions_only
 
 @pytest.mark.outside
 def test_reader_of_a_killed_run_keeps_what_it_read(folder: Path) -> None:
-    with run_with_slots(folder) as (run_id, process):
+    with run_with_pinned_files(folder) as (run_id, process):
         file = folder / run_id / f"{run_id}-v2" / TENSORS
         content = sha256(file)
         with reader_of(file) as reader:
@@ -535,7 +539,7 @@ def test_reader_of_a_killed_run_keeps_what_it_read(folder: Path) -> None:
 
 
 @pytest.mark.outside
-def test_forked_child_neither_holds_slots_back_nor_gives_them_up(store: AdapterStore, locks: Locks) -> None:
+def test_forked_child_neither_holds_pinned_files_back_nor_gives_them_up(store: AdapterStore, locks: Locks) -> None:
     """Data loader workers are forked, inherit files and mappings, and run exit handlers."""
     live: list[StoredAdapter] = []
     sync(store, live, 1)
@@ -582,13 +586,13 @@ def put_another_in_its_place(file: Path) -> None:
     copy.rename(file)
 
 
-def test_a_slot_holds_what_was_written(store: AdapterStore) -> None:
+def test_a_pinned_file_holds_what_was_written(store: AdapterStore) -> None:
     adapter = flat()
     store.check(store.write(1, adapter), adapter)
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, change_the_header, put_another_in_its_place, Path.unlink])
-def test_a_slot_that_was_damaged_after_it_was_written_is_found_out(
+def test_a_pinned_file_that_was_damaged_after_it_was_written_is_found_out(
     damage: Callable[[Path], object], store: AdapterStore
 ) -> None:
     adapter = flat()
@@ -598,7 +602,7 @@ def test_a_slot_that_was_damaged_after_it_was_written_is_found_out(
         store.check(stored, adapter)
 
 
-def test_large_slots_are_compared_in_parts(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_compared_in_parts(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_files, "CHUNK_BYTES", 1000)
     adapter = big_flat(100_001 // 8 * 8)
     stored = store.write(1, adapter)

@@ -2,7 +2,7 @@
 
 Layout: `<root>/<run_id>/<run_id>-v<N>/{adapter_model.safetensors, adapter_config.json, lora_sync.json}`. A live run
 holds a lock on `<root>/<run_id>/owner.json`, which the kernel releases however the process ends; this separates
-leftovers from the files of a run that is still going. `<root>/<run_id>/.slots` has files in shared memory between two
+leftovers from the files of a run that is still going. `<root>/<run_id>/.pinned` has files in shared memory between two
 versions. An empty version folder stands for a name that a server may still have: the next run unloads it there. Knows
 nothing of models, and of servers only their URLs.
 """
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 RUN_PREFIX = "lora-sync-"
 _OWNER_FILE = "owner.json"
 _STARTING = ".starting"
-_SLOTS = ".slots"
+_PINNED = ".pinned"
 _MAX_OWNER_BYTES = 1 << 20  # it names the servers of the run
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 
@@ -290,7 +290,7 @@ class AdapterStore:
             note = VersionNote(head=head, checksum=adapter.checksum())
         if self.pinned is not None and is_served:
             size = len(adapter.header) + adapter.payload_bytes
-            pinned = self.pinned.acquire(self.directory / _SLOTS, size, adapter.flat.device)
+            pinned = self.pinned.acquire(self.directory / _PINNED, size, adapter.flat.device)
         if pinned is None:
             write_tensors(file, adapter)
         else:
@@ -299,7 +299,7 @@ class AdapterStore:
             memory = self.pinned.fill(pinned, adapter.header, adapter.flat)
             pinned.move(file)
         if note is not None:
-            shared = f"../{_SLOTS}/{SOCKET}" if pinned is not None and pinned.is_shared else ""
+            shared = f"../{_PINNED}/{SOCKET}" if pinned is not None and pinned.is_shared else ""
             replace(note, files=shared, memory=memory).write(file.parent)
 
     def finish(self) -> None:
@@ -339,7 +339,7 @@ class AdapterStore:
         """Prepare the memory of the next version between syncs; never fails."""
         if self.pinned is not None and self.lock is not None:
             with contextlib.suppress(OSError):  # `write` will raise it
-                self.pinned.prepare(self.directory / _SLOTS)
+                self.pinned.prepare(self.directory / _PINNED)
 
     def note(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Note the name of a version that is not to be written, so that a sweep finds it.
@@ -376,7 +376,7 @@ class AdapterStore:
         """
         if stored.path is not None:
             if self.pinned is not None:
-                self.pinned.release(stored.name, self.directory / _SLOTS, stored.path / TENSORS_FILE)
+                self.pinned.release(stored.name, self.directory / _PINNED, stored.path / TENSORS_FILE)
             if keep_name:
                 _make_record(stored.path)
             else:
