@@ -112,7 +112,7 @@ def test_fields_left_at_their_defaults_are_sent_too(make_trainer: Make, proxy: P
     trainer.train()
 
     [request] = proxy.generations()
-    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 16}
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 8}
     assert request == request | defaults
 
 
@@ -142,6 +142,7 @@ def test_generation_kwargs_do_what_they_say(make_trainer: Make, clean_server: VL
     trainer = make_trainer(
         clean_server.base_url,
         base_model,
+        max_completion_length=16,
         generation_kwargs={"seed": 7, "stop_token_ids": stops, "min_tokens": 4},
     )
     trainer.vllm_generation.sync_weights()

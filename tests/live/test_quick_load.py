@@ -320,7 +320,7 @@ def test_a_server_that_cannot_read_the_gpu_says_so_once_and_waits_for_each_file(
 ) -> None:
     """By a stand-in for the trainer's GPU; this server computes on a CPU."""
     gpu = StandInGPU()
-    with shared_folder() as folder, ThreadPoolExecutor(1) as pool:
+    with shared_folder() as folder, ThreadPoolExecutor(1) as thread:
         pool = PinnedFilePool(driver_for=StandInProcess(gpu), shares_gpu=True)
         store = AdapterStore(folder / "store", pinned=pool)
         log, reason = quick.server.log_path, "this process computes on cpu, not on a GPU"
@@ -328,7 +328,7 @@ def test_a_server_that_cannot_read_the_gpu_says_so_once_and_waits_for_each_file(
         before = log.read_text().count(reason)
         for seed in (1, 2, 3):
             stored = store.write(seed, flat(reference.adapter(seed)))
-            loading = pool.submit(quick.engine.load, stored, soon(60))
+            loading = thread.submit(quick.engine.load, stored, soon(60))
             if seed == 1:
                 wait_until(lambda: log.read_text().count(reason) > before)
                 assert not loading.done()

@@ -36,7 +36,7 @@ def colocate_trainer(
         "model_init_kwargs": {"dtype": "float32"},
         "per_device_train_batch_size": 4,
         "num_generations": 4,
-        "max_completion_length": 16,
+        "max_completion_length": 8,
         "max_steps": 3,
         "learning_rate": 5e-3,
         "logging_steps": 1,

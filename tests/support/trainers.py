@@ -67,7 +67,7 @@ def sync_fields(base_url: str, folder: Path, **changes: Any) -> dict[str, Any]:
         "lora_sync_timeout": 30.0,
         "lora_sync_generation_timeout": 60.0,
         "per_device_train_batch_size": 4,
-        "max_completion_length": 16,
+        "max_completion_length": 8,
         "max_steps": 3,
         "learning_rate": 5e-3,
         "logging_steps": 1,
