@@ -200,7 +200,7 @@ def test_an_engine_that_stays_busy_is_left_as_it_was() -> None:
         assert "still busy after" in answer["error"]["message"]
         assert not server.engine.paused
         assert server.engine.active == ["v1", "v1"]
-        assert not any(event.startswith("apply v2") for event in server.engine.events)
+        assert server.engine.events[-4:] == ["prepare v2 /a", "pause", "resume", "undo"]
 
     run(test())
 
@@ -330,6 +330,21 @@ def test_requests_that_are_cancelled_wherever_they_are_hold_nobody_up() -> None:
             assert (await server.load("v1"))[0] == (await server.load("v2"))[0] == 200
             assert not server.engine.paused
             assert server.middleware.broken is None
+
+    run(test())
+
+
+def test_weights_are_put_back_while_the_engine_is_paused_and_a_refused_adapter_does_not_pause_it() -> None:
+    async def test() -> None:
+        server = Server()
+        for method, events in (
+            ("prepare", ["prepare v1 /a", "undo"]),
+            ("apply", ["prepare v1 /a", "pause", "reset", "apply v1", "undo", "resume"]),
+        ):
+            server.engine.events.clear()
+            server.engine.fails = {(1, method): "out of memory"}
+            assert (await server.load("v1"))[0] == 422
+            assert server.engine.events == events
 
     run(test())
 

@@ -251,15 +251,16 @@ class FusedMiddleware:
                 engine.is_paused(), _call(engine, "lora_sync_prepare", name, path)
             )
             prepared = time.perf_counter()
-            async with _paused(engine, timeout_s, was_paused=was_paused):
-                paused = time.perf_counter()
+            async with contextlib.AsyncExitStack() as pause:
                 try:
                     _check_placed(_good(answers))
+                    await pause.enter_async_context(_paused(engine, timeout_s, was_paused=was_paused))
+                    paused = time.perf_counter()
                     # Before the first weight changes, so that a refusal leaves nothing to undo.
                     await _reset_caches(engine)
                     reset = time.perf_counter()
                     applied = _good(await _call(engine, "lora_sync_apply", name))
-                # Also a cancelled task or an exit: the workers must not keep different versions.
+                # Also a cancelled task or an exit: the workers must not keep different versions. Inside the pause.
                 except BaseException as error:
                     await self._undo(engine, error)
                     raise
