@@ -34,7 +34,7 @@ def make_fast_trainer(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> It
         yield lambda *args, **kwargs: make_trainer(*args, **{**chosen, **kwargs})
 
 
-def ring_of(trainer: GRPOTrainer) -> PinnedFilePool:
+def pool_of(trainer: GRPOTrainer) -> PinnedFilePool:
     pool = trainer.vllm_generation.sync.transport.store.pinned
     assert isinstance(pool, PinnedFilePool)
     return pool
@@ -48,16 +48,16 @@ def test_the_server_samples_from_every_version_that_goes_through_pinned_files(
     for seed in range(1, 13):
         randomize_adapter(trainer.model, seed=seed)
         generation.sync_weights()
-        assert ring_of(trainer).assigned(generation.active_name) is not None
+        assert pool_of(trainer).assigned(generation.active_name) is not None
         # Prepared beside the generation.
-        assert happens(lambda: bool(ring_of(trainer).new or ring_of(trainer).free)), (
+        assert happens(lambda: bool(pool_of(trainer).new or pool_of(trainer).free)), (
             "the next sync has to wait for a file"
         )
         rows = sample(generation, [token_ids(seed), token_ids(seed + 100)])
         assert is_policy_of(trainer.model, rows), (seed, distance(trainer.model, rows))
     wait_for_unloads(trainer)
     generation.close()
-    assert ring_of(trainer).held_bytes == 0
+    assert pool_of(trainer).held_bytes == 0
 
 
 def test_training_through_pinned_files_samples_from_the_policy_that_is_trained(

@@ -120,7 +120,7 @@ def test_a_load_of_a_known_kind_needs_no_file(served: OnOneHost) -> None:
     assert is_complete(stored)
 
 
-def test_a_version_that_is_withdrawn_at_once_leaves_its_slot_complete(served: OnOneHost) -> None:
+def test_a_version_that_is_withdrawn_at_once_leaves_its_file_complete(served: OnOneHost) -> None:
     stored = served.write(1)
     served.store.delete(stored)
     pool = served.store.pinned
@@ -290,8 +290,8 @@ def test_a_server_that_does_not_wait_for_a_file_is_told_of_it_once_it_is_complet
         server.engine.load = load  # type: ignore[method-assign]
         pool = PinnedFilePool(driver_for=StandInProcess(StandInGPU()), shares_gpu=True)
         store = AdapterStore(folder / "root", pinned=pool)
-        with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(run, server.load(store.write(1, flat(1)), soon(60)))
+        with ThreadPoolExecutor(1) as thread:
+            loading = thread.submit(run, server.load(store.write(1, flat(1)), soon(60)))
             with pytest.raises(TimeoutError):
                 loading.result(0.3)
             assert not loads

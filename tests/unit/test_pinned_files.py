@@ -301,7 +301,7 @@ def test_adapter_of_another_size_gets_pinned_files_of_its_own(
     assert pool.held_bytes == (KEEP + 2) * tensors_of(stored).stat().st_size
 
 
-def test_version_whose_files_somebody_replaced_takes_no_foreign_file_into_the_ring(
+def test_version_whose_files_somebody_replaced_takes_no_foreign_file_into_the_pool(
     store: AdapterStore, pool: PinnedFilePool
 ) -> None:
     first = store.write(1, flat(1))
