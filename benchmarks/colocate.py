@@ -214,9 +214,13 @@ def measure(args: argparse.Namespace) -> None:
     }
     note(found, args.out)
     trainer.vllm_generation.sync_weights()
-    turns = {str(count): tokens_per_s(trainer, count, length(count, args.tokens)) for count in args.at_once}
+    turns = {str(count): tokens_per_s(generate_s, trainer, count, length(count, args.tokens)) for count in args.at_once}
     found["tokens_per_s"] = {count: statistics.median(speeds) for count, speeds in turns.items()}
     found["tokens_per_s_of_turns"] = turns
+    found["tokens_per_s_by_trl"] = {
+        str(count): statistics.median(tokens_per_s(grpo_s, trainer, count, length(count, args.tokens)))
+        for count in args.at_once
+    }
     found |= folding(trainer)
     if args.profile:
         print_profile(trainer.vllm_generation.sync_weights)
@@ -405,21 +409,35 @@ def length(at_once: int, tokens: int) -> int:
     return tokens if at_once <= 64 else tokens // 4
 
 
-def tokens_per_s(trainer: Any, count: int, tokens: int) -> list[float]:
+def tokens_per_s(seconds: Callable[[Any, int, int], float], trainer: Any, count: int, tokens: int) -> list[float]:
     """Tokens per second of three generations of `count` completions, after a short one."""
-    generate_s(trainer, count, 8)
-    return [count * tokens / generate_s(trainer, count, tokens) for _ in range(3)]
+    seconds(trainer, count, 8)
+    return [count * tokens / seconds(trainer, count, tokens) for _ in range(3)]
 
 
 def generate_s(trainer: Any, count: int, tokens: int) -> float:
     """The seconds of one generation of `count` completions."""
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [1 + (7 * row + place) % 400 for place in range(16)]} for row in range(count)]
+    prompts = [{"prompt_token_ids": ids} for ids in token_ids(count)]
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0)
     start = time.perf_counter()
     trainer.vllm_generation.llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
     return time.perf_counter() - start
+
+
+def grpo_s(trainer: Any, count: int, tokens: int) -> float:
+    """The same as a GRPO step has it generated: with the log-probabilities of the tokens, by TRL's `generate`."""
+    generation = trainer.vllm_generation
+    generation.max_completion_length = tokens
+    start = time.perf_counter()
+    generation.generate(token_ids(count), None, 1)
+    return time.perf_counter() - start
+
+
+def token_ids(count: int) -> list[list[int]]:
+    """Different prompts."""
+    return [[1 + (7 * row + place) % 400 for place in range(16)] for row in range(count)]
 
 
 def parse_args() -> argparse.Namespace:

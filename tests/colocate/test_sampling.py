@@ -98,6 +98,47 @@ def test_several_completions_of_one_prompt_are_all_from_the_active_version(train
     assert is_exact(trainer.model, rows)
 
 
+def test_trls_completions_are_not_decoded(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM decoded each token twice, for a quarter of the sampling of a tiny model, and nothing read the text."""
+    outputs = recorded(trainer.vllm_generation.llm, monkeypatch)
+    assert is_exact(trainer.model, sample(trainer.vllm_generation, ASKED))
+    assert [one.text for output in outputs for one in output.outputs] == ["", "", ""]
+    assert trainer.vllm_generation.generation_kwargs == {}
+    answered(trainer.vllm_generation.llm, ASKED)  # as a rollout function does, which may read the text
+    assert all(one.text for output in outputs[3:] for one in output.outputs)
+
+
+def test_stop_strings_of_generation_kwargs_end_a_completion(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = trainer.vllm_generation
+    outputs = recorded(generation.llm, monkeypatch)
+    monkeypatch.setattr(generation, "temperature", 0.0)  # so that both are the same, up to the stop string
+
+    def completion(**given: Any) -> Any:
+        monkeypatch.setattr(generation, "generation_kwargs", {"ignore_eos": True, **given})
+        generation.generate(ASKED[:1], None, num_generations=1)
+        return outputs[-1].outputs[0]
+
+    whole = completion(detokenize=True)
+    stop = whole.text[1:3]
+    stopped = completion(stop=[stop])
+    assert (whole.stop_reason, stopped.stop_reason) == (None, stop)
+    assert len(stopped.token_ids) < len(whole.token_ids)
+
+
+def recorded(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `llm.generate()` returns from now on."""
+    outputs: list[Any] = []
+    generate = llm.generate
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        answer = generate(*args, **kwargs)
+        outputs.extend(answer)
+        return answer
+
+    monkeypatch.setattr(llm, "generate", call)
+    return outputs
+
+
 def raw_request(llm: Any) -> None:
     from vllm import SamplingParams
 

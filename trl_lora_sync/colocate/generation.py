@@ -1,7 +1,8 @@
 """What TRL calls each step in colocate mode: `sync_weights()` and `generate()`, with vLLM in the trainer's process."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -360,9 +361,23 @@ class ColocateGeneration(AdapterGeneration):
         run_on_all(self.accelerator, self._check_active)
         timer = PhaseTimer()
         sample = super().generate
-        answer = run_on_all(self.accelerator, lambda: sample(prompts, images, num_generations, profiler))
+        with self._without_text():
+            answer = run_on_all(self.accelerator, lambda: sample(prompts, images, num_generations, profiler))
         self._generate_s = (self._generate_s or 0.0) + timer.total_s()
         return answer
+
+    @contextmanager
+    def _without_text(self) -> Iterator[None]:
+        """Have vLLM return the tokens of TRL's completions only, as TRL does not read their text."""
+        given = self.generation_kwargs
+        # In this process vLLM decodes each token twice between two steps of the GPU, for the text and for the token's
+        # log-probability (0.26, v1/engine/logprobs.py). Stop strings are looked for in the text.
+        if not given.get("stop"):
+            self.generation_kwargs = {"detokenize": False, **given}
+        try:
+            yield
+        finally:
+            self.generation_kwargs = given
 
     def _before_sampling(self) -> None:
         """Before each call of `llm` that samples; of rollout functions and tools, too."""
