@@ -54,6 +54,7 @@ class ColocateGeneration(AdapterGeneration):
     """
 
     settings: ColocateSettings
+    generation_kwargs: dict[str, Any]
 
     def __init__(self, *args: Any, waits_on_host: bool = False, **kwargs: Any) -> None:
         self._waits_on_host = waits_on_host
