@@ -60,7 +60,7 @@ class Progress(NamedTuple):
 
 
 class CopiedAhead:
-    """Memory for one version. It does not know which one it has: whoever reads it compares the checksum.
+    """Memory for one version. Which one that is shows only by its checksum, which a reader compares.
 
     Not thread-safe.
 

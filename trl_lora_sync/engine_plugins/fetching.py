@@ -37,6 +37,7 @@ class Staging:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.data = torch.empty(size, dtype=torch.uint8, device=device)
+        # A recorded checksum reads this address, so `data` may be filled again but not replaced.
         self.checksum = RepeatedChecksum(self.data)
 
 
@@ -55,6 +56,7 @@ class Fetcher:
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._reader = ParallelReader()
+        # For reads on a GPU. Kept between versions, as pinning it takes longer than filling it.
         self._host = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager
@@ -79,6 +81,7 @@ class Fetcher:
             DamagedError: it is not what the trainer sent.
             OSError, ShortFileError: it cannot be read.
         """
+        # The checksum covers the tensors only. With a damaged header, the right bytes would get wrong names or shapes.
         if digest_of(head.header, config) != note.head:
             raise DamagedError(
                 f"{name!r} {DAMAGED}the header of its file or its configuration are not as the trainer wrote them. "
@@ -100,6 +103,7 @@ class Fetcher:
                 if is_there:
                     self.counts["from GPU"] += 1
                     return
+        # For the file only: memory of a GPU is filled before a note names it, and its copy to the file may still go on.
         unfinished.wait(file)
         with self.timed("fetch from file"), self._mapped(file, socket_path) as mapped:
             if mapped is not None:
@@ -131,6 +135,7 @@ class Fetcher:
                     return False
                 memory.copy_to(into.data)
         except IPCError as error:
+            # The file has the same bytes, so an error here costs time and no version.
             logger.warning("A version is read from its file instead of the trainer's GPU: %s.", error)
             return False
         return into.checksum() == note.checksum  # else a later version is there, and the file decides
@@ -149,6 +154,7 @@ class Fetcher:
         Raises:
             OSError, ShortFileError: the file has less.
         """
+        # On a CPU the threads fill the target itself. A GPU needs pinned memory in between to copy in the background.
         if self._device.type != "cuda":
             for _ in self._reader.read(file, bytes_of(into), start):
                 pass
@@ -161,6 +167,7 @@ class Fetcher:
         parts = self._reader.read(file, bytes_of(host), start)
         try:
             for part in parts:
+                # Goes to the GPU while the threads read the next parts.
                 into[part].copy_(host[part], non_blocking=True)
         finally:
             # After an error too: no thread may write to the memory, and no copy from it be under way, any more.

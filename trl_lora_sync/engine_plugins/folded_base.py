@@ -67,6 +67,7 @@ class FoldedRows:
         # Before anything is written, as there may be no memory for them.
         places, values = self.places.to(self.weight.device).long(), self.values.to(self.weight.device)
         add_to(self.weight, self.lora_A, self.lora_B, -1.0)
+        # After the subtraction, which writes to these elements too.
         self.weight.view(-1).index_copy_(0, places, values)
 
 
@@ -103,6 +104,7 @@ class FoldedBase:
     def __init__(self, weights: Sequence[Tensor], rank: int = 16) -> None:
         self._weights = list(weights)
         self._table = _table_of(self._weights, rank)
+        # Made once, before any adapter: sums that followed the weights would hide what a fold has lost.
         self._sums = self._bit_sums()
         self._kept_bytes = 0
         self._device_bytes = int(SHARE_ON_DEVICE * sum(weight.nbytes for weight in self._weights))
@@ -160,6 +162,7 @@ class FoldedBase:
         for index, (pair, count) in enumerate(zip(pairs, folding_kernels.count_lost(table), strict=True)):
             if _KEPT_BYTES * count > pair[0].nbytes:
                 rest.append(pair)
+            # A group is one launch over tiles side by side, so a weight that is left out ends it.
             elif groups and groups[-1].stop == index and counts[-1] + count <= most:
                 groups[-1], counts[-1] = range(groups[-1].start, index + 1), counts[-1] + count
             else:
@@ -175,6 +178,7 @@ class FoldedBase:
             if self._kept_bytes > self._device_bytes:
                 # The group is in the list already: if the host has no memory either, `unfold` still takes it out.
                 folded.kept = folded.kept.to("cpu")
+        # Otherwise `_fold_at_once` could not do the same, with one launch for all weights and its words on the device.
         if len(groups) == 1 and not rest and self._kept_bytes <= self._device_bytes:
             self._expected = counts[0]
         torch.cuda.synchronize(pairs[0][0].device)  # vLLM may compute in another stream
@@ -190,20 +194,25 @@ class FoldedBase:
 
         if self._expected is None:
             return False
+        # Bounded by the share of the device, as these words are not moved to the host.
         room = min(self._expected * 5 // 4 + SPARE_ELEMENTS, self._device_bytes // _KEPT_BYTES)
         weights = range(len(self._weights))
         group = FoldedGroup(table, weights, folding_kernels.fold(table, weights, room))
         self._folded.append(group)
+        # Waits for the launch and may raise its error, when the group is in the list already for `unfold`.
         if group.kept.is_whole():
             self._expected, self._kept_bytes = int(group.kept.count), group.kept.nbytes
             return True
         self._expected = None
+        # Tiles that had room are folded. The others are marked in `spans`, and are left alone here.
         self._take_out()
         return False
 
     def _fold_rows(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> None:
         places = _not_restored(weight, lora_A, lora_B).view(-1).nonzero().view(-1)
         values = weight.view(-1)[places]
+        # Enough, as the rows of one step have 2 to the 24 elements, or are one row. `index_copy_` needs 64 bits, but
+        # only while it runs.
         places = places.to(torch.int32)
         # A place takes 4 bytes beside its value; a copy of all rows takes less if they are many.
         if places.nbytes + values.nbytes < weight.nbytes:
@@ -241,6 +250,7 @@ class FoldedBase:
                 one.take_out()
             # Taken off the list afterwards: after an error before, the next call takes it out.
             self._folded.pop()
+        # Kernels sum up what they write. Rows that were taken out in another way are summed by reading all weights.
         return sums if summed == len(self._weights) else self._bit_sums()
 
     def check(self) -> None:
@@ -296,12 +306,14 @@ def _signals_deferred() -> Iterator[None]:
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # handlers run there and nowhere else
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        # `SIG_DFL` ends the process, and the weights with it; `SIG_IGN` does nothing. Neither needs to wait.
         handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in handlers:
         signal.signal(number, lambda *given: caught.append(given))
     try:
         yield
     finally:
+        # All of them before the first one is called below, which may raise, as for `KeyboardInterrupt`.
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number, frame in caught:
@@ -326,6 +338,7 @@ def _not_restored(weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
     # The same operations as in `add_to`: with another rounding, other elements would not come back.
     there = (weight.float() + product).to(weight.dtype)
     back = (there.float() - product).to(weight.dtype)
+    # As numbers, NaN would differ from itself, and -0.0 would equal 0.0.
     bits = _INTEGERS[weight.element_size()]
     return back.view(bits) != weight.view(bits)
 
@@ -376,6 +389,7 @@ def _kernels_work(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
         sums, count = folding_kernels.bit_sums(table), sum(folding_kernels.count_lost(table))
         kept = folding_kernels.fold(table, range(2), count)
         for weight, old, (lora_A, lora_B) in zip(weights, before, matrices, strict=True):
+            # Loose, as it finds elements in wrong places only. What comes back is compared bit for bit below.
             wanted = old.double() + lora_B.double() @ lora_A.double()
             torch.testing.assert_close(weight.double(), wanted, rtol=0.02, atol=0.05)
         found = torch.zeros_like(sums)

@@ -17,6 +17,7 @@ class FoldedWeights:
 
     def __init__(self) -> None:
         self._weights: dict[str, Tensor] = {}
+        # Sums over the bits of each parameter's base, by which `compared` does without a copy.
         self._unchanged: dict[str, FoldedBase] = {}
         # Of the modules that the last adapter has changed, which is in them.
         self._folded = FoldedBase([])
@@ -27,6 +28,7 @@ class FoldedWeights:
         """Memory that the present adapter takes beside the weights and its own matrices."""
         return self._folded.kept_bytes
 
+    # The worker looks for known parameters here or in its table of targets, by the same expression.
     def __contains__(self, owner: str) -> bool:
         return owner in self._weights
 
@@ -50,6 +52,7 @@ class FoldedWeights:
         for module, pieces in found.items():
             for piece in pieces:
                 weight = parameters[piece.owner]
+                # `FoldedBase` flattens its weights, and a part of a matrix is contiguous only if its rows are whole.
                 if weight.ndim != 2 or not weight.is_contiguous() or (piece.left, piece.right) != (0, weight.shape[1]):
                     raise PlacementError(
                         f"{module!r} is not whole rows of {piece.owner!r}, which TRL_LORA_SYNC_FUSED_BASE=none needs. "
@@ -63,6 +66,7 @@ class FoldedWeights:
             RuntimeError: the base did not come back, so nothing can be put into it.
         """
         try:
+            # Also after a write that failed: what was not taken out then is taken out before anything is added.
             self._folded.unfold()
         except BaseChangedError as error:
             raise RuntimeError(
@@ -72,6 +76,7 @@ class FoldedWeights:
         if adapter is None:
             return
         # Kept for all adapters of the same modules, because making it reads all of their weights.
+        # All-zero matrices are left out of an adapter, so versions of one run can have different modules.
         if list(adapter.matrices) != self._modules:
             self._modules = list(adapter.matrices)
             # Made while no adapter is in the weights, because it remembers what they hold.

@@ -81,6 +81,7 @@ def make_table(weights: Sequence[Tensor], matrices: Sequence[tuple[Tensor, Tenso
         matrices: `(r, in_features)` and `(out_features, r)` for each, of the same dtype and of one rank.
     """
     device = weights[0].device
+    # Without an adapter, the kernel reads weights only; their addresses then stand in the columns of the matrices.
     pairs = [(a.contiguous(), b.contiguous()) for a, b in matrices] if matrices else [(one, one) for one in weights]
     rows_of, first_tiles = [], [0]
     for weight, (lora_A, lora_B) in zip(weights, pairs, strict=True):
@@ -179,6 +180,7 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
     column = (tile % in_row) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows, in_columns = (row < rows)[:, None], (column < columns)[None, :]
     inside = in_rows & in_columns
+    # In 32 bits, as no larger weight is in a table. Places beyond the weight may wrap around, and are masked.
     place = row[:, None] * columns + column[None, :]
     corner = (tile // in_row) * ROWS * columns + (tile % in_row) * COLUMNS
     words = address.to(tl.pointer_type(tl.int16))
@@ -202,6 +204,7 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
         if MODE == "take out":
             span = spans + 2 * tl.program_id(0)
             begin, end = tl.load(span), tl.load(span + 1)
+            # Otherwise the tile does not hold the adapter, and a subtraction would change the base.
             if begin >= 0:
                 tl.store(weight + place, (before.to(tl.float32) - product).to(DTYPE), mask=inside)
             tl.debug_barrier()  # what follows writes over it
@@ -223,12 +226,14 @@ def _visit_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as 
                 lost = _in_threads(is_lost.to(tl.uint32), ROWS, COLUMNS)
                 counts = tl.sum(lost.to(tl.int32), 0)
                 count = tl.sum(counts, 0)
+                # Reserves room for the words of this tile. Tiles run in any order, so `spans` records where they are.
                 begin = tl.atomic_add(sums, count.to(tl.int64), sem="relaxed")
                 end = begin + count
                 has_room = end <= room
                 span = spans + 2 * tl.program_id(0)
                 tl.store(span, tl.where(has_room, begin, -1).to(tl.int32))
                 tl.store(span + 1, tl.where(has_room, end, -1).to(tl.int32))
+                # A tile is written only if its words are kept, so weights can be restored whatever the room was.
                 if has_room:
                     _keep(lost, counts, words + corner, columns, kept + begin, ROWS, COLUMNS)
                     tl.debug_barrier()  # what follows writes over what it reads
@@ -247,6 +252,7 @@ def _in_threads(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignor
 
     Row 16 a + 8 b + c and column 8 d + 2 e + f of the tile come to row 4 d + 2 b + f and column 32 a + 4 c + e.
     """
+    # Where a GPU has products in another layout, Triton moves values between threads, which costs time only.
     tile = tl.reshape(tile, (ROWS // 16, 2, 8, COLUMNS // 8, 4, 2))
     return tl.reshape(tl.permute(tile, (3, 1, 5, 0, 2, 4)), (COLUMNS // 2, ROWS * 2))
 
@@ -268,10 +274,12 @@ def _keep(lost, counts, words, columns, kept, ROWS: tl.constexpr, COLUMNS: tl.co
     for _ in tl.range(0, tl.max(counts, 0), loop_unroll_factor=2):
         is_left = left != 0
         lowest = left & (~left + 1)
+        # A power of two is exact as a float, and its exponent is the number of the bit.
         bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         row = (number // 32) * 16 + (bit // 2 % 2) * 8 + number // 4 % 8
         column = bit // 4 * 8 + number % 4 * 2 + bit % 2
         value = tl.load(words + row * columns + column, mask=is_left).to(tl.int32)
+        # The place is below 64 x 64, so `word >> 16` brings it back without a sign.
         tl.store(kept + to, (row * COLUMNS + column) << 16 | value & 0xFFFF, mask=is_left)
         to += is_left.to(tl.int32)
         left ^= lowest

@@ -35,6 +35,7 @@ class Change:
         if self.kind == "value":
             weight.copy_(columns[slice(*piece.rows)])
         elif self.kind == "added":
+            # To the base, which may be on the host: `weight` holds what the adapter before has added.
             weight.copy_(base.to(weight.device).float() + columns[slice(*piece.rows)].float())
         else:
             assert self.indices is not None

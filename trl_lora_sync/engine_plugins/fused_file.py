@@ -149,6 +149,7 @@ def read_head(folder: str) -> AdapterFile:
 
 
 def _scaling_of(config: dict[str, Any]) -> float:
+    # A field that is missing has PEFT's default, which is plain for each of these.
     strange = {name: config[name] for name, plain in _PLAIN.items() if name in config and config[name] not in plain}
     if strange:
         raise AdapterFileError(
@@ -179,12 +180,14 @@ def _content_of(head: Head) -> Content:
             content.tensors[f"{module.removesuffix('.lora_B')}.bias"] = ("added", span)
         elif what == "trainable_tokens_delta" and len(span.shape) == 2:
             content.tensors[f"{module.removesuffix('.token_adapter')}.weight"] = ("rows", span)
+        # Keys with `lora_` that are left are forms that are unknown here, and may not replace a tensor.
         elif what in ("weight", "bias") and "lora_" not in path:
             content.tensors[path] = ("value", span)
         else:
             raise _unknown(name)
     if not pairs and not content.tensors:
         raise AdapterFileError("The adapter holds no tensors.")
+    # After the loop above, as a file may list its tensors in any order.
     for module, pair in pairs.items():
         if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1] or pair["A"].dtype != pair["B"].dtype:
             raise AdapterFileError(f"lora_A and lora_B of {module!r} do not belong together: {pair}.")

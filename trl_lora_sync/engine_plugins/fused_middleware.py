@@ -74,8 +74,10 @@ class FusedMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        # In this process only, which is why `_engine_of` refuses more than one API server.
         self.adapters: dict[str, str] = {}
         self.gate = WeightsLock(BASE)
+        # Why the weights may hold anything: set by `_undo` and `_state`, cleared by the next fuse that succeeds.
         self.broken: str | None = None
         self._is_asleep = False
         self._weights = asyncio.Lock()  # who may touch their memory: a fuse, or vLLM's sleep
@@ -85,6 +87,7 @@ class FusedMiddleware:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
             return
+        # Starlette redirects a path with a slash at its end to the route without it (`redirect_slashes`).
         rest, path = below(ROUTE, scope), path_of(scope).rstrip("/")
         try:
             if rest is not None:
@@ -124,6 +127,8 @@ class FusedMiddleware:
                 succeeded = message["status"] == 200
             await send(message)
 
+        # A fuse under way ends first: vLLM unmaps the weights (`sleep` in device_allocator/cumem.py, 0.31), and a
+        # kernel that writes to them then is an illegal memory access.
         async with self._weights:
             await self.app(scope, receive, send_and_note)
             if succeeded and path == "/sleep":
@@ -142,6 +147,7 @@ class FusedMiddleware:
             self._check_known(wanted)
 
         async def change(name: str) -> None:
+            # Once more: a `DELETE` that was ahead of this request may have removed it.
             self._check_known(name)
             try:
                 await self._change(_engine_of(scope), name)
@@ -151,6 +157,7 @@ class FusedMiddleware:
                 raise
 
         async with self.gate.sampling(wanted, change, _CHANGE_TIMEOUT_S) as current:
+            # Inside the gate, as a change that this request has waited for may have failed, or repaired the weights.
             if self.broken is not None:
                 raise Refused(500, self.broken)
             await self.app(scope, receive, _naming(send, current))
@@ -189,6 +196,7 @@ class FusedMiddleware:
             "broken": self.broken,
         }
         if compares:
+            # As a change, so that no fuse writes to the weights while they are compared.
             async with self.gate.changing(_LOAD_TIMEOUT_S):
                 state["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
         return state
@@ -197,11 +205,13 @@ class FusedMiddleware:
         path, timeout_s = body.get("path"), body.get("timeout_s", _LOAD_TIMEOUT_S)
         if not isinstance(path, str) or not path.startswith("/"):
             raise Refused(400, 'The body must be {"path": FOLDER} with an absolute path.')
+        # NaN, which `json` reads, fails both comparisons.
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
             raise Refused(400, "timeout_s must be a number of seconds.")
         started = time.perf_counter()
         async with self.gate.changing(timeout_s):
             waited_s = time.perf_counter() - started
+            # Read inside, as a load that was ahead in the line may have registered the name.
             known = self.adapters.get(name)
             if known not in (None, path):
                 raise Refused(409, f"{name} is registered already, with the path {known}. A name is used once.")
@@ -243,6 +253,7 @@ class FusedMiddleware:
 
     async def _fuse_now(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
         started = time.perf_counter()
+        # Always after the gate and before the pause. `/sleep` takes this lock alone, so they cannot block each other.
         async with self._weights:
             if self._is_asleep:
                 raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
@@ -253,6 +264,7 @@ class FusedMiddleware:
             prepared = time.perf_counter()
             async with contextlib.AsyncExitStack() as pause:
                 try:
+                    # In the `try`, as workers that did prepare hold the adapter's memory until `lora_sync_undo`.
                     _check_placed(_good(answers))
                     await pause.enter_async_context(_paused(engine, timeout_s, was_paused=was_paused))
                     paused = time.perf_counter()
@@ -264,8 +276,10 @@ class FusedMiddleware:
                 except BaseException as error:
                     await self._undo(engine, error)
                     raise
+                # Inside the pause: if resuming the engine fails, the record still matches the weights.
                 self.gate.current, self.broken = name, None
         done = time.perf_counter()
+        # The slowest worker counts, as all of them do each step at the same time.
         seconds = {
             "read": max(answer["read_s"] for answer in answers),
             "place": max(answer["place_s"] for answer in answers),
@@ -313,6 +327,7 @@ def _engine_of(scope: Scope) -> Any:
             f"Fused serving needs --worker-extension-cls {WORKER} as well, "
             f"and the server was started with {parallel.worker_extension_cls or 'none'!r}.",
         )
+    # Private, but the configuration has no public field for it (config/parallel.py, 0.31).
     if parallel._api_process_count > 1:
         raise Refused(500, "Fused serving needs --api-server-count 1: each API server would know other requests.")
     if parallel.data_parallel_size > 1:
@@ -338,6 +353,7 @@ async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
     task, cancelled = asyncio.ensure_future(work), None
     while not task.done():
         try:
+            # `wait` leaves the task alone when it is cancelled, unlike `await task`, and may be cancelled again.
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             cancelled = error
@@ -409,10 +425,13 @@ async def _pause(engine: Any, timeout_s: float) -> None:
         Refused: the engine is still busy after `timeout_s`.
     Source: `pause_generation` in vllm/v1/engine/async_llm.py (0.26, 0.31).
     """
+    # `engine_core` is internal to vLLM, so another version may lack it.
     core = getattr(engine, "engine_core", None)
     pause = getattr(core, "pause_scheduler_async", engine.pause_generation)
     try:
         async with timeout(timeout_s):
+            # The pause would clear caches with `reset_running_requests=True`, which succeeds whatever still runs
+            # (`_reset_caches` in v1/engine/core.py, 0.26, 0.31). So `_reset_caches` below does it apart.
             await pause(mode="wait", clear_cache=False)
     except asyncio.TimeoutError as error:
         raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
@@ -424,6 +443,7 @@ async def _reset_caches(engine: Any) -> None:
     Raises:
         Refused: something does.
     """
+    # The encoder cache too: it holds what a vision tower computed, whose layers an adapter may change.
     was_reset, _ = await asyncio.gather(
         engine.reset_prefix_cache(reset_connector=_has_connector(engine)), engine.reset_encoder_cache()
     )

@@ -84,6 +84,7 @@ def trace_weight_slices(
     recorder = _Recorder(parameters, skip_padding=skip_padding)
 
     def record(chosen: Iterable[str]) -> dict[str, list[WeightSlice]]:
+        # In the served dtype, as a loader that converts its weight would seem to compute something from it.
         sources = {module: torch.empty(shapes[module], dtype=dtype, device="meta") for module in chosen}
         recorder.begin(sources)
         with torch.no_grad(), recorder:
@@ -129,6 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func in self._skipped and _storage(args[0]) in self._parameters:
             return args[0]
+        # Only writes are refused. Reads, views and shapes go through, as loading rules depend on them.
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, Tensor) and _storage(value) in self._parameters:
@@ -147,6 +149,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target, parameter, source, whole = (one.unsqueeze(0) for one in (target, parameter, source, whole))
         expert = None
         if parameter.ndim == 3 and target.ndim == 2 and parameter.is_contiguous():
+            # The matrices of a contiguous stack follow each other, so the offset in elements gives the expert.
             offset = int(target.storage_offset()) - int(parameter.storage_offset())
             expert = offset // parameter[0].numel()
             parameter = parameter[expert]
@@ -164,6 +167,8 @@ class copying_only(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa:
         self._targets = {_storage(target) for target in targets}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Other writes may go through: a `fill_` of padding writes the zeros that are there since the first load
+        # (`weight_loader` in vllm/model_executor/layers/vocab_parallel_embedding.py, 0.31).
         if func is torch.ops.aten.copy_.default and _storage(args[0]) not in self._targets:
             return args[0]
         return func(*args, **(kwargs or {}))

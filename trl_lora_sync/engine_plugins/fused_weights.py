@@ -132,6 +132,7 @@ class Reader:
         }
         magnitudes = {key: span.view_in(data).float().sum(0) for key, span in content.magnitudes.items()}
         found = finite(name, adapter.scaling, memory.matrices, magnitudes, changes, are_plain=memory.are_plain())
+        # Weak, so that the memory is free once the worker drops the adapter. Last, as a refused adapter holds none.
         memory.newest = weakref.ref(found)
         return found
 
@@ -194,7 +195,9 @@ def finite(
             for kind, value in zip(_KINDS, pair, strict=True)
             if not value < float("inf")
         ]
+        # With DoRA a zero product moves a weight as well, whose rows get the trained norms.
         is_moved = {module: (a and b and scaling) or module in magnitudes for module, (a, b) in pairs.items()}
+        # Otherwise the very dictionary of the memory is passed on, by which `KnownLaunches` recognises its launch.
         if not all(is_moved.values()):
             moved = {module: pair for module, pair in matrices.items() if is_moved[module]}
     others = {f"{module}.magnitude": one for module, one in magnitudes.items()}
@@ -207,6 +210,7 @@ def finite(
 
 def _largest(tensors: list[Tensor]) -> list[float]:
     """The largest magnitude in each; NaN for a tensor with a NaN."""
+    # Waits for the device once, where an adapter of 8B has 504 matrices.
     return torch.stack(list(torch._foreach_norm(tensors, float("inf")))).tolist() if tensors else []
 
 
@@ -258,6 +262,8 @@ def fuse(adapter: FusedAdapter | None, targets: dict[str, Target], pieces: dict[
                 elif module in matrices:
                     assert adapter is not None
                     fuse_piece(*parts, *matrices[module], piece, scaling, launch, adapter.magnitudes.get(module))
+    # After the blocks of all targets: what must be packed again at the end of its block is on a CPU, where the launch
+    # has taken nothing.
     launch.run(scaling)
     return launch
 
@@ -324,6 +330,7 @@ class KnownLaunches:
         Args:
             in_full: does that, and returns the launch that was a part of it.
         """
+        # By identity: the same views of the same memory, so the addresses in the table of the launch hold.
         known = next((launch for those, launch in self._known if those is matrices), None)
         if known is not None:
             known.run(scaling)
@@ -381,6 +388,7 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel | None:
         from trl_lora_sync.engine_plugins.fused_kernel import launches_of
 
         # Numbers that 16 bits hold exactly, so any difference is an error of the kernel.
+        # A size that is aligned and another, for which two variants are compiled.
         jobs = [tuple(torch.ones(size, size, dtype=dtype, device=device) for _ in range(3)) for size in (16, 5)]
         for launch in launches_of([(weight, weight, lora_A, lora_B) for weight, lora_A, lora_B in jobs]):
             launch.run(2.0)
@@ -405,6 +413,7 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     if not weights or weights[0].device.type != "cuda":
         return [weight.clone() for weight in weights], "host"
+    # The driver's figure, in which memory that torch has cached counts as used.
     free, _ = torch.cuda.mem_get_info(weights[0].device)
     has_room = free > size + _GPU_RESERVE_BYTES
     if place == "gpu" and not has_room:

@@ -34,6 +34,7 @@ def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
     if device.type != "cuda":
         return _nothing
     address = memory.data_ptr()
+    # A new thread has the first GPU as its current device, and a call there would make a context on it.
     with torch.cuda.device(device):
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         result = cudart.cudaHostRegister(address, memory.numel() * memory.element_size(), _PORTABLE)
@@ -54,6 +55,7 @@ def copy_to_host(target: Tensor, source: Tensor) -> None:
     """Copy `source` to `target` on the CPU, in one transfer if `target` is page-locked; done when it returns."""
     target.copy_(source, non_blocking=True)
     if source.is_cuda:
+        # With `non_blocking`, a copy to page-locked memory goes on after `copy_` has returned.
         torch.cuda.current_stream(source.device).synchronize()
 
 
@@ -73,10 +75,12 @@ def begin_copy_to_host(target: Tensor, source: Tensor) -> Callable[[], None]:
         copy_to_host(target, source)
         return _nothing
     stream, done = _stream(source.device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # What computes `source` may still be under way in the current stream.
     stream.wait_stream(torch.cuda.current_stream(source.device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
         done.record()
+    # Otherwise torch could give the memory of a freed `source` to others while it is copied.
     source.record_stream(stream)
     return done.synchronize
 

@@ -76,6 +76,7 @@ class PushMiddleware:
 
     def _closing(self, send: Send) -> Send:
         async def send_and_close(message: Message) -> None:
+            # Both `complete` and `failed`. Before it is passed on, as the process may end after that.
             if message["type"].startswith("lifespan.shutdown"):
                 for token in list(self._incoming):
                     self._give_up(token)
@@ -109,11 +110,13 @@ class PushMiddleware:
         size, streams = _length_in(scope, LENGTH_HEADER), _streams_in(scope)
         upload = self._begin(name, size)
         try:
+            # Of several addresses of this host, the trainer can reach the one where its request arrived.
             incoming = IncomingStreams(upload, (scope.get("server") or ("127.0.0.1", 0))[0], streams)
         except OSError as error:
             upload.abort()
             raise Refused(503, f"No port can be opened for the upload ({error.strerror}).") from error
         self._incoming[incoming.token] = incoming
+        # For a trainer that never sends the `PUT`, which removes the token otherwise.
         asyncio.get_running_loop().call_later(UPLOAD_TIMEOUT_S, self._give_up, incoming.token)
         return {"name": name, "port": incoming.port, "token": incoming.token}
 
@@ -147,6 +150,7 @@ class PushMiddleware:
             try:
                 path = path or await self._take_streams(name, token, checksum)
             finally:
+                # After success too, which removes the entry; `close` leaves a finished upload alone.
                 self._give_up(token)
         if path is None:
             upload = self._begin(name, _length_in(request.scope, "Content-Length"))
@@ -209,6 +213,7 @@ def _checksum_in(scope: Scope) -> str:
 def _length_in(scope: Scope, name: str) -> int:
     # Needed before the body, because room for all of it is reserved first.
     length = header(scope, name) or ""
+    # `int` alone would also take signs, blanks, underscores and digits of other scripts.
     if not re.fullmatch(r"[0-9]{1,15}", length):
         raise Refused(411, f"The header {name} is needed.")
     return int(length)

@@ -50,6 +50,7 @@ class PushStore:
         self._checksums: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self.arriving = 0  # bytes that were promised and are not in the file system yet
+        # Guards the fields. An upload takes it inside its own lock, never the other way round.
         self._lock = threading.Lock()
 
     def sizes(self) -> dict[str, int]:
@@ -93,6 +94,7 @@ class PushStore:
         """Delete an adapter's files; returns whether there were any."""
         check_name(name)
         with self._lock:
+            # Under one lock with the files: a push of this name meanwhile finds all of it or nothing.
             if self._checksums.pop(name, None) is None:
                 return False
             del self._sizes[name]
@@ -119,6 +121,7 @@ class PushStore:
             starting.mkdir(mode=_PRIVATE_DIRECTORY)
             self._descriptor = os.open(starting, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The lock belongs to the inode, and stays through the new name.
             self._folder = starting.rename(self.root / name)
         return self._folder
 
@@ -192,6 +195,7 @@ class Upload:
             if len(data) > self._left:
                 raise Refused(400, f"More than the announced {self.size} bytes arrived.")
             self._checksums[0].update(data)
+            # Under the lock, as `abort` closes this descriptor, whose number may then be another file's.
             self._write_at(self._file, memoryview(data), self.size - self._left)
             self._left -= len(data)
         self._store.release(len(data))
@@ -225,9 +229,11 @@ class Upload:
                         raise ConnectionError("A connection ended before all of its part had arrived.")
                     filled += count
                 checksum.update(wanted)
+                # Without the lock, so that parts are written at the same time; each has a separate region of the file.
                 self._write_at(file, wanted, start)
                 start += filled
                 with self._lock:
+                    # `abort` has released these bytes together with all that were left.
                     if self._over:
                         return
                     self._left -= filled
@@ -254,6 +260,7 @@ class Upload:
                 raise Refused(409, "This upload is over.")
             if self._left:
                 raise Refused(400, f"The body ended {self._left} bytes before the announced {self.size}.")
+            # In the order of the file, which is not the order in which connections began.
             if Checksum.joined([part for _, part in sorted(self._checksums.items())]) != checksum:
                 raise Refused(422, "The bytes that arrived do not match the checksum.")
             config = _config_in(self._file)
@@ -264,6 +271,7 @@ class Upload:
                 path = self._store.admit(self, checksum)
             except OSError as error:
                 raise _refusal(error, self._store.root) from error
+            # Only now: after an error above, `abort` still deletes the folder and releases the room.
             self._over = True
             os.close(self._file)
             return path
@@ -288,6 +296,7 @@ def sweep_dead_servers(root: Path) -> list[str]:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Root can lock the folders of all users, so a free lock alone does not show whose folder it is.
                 owner = os.fstat(descriptor)
                 if owner.st_uid == os.getuid() and stat.S_IMODE(owner.st_mode) == _PRIVATE_DIRECTORY:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -318,6 +327,7 @@ def _config_in(file: int) -> dict[str, Any]:
 def _refusal(error: OSError, root: Path) -> Refused:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Refused(507, f"There is no room in {root} ({error.strerror}).")
+    # Of renaming a folder to the name of another with files in it (rename(2)).
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return Refused(409, "Another upload took the name meanwhile.")
     return Refused(500, f"The adapter cannot be kept in {root} ({error.strerror}).")

@@ -46,10 +46,12 @@ class IncomingStreams:
         self.upload = upload
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # On this address only, so that the port is not open on other networks of the host.
         self._listener = socket.create_server((address, 0), family=family)
         self.port = int(self._listener.getsockname()[1])
         self._left = dict(enumerate(parts_of(upload.size, streams)))
         self._open = {self._listener}
+        # Guards `_left` and `_open`, which all threads change.
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + CONNECT_TIMEOUT_S
         self._all = asyncio.gather(*(asyncio.wrap_future(_in_thread(self._receive_one)) for _ in range(streams)))
@@ -74,6 +76,7 @@ class IncomingStreams:
         self.upload.abort()
 
     def _end(self, done: "asyncio.Future[list[None]]") -> None:
+        # The first error ends `gather` while other threads still receive; closing their sockets ends these.
         if done.cancelled() or done.exception():
             self.close()
         with self._lock:
@@ -82,8 +85,10 @@ class IncomingStreams:
 
     def _receive_one(self) -> None:
         while True:
+            # A timeout of 0 would make the socket non-blocking, for all threads that wait at it.
             self._listener.settimeout(max(0.01, self._deadline - time.monotonic()))
             connection, _ = self._listener.accept()
+            # `_closed_early` ends first, so `close` never finds a socket that is closed already.
             with connection, self._closed_early(connection):
                 part = self._part_of(connection)
                 if part is not None:
@@ -106,12 +111,14 @@ class IncomingStreams:
         """What a connection brings; None if it does not come from the trainer."""
         connection.settimeout(HEAD_TIMEOUT_S)
         head = b""
+        # A stranger that stays silent or leaves may not end the upload.
         with contextlib.suppress(OSError):
             while len(head) < _HEAD_BYTES and (more := connection.recv(_HEAD_BYTES - len(head))):
                 head += more
         if len(head) < _HEAD_BYTES or not hmac.compare_digest(head[:_TOKEN_BYTES], self.token.encode()):
             return None
         with self._lock:
+            # Removed, so that a second connection with this number gets no part.
             return self._left.pop(head[_TOKEN_BYTES], None)
 
 
@@ -123,6 +130,7 @@ def _in_thread(act: Callable[[], None]) -> "Future[None]":
         done.set_running_or_notify_cancel()
         try:
             act()
+        # Everything, or `received` would wait for this thread for ever.
         except BaseException as error:
             done.set_exception(error)
         else:

@@ -14,6 +14,8 @@ _PAUSE_S = 0.0002
 
 def begin(file: int) -> None:
     """Have readers wait, from here on until `end`."""
+    # Never contended: a reader finds the file only after `AdapterStore.write` has moved it, which comes later. Not the
+    # locks of fcntl(2), which end when the process closes any descriptor of the file.
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -34,11 +36,13 @@ def wait(file: int, patience_s: float = _PATIENCE_S) -> None:
     given_up_at = time.monotonic() + patience_s
     while True:
         try:
+            # Shared, so that several workers do not wait for each other.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > given_up_at:
                 raise TimeoutError(f"Its trainer has not finished the file in {patience_s:g} s.") from None
             time.sleep(_PAUSE_S)
         else:
+            # At once, as `begin` does not wait for readers when the file is written again.
             fcntl.flock(file, fcntl.LOCK_UN)
             return

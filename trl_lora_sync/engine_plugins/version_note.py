@@ -45,6 +45,7 @@ class VersionNote:
         """The note in `folder`; None if there is none that can be read."""
         try:
             found = json.loads((folder / NOTE_FILE).read_bytes())
+            # Fields that are unknown here are passed over; a missing one is a KeyError.
             return cls(**{one.name: str(found[one.name]) for one in fields(cls)})
         # A trainer of another version may write another note; vLLM then loads its files as any adapter's.
         except (OSError, ValueError, KeyError, TypeError):

@@ -25,6 +25,7 @@ MIDDLEWARE = "trl_lora_sync.engine_plugins.vllm_fused.FusedMiddleware"
 WORKER = "trl_lora_sync.engine_plugins.vllm_fused_worker.FusedWorker"
 ROUTE = "/v1/lora_sync/fused"
 HEADER = "X-LoRA-Sync-Adapter"
+# Never the name of an adapter, in which `check_name` takes no brackets.
 BASE = "(base)"
 PROTOCOL = 1
 

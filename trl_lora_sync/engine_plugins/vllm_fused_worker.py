@@ -165,15 +165,19 @@ class FusedModel:
             if self._folded is not None:
                 self._folded.check_content(adapter.content)
             self._place_new(changed)
+            # Of this adapter only: what another one has placed may overlap with it, as each starts from the base.
             self._check_overlaps(changed)
             self.check_whole_rows(adapter.content.magnitudes, changed)
+            # After all checks, so that an adapter that is refused is checked in full the next time as well.
             self._fitting = adapter.content
+            # They write the rectangles that were known when they were made, of which there may be more now.
             self._launches.forget()
         placed = time.perf_counter()
         self._prepared = (name, self._reader.read(name, adapter))
         return {
             "place_s": placed - started,
             "read_s": time.perf_counter() - placed,
+            # Of new modules only, as experts are tens of thousands of them, and every worker lists them.
             "placed": {
                 module: {
                     "shape": [1, *self._shapes[module]][-2:],
@@ -201,6 +205,7 @@ class FusedModel:
             del self.pieces[module], self._shapes[module]
         self._unproved.clear()
         self._fitting = None
+        # A worker that was only prepared, because another one failed, has nothing to write.
         if self._is_changing:
             self._active = self._before
             self._write()
@@ -245,6 +250,7 @@ class FusedModel:
         new = {module: shape for module, shape in shapes.items() if module not in self._shapes}
         if not new:
             return
+        # Around `_add_targets` too, which loads packed weights into such parameters; none of them stays afterwards.
         with self._whole_weights():
             parameters = _parameters_of(self._model)
             dtype = self._config.model_config.dtype
@@ -298,6 +304,7 @@ class FusedModel:
         copies, kept_in = copies_of(plain.values(), self._place)
         self._kept_in = kept_in or self._kept_in
         for (owner, weight), base in zip(plain.items(), copies, strict=True):
+            # By address: tied layers are two modules with one parameter (`tie_weights`, 0.31), or one module (0.26).
             layers = [layer for layer in self._embeddings.values() if layer.weight.data_ptr() == weight.data_ptr()]
             is_packed = weight.device.type == "cpu" and bool(layers)
             self._targets[owner] = _Repacked(weight, base, layers) if is_packed else InPlace(weight=weight, base=base)
@@ -349,6 +356,7 @@ class FusedModel:
         from vllm.model_executor.model_loader import get_model_loader
 
         loader: Any = get_model_loader(self._config.load_config)
+        # Only the loader of safetensors and similar files has it (model_loader/default_loader.py, 0.31).
         if not hasattr(loader, "get_all_weights"):
             raise UnsuitableError(
                 f"The weights are packed, and {type(loader).__name__} cannot read them a second time. Leave out "
@@ -482,6 +490,7 @@ def _embeddings_of(model: torch.nn.Module) -> dict[str, Any]:
 
     return {
         name: layer
+        # A head may be the embedding itself under a second name (model_executor/models/qwen2.py, 0.26).
         for name, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
     }
@@ -504,6 +513,7 @@ def experts_of(model: torch.nn.Module) -> dict[str, Any]:
 
 def _backend_of(layer: Any) -> str:
     """The kernels that compute a layer of experts."""
+    # `check_layer` refuses what is unknown, as other kernels may keep the weights in another order.
     return str(getattr(getattr(layer.quant_method, "unquantized_backend", None), "name", "unknown"))
 
 

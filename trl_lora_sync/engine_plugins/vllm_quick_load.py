@@ -60,6 +60,7 @@ class QuickLoadMiddleware:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
+            # Before the application starts, so that no load runs while the workers are changed.
             self._headers = await _prepare(scope)
         # By its end, as a server behind a proxy may have a root path before it.
         if self._headers and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
@@ -87,6 +88,7 @@ def _adapters_of(scope: "Scope") -> dict[str, str]:
     """
     try:
         requests = scope["app"].state.openai_serving_models.lora_requests.values()
+        # Other characters are escaped, as the value of a header is ASCII.
         listed = json.dumps({one.lora_name: one.lora_path for one in requests})
     except Exception:  # the client then requests the list
         return {}
@@ -122,6 +124,7 @@ async def _prepare(scope: "Scope") -> dict[str, str]:
         "" if unable or off else "versions of a trainer are written into their slots directly, and other ",
     )
     headers = {CHECKS_HEADER: NO_CHECKS}
+    # Of all workers: if one compares nothing, a damaged version can be served.
     if not (unable or off):
         headers = {CHECKS_HEADER: NOTE_FORM, GPUS_HEADER: answers[0].get("gpus", "")}
     if all(answer.get("experts") == STACKED for answer in answers):

@@ -47,6 +47,7 @@ BUFFER_BYTES = 64 << 20
 class QuickLoadWorker:
     """Mixed into vLLM's worker, whose `model_runner` and `vllm_config` it uses."""
 
+    # Without values: vLLM refuses an extension with an attribute that its worker has (v1/worker/worker_base.py, 0.31).
     model_runner: Any
     vllm_config: Any
     _lora_sync_slots: SlotWriter
@@ -65,6 +66,7 @@ class QuickLoadWorker:
             # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26 to 0.33).
             at_once = manager.lora_config.max_cpu_loras + 1
             files = KnownFiles(at_once)
+            # Read at each load, by `_load_adapter` of vllm/lora/worker_manager.py (0.31).
             manager._lora_model_cls = quick_model(manager._lora_model_cls, files)
             # Source: `LoRAConfig` in vllm/config/lora.py (0.26, 0.31).
             if getattr(manager.lora_config, "enable_mixed_moe_lora_format", False):
@@ -78,6 +80,7 @@ class QuickLoadWorker:
             self._lora_sync_slots = SlotWriter(manager, files.replaced, group_of(self.vllm_config.parallel_config))
             files.writes_slots = True
         except Exception as error:
+            # Adapters are read by several threads all the same, by the class that is in place already.
             return {**answer, "slots": f"{type(error).__name__}: {error}"}
         return {**answer, "gpus": ",".join(visible_gpus() if device == "cuda" else [])}
 
@@ -99,6 +102,7 @@ def quick_model(base: Any, files: "KnownFiles") -> Any:
             cls, lora_dir: str, expected_lora_modules: set[str], peft_helper: Any, **options: Any
         ) -> Any:
             given = {name: value for name, value in options.items() if value is not None}
+            # An option that is unknown here could change which tensors vLLM keeps, as `moe_ep_spec` does (0.31).
             is_understood = given.keys() <= _UNDERSTOOD and given.get("device") == "cpu" and "lora_model_id" in given
             tensors = files.read(Path(lora_dir), given.get("dtype")) if is_understood else None
             if tensors is not None:
@@ -165,6 +169,7 @@ class KnownFiles:
             if spans:
                 dtype = DTYPES[next(iter(spans.values())).dtype]
                 self._kinds[head, dtype] = _in_buffers(spans)
+                # Later versions of a trainer go into the slots, so pinned memory for them would stay unused.
                 if not (self.writes_slots and (folder / NOTE_FILE).exists()):
                     self._reserve(self._kinds[head, dtype])
                 while len(self._kinds) > KINDS:
@@ -217,12 +222,14 @@ def _spans_in(head: Head) -> dict[str, TensorSpan]:
     dtypes = {span.dtype for span in spans.values()}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys() or not all(name.endswith(_MATRICES) for name in spans):
         return {}
+    # A header may list its tensors in any order, and a buffer is a region of the file.
     return dict(sorted(spans.items(), key=lambda item: item[1].start))
 
 
 def _in_buffers(spans: dict[str, TensorSpan]) -> list[_Buffer]:
     buffers: list[_Buffer] = []
     for name, span in spans.items():
+        # So a tensor of more than that has a buffer for itself.
         if not buffers or span.end - buffers[-1].start > BUFFER_BYTES:
             buffers.append(_Buffer(span.start, {}))
         start = buffers[-1].start

@@ -107,9 +107,11 @@ class WeightsLock:
         """Remove a request that does not wait any longer, even if it was let in at that moment."""
         if me in self.waiting:
             self.waiting.remove(me)
+        # Admitted at the moment of the timeout or the cancellation, so what `_admit` has counted is given back.
         elif me.admitted.result():
             self.running -= 1
         else:
+            # It has not begun to change anything, so this does not count as a change.
             self._is_changing = False
         self._admit_next()
 
@@ -133,8 +135,10 @@ class WeightsLock:
         """Let requests in: those with `goes_next`, then the others in order up to the first for another version."""
         if self._is_changing:
             return
+        # Ahead of their turn: each of them would need another change if the weights changed before.
         for one in [one for one in self.waiting if one.goes_next]:
             self._admit(one, samples=True)
+        # From the front only, or a stream of requests for this version would keep a change waiting for ever.
         while self.waiting and self._fits(self.waiting[0]):
             self._admit(self.waiting[0], samples=True)
         if self.waiting and not self.running:
