@@ -155,9 +155,9 @@ def test_what_is_written_is_copied_in_parts(
     assert copied(files, file, tmp_path) is None
     for version in (b"abcdef", b"ghijkl"):
         os.pwrite(file, version[:4], 2)
-        shared.tell(Progress(Source(file=key_of(file)), 2, 4, 6))
+        shared.report(Progress(Source(file=key_of(file)), 2, 4, 6))
         os.pwrite(file, version[4:], 6)
-        shared.tell(Progress(Source(file=key_of(file)), 2, 6, 6))
+        shared.report(Progress(Source(file=key_of(file)), 2, 6, 6))
         assert happens(lambda version=version: copied(files, file, tmp_path) == version)
     os.pwrite(file, b"later", 2)
     assert copied(files, file, tmp_path) == b"ghijkl"
@@ -168,13 +168,13 @@ def test_a_version_of_which_parts_are_missing_is_waited_for_and_not_used(
     shared: SharedFiles, ahead: tuple[MappedFiles, int], tmp_path: Path
 ) -> None:
     files, file = ahead
-    shared.tell(Progress(Source(file=key_of(file)), 2, 6, 6))
+    shared.report(Progress(Source(file=key_of(file)), 2, 6, 6))
     assert happens(lambda: copied(files, file, tmp_path) == b"abcdef")
-    shared.tell(Progress(Source(file=key_of(file)), 2, 3, 6))
+    shared.report(Progress(Source(file=key_of(file)), 2, 3, 6))
     assert happens(lambda: copied(files, file, tmp_path) is None)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(copied, files, file, tmp_path)
-        shared.tell(Progress(Source(file=key_of(file)), 2, 6, 6))
+        shared.report(Progress(Source(file=key_of(file)), 2, 6, 6))
         assert waiting.result() == b"abcdef"
 
 
@@ -182,15 +182,15 @@ def test_another_source_is_not_taken_for_the_one_that_was_copied(
     shared: SharedFiles, ahead: tuple[MappedFiles, int], tmp_path: Path
 ) -> None:
     files, file = ahead
-    shared.tell(Progress(Source(file=key_of(file)), 2, 6, 6))
+    shared.report(Progress(Source(file=key_of(file)), 2, 6, 6))
     assert happens(lambda: copied(files, file, tmp_path) == b"abcdef")
     other = file_of(tmp_path, "2", b"..ABCDEF")
     assert copied(files, other, tmp_path) is None
-    shared.tell(Progress(Source(memory=7), 0, 6, 6))  # which was not offered
-    shared.tell(Progress(Source(file=key_of(other)), 2, 6, 6))  # neither
+    shared.report(Progress(Source(memory=7), 0, 6, 6))  # which was not offered
+    shared.report(Progress(Source(file=key_of(other)), 2, 6, 6))  # neither
     assert copied(files, file, tmp_path) == b"abcdef"
     shared.offer(other)
-    shared.tell(Progress(Source(file=key_of(other)), 2, 6, 6))
+    shared.report(Progress(Source(file=key_of(other)), 2, 6, 6))
     assert happens(lambda: copied(files, other, tmp_path) == b"ABCDEF")
     assert copied(files, file, tmp_path) is None
 
@@ -215,9 +215,9 @@ def test_without_memory_for_it_a_version_is_copied_when_it_is_requested(
 
     monkeypatch.setattr(shared_files, "copy_to_device", out_of_memory)
     caplog.set_level("INFO")
-    shared.tell(Progress(Source(file=key_of(file)), 2, 6, 6))
+    shared.report(Progress(Source(file=key_of(file)), 2, 6, 6))
     assert happens(lambda: "CUDA out of memory" in caplog.text)
-    shared.tell(Progress(Source(file=key_of(file)), 2, 6, 6))
+    shared.report(Progress(Source(file=key_of(file)), 2, 6, 6))
     assert copied(files, file, tmp_path) is None
     assert seen(files, file, tmp_path) == b"..abcdef"
     assert caplog.text.count("CUDA out of memory") == 1
@@ -228,7 +228,7 @@ def test_nothing_is_copied_ahead_on_a_cpu_by_default(shared: SharedFiles, tmp_pa
     shared.offer(file)
     files = MappedFiles(CPU)
     assert seen(files, file, tmp_path)
-    shared.tell(Progress(Source(file=key_of(file)), 2, 6, 6))
+    shared.report(Progress(Source(file=key_of(file)), 2, 6, 6))
     shared.offer(other := file_of(tmp_path, "2", b"two"))  # heard after it
     assert happens(lambda: seen(files, other, tmp_path) == b"two")
     assert copied(files, file, tmp_path) is None

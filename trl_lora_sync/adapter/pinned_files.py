@@ -275,7 +275,7 @@ class PinnedFilePool:
             memory = self._memory_for(flat)
             if memory is not None:
                 memory.fill(flat)
-                self._tell(Source(memory.offer.number), 0, flat.nbytes, flat.nbytes)
+                self._report(Source(memory.offer.number), 0, flat.nbytes, flat.nbytes)
                 pinned.begin(header, memory.copy_to)
                 return str(memory.offer.number)
         except IPCError as error:
@@ -298,13 +298,13 @@ class PinnedFilePool:
         def wait() -> None:
             for copy, end in zip(copies, ends[1:], strict=True):
                 copy()
-                self._tell(source, start, end, flat.numel())
+                self._report(source, start, end, flat.numel())
 
         return wait
 
-    def _tell(self, source: Source, start: int, done: int, size: int) -> None:
+    def _report(self, source: Source, start: int, done: int, size: int) -> None:
         if self._shared is not None:
-            self._shared.tell(Progress(source, start, done, size))
+            self._shared.report(Progress(source, start, done, size))
 
     def _memory_for(self, flat: Tensor) -> GPUMemory | None:
         if not self._shares_gpu or self._shared is None:

@@ -60,7 +60,7 @@ class Progress(NamedTuple):
 
 
 class CopiedAhead:
-    """Memory for one version. Which one that is shows only by its checksum, which a reader compares.
+    """Memory for one version. A reader compares its checksum, as it may be another one than is wanted.
 
     Not thread-safe.
 

@@ -120,7 +120,7 @@ class Fetcher:
             )
 
     def _fetch_copied_ahead(self, source: Source, socket_path: Path, note: VersionNote, into: Staging) -> bool:
-        """Copy the tensors from this worker's own memory; False unless they are those of the version."""
+        """Copy the tensors from this worker's memory; False unless they belong to the version."""
         with self.files.copied_ahead(source, into.data.numel(), socket_path) as found:
             if found is None:
                 return False

@@ -6,7 +6,7 @@ as it has the mapping. So the trainer passes its own open file through a socket:
 processes map it. While a worker reads, it also has the file open by its path, and so it is counted then.
 
 Where trainer and worker compute on GPUs, the worker also opens the trainer's memory there (`cuda_ipc`), and reads the
-newest version from it instead. A trainer also tells its workers while it writes a version, and they copy it to their
+newest version from it instead. A trainer also reports its progress while it writes a version, and workers copy it to their
 GPUs before they are requested to load it (`copied_ahead`).
 
 The socket is in the trainer's folder. Both ends accept only the same user. A worker drops what it has of a trainer once
@@ -103,7 +103,7 @@ class SharedFiles:
             self._memory = memory
             self._tell(lambda worker: worker.send(_MEMORY + memory.encode()))
 
-    def tell(self, progress: Progress) -> None:
+    def report(self, progress: Progress) -> None:
         """Let workers copy what there is of a version, in a file or in memory that was offered. Never fails."""
         with self._lock:
             self._tell(lambda worker: worker.send(_PROGRESS + progress.encode()))
@@ -226,7 +226,7 @@ class MappedFiles:
     def copied_ahead(self, source: Source, size: int, socket_path: Path) -> Iterator[Tensor | None]:
         """The tensors of a trainer's newest version on the device, if they were copied; they stay until the block ends.
 
-        They may be those of another version, or torn where the trainer wrote while they were copied.
+        They may belong to another version, or to two where the trainer wrote while they were copied.
         """
         trainer = self._trainer_at(socket_path)
         if trainer is None:
