@@ -127,6 +127,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         if self._sharded:
             shards = shards_of(linears, outermost(self.accelerator, self.model))
             tensors = [weight if shard is None else shard.values for weight, shard in zip(tensors, shards, strict=True)]
+        # Extras are whole, because `linears` refuses a sharded model that has any.
         return self.reader.fingerprints.of([*tensors, *(one.parameter for one in self.reader.extras)])
 
     def _has_changed(self) -> bool:
@@ -212,6 +213,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         wrapper = outermost(self.accelerator, self.model)
         with ExitStack() as stack:
             if is_partitioned(self.model) and wrapper is not self.model:
+                # Then nothing gathers the parameters for a forward pass but `whole_in_forward`, as before `prepare`.
                 stack.enter_context(zero3_hooks_removed(wrapper))
                 wrapper = self.model
             stack.enter_context(whole_in_forward(self.model, self.accelerator.device))
@@ -284,6 +286,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             changed = [matrix for pair in modules.values() for matrix in pair]
             extras = [one for one in reader.extras if one.path in modules]
             unchanged = neutral_weights(reader.last_linears, initial, device) | neutral_extras(reader.extras)
+            # The last of equal keys counts, so the modules of the group change and all others stay neutral.
             return unchanged | trial_weights(changed, strength, device) | trial_extras(extras, strength, device)
 
         def made(group: str, modules: Iterable[str], base: TrainedBase, score: Score) -> Trial:
@@ -346,14 +349,17 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
         model = self.model
+        # On all processes: `check_quantised` depends on the GPU, and may refuse the one of a single process.
         is_collective = run_on_all(self.accelerator, self._is_sharded)
         initial: Mapping[Any, Tensor | None] = self._initial
         if run_on_all(self.accelerator, self.linears) and self.reader.extras:
+            # `adapter_disabled` does not reach `modules_to_save`, whose wrapper is not a tuner layer of PEFT (0.21).
             initial = self._base_weights()
         computed = self._base_logprobs_on_all() if is_collective else None
         return TrainedBase(
             name=model.active_peft_config.base_model_name_or_path,
             vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
+            # `computed` is of `PROBE_PROMPT`, which is the only prompt that callers give.
             logprobs=lambda prompt_ids: computed or base_logprobs(model, prompt_ids, initial=initial),
         )
 

@@ -22,6 +22,7 @@ FULL_BATCH = 64
 _PARTS = 8
 
 
+# Compared by identity: `in` and `remove` must not take one idle worker for another with equal fields.
 @dataclass(eq=False, kw_only=True)
 class Worker(Generic[T]):
     """A worker that can do any part of the work.
@@ -80,6 +81,7 @@ class _Dispatch(Generic[T]):
             while len(self._results) < len(self._samples):
                 self._hand_out()
                 if not self._parts and not self._recoveries:
+                    # Recoveries alone do not lead here: that of the last server raises (`Fleet._exclude`).
                     assert self._last_loss is not None
                     raise self._last_loss
                 running: list[asyncio.Future[Any]] = [*self._parts, *self._recoveries]
@@ -93,6 +95,7 @@ class _Dispatch(Generic[T]):
 
     def _hand_out(self) -> None:
         able = [worker for worker in self._workers if not worker.is_away]
+        # From all samples and not from what is left: a limit is how much a worker may have under way at any moment.
         limits = quotas(sum(self._samples), [worker.speed for worker in able])
         while self._waiting:
             taking = [(worker, limit) for worker, limit in zip(able, limits, strict=True) if worker.under_way < limit]
@@ -110,12 +113,14 @@ class _Dispatch(Generic[T]):
             indices.append(self._waiting.popleft())
         if indices:
             worker.under_way += sum(self._samples[index] for index in indices)
+            # So that all parts of a worker together have `CONCURRENT_REQUESTS` under way.
             at_once = CONCURRENT_REQUESTS if is_alone else CONCURRENT_REQUESTS // _PARTS
             self._parts[asyncio.ensure_future(worker.do(indices, at_once))] = (worker, indices)
 
     def _collect(self, ended: "asyncio.Future[Any]") -> None:
         if ended in self._recoveries:
             worker = self._recoveries.pop(ended)
+            # Raises the error of a recovery, which ends all work: without this worker the caller may not go on.
             if ended.result():
                 worker.is_away = False
             else:
@@ -146,6 +151,7 @@ class _Dispatch(Generic[T]):
     def _measure(self, started: float) -> None:
         for worker in self._workers:
             if worker.completed:
+                # Until its last part and not until the end: a worker for which nothing was left is not slow.
                 speed = worker.completed / max(worker.last_completed_at - started, 1e-6)
                 worker.speed = speed if worker.speed is None else (worker.speed + speed) / 2
 

@@ -40,6 +40,7 @@ def run_on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
         shared = [sendable(outcome[0])] if accelerator.is_main_process else [None]
         broadcast_object_list(shared, from_process=0)
         if not accelerator.is_main_process:
+            # Process 0 keeps its own outcome, as the error that was sent has no traceback and may be a substitute.
             outcome = [shared[0]]  # type: ignore[list-item]
     result, error = outcome[0]
     if error is not None:
@@ -94,6 +95,7 @@ def gather_weights(accelerator: Accelerator, linears: Sequence[nn.Module], root:
 
     def look() -> list[tuple[Any, tuple[tuple[int, int], ...]]]:
         found = zip(linears, shards_of(linears, root), strict=True)
+        # In the order of `linears`, which all processes share, and so do the offsets in their buffers.
         sharded.update((linear, shard) for linear, shard in found if shard is not None)
         return [(shard.layout, shard.region) for shard in sharded.values()]
 
@@ -101,6 +103,7 @@ def gather_weights(accelerator: Accelerator, linears: Sequence[nn.Module], root:
     check_layouts(results_of_all(accelerator, look))
     if not sharded:
         return {}
+    # Agreed on by all: if a process ran out of memory here, the others would wait in the reduction.
     buffer, wholes = run_on_all(accelerator, lambda: _fill_buffer(list(sharded.values()), accelerator.device))
     if accelerator.num_processes > 1:
         # Of bytes, so that no bit changes: zero gives way to every byte, and a byte to its equal on a replica.
@@ -197,6 +200,7 @@ def check_same_start(accelerator: Accelerator, fingerprint: tuple[int, ...]) -> 
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.num_processes == 1 or plugin is None or not fingerprint:
         return
+    # With either of these, FSDP takes every parameter from process 0.
     if plugin.cpu_ram_efficient_loading or plugin.sync_module_states:
         return
     if len(set(gather_object([fingerprint]))) > 1:

@@ -27,6 +27,7 @@ class Finalizer:
         self._turn = threading.Lock()
         # At exit, `atexit` calls `run` itself and waits for it; the finalizer would only start a thread.
         weakref.finalize(owner, _leave_to_thread, self.run).atexit = False
+        # Keeps this object and `end` alive, and not the owner.
         atexit.register(self.run)
 
     def run(self) -> None:
@@ -45,5 +46,7 @@ class Finalizer:
 
 
 def _leave_to_thread(act: Callable[[], None]) -> None:
+    # Not by `threading`: `Thread.start` takes a lock of that module, which the interrupted code may hold, and waits for
+    # the new thread.
     with contextlib.suppress(RuntimeError):  # the interpreter is ending, which has called it already
         _thread.start_new_thread(act, ())

@@ -58,6 +58,7 @@ class Fleet:
     def capabilities(self) -> Capabilities:
         """What holds for every server. Names and versions are from the first one."""
         served = [server.engine.capabilities for server in self.servers]
+        # The smallest counts, as any prompt may go to any server.
         lengths = [one.max_model_len for one in served if one.max_model_len is not None]
         modes = {one.logprobs_mode for one in served}
         form = common_form(one.form for one in served)
@@ -171,12 +172,15 @@ class Fleet:
             LoRASyncError: the first error of any server that may not be excluded.
         """
         seconds: dict[int, float] = {}
+        # One start for all, so the seconds of a server contain the wait for its recovery.
         started = time.perf_counter()
 
         async def load(server: ServerHandle) -> None:
             await server.load_new(stored, deadline)
             seconds[self.servers.index(server)] = time.perf_counter() - started
 
+        # Raises nothing, as `in_parallel` would cancel the loads on the servers in service. The sync waits for it, for
+        # half of the time that is left at most.
         async def load_on_excluded(server: ServerHandle) -> None:
             await server.readmit(self._checks, stored, deadline)
             if not server.is_excluded:
@@ -250,9 +254,11 @@ class Fleet:
             # Read before the request, so that `lose` can ignore an error of a process that was replaced meanwhile.
             engine = server.engine
             try:
+                # A lost server gets no request before `recover` has checked which process answers there.
                 if server.last_error is None:
                     await act(server)
             except LoRASyncError as error:
+                # With no time left to recover in, a loss is as final as a refusal.
                 if not is_loss(error) or deadline.is_over():
                     failures[server] = error
                 else:
@@ -260,6 +266,8 @@ class Fleet:
 
         async def recover(server: ServerHandle) -> None:
             try:
+                # The version that `act` loads takes the place of the active one, so a refusal of the latter does not
+                # matter. Its files may be gone by now.
                 await server.recover(self._checks, patience or deadline, needs_active=False)
             except LoRASyncError as error:
                 failures[server] = error
@@ -292,10 +300,12 @@ class Fleet:
                 raise failures[server]
 
     def _may_exclude(self, error: LoRASyncError) -> bool:
+        # A server that hangs while its health check answers shows as a deadline that is over, and not as a loss.
         return self.settings.on_server_loss == "drop" and (is_loss(error) or isinstance(error, DeadlineExceededError))
 
     def _exclude(self, server: ServerHandle, error: LoRASyncError) -> None:
         """Go on without a server, unless it is the last one."""
+        # One server always stays in service: `sample` and `loaded` take the first one without a check.
         if self.in_service == [server]:
             raise error
         server.exclude(error)
@@ -349,6 +359,7 @@ class Fleet:
         no other one.
         """
         while True:
+            # Found again in each round: during an await, other tasks lose, recover and exclude servers.
             able = [server for server in self.in_service if server.state is ServerState.READY]
             if not able:
                 await self._recover(self.in_service[0], deadline)
@@ -373,6 +384,7 @@ class Fleet:
         """Sample `count` completions for each OpenAI chat request, which name the same model; see `Engine`."""
 
         async def converse(server: ServerHandle, indices: list[int], at_once: int) -> list[list[Completion]]:
+            # An engine takes one conversation per call, so the number of requests is limited here.
             return await in_parallel(
                 lambda index: server.engine.chat(bodies[index], count, sampling, deadline), indices, at_once
             )
@@ -420,6 +432,8 @@ class Fleet:
         """The error if it means that the server is lost; a server that crashes may first send a vague answer."""
         if is_loss(error):
             return error
+        # vLLM answers open requests with HTTP 500 when its engine has crashed, and ends the server after that
+        # (`engine_error_handler` in entrypoints/serve/utils/server_utils.py, 0.26).
         if isinstance(error, GenerationError) and not deadline.is_over():
             return await server.reason_to_be_down()
         return None
@@ -428,6 +442,7 @@ class Fleet:
         """During a generation: wait for a lost server as long as a sync may take. False if it is excluded."""
         patience = Deadline.after(self.settings.sync_timeout_s, f"Waiting for {server.base_url} (lora_sync_timeout)")
         try:
+            # It must take the versions that it needs, unlike in a sync: what waits here samples from one of these.
             await server.recover(self._checks, min(patience, deadline, key=lambda one: one.ends_at))
         except LoRASyncError as error:
             if not self._may_exclude(error):

@@ -76,6 +76,7 @@ class LoRASyncGeneration(AdapterGeneration):
                 overlap.cancel()
                 sync.shutdown()
 
+            # Before the start: an error there closes the run, but leaves the connections to this.
             Finalizer(self, end)
             self.vllm_client = RolloutClient(self._sync, self._generation_deadline, self._sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
@@ -120,6 +121,8 @@ class LoRASyncGeneration(AdapterGeneration):
         """
         is_known = self._looked_at == models_prepared(self.accelerator) and not self._sharded
         # With scores to compute, the model is used before the servers load.
+        # With several processes all would have to know the outcome before they enter the collectives of
+        # `_look_and_publish`.
         if self.accelerator.num_processes > 1 or not is_known or self.sync.needs_verification:
             return None
         with timer.phase("gather"):
@@ -135,7 +138,9 @@ class LoRASyncGeneration(AdapterGeneration):
             noted[:] = [self._fingerprint(linears)]
 
         try:
+            # Python evaluates from left to right, so `look` has filled `noted` by the time it is read.
             return self.sync.publish(adapter, self.scores, timer, look), noted[0]
+        # The version is withdrawn by now, and the caller reads the model again and publishes that.
         except _ChangedModelError:
             return None
 
@@ -169,7 +174,9 @@ class LoRASyncGeneration(AdapterGeneration):
         """**Collective** if the model is sharded, as its forward pass is then, and a server is to be verified."""
         if self.settings.verify == "off" or not self._is_sharded():
             return self.scores
+        # Process 0 knows the servers, and all must take the same way, because the forward pass is collective.
         if not run_on_main(self.accelerator, self._needs_verification):
+            # On a server that comes back during this sync the version is unverified: scores need all processes.
             return lambda: None
         with timer.phase("verify"), self._computing() as forward:
             computed = run_on_all(self.accelerator, lambda: self.scores(forward, self.accelerator.device))
@@ -196,6 +203,7 @@ class LoRASyncGeneration(AdapterGeneration):
             `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, one entry per row; the log-probabilities have
             shape `(rows, completion_length, 1 to N+1)` or are None.
         """
+        # Both are the same on all processes, so that all enter the sync, which is collective, or none.
         if not self._can_sample() or self._has_changed():
             self.sync_weights()
         # Images go along even if None, because other processes may have some. Shares may differ in length.

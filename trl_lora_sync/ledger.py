@@ -39,6 +39,7 @@ class VersionLedger:
         self._keep = keep
         self._held: dict[tuple[str, str], Holding] = {}  # by URL and name, what is not gone
         self.kept: list[StoredAdapter] = []
+        # By the last `retire`, which left their files in place.
         self._unloaded: list[StoredAdapter] = []
 
     # What servers hold
@@ -46,6 +47,7 @@ class VersionLedger:
     def note(self, base_url: str, adapter_name: str, holding: Holding) -> None:
         """A server has changed, or has been requested to change, what it has of a version."""
         if holding is Holding.GONE:
+            # Not kept as a value, or the table would grow by a name per version and server.
             self._held.pop((base_url, adapter_name), None)
         else:
             self._held[base_url, adapter_name] = holding
@@ -55,12 +57,14 @@ class VersionLedger:
 
     def note_listed(self, base_url: str, adapter_names: Collection[str]) -> None:
         """A server that was away lists these; it has lost the others, or its process was replaced."""
+        # In whatever state: a load or an unload that is under way notes its outcome when it ends.
         for url, name in list(self._held):
             if url == base_url and name not in adapter_names:
                 del self._held[url, name]
 
     def overdue(self, base_url: str) -> list[str]:
         """The names whose unload a server has not confirmed."""
+        # Without the names in UNLOADING, whose unload is queued or runs already.
         return [name for (url, name), held in self._held.items() if url == base_url and held is Holding.UNCONFIRMED]
 
     def unneeded(self, base_url: str) -> list[str]:
@@ -86,6 +90,7 @@ class VersionLedger:
 
         Until it is given to `release`, it stays loaded, and a server that restarts is given this version as well.
         """
+        # Needs no lock: one thread at a time leases and releases, and `retire` never takes the active version.
         assert self.active is not None
         self.leased.append(self.active)
         return self.leased[-1]
@@ -108,6 +113,7 @@ class VersionLedger:
         Source: vLLM re-reads an evicted adapter from its path inside the engine step, and ends if it is gone.
         """
         leased = {stored.name for stored in self.leased.copy()}
+        # Also if nothing is unloaded now, so that files wait for one retirement, and not for the next unload.
         deletable = self._unloaded
         # `keep` is at least 1 (config.py); with 0 the slice would be empty, and nothing would ever go.
         self._unloaded = [stored for stored in self.kept[: -self._keep] if stored.name not in leased]
@@ -116,5 +122,6 @@ class VersionLedger:
 
     def retire_all(self) -> list[StoredAdapter]:
         """The end of the run: every version is to be unloaded now."""
+        # The unload of what is in `_unloaded` was requested before, and `unneeded` has what was not confirmed of it.
         loaded, self.kept, self._unloaded, self.active = self.kept, [], [], None
         return loaded

@@ -26,6 +26,7 @@ class LookAhead:
 
     def over(self, source: Iterator[Any]) -> Iterator[Any]:
         """What to take the batches of the next update from, instead of `source`."""
+        # Transformers makes one iterator per epoch and passes it for each update (`_run_epoch` in trainer.py, 5.24).
         if source is not self._source:  # another epoch
             self._source = source
             self._ahead.clear()
@@ -58,6 +59,7 @@ class LookAhead:
         Args:
             place: counted from the first batch of the update that runs.
         """
+        # With fewer steps per generation than accumulated batches, an update has the batch of the next generation too.
         if place < len(self._taken):
             return self._taken[place]
         beyond = place - len(self._taken)

@@ -31,6 +31,7 @@ class PhaseTimer:
         try:
             yield
         finally:
+            # Added up, as one sync may make two attempts (`AdapterSync.publish`).
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
 
     def total_s(self) -> float:
@@ -77,6 +78,7 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """What the trainer logs."""
+        # Names without a value are left out: a gap of 0 would look like a measured one.
         verified = {
             f"{PREFIX}verify_s": self.verify_s if self.is_verified is not None else None,
             VERIFY_GAP: self.verify_gap,
@@ -91,6 +93,7 @@ class SyncReport:
             f"{PREFIX}load_s": self.load_s,
             f"{PREFIX}bytes": self.payload_bytes,
             f"{PREFIX}servers": self.servers,
+            # Numbered by the setting, so that a server keeps its curve while another one is excluded.
             **{f"{PREFIX}load_s/{place}": seconds for place, seconds in self.server_load_s.items()},
             f"{PREFIX}retries": self.retries,
             **{name: float(value) for name, value in verified.items() if value is not None},
@@ -132,4 +135,5 @@ class SyncTotals:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest of `values` that at least `percent` of them do not exceed (nearest rank)."""
+    # Not interpolated: with fewer than 100 syncs the p99 is the slowest one, and not a time that no sync took.
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

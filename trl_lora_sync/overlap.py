@@ -66,6 +66,7 @@ class _Ahead:
         try:
             self.task.wait()
         finally:
+            # Added up, because `settle` may have waited before the batch is taken.
             self.waited_s += time.monotonic() - started
 
 
@@ -125,6 +126,7 @@ class Overlap:
         # Cleared first, so that a second call finds nothing to release.
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
+            # Before the lease ends, after which a sync may unload the version that these requests name.
             ahead.task.cancel()
             self._release(ahead.stored)
         self.end_batch()
@@ -133,6 +135,7 @@ class Overlap:
         ahead = self.ahead
         if ahead is None:
             return None
+        # By value: the trainer tokenizes the prompts again when it takes the batch (`_trl.tokenized`).
         if (list(ahead.groups), ahead.sampling) != (list(groups), sampling):
             logger.warning(
                 "Other prompts or sampling settings are due than were sampled ahead, so this batch is sampled now. "
@@ -165,6 +168,7 @@ class Overlap:
         self, stored: StoredAdapter, groups: Sequence[PromptGroup], sampling: Sampling
     ) -> tuple[Answers, float]:
         started = time.monotonic()
+        # The deadline begins with the sampling, and not when the training begins to wait for it.
         answers = await self._sync.fleet.generate(stored.name, groups, sampling, self._deadline())
         return answers, time.monotonic() - started
 

@@ -35,6 +35,7 @@ class BlockingThread:
 
     def submit(self, act: Callable[[], T]) -> "concurrent.futures.Future[T]":
         call: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # Queued before the thread starts: if none can be started, the loop below makes the calls that it finds here.
         self._calls.put((call, act))
         if self._thread is None or not self._thread.is_alive():  # not alive in a forked child
             self._thread = threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True)
@@ -71,6 +72,7 @@ def _stop() -> None:
 
 
 def _carry_out(call: "concurrent.futures.Future[T]", act: Callable[[], T]) -> None:
+    # From here on `cancel` returns False, by which `DiskTransport` knows that a call will be carried out.
     if not call.set_running_or_notify_cancel():
         return
     try:
@@ -149,6 +151,7 @@ class Task(Generic[T]):
 
     def wait(self) -> None:
         """Until it has ended, in whatever way."""
+        # Not `result(timeout)`: from Python 3.11 on its TimeoutError is the class that a coroutine raises, too.
         while not self._outcome.done():
             concurrent.futures.wait([self._outcome], timeout=_POLL_S)
 
@@ -176,6 +179,7 @@ def run(coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], object] | Non
     Args:
         meanwhile: called in this thread before the wait.
     """
+    # Not for the loop's own thread, which would wait for itself. `fleet.sweep` therefore calls it in the file thread.
     task = Task(coroutine)
     try:
         if meanwhile is not None:
@@ -235,6 +239,7 @@ async def ended(work: Coroutine[Any, Any, T], patience_s: float) -> T:
     """
     task = spawn(work)
     try:
+        # Without the shield, a cancellation of the caller would reach `work` at its current await.
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task}, timeout=patience_s)

@@ -25,6 +25,7 @@ _TRIAL_STRENGTHS = (0.5, 2.0, 8.0, 32.0)
 # A trial adapter is strong enough once it moves log-probabilities by this share of their spread over the vocabulary.
 # An unrelated policy is about 1.1 spreads away.
 _STRONG_SHARE = 0.7
+# Fixed, because the matrices are made again for each read, and must be what the scores were computed with.
 _TRIAL_SEED = 20_011
 
 
@@ -47,6 +48,7 @@ def base_logprobs(
     """
     with computing_with(initial) if initial else adapter_disabled(model):
         logprobs, ids = _score(model, model, prompt, device)
+    # Over the vocabulary first, and then the mean over the scored tokens.
     return _picked(logprobs, ids), float(logprobs.std(-1).mean())
 
 
@@ -151,6 +153,8 @@ def _instead(weight: Tensor | None) -> Callable[[nn.Module, tuple[Tensor, ...], 
         if weight is None:
             return torch.zeros_like(output)
         bias = None if module.bias is None else module.bias.to(inputs[0])
+        # PEFT has cast the input to the dtype of `lora_A` (`_cast_input_dtype`, 0.21). The output keeps the dtype that
+        # the module itself gave it, which under autocast is another one.
         return nn.functional.linear(inputs[0], weight.to(inputs[0]), bias).to(output.dtype)
 
     return compute
@@ -202,6 +206,7 @@ def adapter_disabled(model: Any) -> Iterator[None]:
             "The adapter is merged into the base weights, so the base model cannot be computed without it. Call "
             "model.unmerge_adapter() first."
         )
+    # `enable_adapters(False)` clears the flag of every adapter parameter (peft/tuners/tuners_utils.py, 0.21).
     flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     try:
         for layer in layers:
@@ -229,6 +234,7 @@ def _evaluation_mode(forward: Any) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes:
+            # Not by `module.train(mode)`, which would set the modules below it as well.
             module.training = mode
 
 
@@ -242,6 +248,7 @@ def _score(model: Any, forward: Any, prompt: Prompt, device: torch.device | None
         inputs, scored = {"input_ids": torch.tensor([list(prompt)], device=device)}, len(prompt) - 1
     with _evaluation_mode(forward), _not_compiled():
         # In float32, so that the softmax rounds nothing on top of the model's own dtype.
+        # The logits at a position are of the token after it, so the last position scores nothing.
         logits = forward(**inputs).logits[0, :-1][-scored:].float()
     return logits.log_softmax(-1), inputs["input_ids"][0, -scored:]
 

@@ -127,6 +127,7 @@ class ServerHandle:
                 f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
                 "now. Adapters are written for the engines of the start. Start the same server again."
             )
+        # Before the engine is replaced: it raises if this process lacks the way that versions take, such as pushes.
         self.sends_content = is_sent_content(self.settings, self.address, served)
         if self._engine is not None:
             # A new engine counts from zero, and reports need the sum of the run.
@@ -135,6 +136,7 @@ class ServerHandle:
         self._engine = engine
         self.is_asleep = False
         self.require_verification()
+        # A server that was lost gets ready in `_readmit`, after its checks.
         if self.state is ServerState.CONNECTING:
             self.state = ServerState.READY
 
@@ -155,6 +157,7 @@ class ServerHandle:
         Raises:
             ServerSetupError: the adapter was lost again and again although it was loaded each time.
         """
+        # Of several requests that fail together the first one counts, because one recovery is enough for all.
         if engine is not self._engine or self.last_error is not None:
             return
         self.last_error = error
@@ -185,6 +188,7 @@ class ServerHandle:
 
     def exclude(self, error: LoRASyncError) -> None:
         """Go on without it until a sync finds it up."""
+        # With the error: `recover` returns at once for a server without one, and would check nothing.
         self.state, self.last_error = ServerState.EXCLUDED, error
 
     async def recover(self, checks: RunChecks | None, deadline: Deadline, *, needs_active: bool = True) -> None:
@@ -196,6 +200,7 @@ class ServerHandle:
         Raises:
             LoRASyncError: it is not before the deadline; or another server came up in its place.
         """
+        # Again after another loss, as the server may crash while it gets its versions.
         while (error := self.last_error) is not None:
             engine = self.engine
             try:
@@ -222,6 +227,7 @@ class ServerHandle:
             loaded = await self.engine.loaded(deadline)
             self.ledger.note_listed(self.base_url, loaded)
             needed = self._needed()
+            # If nothing is needed, nothing shows whether the process was replaced, so it is checked.
             is_complete = needed and all(stored.name in loaded for stored in needed)
             # After an AdapterLostError another process may run there, whatever it lists.
             if not is_complete or isinstance(self.last_error, AdapterLostError):
@@ -231,6 +237,7 @@ class ServerHandle:
                     self.note_checked(*await checks.require([self], deadline))
                 for stored in needed:
                     await self._reload(stored, deadline, needs_active)
+            # After all else: other tasks send requests to a server without an error.
             self.last_error = None
             if self.state is ServerState.RECOVERING:
                 self._serve_again()
@@ -269,6 +276,7 @@ class ServerHandle:
 
     async def readmit(self, checks: RunChecks | None, stored: StoredAdapter, deadline: Deadline) -> None:
         """Take an excluded server back with a new version if it is up; never fails, as the others go on without it."""
+        # A short probe, because `recover` waits for a server until its deadline, and so would each sync.
         reason = await self.reason_to_be_down()
         if reason is not None:
             logger.info("%s stays excluded: %s", self.base_url, reason)
@@ -288,6 +296,7 @@ class ServerHandle:
 
     def form_of(self, stored: StoredAdapter) -> StoredAdapter:
         """The version in the way this server gets it."""
+        # Both engines send the tensors of a version that has no `server_path`.
         if self.sends_content or stored.server_path is None:
             return replace(stored, path=None, server_path=None)
         return replace(stored, content=None)
@@ -313,6 +322,8 @@ class ServerHandle:
         """Load a version, awake and inside a pause if there is to be one; result and errors as of `Engine.load`."""
         # Before the request, whose answer may be lost: the name counts as held until an unload is confirmed.
         self.ledger.note(self.base_url, stored.name, Holding.LOADING)
+        # SGLang ends if it samples without its KV cache, and `warm_up` samples. Before the pause, because on vLLM
+        # waking resumes generation as well (`VLLMEngine.restore_kv_cache`).
         await self.wake(deadline)
         if stored.is_unfinished and not self.engine.capabilities.checks_payload:
             await offload(partial(_wait_for_file, stored))  # as its workers do not wait
@@ -355,6 +366,8 @@ class ServerHandle:
         return spawn(self._unload_in_turn(adapter_name, deadline))
 
     async def _unload_in_turn(self, adapter_name: str, deadline: Deadline | None) -> bool:
+        # SGLang holds one lock for a whole unload (`lora_update_lock`, 0.5.11 to 0.5.23), so a second request would
+        # only wait there. asyncio's locks are fair: `let_go` relies on the order of the turns.
         async with self._unloads:
             return await self._unload(adapter_name, deadline)
 
@@ -373,6 +386,7 @@ class ServerHandle:
         return is_confirmed
 
     async def wait_for_unloads(self, deadline: Deadline) -> None:
+        # The lock is fair, so this is the turn after all unloads that were requested before.
         async with held(self._unloads, deadline, f"{self.base_url} is still unloading earlier versions"):
             return
 
@@ -405,6 +419,7 @@ class ServerHandle:
             VerificationError: it is not the same.
             LoRASyncError: scoring failed, see `Engine.score`.
         """
+        # The base is not scored again: it stays the same while the process runs, and a new process is checked first.
         adapted = await self.engine.score(stored.name, list(PROBE_PROMPT), deadline)
         tolerance = self.settings.verify_tolerance
         evidence = compare(Scores(base=self.base_logprobs, adapted=adapted), trained, tolerance=tolerance)
@@ -420,6 +435,7 @@ class ServerHandle:
         """See `Engine`; unloads end first, for none may meet the server asleep."""
         if self.is_asleep:
             return
+        # Not until the caller's deadline, as the training step waits, and an unload on SGLang may be stuck for ever.
         await self.wait_for_unloads(Deadline.after(self._timeouts.close_s, "Waiting for unloads"))
         self.is_asleep = True  # before the request, whose answer may be late; waking for nothing is harmless
         await self.engine.release_kv_cache(deadline)
@@ -447,12 +463,14 @@ class ServerHandle:
             if is_loss(error):
                 self.lose(error, engine)
             raise
+        # After an answer only, so that after an error the next call tries again.
         self.is_asleep = False
         return intact
 
 
 def _wait_for_file(stored: StoredAdapter) -> None:
     assert stored.path is not None
+    # By its path: flock(2) locks belong to an open file, and the trainer's open file holds this one.
     with (stored.path / TENSORS_FILE).open("rb") as file:
         unfinished.wait(file.fileno())
 

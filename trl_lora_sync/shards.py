@@ -70,6 +70,7 @@ def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return (
+        # This finds the modules of FSDP1. FSDP2 shows in the parameters, which are DTensors.
         bool(FullyShardedDataParallel.fsdp_modules(model))
         or is_partitioned(model)
         or any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -110,6 +111,7 @@ def check_quantised(model: nn.Module, device: torch.device) -> None:
 @cache
 def copies_bits(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the copy that FSDP2 gathers with leaves every pattern of 16 bits unchanged."""
+    # All 65,536 of them, copied as floating-point numbers and compared as integers, because NaN differs from itself.
     patterns = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16)
     copied = torch.empty_like(patterns)
     torch._foreach_copy_([copied.view(dtype)], [patterns.view(dtype)])
@@ -198,8 +200,10 @@ def _fsdp1_shard(flat: Any, number: int) -> Shard:
     info, shape = flat._shard_param_infos[number], flat._shapes[number]
     local = getattr(flat, "_local_shard", flat.data)  # it appears at the first forward pass
     if not info.in_shard:
+        # No elements but the right dtype, as the layouts of all processes must be equal.
         return Shard(values=local[:0], shape=shape, region=((0, 0),), is_flat=True)
     values = local[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+    # Torch's end is inclusive.
     region = ((info.intra_param_start_idx, info.intra_param_end_idx + 1),)
     return Shard(values=values, shape=shape, region=region, is_flat=True)
 
@@ -217,6 +221,7 @@ def _zero3_shard(weight: Any) -> Shard:
             f"{part.dtype}: it is swapped to NVMe or quantised. Offload parameters to the CPU instead, "
             f"{WEIGHTS_WAY_OUT}."
         )
+    # `ds_numel` of the part counts its padding, and that of the weight all elements of the whole tensor.
     start = torch.distributed.get_rank(weight.ds_process_group) * part.ds_numel
     # With few elements and many processes, the last partitions hold nothing but padding.
     stop = max(start, min(start + part.ds_numel, weight.ds_numel))

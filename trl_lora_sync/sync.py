@@ -83,6 +83,8 @@ class AdapterSync:
         Raises:
             LoRASyncError: a server cannot be used, and what to change.
         """
+        # In three parts: `read` belongs to this thread, which has the model, and would hold up the loop. It comes after
+        # the connection, because the form of an adapter depends on what the servers take.
         run(self._connect())
         adapter = read(self.form)
         run(self._prepare(adapter, Expected.of_run(base, adapter, trials)))
@@ -105,10 +107,14 @@ class AdapterSync:
         )
         deadline = self._control_deadline("Preparing the adapter folder")
         await self.transport.open(deadline)
+        # Before any load: adapters that a killed run left on SGLang count in its --max-loaded-loras.
         for dead_run in await fleet.sweep(self.transport, deadline):
             logger.info("Removed what the run %s had left behind.", dead_run)
+        # What the trials below prove. `publish` has all servers verified again once it sees another layout.
         self._layout = adapter.layout
         deadline = self._control_deadline("Checking the server with a trial adapter")
+        # Without trials (lora_sync_verify="off") the trained adapter is loaded. It is not in `expected`, which serves
+        # later checks as well, because the next read overwrites its memory.
         any_such = Trial(group="trained", modules=(), read=lambda form: adapter)
         await fleet.check(expected, self.transport, deadline, expected.trials or [any_such])
         # A server that cannot release its cache fails here, before the first step of the training.
@@ -183,10 +189,12 @@ class AdapterSync:
 
         def beside() -> None:
             # Not beside the writing, which uses the same device.
+            # `_publish` sets it even if it fails, and its deadline bounds this wait.
             sent.wait()
             try:
                 if meanwhile is not None:
                     meanwhile()
+            # Not an interrupt, after which `run` cancels `_publish` together with its wait for `done`.
             except Exception as error:  # raised by `_publish`, as a load that is broken off may outlive its unload
                 done.set_exception(error)
             else:
@@ -215,8 +223,10 @@ class AdapterSync:
         Raises:
             VerificationDueError: it may not, and came back during this sync.
         """
+        # Of this attempt, and after the forward pass for its scores, which takes no time from the servers.
         deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
         try:
+            # Of the sync before, if its timer has not fired yet: the timer below takes its place in `_retirement`.
             self._retire_now()
             with timer.phase("write"):
                 stored = await self._write(adapter, deadline)
@@ -259,6 +269,7 @@ class AdapterSync:
             verify_s=timer.phases["verify"],
             total_s=timer.total_s(),
             servers=len(self.fleet.in_service),
+            # For a single server it is `load_s`.
             server_load_s=server_load_s if len(self.fleet.servers) > 1 else {},
             retries=retries,
             verify_gap=fmean(one.gap_mean for one in evidence) if evidence else None,
@@ -284,6 +295,7 @@ class AdapterSync:
             # Unloaded even after a refusal: the request may have been carried out although its answer was lost.
             # `asyncio.wait` raises no error of an unload, and cancels none at its timeout.
             await asyncio.wait(self.fleet.unload_later(stored.name), timeout=self.settings.timeouts.close_s)
+            # After the unload: a server that still carries out the load reads these files.
             await self._delete(stored)
             raise
 
@@ -291,6 +303,8 @@ class AdapterSync:
         """See `VersionLedger.retire`; unloaded and deleted beside the generation that follows. Once for each sync."""
         if self._retirement is None:
             return
+        # The next sync, a release of the KV cache and the end of the run come here before the timer does, because the
+        # unloads must be queued before what they do. The timer must then not retire once more.
         self._retirement.cancel()
         self._retirement = None
         unloaded, deletable = self.ledger.retire()
@@ -313,6 +327,7 @@ class AdapterSync:
         await self.transport.delete(stored, keep_name=not self.ledger.is_gone(stored.name))
 
     def _is_verified(self) -> bool | None:
+        # An excluded server samples nothing, so what it has proved does not count.
         return None if self.settings.verify == "off" else all(server.is_verified for server in self.fleet.in_service)
 
     # Sampling
@@ -336,6 +351,7 @@ class AdapterSync:
         if self.settings.frees_kv_cache:
             try:
                 run(self._sleep())
+            # A cache that is kept costs memory only, and the training may have room for it.
             except LoRASyncError as error:
                 logger.warning("A server keeps its KV cache for now: %s", error)
 

@@ -146,6 +146,7 @@ class DiskTransport:
     async def _wait(self, task: "Future[T]", deadline: Deadline | None) -> T:
         waiting = asyncio.wrap_future(task)
         waiting.add_done_callback(lambda late: late.cancelled() or late.exception())  # else asyncio reports it
+        # Not `wait_for`, which would cancel the call as well if it has not begun. Only `_keep` wants that.
         await asyncio.wait({waiting}, timeout=None if deadline is None else deadline.left_s())
         if not waiting.done():
             assert deadline is not None
@@ -155,6 +156,7 @@ class DiskTransport:
         return waiting.result()
 
     def _delete_late(self, writing: "Future[StoredAdapter]") -> None:
+        # The file thread calls this when the call ends, so the files are gone before any later call.
         if not writing.cancelled() and writing.exception() is None:
             self.store.delete(writing.result())
 
@@ -209,6 +211,7 @@ class HTTPTransport(DiskTransport):
     async def write(
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
+        # A copy: a server that restarts needs this version, and the next read of the model overwrites its memory.
         return await self._keep(lambda: replace(self.store.note(version, adapter), content=adapter.on_host()), deadline)
 
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
@@ -231,6 +234,7 @@ def transport_for(
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
+    # A worker learns of the shared files and the GPU's memory from a version's note, which holds a checksum.
     pinned = PinnedFilePool(shares=has_checksums, shares_gpu=has_checksums) if is_on_gpu and are_local else None
     return kind(
         settings.root, server_root=settings.server_root, servers=servers, pinned=pinned, has_checksums=has_checksums

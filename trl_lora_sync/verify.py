@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 ReadAdapter = Callable[["Form"], "CanonicalAdapter"]
 
 # Small token ids, which every vocabulary has, in no order that a text would have.
+# 37 and 200 have no common divisor, so no id occurs twice.
 PROBE_PROMPT = tuple((37 * place + 11) % 200 for place in range(24))
 # Rounding, quantisation of the served base and other kernels stay well below; another model does not.
+# In spreads of the log-probabilities over the vocabulary; an unrelated policy is about 1.1 away (`scoring`).
 _SUSPICIOUS = 0.5
 # How many times the base model's own gap the served change may be away from the trained one.
 TOLERANCE = 3.0
@@ -169,6 +171,7 @@ class VerificationResult:
     @property
     def proves(self) -> bool:
         """Whether a server that ignored the adapter would have been found out."""
+        # Such a server has a change of zero, so its deviation is the whole of `trained_change`.
         return not self.is_mismatch and self.trained_change > self.tolerance
 
     def __str__(self) -> str:
@@ -196,6 +199,7 @@ def compare(served: Scores, trained: Scores, *, tolerance: float = TOLERANCE) ->
         trained_change=size,
         served_change=_mean_size(served_change),
         deviation=mean_distance(served_change, trained_change),
+        # A change is the difference of two rows, and both are off where the bases differ, so one gap is too little.
         tolerance=tolerance * gap + _ROUNDING_SHARE * size + _FLOOR,
     )
 
