@@ -54,6 +54,7 @@ class LoRAModule:
         loses a share of that, and not of `B0 A0`, which may be a thousand times as large.
         """
         lora_A, lora_B = self.lora_A.detach().float(), fold_scaling(self.lora_B, self.scaling)
+        # The copy stays where the model was at the start, and the model may have been moved since.
         initial_A = initial.lora_A.to(lora_A.device, torch.float32)
         initial_B = fold_scaling(initial.lora_B.to(lora_B.device), initial.scaling)
         return LoRAModule(
@@ -130,6 +131,7 @@ def common_form(forms: Iterable[Form]) -> Form:
     forms = list(forms)
     return Form(
         packed_modules=any(one.packed_modules for one in forms),
+        # All servers get the same tensors, so these have the layout that each of them takes.
         stacked_experts=all(one.stacked_experts for one in forms),
     )
 
@@ -205,7 +207,9 @@ class CanonicalAdapter:
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base_model,
             "r": self.rank,
+            # Scaling 1: the engines divide lora_alpha by r, and vLLM 0.22 to 0.31 and SGLang ignore patterns.
             "lora_alpha": self.rank,
+            # Spelled out, as SGLang (0.5) cannot load a configuration in which they are null.
             "target_modules": list(self.target_modules),
             "bias": "none",
             "use_rslora": False,
@@ -214,8 +218,10 @@ class CanonicalAdapter:
             "alpha_pattern": {},
             "lora_dropout": 0.0,
             "fan_in_fan_out": self.fan_in_fan_out,
+            # Also for a difference to an initial adapter: vLLM 0.32 and later refuse an initialisation such as PiSSA.
             "init_lora_weights": True,
             "inference_mode": True,
+            # vLLM (0.22 to 0.28) refuses a list here. Fused serving finds the tensors of such modules by their keys.
             "modules_to_save": None,
         }
 
@@ -227,6 +233,7 @@ def fold_scaling(lora_B: Tensor, scaling: float) -> Tensor:
         lora_B: `(out_features, r)`, any float dtype; not modified and not aliased.
     Source: vLLM <= 0.31 ignores `alpha_pattern` and SGLang ignores `use_rslora` (srt/lora/lora.py, 0.5.23).
     """
+    # Without `copy`, a float32 parameter comes back itself, and the trained matrix would be multiplied in place.
     return lora_B.detach().to(torch.float32, copy=True).mul_(scaling)
 
 
@@ -263,6 +270,7 @@ def all_finite(flat: Tensor) -> Tensor:
 
     Both show in the extremes, which are found forty times as fast on a CPU as by looking at each value.
     """
+    # With a NaN among the values, both results are NaN.
     return torch.stack(torch.aminmax(flat)).isfinite().all()
 
 
@@ -281,8 +289,10 @@ def pad_packed_modules(modules: list[LoRAModule], shapes: Mapping[str, tuple[int
         parent, _, leaf = module.name.rpartition(".")
         for sibling in next((group for group in PACKED_LAYERS.values() if leaf in group), ()):
             name = f"{parent}.{sibling}"
+            # A model that has the group as one layer, such as `qkv_proj`, lacks the siblings, and needs none.
             if name not in present and name in shapes:
                 out_features, in_features = shapes[name]
+                # Of rank 1, as the export pads every module to the rank of the adapter.
                 zero_A, zero_B = module.lora_A.new_zeros(1, in_features), module.lora_B.new_zeros(out_features, 1)
                 completed.append(LoRAModule(name=name, lora_A=zero_A, lora_B=zero_B, scaling=1.0))
                 present.add(name)
@@ -296,6 +306,7 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
     base, and because a server that splits layers over GPUs cuts that side to its share without checking the size.
     """
     keys = [key for key in adapter.shapes if key.endswith((".lora_A.weight", ".lora_B.weight"))]
+    # Keys of linear layers are sorted, so lora_B of a module follows its lora_A. Experts come behind them.
     pairs = list(zip(keys[::2], keys[1::2], strict=True))
     key_A, key_B = next((pair for pair in pairs if _kind(pair[0]) in _READ_HIDDEN | _WRITE_HIDDEN), pairs[0])
     wider, taller = int(_kind(key_A) not in _WRITE_HIDDEN), int(_kind(key_A) not in _READ_HIDDEN)
@@ -303,6 +314,7 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
         key_A: torch.Size((adapter.rank, adapter.shapes[key_A][1] + wider)),
         key_B: torch.Size((adapter.shapes[key_B][0] + taller, adapter.rank)),
     }
+    # Zeros, so that a server that accepts it by mistake still computes the base model.
     flat = torch.zeros(sum(map(torch.Size.numel, shapes.values())), dtype=adapter.dtype)
     return replace(adapter, flat=flat, shapes=shapes, tokens={})
 
@@ -338,6 +350,7 @@ def not_finite(
     for module in modules:
         if all(bool(tensors[key].isfinite().all()) for key in tensor_keys(module)):
             continue
+        # The trained matrices are finite, so the scaling or the cast made the infinity.
         if module.lora_A.isfinite().all() and module.lora_B.isfinite().all():
             return AdapterNotFiniteError(
                 f"The LoRA matrices of {module.name!r}, scaled by {module.scaling:g}, do not fit into {dtype}. The "

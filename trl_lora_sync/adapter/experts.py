@@ -22,6 +22,7 @@ from trl_lora_sync.adapter.canonical import KEY_PREFIX, Block
 Parameter = Literal["gate_up_proj", "down_proj"]
 
 # The modules whose weights PEFT reads without calling them, so that no hook sees it.
+# Weak, so that the modules of a model that is gone are not kept.
 _read_directly: "WeakSet[nn.Module]" = WeakSet()
 
 
@@ -84,6 +85,7 @@ class ExpertLayer:
             return f"uses the variant {type(self.layer.lora_variant[self.adapter_name]).__name__}"
         if any(matrix.bias is not None for matrix in self.matrices):
             return "has a bias on a LoRA matrix"
+        # Set by `ParamWrapper.update_layer` (0.21) for a parameter of shape `(experts, out_features, in_features)`.
         if not getattr(self.layer, "_did_swap_in_out_features", False):
             return "is stored as (experts, in_features, out_features), or was made by a PEFT older than 0.21"
         if self.layer.merged:
@@ -100,6 +102,8 @@ class ExpertLayer:
         """`lora_A` `(experts, r, in_features)` and `lora_B` `(experts, out_features, r)`, as views."""
         lora_A, lora_B = (value_of(matrix).detach() for matrix in self.matrices)
         return (
+            # As in PEFT's `get_delta_weight`: the expert is the first index of the rows of lora_A, and the last of the
+            # columns of lora_B.
             lora_A.reshape(self.experts, self.rank, -1),
             lora_B.reshape(lora_B.shape[0], self.rank, self.experts).permute(2, 0, 1),
         )
@@ -144,6 +148,7 @@ def expert_blocks(
 def _blocks_of(
     path: str, found: dict[str, ExpertLayer], value_of: Callable[[Any], Tensor], rank: int, is_stacked: bool
 ) -> list[Block]:
+    # At least one of the two parameters is adapted, and either leads to the module that holds both.
     some = next(iter(found.values()))
     read = {name: layer.read(value_of) for name, layer in found.items()}
     for name, (out_features, in_features) in shapes_of(some.layer).items():
@@ -164,6 +169,7 @@ def _blocks_of(
             *_in_one(path, down_A, down_B, rank, scaling["down_proj"]),
         ]
     gate, up, down = some.family.projections
+    # In all of `FAMILIES`. GPT-OSS has the rows of gate and up in turns, and is refused by its `model_type`.
     half = gate_up_B.shape[1] // 2  # the gate is the first half of the rows
     parts = {
         gate: (gate_up_A, gate_up_B[:, :half], scaling["gate_up_proj"]),
@@ -174,6 +180,7 @@ def _blocks_of(
     for name, (lora_A, lora_B, factor) in parts.items():
         keys_A, keys_B = _keys(path, some.experts, name)
         blocks += [
+            # Gate and up have one lora_A in PEFT. A server reads one for each, so it is written twice.
             Block(keys_A, (rank, lora_A.shape[2]), lora_A),
             Block(keys_B, (lora_B.shape[1], rank), lora_B, factor),
         ]
@@ -193,6 +200,8 @@ def _in_one(path: str, lora_A: Tensor, lora_B: Tensor, rank: int, scaling: float
     out_features = lora_B.shape[1]
     tall, wide = lora_A, lora_B.permute(1, 2, 0)
     if own_rank < rank:
+        # The padding follows the ranks of each expert in lora_A. In lora_B, where the expert is the last index, it
+        # follows the ranks of all experts.
         tall = lora_A.new_zeros(experts, rank, in_features)
         tall[:, :own_rank] = lora_A
         wide = lora_B.new_zeros(out_features, rank, experts)

@@ -136,6 +136,7 @@ def read_adapter(
     """
     adapter_name = _checked_name(model, adapter_name)
     modules = collect_modules(model, adapter_name, gathered)
+    # A new buffer, as the result belongs to the caller.
     return _export(model, adapter_name, modules, FlatBuffer(), dtype, packed_modules, NO_EXTRAS)
 
 
@@ -150,6 +151,7 @@ def _export(
 ) -> CanonicalAdapter:
     config = model.peft_config[adapter_name]
     return buffer.export(
+        # The padded list is another one at each export, so `FlatBuffer` lists its copies each time.
         pad_packed_modules(list(modules), _linear_shapes(model)) if packed_modules else modules,
         dtype=dtype,
         base_model=config.base_model_name_or_path,
@@ -197,6 +199,7 @@ class AdapterReader:
         """
         adapter_name = _checked_name(model, None, self._serving, proves_groups=self._proves_groups)
         if self._tree is None or not self._tree.is_of(model) or adapter_name != self._adapter_name:
+            # First: if a layer is refused below, `read_again` may not repeat what was read of the layers before.
             self._modules = self._checked = None
             self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
             self._has_initial = any(layer.initial is not None for layer in self._layers)
@@ -204,6 +207,7 @@ class AdapterReader:
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
             pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
             self.last_linears = [matrix for pair in pairs for matrix in pair]
+            # Last: after an error above, the tree or the name is still the old one, so the next call searches again.
             self._tree, self._adapter_name = ModuleTree(model), adapter_name
         return self.last_linears
 
@@ -235,9 +239,11 @@ class AdapterReader:
     def check(self) -> None:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
         found = self._look()
+        # By identity: `==` of two parameters compares their elements on the device, and waits for it.
         if self._checked is None or not all(map(is_, found, self._checked)):
             self._modules = self._checked = None
             for layer in self._layers:
+                # `_checked` is still None here, so a layer that is refused now is checked at the next sync as well.
                 layer.check()
             self._checked = found
         for expert in self._experts:
@@ -250,6 +256,7 @@ class AdapterReader:
         Taken from many layers at once, which is faster than to check each.
         """
         layers, name = [one.layer for one in self._layers], repeat(self._adapter_name)
+        # The dictionaries, as `matrix.weight` is a call of `nn.Module.__getattr__`, in Python, for each matrix.
         parameters = [matrix._parameters for one in self._layers for matrix in one.matrices]
         return [
             *map(dict.get, parameters, repeat("weight")),
@@ -263,9 +270,11 @@ class AdapterReader:
     def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> Sequence[LoRAModule]:
         """As `collect_modules`, of the layers that the last call of `linears` was about."""
         self.check()
+        # Gathered weights, and differences to an initial adapter, are new tensors at each sync, so none is kept.
         if gathered or self._has_initial:
             return _read(self._layers, gathered)
         if self._modules is None:
+            # A tuple, as `FlatBuffer` keeps its copies only for the very tuple that it was given before.
             self._modules = tuple(_read(self._layers, None))
         return self._modules
 
@@ -285,6 +294,7 @@ class AdapterReader:
 
         To be used only if `is_as_read` after a call of `linears`. None where a look is needed first.
         """
+        # Extras and experts are read from their layers each time, and zeros for siblings need the shapes of the model.
         if self._modules is None or self._extras or self._experts or form.packed_modules:
             return None
         return _export(model, self._adapter_name, self._modules, self.buffer, dtype, False, NO_EXTRAS)
@@ -303,6 +313,7 @@ class AdapterReader:
         Args:
             weights: for each of the `linears`, and each parameter of the `extras`.
         """
+        # Not in `self.buffer`: a server that comes back is tried with this while the trainer reads a version there.
         return self._read(model, FlatBuffer(), dtype, form, weights)
 
     def _read(
@@ -329,6 +340,8 @@ class AdapterReader:
         family, on_sglang = self._experts[0].family, form.packed_modules
         # vLLM gets as many tensors as there are layers, and not experts, where it takes that, and loads them faster.
         is_stacked = not on_sglang and (form.stacked_experts or family.is_always_stacked)
+        # Ranks differ within a layer: where gate and up were named apart, PEFT gives gate_up_proj twice the rank (0.21,
+        # utils/transformers_weight_conversion.py).
         rank = max(layer.rank for layer in self._experts)
         whole = max(rank, *(module.rank for module in modules)) if modules else rank
         blocks = expert_blocks(
@@ -345,6 +358,7 @@ class AdapterReader:
 def base_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the base model's floating-point weights, which is what a server computes in by default."""
     for name, parameter in model.named_parameters():
+        # Weights in 4 or 8 bits are stored as integers, and PEFT keeps the adapter of a 16-bit base in float32.
         if parameter.is_floating_point() and "lora_" not in name:
             return parameter.dtype
     return torch.float32
@@ -390,6 +404,7 @@ def remember_initial_adapter(
         UnsupportedAdapterError: the initial adapter cannot be known, or the base lacks more than that.
     """
     adapter_name = _checked_name(model, None, serving, proves_groups=proves_groups)
+    # Not `find_layers`, which refuses a layer whose initial matrices are still to be copied.
     layers = _plain_layers(model, adapter_name, serving, proves_groups=proves_groups)
     if changes_base(model.peft_config[adapter_name].init_lora_weights):
         layers_of = [(layer.current({}), layer.layer, layer.matrices[0]) for layer in layers]
@@ -426,6 +441,8 @@ class _Layer:
     @cached_property
     def _odd_modules(self) -> str | None:
         """What makes the layer more than plain LoRA for as long as its modules are these, in words, or None."""
+        # A `ParamWrapper` of one matrix computes as a linear layer (0.21, `ParamWrapper.get_delta_weight`).
+        # `_routers` has marked the matrices of a router whose name on the server is known.
         is_router = type(self.layer).__name__ == "ParamWrapper" and is_read_directly(self.matrices[0])
         if type(self.layer).__name__ in _OTHER_LAYERS and not is_router:
             return "does not adapt one linear layer"
@@ -443,6 +460,7 @@ class _Layer:
         variant = layer.lora_variant.get(self.adapter_name)
         if variant is not None and not (is_fused and type(variant).__name__ == "DoraLinearVariant"):
             return f"uses the variant {type(variant).__name__}"
+        # A merged layer computes with the base weight alone (0.21, `Linear.forward`), so its matrices are not trained.
         if layer.merged:
             return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
         if layer.disable_adapters:
@@ -475,6 +493,7 @@ def _strange(path: str, layer: Any, oddity: str) -> UnsupportedAdapterError:
 
 
 def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None) -> list[LoRAModule]:
+    # A difference to an initial adapter takes several small operations for each layer.
     with one_cpu_thread():
         return [layer.read(gathered or {}) for layer in layers]
 
@@ -520,6 +539,7 @@ def _find_experts(model: Any, adapter_name: str, serving: Serving) -> list[Exper
     if not found:
         return []
     family, names = _family(model), ServedNames.of(model)
+    # Fused serving writes each expert's matrices by their names in the checkpoint, which this family does not have.
     if serving == "fused" and family.is_always_stacked:
         raise refuse_experts(model.active_peft_config, str(model.config.model_type))
     layers = []
@@ -527,6 +547,8 @@ def _find_experts(model: Any, adapter_name: str, serving: Serving) -> list[Exper
         # The wrappers of two parameters are one inside the other.
         served = names.served(path.removesuffix(".base_layer")).replace(".mlp.experts", f".{family.moe}.experts")
         matrices = _matrices(layer, adapter_name)
+        # PEFT multiplies these weights without calling the modules (0.21, `ParamWrapper`), so no forward hook sees
+        # them, and a trial adapter replaces the weights themselves (`scoring.computing_with`).
         mark_read_directly(matrices)
         layers.append(
             ExpertLayer(
@@ -579,6 +601,7 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
     found = [
         (path, layer)
         for path, layer in adapted.items()
+        # Adapters on embeddings are read as extras, and these experts as blocks.
         if adapter_name not in layer.lora_embedding_A and not (takes_experts and _is_of_experts(layer))
     ]
     if not adapted or (not found and serving == "fused"):
@@ -595,6 +618,7 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
         check_adapted_modules(peft_model.get_base_model(), adapted, config, proves_groups=proves_groups)
     names = ServedNames.of(model)
     if takes_experts:
+        # Before the layers are checked below: without its mark a router counts as a layer that is not linear.
         names = names.with_routers(_routers(model, adapted, serving))
     layers = [
         _Layer(
@@ -624,6 +648,7 @@ def _linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """`(out_features, in_features)` of every linear layer of the base model, quantised ones included."""
     names = ServedNames.of(model)
     return {
+        # PEFT's layer has both sizes and stands at the path of the layer that it wraps, quantised or not.
         names.served(path): (layer.out_features, layer.in_features)
         for path, layer in model.named_modules()
         if "lora_" not in path and hasattr(layer, "in_features") and hasattr(layer, "out_features")
@@ -635,11 +660,13 @@ def _checked_name(
 ) -> str:
     """The adapter to read, by default the active one, whose configuration can be served."""
     if not hasattr(model, "peft_config"):
+        # Raises, because there is no configuration at all.
         check_peft_config(None)
     adapter_name = adapter_name or check_active_adapters(model.active_adapters)
     if adapter_name not in model.peft_config:
         known = ", ".join(repr(name) for name in model.peft_config)
         raise UnsupportedAdapterError(f"The model has no adapter {adapter_name!r}. Choose one of {known}.")
+    # At each read, as an adapter may be added or made active at any time, by TRL or by the user.
     config = model.peft_config[adapter_name]
     check_peft_config(config, is_of_model=True, serving=serving, proves_groups=proves_groups)
     check_other_adapters(model.peft_config, adapter_name)

@@ -24,6 +24,7 @@ _KEY_PREFIX = "base_model.model."
 _TRIAL_SEED = 20_012
 
 
+# `eq=False`, as comparing two parameters would compare their elements.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Extra:
     """One trained parameter beside the matrices of linear layers.
@@ -105,6 +106,7 @@ def find_extras(model: Any, adapter_name: str, layers: Mapping[str, Any]) -> lis
         if adapter_name in layer.lora_B and getattr(layer.lora_B[adapter_name], "bias", None) is not None:
             found.append(_bias(served, layer, adapter_name))
     changes_embeddings = any(map(is_embedding_module, layers))
+    # These wrappers are not LoRA layers, so `layers` lacks them.
     for path, wrapper in model.named_modules():
         if isinstance(wrapper, ModulesToSaveWrapper) and adapter_name in wrapper.modules_to_save:
             found += _saved_module(names.served(trained_path(path)), wrapper, adapter_name)
@@ -123,6 +125,7 @@ def find_extras(model: Any, adapter_name: str, layers: Mapping[str, Any]) -> lis
 
 def _is_tied(model: Any) -> bool:
     config: Any = getattr(model, "config", None)
+    # Checkpoints older than Transformers 5 have the flag of a model with several parts in its text part.
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     return any(getattr(one, "tie_word_embeddings", False) for one in configs)
 
@@ -146,10 +149,13 @@ def _of_embedding(path: str, layer: Any, name: str) -> list[Extra]:
 
     Source: peft/tuners/lora/layer.py `Embedding.get_delta_weight`, 0.18 to 0.21.
     """
+    # PEFT adds `(B @ A).T` to the weight. So A.T is the lora_B of the served matrix, and B.T its lora_A.
     scaling, rank = float(layer.scaling[name]), int(layer.lora_embedding_B[name].shape[1])
     tall, wide = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
 
     def size() -> float:
+        # A sum of `rank` random terms grows with the square root of the rank. The change is then as large as the
+        # embedding itself. An all-zero matrix would divide by zero.
         width = scaling * math.sqrt(rank) * (_size_of(wide) or 1.0)
         return _size_of(layer.get_base_layer().weight) / width
 
@@ -182,6 +188,7 @@ def _magnitude(path: str, layer: Any, name: str) -> Extra:
 
     def form(value: Tensor, dtype: torch.dtype) -> Tensor:
         value = value.float()
+        # The second vector is what rounding the first one loses. `fused_weights` adds both in float32.
         rounded = value.to(dtype).float()
         return torch.stack([rounded, value - rounded])
 
@@ -220,6 +227,7 @@ def _bias(path: str, layer: Any, name: str) -> Extra:
         path=path,
         key=f"{_KEY_PREFIX}{path}.lora_B.bias",
         parameter=parameter,
+        # PEFT scales the output of lora_B with its bias (0.21, `Linear.forward`).
         form=lambda value, dtype: value.float() * scaling,
         neutral=lambda: torch.zeros_like(parameter),
         trial_size=lambda: 1.0,
@@ -270,6 +278,7 @@ def _tokens(model: Any, path: str, adapter: Any, name: str) -> list[Extra]:
             parameter=parameter,
             form=_as_trained,
             neutral=lambda: adapter.trainable_tokens_original[name].to(parameter),
+            # Without `trial_size`, as the prompt of a trial need not contain any of these tokens.
             tokens=(int(adapter.get_base_layer().weight.shape[0]), indices),
         )
     ]

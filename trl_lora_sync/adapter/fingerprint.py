@@ -12,6 +12,7 @@ from trl_lora_sync.engine_plugins.repeated import Repeated
 
 # The bits are summed along rows and along columns, so that a value that moves changes a sum as well.
 _COLUMNS = 512
+# Of Knuth's multiplicative hashing: a prime near 2**32 divided by the golden ratio.
 _MULTIPLIER = 0x9E3779B1
 # Bounds the copy that is made of them, to 32 MB of float32.
 _CHUNK_ELEMENTS = 1 << 23
@@ -46,6 +47,7 @@ class Fingerprints:
             return torch.stack(_sums_of(tensors))
         if self._repeated is None:
             self._repeated = Repeated(tensors, lambda: torch.stack(_sums_of(tensors)))
+        # The next run writes to the same memory, and the caller keeps this for a comparison at a later sync.
         return self._repeated.run().clone()
 
     def forget(self) -> None:
@@ -73,6 +75,7 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     chunk: list[Tensor] = []
     kind, elements = None, 0
     for one in tensors:
+        # Joined tensors of different dtypes would be converted to one, which changes their bits.
         if chunk and (kind != (one.dtype, one.device) or elements > _CHUNK_ELEMENTS):
             yield chunk
             chunk, elements = [], 0

@@ -91,6 +91,7 @@ class FlatBuffer:
             "tokens": extras.tokens,
             "has_stacked_experts": extras.has_stacked_experts,
         }
+        # Only at a change, as the new object lacks the views, the header and the checksum that the old one has cached.
         if any(getattr(plan.adapter, name) != value for name, value in described.items()):
             self.plan = plan = replace(plan, adapter=replace(plan.adapter, **described))
         return plan.adapter
@@ -101,6 +102,7 @@ class FlatBuffer:
 
     def _plan_for(self, modules: Sequence[LoRAModule], dtype: torch.dtype, extras: ExtraTensors) -> _Plan:
         plan = self.plan
+        # By identity: `AdapterReader` gives the same tuple as long as no matrix and no scaling has been replaced.
         if plan is not None and plan.modules is modules and extras is NO_EXTRAS and plan.adapter.dtype == dtype:
             return plan
         shapes = tuple((module.name, module.lora_A.shape, module.lora_B.shape) for module in modules)
@@ -113,6 +115,7 @@ class FlatBuffer:
         # Of modules that are made for each sync, nothing is kept: they may be as large as the adapter.
         self.plan = replace(plan, modules=(), filling=None)
         if isinstance(modules, tuple) and extras is NO_EXTRAS:
+            # The scalings are recorded as numbers. Modules with other scalings are another tuple, and recorded again.
             read = [*(one.lora_A for one in modules), *(one.lora_B for one in modules)]
             filling = Repeated(read, partial(_fill, plan, _copies(plan.places, modules)))
             self.plan = replace(plan, modules=modules, filling=filling)
@@ -140,6 +143,7 @@ def _make_plan(
         key_A, key_B = tensor_keys(module)
         shapes[key_A] = torch.Size((rank, module.lora_A.shape[1]))
         shapes[key_B] = torch.Size((module.lora_B.shape[0], rank))
+    # The order in which safetensors writes tensors of one dtype.
     shapes = {name: shapes[name] for name in sorted(shapes, key=str.encode)}
     end, starts = sum(shape.numel() for shape in shapes.values()), []
     for block in extras.blocks:  # behind all others, and one tensor after the other
@@ -153,6 +157,7 @@ def _make_plan(
     for module in modules:
         key_A, key_B = tensor_keys(module)
         places.append((tensors[key_A][: module.rank], tensors[key_B][:, : module.rank]))
+    # All tensors of a block lie side by side, so one view with three dimensions is filled in one copy.
     blocks = [
         flat[start:].as_strided((len(block.keys), *block.shape), (block.shape[0] * block.shape[1], block.shape[1], 1))
         for start, block in zip(starts, extras.blocks, strict=True)
@@ -187,6 +192,7 @@ def _copies(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModul
     """All copies of an export; one padded matrix makes torch copy all of a list one by one, so these have their own."""
     found = []
     for padded in (False, True):
+        # The place of a padded lora_B is a range of columns, so it alone is not contiguous.
         chosen = [
             (place, module)
             for place, module in zip(places, modules, strict=True)

@@ -13,6 +13,7 @@ _GROUPS = (
     ("vision connector", re.compile(r"merger|merger_list|deepstack_merger_list|multi_modal_projector")),
     ("vision tower", re.compile(r"visual|vision_tower|vision_model")),
     ("embeddings", re.compile(r"embed_tokens|lm_head|wte|wpe|embed_in|embed_out")),
+    # The whole component must match: `gate` is a router, and `gate_proj` belongs to the MLP.
     ("router", re.compile(r"router|gate|shared_expert_gate")),
     ("experts", re.compile(r"experts?|shared_experts?")),
     ("attention", re.compile(r".*(attn|attention).*")),

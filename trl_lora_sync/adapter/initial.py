@@ -45,6 +45,7 @@ def remember_initial(model: "PeftModel", found: Iterable[tuple[LoRAModule, Any, 
     """
     config = model.peft_config[model.active_adapter]
     new = [(module, layer, holder) for module, layer, holder in found if holder not in _initial]
+    # All layers before the first copy: a copy that an error leaves behind would count as known at the next attempt.
     for module, layer, _ in new:
         _check_base_layer(layer.get_base_layer(), module.name, config)
     if new and not is_new:
@@ -80,6 +81,7 @@ def _check_base_layer(base_layer: Any, path: str, config: Any) -> None:
     Source: peft/tuners/lora/layer.py `olora_init`, 0.18 to 0.21: a weight in 4 or 8 bits is quantised again.
     """
     weight = getattr(base_layer, "weight", None)
+    # The dtype alone does not show it: bitsandbytes can store 4-bit weights as bfloat16 (bnb_4bit_quant_storage).
     if weight is None or weight.dtype not in _WHOLE_DTYPES or hasattr(weight, "quant_type"):
         raise refuse(
             f"LoraConfig(init_lora_weights={config.init_lora_weights!r}) on the quantised base layer {path!r}",
@@ -101,6 +103,7 @@ def _check_untrained(model: "PeftModel", layers: Iterable[tuple[LoRAModule, Any]
         key = _key_of(module.name, files)
         if key is None:
             raise _refuse(config, f"the checkpoint {name!r} has no weight for {module.name!r} to compare it with")
+        # One weight at a time, so that the check needs no memory for a second model.
         with safe_open(files[key], framework="pt") as file:
             saved = file.get_tensor(key)
         if not _is_split_of(saved, layer, module):
@@ -142,6 +145,7 @@ def _is_split_of(saved: Tensor, layer: Any, module: LoRAModule) -> bool:
     """Whether base weight and adapter add up to `saved`, but for the rounding of both."""
     left = layer.get_base_layer().weight.detach()
     lora_A, lora_B = module.lora_A.detach().float(), module.lora_B.detach().float() * module.scaling
+    # Rounding errors follow the size of the terms, also where the terms cancel in the sum.
     taken, size = lora_B @ lora_A, lora_B.abs() @ lora_A.abs()
     if getattr(layer, "fan_in_fan_out", False):
         taken, size = taken.T, size.T

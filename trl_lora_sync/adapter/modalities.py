@@ -61,6 +61,8 @@ def check_adapted_modules(
         return
     language_model = model.get_decoder()
     inside = set(language_model.modules())
+    # By the modules, so that no family's paths have to be known. The output head is not among them, and is treated as
+    # in a text model (`export._plain_layers`).
     outside = [path for path, module in adapted.items() if module not in inside and not is_embedding_module(path)]
     if proves_groups and getattr(model.config, "model_type", None) in KNOWN_VISION:
         left = [path for path in outside if not _is_linear(adapted[path])]
@@ -92,6 +94,7 @@ def _skeleton(model: Any) -> Any:
         try:
             # A check runs no code of a checkpoint.
             config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        # TRL loads the model by the same name later, and reports the error itself.
         except (OSError, ValueError):
             return None
         kind = getattr(transformers, (config.architectures or [""])[0], None)
@@ -99,6 +102,7 @@ def _skeleton(model: Any) -> Any:
         config, kind = getattr(model, "config", None), type(model)
     if kind is None or not issubclass(kind, transformers.PreTrainedModel) or not _has_more_than_text(config):
         return None
+    # Names and shapes are all that PEFT needs to find its targets, and without contents they take no memory.
     with device("meta"):
         return kind(config)
 
@@ -116,6 +120,7 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_linear(layer: Any) -> bool:
     base = layer.get_base_layer()
+    # The patch embedding is a convolution, which has channels instead.
     return hasattr(base, "in_features") and hasattr(base, "out_features")
 
 
@@ -145,5 +150,6 @@ def _joined(pattern: str, existing: Any) -> str:
 def _exclusion(outside: Iterable[str], language_path: str, existing: Any) -> str:
     """The `exclude_modules` for what is beside the language model, with what was excluded already."""
     shared = set(language_path.split("."))
+    # The first component that the language model's path lacks, such as `visual`, covers a whole tower.
     roots = dict.fromkeys(next(part for part in path.split(".") if part not in shared) for path in outside)
     return _joined(f".*({'|'.join(map(re.escape, roots))}).*", existing)

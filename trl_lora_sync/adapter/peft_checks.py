@@ -19,6 +19,7 @@ from trl_lora_sync.versions import PEFT, warn
 
 logger = logging.getLogger(__name__)
 
+# All different, and the scaling is not 1, so that a swapped shape or a missing scaling shows.
 _R, _ALPHA, _IN, _OUT = 2, 6, 3, 4
 _NAME, _PATH = "default", "base_model.model.linear"
 # Tolerance of float32 on a product of so few numbers.
@@ -66,6 +67,7 @@ def _changes() -> Iterator[str]:
         config = peft.LoraConfig(r=_R, lora_alpha=_ALPHA, target_modules=["linear"], init_lora_weights=False)
         base = _Tiny()
         model = peft.get_peft_model(base, config)
+    # Whatever a changed PEFT raises, the user gets a sentence with the versions that work.
     except Exception as error:
         yield f"a model with a LoRA adapter cannot be made ({type(error).__name__}: {error})"
         return
@@ -110,6 +112,7 @@ def _layer_changes(model: Any) -> Iterator[str]:
     names = {f"{_PATH}.lora_{which}.{_NAME}.weight" for which in "AB"}
     if not names <= {name for name, _ in model.named_parameters()}:
         changes.append(f"the matrices are not named {' and '.join(sorted(names))}")
+    # Only a layer of the known form can be computed with below.
     yield from changes or _computed_changes(model, layer)
 
 

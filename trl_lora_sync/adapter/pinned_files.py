@@ -116,6 +116,7 @@ class PinnedFile:
 
     def finish(self) -> None:
         """Wait for what `begin` began, if it did. Never fails, but after an error readers go on waiting."""
+        # Taken first, so that a copy that has failed is reported once.
         copying, self._copying = self._copying, None
         if copying is None:
             return
@@ -137,6 +138,7 @@ class PinnedFile:
         expected = flat.view(torch.uint8)
         parts = torch.split(self.memory[len(header) :], CHUNK_BYTES)
         pairs = zip(parts, torch.split(expected, CHUNK_BYTES), strict=True)
+        # Each comparison is queued behind its transfer on the same stream, so it needs no other wait.
         return all(torch.equal(part.to(flat.device, non_blocking=True), there) for part, there in pairs)
 
     def fits(self, size: int, device: torch.device) -> bool:
@@ -166,6 +168,7 @@ class PinnedFile:
             fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError:
             return False
+        # Also without readers now, a second path could be opened later.
         return os.fstat(self._file).st_nlink == 1
 
     def discard(self) -> None:
@@ -210,6 +213,8 @@ class PinnedFilePool:
         self._lock = lock
         self._driver_for = driver_for
         self._shares = shares
+        # The second stays set when the GPU cannot be shared after all: workers wait for files in any case, so the copy
+        # into the file may go on during the request.
         self._shares_gpu = self._readers_wait = shares_gpu
         self._memory: GPUMemory | None = None
         # From 1 on, because a worker that was offered nothing is at 0 (`engine_plugins.shared_files`).
@@ -274,6 +279,8 @@ class PinnedFilePool:
         try:
             memory = self._memory_for(flat)
             if memory is not None:
+                # First, and the file is filled from `memory`: workers that read the GPU do not wait for the file, so
+                # the next export may overwrite `flat` before the file is complete.
                 memory.fill(flat)
                 self._report(Source(memory.offer.number), 0, flat.nbytes, flat.nbytes)
                 pinned.begin(header, memory.copy_to)
@@ -284,6 +291,8 @@ class PinnedFilePool:
             level = logging.INFO if flat.is_cuda else logging.DEBUG
             logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
         if self._readers_wait:
+            # From `flat` itself, which the next export overwrites: a load ends after this copy, as workers and
+            # `ServerHandle.load` wait for the file or its last part, and a version that fails is deleted after `finish`.
             source = Source(file=pinned.key)
             pinned.begin(header, lambda target: self._begin_copy(target, flat.view(torch.uint8), source, len(header)))
         else:
@@ -309,6 +318,7 @@ class PinnedFilePool:
     def _memory_for(self, flat: Tensor) -> GPUMemory | None:
         if not self._shares_gpu or self._shared is None:
             return None
+        # Larger memory stays, as workers read as many bytes from its beginning as the file has.
         if self._memory is not None and (self._memory.device != flat.device or self._memory.size < flat.nbytes):
             self._release_memory(self._shared.withdraw_memory())
         if self._memory is None:
@@ -356,6 +366,7 @@ class PinnedFilePool:
             return
         # Until then the copy from the GPU may still write to it.
         pinned.finish()
+        # `store.write_adapter` renames the folder after the file was moved into it, so the old path is outdated.
         pinned.path = file
         try:
             if not pinned.is_at(file):
@@ -373,6 +384,7 @@ class PinnedFilePool:
         for files in (self.free, self.new, assigned):
             self._discard(files)
         if self._shared is not None:
+            # After the files, each of which is withdrawn through it.
             self._release_memory(self._shared.close())
             self._shared = None
 
@@ -395,6 +407,7 @@ class PinnedFilePool:
             )
             return None
         try:
+            # A new number each time, as a file that could not be deleted would be in the way of `O_EXCL`.
             return PinnedFile(pool / str(next(self._numbers)), size, device, self._lock, self._share(pool))
         except PinError as error:
             self._give_up(
@@ -414,6 +427,7 @@ class PinnedFilePool:
         return self._shared
 
     def _give_up(self, why: str) -> None:
+        # For the rest of the run, or each sync would try it and log it again.
         self._is_given_up = True
         logger.warning("Adapter versions are written the slow way, as plain files: %s.", why)
 

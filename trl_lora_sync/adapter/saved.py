@@ -69,6 +69,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         _check_base_is_plain(config)
         with safe_open(folder / TENSORS_FILE, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file is not a mapping
+    # Broken JSON and broken text raise a ValueError.
     except (OSError, ValueError, SafetensorError) as error:
         # It is a ValueError too, and has its own message.
         if isinstance(error, UnsupportedAdapterError):
@@ -139,5 +140,6 @@ def _scaling(path: str, rank: int, config: Mapping[str, Any]) -> float:
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):
             alpha = value
+            # The first pattern that matches counts, as in `get_pattern_key`.
             break
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

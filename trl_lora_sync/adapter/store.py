@@ -105,6 +105,7 @@ def write_adapter(
     Raises:
         AdapterExportError: the directory is taken, or cannot be written (permissions, full disk).
     """
+    # Beside it, as a rename cannot cross file systems. The dot keeps it out of the pattern of a sweep.
     partial = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.partial"
     renamed = False
     try:
@@ -113,6 +114,7 @@ def write_adapter(
         _write_files(partial, adapter, private, write_tensors)
         partial.rename(directory)
         renamed = True
+        # A rename is durable only once the folder that holds the name is on disk.
         fsync(directory.parent)
     except BaseException as error:
         shutil.rmtree(directory if renamed else partial, ignore_errors=True)
@@ -241,6 +243,7 @@ class AdapterStore:
         starting = self.root / f".{self.run_id}{_STARTING}"
         try:
             self.root.mkdir(mode=_PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+            # After `mkdir`, which accepts a folder that another user has made in advance.
             _check_owner(self.root)
             starting.mkdir(mode=_PRIVATE_DIRECTORY)
             self.lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
@@ -269,6 +272,7 @@ class AdapterStore:
             write_adapter(stored.path, adapter, private=True, write_tensors=partial(self._write_tensors, stored.name))
         except BaseException:
             if self.pinned is not None:
+                # Not returned to the pool: its content is undefined, and its path was in the folder that is deleted.
                 self.pinned.discard(stored.name)
             raise
         pinned = None if self.pinned is None else self.pinned.assigned(stored.name)
@@ -297,6 +301,7 @@ class AdapterStore:
             assert self.pinned is not None
             self.pinned.assign(name, pinned)
             memory = self.pinned.fill(pinned, adapter.header, adapter.flat)
+            # Last, so that no reader finds the file without its content, or without the lock that makes it wait.
             pinned.move(file)
         if note is not None:
             shared = f"../{_PINNED}/{SOCKET}" if pinned is not None and pinned.is_shared else ""
@@ -329,6 +334,7 @@ class AdapterStore:
         self.finish()
         pinned = None if self.pinned is None else self.pinned.assigned(name)
         if pinned is not None:
+            # Servers open the path, so another file there counts even though the pinned one is intact.
             return pinned.is_at(file) and pinned.holds(adapter.header, adapter.flat)
         with file.open("rb") as opened:
             # A bytearray, as Python compares bytes with a memoryview one by one, in 25 times the time (3.11).
@@ -376,6 +382,7 @@ class AdapterStore:
         """
         if stored.path is not None:
             if self.pinned is not None:
+                # First, as it moves the pinned file out of the folder that is deleted next.
                 self.pinned.release(stored.name, self.directory / _PINNED, stored.path / TENSORS_FILE)
             if keep_name:
                 _make_record(stored.path)
@@ -401,6 +408,7 @@ class AdapterStore:
             left = [name for name in names if name.startswith(f"{run_id}-v")]
             if left:
                 _delete_all_but(self.root / run_id, left)
+                # Kept for a later `close`, which may learn that the servers have dropped the names.
                 self._records.add(run_id)
             else:
                 shutil.rmtree(self.root / run_id, ignore_errors=True)
@@ -462,8 +470,10 @@ def sweep_leftovers(
             continue
         try:
             names = [version.name for version in sorted(directory.glob(f"{directory.name}-v*"))]
+            # Before any file goes: vLLM ends if it reads an evicted adapter again and its files are gone.
             left = [name for name in names if unload(name) is False]
             if not all(knows(base_url) for base_url in _servers_of(lock)):
+                # The server that is not covered here may have each of them.
                 left = names
             if left:
                 _delete_all_but(directory, left)
@@ -502,6 +512,7 @@ def _is_locked(directory: Path) -> bool:
     except OSError:
         return False
     try:
+        # A shared lock, so that two such tests at the same time do not take each other for the live run.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True

@@ -76,6 +76,7 @@ _LOFTQ_FIX = (
 # Field -> why a value that is set cannot be served. Only an unset (falsy) value passes.
 _REFUSED_WHEN_SET = {
     "use_dora": "DoRA rescales the merged weight by a magnitude vector, which vLLM rejects and SGLang cannot apply",
+    # vLLM 0.31 takes the key for lora_B itself (vllm/lora/utils.py `parse_fine_tuned_lora_name`).
     "lora_bias": "the bias of lora_B is dropped or written over other weights by the servers",
     "modules_to_save": "fully trained modules are not part of a LoRA adapter, so the server would keep the base ones",
     "trainable_token_indices": "trained token embeddings are not part of a LoRA adapter and would be skipped silently",
@@ -155,6 +156,7 @@ def _check_init(value: Any) -> None:
 def _check_targets(value: Any, serving: Serving) -> None:
     names = [value] if isinstance(value, str) else list(value or ())
     for name in names:
+        # A regular expression passes. The layers that it finds are checked in the model (`export._plain_layers`).
         if serving != "fused" and name.rpartition(".")[2] in _EMBEDDING_MODULES:
             raise refuse_module(name)
 
@@ -195,6 +197,7 @@ def check_peft_config(
     Source: the feature table of both engines, vLLM 0.22-0.33 (`vllm/lora/peft_helper.py`) and SGLang 0.5.10-0.5.23
     (`sglang/srt/lora/lora.py`); PEFT 0.21.2 for the fields.
     """
+    # Imported here, as commands check a saved configuration where PEFT is not installed.
     from peft import LoraConfig
 
     from trl_lora_sync.adapter.peft_checks import check_peft
@@ -214,18 +217,22 @@ def check_peft_config(
             "vLLM and SGLang load plain LoRA adapters only",
             "Use peft.LoraConfig",
         )
+    # Not a field of the dataclass, so the loop over the fields does not find it.
     if getattr(config, "_custom_modules", None):
         raise refuse(
             "LoraConfig with custom modules registered",
             "PEFT then adapts layers with classes of your own, which no server runs",
             "Remove the call of _register_custom_module",
         )
+    # Before the fields: PEFT has filled this one itself where the names of modules led to experts, so the error names
+    # the modules to set instead.
     if is_of_model and config.target_parameters and not serves_experts(serving, proves_groups=proves_groups):
         raise refuse_experts(config)
     _check_targets(config.target_modules, serving)
     for field in dataclasses.fields(config):
         if field.name != "target_parameters" or not serves_experts(serving, proves_groups=proves_groups):
             _check_field(field, getattr(config, field.name), serving)
+    # The difference to an initial adapter is made for linear layers only, and experts would be sent whole.
     if config.target_parameters and changes_base(config.init_lora_weights):
         raise refuse_experts(config)
     _check_together(config)
@@ -302,6 +309,8 @@ def saved_rank(saved: Mapping[str, Any]) -> int:
 
     That is the largest rank in it, and twice that one if the initialisation changes the base.
     """
+    # A pattern may match no module, so this can be too high. That costs the server memory, where too low a rank would
+    # make it refuse the adapter.
     largest = max([int(saved["r"]), *map(int, (saved.get("rank_pattern") or {}).values())])
     return 2 * largest if changes_base(saved.get("init_lora_weights")) else largest
 
@@ -313,6 +322,7 @@ def _check_field(field: "dataclasses.Field[Any]", value: Any, serving: Serving) 
         _CHECKED[field.name](value)
     elif field.name in _REFUSED_WHEN_SET:
         _check_unset(field.name, value, serving)
+    # An unknown field is refused only where it is set, so a newer PEFT works until a new feature is used.
     elif value != _default_of(field):
         raise refuse(
             f"LoraConfig({field.name}={value!r})",
@@ -350,6 +360,7 @@ def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
     """
     for name, config in configs.items():
         init = getattr(config, "init_lora_weights", None)
+        # Whether or not it is active, PEFT has written to the base weights when the adapter was added.
         if name != active and (init == "loftq" or changes_base(init)):
             raise refuse(
                 f"The adapter {name!r} with init_lora_weights={init!r}, which is not the active one,",

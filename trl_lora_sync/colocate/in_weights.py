@@ -45,6 +45,7 @@ class AdaptersInWeights(ABC):
         Raises:
             AdapterRejectedError: it changes a layer that the trainer's base model does not have.
         """
+        # The same memory for each version of a layout, as launches that are known (`KnownLaunches`) read from it.
         held = self._held.get(adapter_id)
         if held is None or held.layout != adapter.layout:
             unknown = sorted(set(modules_of(adapter.tensors)) - self._base.keys())
@@ -53,6 +54,7 @@ class AdaptersInWeights(ABC):
             device = next(iter(self._parameters.values())).device
             held = self._held[adapter_id] = replace(adapter, flat=torch.empty_like(adapter.flat, device=device))
             self._matrices[adapter_id] = modules_of(held.tensors)
+        # Before the memory changes, so that `check` finds the version that was there gone even if the copy fails.
         self._names[adapter_id] = name
         held.flat.copy_(adapter.flat)
         policy = Policy(name, adapter_id)
@@ -73,6 +75,7 @@ class AdaptersInWeights(ABC):
         if self._cached != name:
             # For the base as well: no request names an adapter here, so blocks of different weights have equal keys.
             engine.empty_prefix_cache(self._llm)
+            # Only now: if vLLM keeps its cache, the error leaves the old name, and the next call tries it again.
             self._cached = name
         with self._merged(policy):
             yield
@@ -110,6 +113,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
 
     def release(self) -> None:
         super().release()
+        # They hold the matrices of the adapters that were just dropped.
         self._launches.forget()
 
     def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
@@ -143,6 +147,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
             self._places = places
         self._launches.write(matrices, 1.0, lambda: self._write_in_full(matrices, device))
         if device.type == "cuda":
+            # vLLM may compute in another stream.
             torch.cuda.synchronize(device)
         self._written, self._is_whole = name, True
 
@@ -160,6 +165,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
                     if module in matrices:
                         fuse_piece(target, source, *matrices[module], piece, 1.0, launch)
                     else:
+                        # Only an earlier adapter has changed this module, so it gets its base back.
                         target.copy_(source)
             launch.run(1.0)
         return launch

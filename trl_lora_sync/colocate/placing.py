@@ -71,6 +71,8 @@ def whole_views(llm: Any, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]
         view = None
         if len(pieces) == 1 and pieces[0].columns == (0, weight.shape[1]) and pieces[0].rows == (0, weight.shape[0]):
             view = parameters[pieces[0].owner][pieces[0].top : pieces[0].bottom]
+        # On a GPU q, k and v are ranges of rows of one parameter, and the padding of an embedding follows its rows, so
+        # each of them is contiguous.
         if view is None or view.shape != weight.shape or not view.is_contiguous():
             raise PlacementError(f"vLLM keeps {name!r} in {len(pieces)} parts or beside other columns")
         views[name] = view
@@ -79,6 +81,7 @@ def whole_views(llm: Any, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]
 
 def first_difference(views: dict[str, Tensor], weights: dict[str, nn.Parameter]) -> str | None:
     """The name of a weight whose view does not hold the same bits; None if all do."""
+    # The trainer's weights may still be on the host here, so they come to the device in parts.
     for name, view in views.items():
         weight = weights[name].data
         if view.dtype != weight.dtype or not all(_equal(*parts) for parts in _chunks(view, weight)):
@@ -98,6 +101,7 @@ def _chunks(view: Tensor, weight: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 def _equal(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same bits."""
+    # As numbers, 0.0 equals -0.0, and NaN differs from itself.
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     return torch.equal(left.view(bits), right.contiguous().view(bits))
 

@@ -15,6 +15,7 @@ from trl_lora_sync.colocate import placing
 from trl_lora_sync.engine_plugins.fused_placement import PlacementError
 from trl_lora_sync.errors import UnsupportedSettingError
 
+# With `"auto"` a checkpoint may still be in float32, which `reason_against` finds once the model is loaded.
 _HALF = (torch.bfloat16, torch.float16, "bfloat16", "float16", "auto")
 
 
@@ -151,11 +152,13 @@ class SharedBase:
             weight.data = weight.data.new_empty(0)  # so that moving makes no copy
         model.to(device)
         for name, view in self.views.items():
+            # After the move, which may copy what is on the device already, see `reconnect`.
             self._weights[name].data = view
 
     def reconnect(self) -> None:
         """Connect again what was copied meanwhile, as `model.to` does from the device `cpu` to `cpu:0` (torch 2.13)."""
         apart = [name for name, view in self.views.items() if self._weights[name].data_ptr() != view.data_ptr()]
+        # Weights that were changed meanwhile stay apart: connecting them would discard the change without an error.
         if apart and placing.first_difference(self.views, self._weights) is None:
             for name in apart:
                 self._weights[name].data = self.views[name]

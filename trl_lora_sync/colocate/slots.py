@@ -87,6 +87,7 @@ class AdapterSlots:
             self.load_file(name, adapter_id, adapter)
             copies = self._learn(adapter_id, layout, sources)
         if copies is not None:
+            # Layers without matrices, and ranks above the adapter's, are zero since `_learn` has emptied the slot.
             torch._foreach_copy_(copies.targets, copies.sources)
             self.compare(name, copies)
         # The path is never read, as vLLM finds the number loaded (0.31, lora/worker_manager.py). With the name it is
@@ -117,6 +118,7 @@ class AdapterSlots:
         self.stage = None
 
     def _is_held(self, adapter_id: int) -> bool:
+        # vLLM makes another `LoRAModel` at each load, which has no `__eq__`, so a reload under one number is noticed.
         return adapter_id in self.contents and self.contents[adapter_id] == self._record(adapter_id)
 
     def _record(self, adapter_id: int) -> tuple[int | None, Any]:
@@ -127,10 +129,13 @@ class AdapterSlots:
     def load_file(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Any:
         """vLLM's own way: from a file, which is deleted once it is loaded."""
         llm_engine = self._llm.llm_engine
+        # In memory, as vLLM reads the file once and right away. `mkdtemp` makes the folder private to this user.
         folder = Path(tempfile.mkdtemp(prefix="trl-lora-sync-", dir=_SHM if _SHM.is_dir() else None))
         request = engine.lora_request(name, adapter_id, str(folder / name))
         try:
             write_adapter(folder / name, adapter, private=True)
+            # Its targets are views of the slot that the number has now, and a load takes the first free slot (0.31,
+            # lora/model_manager.py `activate_adapter`).
             self.copies.pop(adapter_id, None)
             # vLLM loads nothing under a number that it has (0.31, lora/worker_manager.py `add_adapter`).
             llm_engine.remove_lora(adapter_id)
@@ -145,6 +150,7 @@ class AdapterSlots:
 
     def _sources(self, adapter: CanonicalAdapter) -> CanonicalAdapter:
         """The adapter in memory that stays where it is from one sync to the next."""
+        # All slots have one dtype and device, so the first tensor stands for all of them.
         slot = next(_parts(engine.adapter_manager(self._llm), 0))
         if (adapter.flat.device, adapter.dtype) == (slot.device, slot.dtype):
             return adapter
@@ -179,6 +185,8 @@ class AdapterSlots:
                 reason,
             )
             self._unfamiliar.add(layout)
+            # The slot gets back what vLLM has put there, so this version is served as one from a file. If there was no
+            # memory for the clones, nothing was written yet.
             for part, value in zip(_parts(manager, slot) if loaded else (), loaded, strict=True):
                 part.copy_(value)
             return None
@@ -189,6 +197,7 @@ class AdapterSlots:
         """As `LoRAModelManager.activate_adapter` does, with the tensors of `sources`."""
         matrices: dict[str, list[Tensor]] = {}
         for key, tensor in sources.tensors.items():
+            # lora_A comes before lora_B, in the order of the keys.
             matrices.setdefault(engine.served_name(self._llm, key), []).append(tensor)
         for name, layer in manager.modules.items():
             members = manager.packed_modules.get(name)
@@ -208,6 +217,7 @@ class AdapterSlots:
         flat = copies.flat
         held = flat.clone()  # what other processes of tensor parallelism hold is not in the slot, and stays equal
         first = flat.storage_offset()
+        # The sources are views of `flat`, so the same shapes, strides and offsets are their places in its copy.
         views = [held.as_strided(one.shape, one.stride(), one.storage_offset() - first) for one in copies.sources]
         torch._foreach_copy_(views, copies.targets)
         if not _same_bits(held, flat):
@@ -220,6 +230,7 @@ def _parts(manager: Any, slot: int) -> Iterator[Tensor]:
     """Views of all that a slot holds."""
     for layer in manager.modules.values():
         for matrices in (layer.lora_a_stacked, layer.lora_b_stacked):
+            # Embedding and output head have one tensor, linear layers one for each slice of theirs (0.31, lora/layers).
             for stacked in (matrices,) if isinstance(matrices, Tensor) else matrices:
                 yield stacked[slot]
 
