@@ -292,7 +292,8 @@ class PinnedFilePool:
             logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
         if self._readers_wait:
             # From `flat` itself, which the next export overwrites: a load ends after this copy, as workers and
-            # `ServerHandle.load` wait for the file or its last part, and a version that fails is deleted after `finish`.
+            # `ServerHandle.load` wait for the file or for its last part, and a version that fails is deleted after
+            # `finish`.
             source = Source(file=pinned.key)
             pinned.begin(header, lambda target: self._begin_copy(target, flat.view(torch.uint8), source, len(header)))
         else:

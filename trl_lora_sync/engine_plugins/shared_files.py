@@ -6,8 +6,8 @@ as it has the mapping. So the trainer passes its own open file through a socket:
 processes map it. While a worker reads, it also has the file open by its path, and so it is counted then.
 
 Where trainer and worker compute on GPUs, the worker also opens the trainer's memory there (`cuda_ipc`), and reads the
-newest version from it instead. A trainer also reports its progress while it writes a version, and workers copy it to their
-GPUs before they are requested to load it (`copied_ahead`).
+newest version from it instead. A trainer also reports its progress while it writes a version, and workers copy it to
+their GPUs before they are requested to load it (`copied_ahead`).
 
 The socket is in the trainer's folder. Both ends accept only the same user. A worker drops what it has of a trainer once
 the trainer withdraws a file or its process is gone, which closes the connection.
