@@ -53,6 +53,7 @@ _KINDS = ("Config", "Trainer")
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        # Read when it is needed, as a copy on PYTHONPATH has no metadata.
         return metadata.version("trl-lora-sync")
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -64,11 +64,13 @@ from trl_lora_sync.trl_checks import (
     trl_classes,
 )
 
+# At the import, before anything derives from TRL's classes or replaces a name of TRL.
 check_trl()
 
 _AVAILABLE = "is_vllm_available"
 # Of no step, also when a frequency is added to it.
 _NEVER_SYNCED = -(1 << 31)
+# Held while names of TRL are replaced: of two trainers built at once, one would restore the factory of the other.
 _rebinding = threading.RLock()  # a reward function may build another trainer
 
 
@@ -80,7 +82,9 @@ def generation_class(trainer_class: type, factory: Callable[..., Any]) -> Iterat
     names = {GENERATION_CLASS: factory, _AVAILABLE: lambda *_, **__: True}
     places = [(module, name) for module in modules for name in names]
     # For the trainers of SDPO and SDFT, which import the class when they are built (1.16).
+    # Our generation classes derive from this name, so they are imported before the block (`trainers._build`).
     places.append((import_module(GENERATION_MODULE), GENERATION_CLASS))
+    # A trainer's module has these names only if it imports them at its top.
     with _rebinding, _replaced({place: names[place[1]] for place in places if hasattr(*place)}):
         yield
 
@@ -106,6 +110,7 @@ def models_on_host(trainer_class: type) -> Iterator[None]:
     modules = {sys.modules[one.__module__] for one in trl_classes(trainer_class)}
     places = [(module, LOADER) for module in modules if hasattr(module, LOADER)]
 
+    # TRL itself passes `device_map=None` under DDP and DeepSpeed. Otherwise the default on a GPU is "auto" (1.16).
     def on_host(load: Callable[..., Any]) -> Callable[..., Any]:
         # A `device_map` that the user has set in `model_init_kwargs` wins.
         return lambda *args, **kwargs: load(*args, **{"device_map": None} | kwargs)
@@ -208,11 +213,14 @@ def record_metrics(trainer: Any, values: Mapping[str, float], *, latest: frozens
             # TRL logs the mean of each list (1.11 to 1.16), which is the value itself.
             metrics[name] = [value]
         else:
+            # The asynchronous trainer adds up values whose name has the word `total`, such as `lora_sync/total_s`,
+            # and takes the largest if it has `max`. A pair is averaged whatever its name is (`_reduce_metric`, 1.16).
             metrics[name].append((value, 1.0) if is_async else value)
 
 
 def forget_last_sync(trainer: Any) -> None:
     """Make the trainer sync before it generates again, even at the same `global_step`."""
+    # GOLD and IW-OPD have the second of these, and the others have the first (1.16).
     for name in LAST_SYNC_FIELDS:
         if hasattr(trainer, name):
             setattr(trainer, name, _NEVER_SYNCED)
@@ -220,6 +228,7 @@ def forget_last_sync(trainer: Any) -> None:
 
 def batches_until_generation(trainer: Any) -> int:
     """How many batches after the next one the trainer samples again."""
+    # In micro-batches, as `_step` counts these (1.16).
     every = trainer.args.steps_per_generation * trainer.num_iterations
     return int(every - trainer._step % every)
 
@@ -270,12 +279,14 @@ def batch_of_next_epoch(trainer: Any, place: int) -> Any | None:
 
 def masked_share(trainer: Any) -> float:
     """**Collective.** The share of sequences of the last batch that the importance sampling correction left out."""
+    # One entry for each of `steps_per_generation` micro-batches.
     masked = torch.cat([_is_masked(batch) for batch in trainer._buffered_inputs])
     return float(trainer.accelerator.gather(masked.float()).mean())
 
 
 def _is_masked(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """For each sequence, whether the weight of every token that is trained on is zero."""
+    # The masks have the shape (B, T), and the ratio (B, T), or (B, 1) in TRL's two sequence modes (1.16).
     is_trained_on = batch["completion_mask"].bool()
     if batch.get("tool_mask") is not None:
         is_trained_on &= batch["tool_mask"].bool()
@@ -286,6 +297,7 @@ def saves_shards_only(trainer: Any) -> bool:
     """Whether Transformers' `save_model` leaves the model out because FSDP's state dicts are sharded."""
     if not trainer.is_fsdp_enabled:
         return False
+    # The same test of the same text as in `save_model` of Transformers (5.24).
     return "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
 
 

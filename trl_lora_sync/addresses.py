@@ -14,6 +14,7 @@ _REFUSED_WITHIN_S = 1.0
 
 def has_secrets(url: str) -> bool:
     """Whether a URL carries more than a place, such as a user, a password or a key."""
+    # By character, as the text may be several URLs with commas in between, or not a URL at all.
     return bool({"@", "?", "#"} & set(url))
 
 
@@ -29,6 +30,7 @@ def is_http_url(url: str) -> bool:
 def next_port(url: str) -> str:
     """The same host, one port on, for an example of a second server."""
     parts = urlsplit(url)
+    # `hostname` lacks the brackets that an IPv6 address needs in a URL.
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{parts.scheme}://{host}:{(parts.port or 8000) + 1}"
 
@@ -40,12 +42,14 @@ def is_local_url(url: str) -> bool:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # unknown, or no possible host name
         return False
+    # By a trial, which is right for every name and address of this host, and for TRL's default, 0.0.0.0.
     return any(_can_bind(family, address) for family, _, _, _, address in addresses)
 
 
 def is_same_server(url: str, others: Iterable[str]) -> bool:
     """Whether a URL is of one of the others' servers: of the same port, and of the same host or of this one as well."""
     host, port = _host_and_port(url)
+    # The ports first, as `is_local_url` may query a name server.
     return any(
         port == other_port and (host == other_host or (is_local_url(url) and is_local_url(other)))
         for other in others

@@ -17,6 +17,7 @@ from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.trainers import LoRASyncTrainer
 from trl_lora_sync.trl_checks import check_async, check_async_built, check_async_exports
 
+# Before the classes below, which derive from what this finds.
 trls: Any = check_async_exports()
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class AsyncGeneration(LoRASyncGeneration):
             super().sync_weights()
 
 
+# TRL calls these two in any training, and the rest of a transfer only in the `_sync_weight` that is overridden (1.16).
 class _NoTransfer:
     """In the place of TRL's transfer of weights, which is not needed."""
 
@@ -83,10 +85,12 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
         worker = partial(RolloutWorker, sync=lambda: self.vllm_generation.sync, settings=sync["settings"])
         with _trl.rollout_worker_class(type(self), worker):
             # Without a transfer TRL would look for its own way of syncing on the server.
+            # Given on every process, as a collective decides about that way (1.16).
             # Past the `__init__` of `LoRASyncTrainer`, which has called this method.
             super(LoRASyncTrainer, self).__init__(*args, **{**kwargs, "weight_transfer": _NoTransfer()})
         check_async_built(self, RolloutWorker)
         # TRL's `__init__` builds none. The worker looks it up when it starts to sample.
+        # It reads the adapter, which TRL's `__init__` puts on the model.
         self.vllm_generation = AsyncGeneration(
             model=self.model,
             accelerator=self.accelerator,
@@ -105,6 +109,7 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
     def get_train_dataloader(self) -> Any:
         """TRL's, with the token budget that all servers allow."""
         # TRL would take the limit of the one server that its client knows (1.16).
+        # On every process, as `run_on_main` is collective. TRL itself sets it on process 0 alone.
         if self._syncs_adapters and self.args.token_budget is None:
             self.args.token_budget = run_on_main(self.accelerator, self._longest)
         return super().get_train_dataloader()  # type: ignore[misc]
@@ -130,6 +135,7 @@ class AsyncLoRASyncTrainer(LoRASyncTrainer):
 
     def _record_sync(self, report: "SyncReport") -> None:
         super()._record_sync(report)
+        # Not counted up, as TRL does: a sync that fails or is repeated uses up a number.
         self.model_version = report.version
         if self.rollout_worker is not None:
             self.rollout_worker.update_model_version(report.version)

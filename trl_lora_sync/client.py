@@ -138,9 +138,11 @@ class RolloutClient:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             **sampling_fields(sampling, n),
+            # After `sampling_fields`, where `logprobs` is a number. This route takes a boolean, and the number apart.
             "logprobs": logprobs is not None,
             "top_logprobs": logprobs,
         }
+        # The server refuses an empty list (TRL 1.16, generation/vllm_client.py).
         if tools:
             # The caller parses tool calls, so the server only has to render the tools into the prompt.
             body |= {"tools": [get_json_schema(t) if callable(t) else t for t in tools], "tool_choice": "none"}
@@ -165,6 +167,7 @@ def openai_messages(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _openai_part(part: dict[str, Any]) -> dict[str, Any]:
     kind = part.get("type")
+    # TRL's two forms of a picture (1.16, `to_openai_messages`).
     if kind in ("image", "image_pil"):
         return {"type": "image_url", "image_url": {"url": data_url(part[kind])}}
     return part
@@ -173,6 +176,7 @@ def _openai_part(part: dict[str, Any]) -> dict[str, Any]:
 def _answer(answers: list[list[Completion]], logprobs: int | None) -> dict[str, Any]:
     rows = [completion for answer in answers for completion in answer]
     return {
+        # Every sample of a prompt repeats the prompt.
         "prompt_ids": [answer[0].prompt_ids for answer in answers],
         "completion_ids": [row.token_ids for row in rows],
         "logprobs": None if logprobs is None else [row.logprobs for row in rows],

@@ -193,6 +193,7 @@ class LoRASyncConfig:
     )
 
     def __post_init__(self) -> None:
+        # TRL's first: it sets up the distributed state, which `world_size` is read from below.
         super().__post_init__()  # type: ignore[misc]
         check_choice("vllm_sync_strategy", self.vllm_sync_strategy, _CHOICES["vllm_sync_strategy"])
         if self.vllm_sync_strategy == "lora_adapter":
@@ -206,6 +207,7 @@ class LoRASyncConfig:
 
 
 # Field -> the values that its annotation lists.
+# Annotations are objects here and not text, as this module has no `from __future__ import annotations`.
 _CHOICES = {one.name: get_args(one.type) for one in fields(LoRASyncConfig) if get_origin(one.type) is Literal}
 
 
@@ -221,6 +223,7 @@ class AsyncLoRASyncConfig(LoRASyncConfig):
     What other configurations of TRL have as fields, an asynchronous one has one value of.
     """
 
+    # Class variables do not become fields, so a command line does not offer them.
     use_vllm: ClassVar[bool] = True
     vllm_mode: ClassVar[str] = "server"
     vllm_server_host: ClassVar[None] = None
@@ -233,6 +236,7 @@ def check_sync_fields(args: Any) -> None:
     Raises:
         UnsupportedSettingError: naming the field, the value seen and the one expected.
     """
+    # Imported here: with "weights" a configuration loads nothing of the engines.
     from trl_lora_sync.engines.registry import ENGINES
 
     is_async = isinstance(args, AsyncLoRASyncConfig)
@@ -267,6 +271,7 @@ def check_sync_fields(args: Any) -> None:
     elif args.lora_sync_overlap:
         _check_overlap(args)
     _check_generation_kwargs(getattr(args, "generation_kwargs", None) or {})
+    # Not in colocate mode, where a teacher may run at the default URL of a server that is not used.
     if args.vllm_mode == "server":
         _check_server(args)
 
@@ -312,6 +317,7 @@ def _check_colocate(args: Any) -> None:
                 f"{VLLM.serve_command('MODEL')}, where MODEL is the base model; for an adapter of a rank above 16, "
                 "add --lora-rank."
             )
+    # TRL refuses such a size as well, but only once the model is loaded (`VLLMGeneration._init_vllm`, 1.16).
     size, processes = args.vllm_tensor_parallel_size, args.world_size
     if size < 1 or processes % size:
         raise UnsupportedSettingError(
@@ -381,6 +387,8 @@ def _check_async(args: Any) -> None:
             raise UnsupportedSettingError(
                 f"{name}={getattr(args, name)!r} cannot be used {seen}: {why}. Set it to {value!r}."
             )
+    # `VersionLedger.lease` reads the active version in the thread of the rollouts. If one version were kept, the next
+    # sync could retire it before its lease is noted.
     if args.lora_sync_keep < _KEPT_FOR_OVERLAP:
         raise UnsupportedSettingError(
             f"lora_sync_keep={args.lora_sync_keep} cannot be used {seen}: samples are begun while the next version is "
@@ -451,6 +459,8 @@ def _check_teacher(args: Any, urls: tuple[str, ...]) -> None:
     Source: `VLLMClient.model` is the first model that a server lists, TRL 1.16.
     """
     url = getattr(args, "teacher_model_server_url", None)
+    # SDFT and SDPO have the switch alone, which takes the sampled server. `ServerDistillationConfig` has the URL alone,
+    # and IW-OPD has both (1.16).
     if getattr(args, "use_teacher_server", url is not None) and (url is None or is_same_server(url, urls)):
         seen = "use_teacher_server=True" if url is None else f"teacher_model_server_url={url!r}"
         fix = "Set use_teacher_server=False" if url is None else "Serve the teacher from a server that is not sampled"
@@ -460,8 +470,10 @@ def _check_teacher(args: Any, urls: tuple[str, ...]) -> None:
 
 
 def _check_timeout(name: str, seconds: float, args: Any) -> None:
+    # In this form it refuses NaN as well, with which neither comparison is true.
     if not 0 < seconds < math.inf:
         raise UnsupportedSettingError(f"{name} must be a positive, finite number of seconds, got {seconds:g}.")
+    # A single process waits in no collective, so `ddp_timeout` does not end its waits.
     if args.world_size > 1 and seconds > args.ddp_timeout - _COLLECTIVE_MARGIN_S:
         raise UnsupportedSettingError(
             f"{name}={seconds:g} is too long for ddp_timeout={args.ddp_timeout}: the other processes wait inside a "
@@ -471,6 +483,7 @@ def _check_timeout(name: str, seconds: float, args: Any) -> None:
 
 def _check_start(args: Any) -> None:
     """The start is one wait for the other processes: for the server, then for the base check and the trial load."""
+    # Each round has a deadline of `lora_sync_timeout`: the adapter folder and the checks (`AdapterSync._prepare`).
     rounds = 2 if args.vllm_server_sleep == "off" else 4  # the KV cache is released and restored once as well
     seconds = args.vllm_server_timeout + rounds * args.lora_sync_timeout
     if args.world_size > 1 and seconds > args.ddp_timeout - _COLLECTIVE_MARGIN_S:
@@ -485,6 +498,7 @@ def _check_start(args: Any) -> None:
 def _check_generation_kwargs(generation_kwargs: dict[str, Any]) -> None:
     from trl_lora_sync.engines.vllm.completions import RESERVED_FIELDS
 
+    # `generation_kwargs` are merged into a request last (`sampling_fields`), so any of these would win.
     reserved = sorted(RESERVED_FIELDS & generation_kwargs.keys())
     if reserved:
         raise _contradiction(
@@ -539,6 +553,7 @@ def sync_settings(args: Any) -> "PolicySettings":
     from trl_lora_sync.settings import ColocateSettings, ServerAddress, SyncSettings
 
     # Only vLLM applies adapters to modules that see images, and only a proof shows whether a server does.
+    # "auto" counts as vLLM: the engine is unknown before the connection, and the proof decides then.
     proves_groups = (
         args.vllm_mode == "server"
         and ENGINES.get(args.vllm_server_engine, VLLM).proves_groups
@@ -590,6 +605,7 @@ def check_reference(args: Any, peft_config: Any) -> None:
     """
     from trl_lora_sync.adapter.support import changes_base
 
+    # Of a model that comes with its adapter, TRL's reference is a copy, which `check_other_adapters` refuses.
     init = getattr(peft_config, "init_lora_weights", None)
     # Other configurations have a `beta` of another meaning.
     if changes_base(init) and isinstance(args, trl.GRPOConfig | trl.RLOOConfig) and args.beta != 0:

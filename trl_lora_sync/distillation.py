@@ -7,6 +7,7 @@ import trl
 from trl_lora_sync.trainers import LoRASyncConfig, LoRASyncTrainer
 from trl_lora_sync.trl_checks import check_exports
 
+# Before the classes, whose bases would otherwise fail with a bare AttributeError.
 check_exports("DistillationConfig", "DistillationTrainer")
 
 

@@ -49,6 +49,8 @@ class AdapterNotFiniteError(LoRASyncError, ArithmeticError):
     """The adapter holds NaN or infinity and was not published; a server would spread it to other requests."""
 
 
+# This one and three below are also `OSError`, which keeps a single argument as the message and would read two as a
+# number and a text. `except OSError` around the use of files catches them too.
 class AdapterExportError(LoRASyncError, OSError):
     """The adapter could not be written; nothing half-written is left behind."""
 

@@ -45,6 +45,7 @@ def make_image_probe(processing_class: Any, image_token_id: int | None) -> Image
         prompt_ids=prompt_ids,
         image=image,
         image_token_id=image_token_id,
+        # Words before the picture do not depend on it.
         scored=min(_SCORED, after),
         inputs=dict(inputs),
     )

@@ -47,6 +47,7 @@ async def score_base(
     is_disturbed = False
     try:
         while True:
+            # Before and after: what another client begins and ends in between shows by its time alone.
             before = await _activity(engine, deadline)
             try:
                 scores = await engine.score(engine.capabilities.base_model, list(PROBE_PROMPT), deadline)
@@ -71,6 +72,7 @@ async def score_base(
 
 
 async def _activity(engine: "Engine", deadline: "Deadline") -> float | None:
+    # None, for an unknown build, counts as a CPU.
     return None if engine.capabilities.is_cpu_build is False else await engine.adapters_ran_at(deadline)
 
 
@@ -87,6 +89,7 @@ async def _was_disturbed(engine: "Engine", before: float | None, deadline: "Dead
 
 async def _wait_until_quiet(engine: "Engine", deadline: "Deadline") -> None:
     is_blind = await _activity(engine, deadline) is None
+    # `remaining_s` raises once the time is up, which ends this wait and the attempts of `score_base`.
     await asyncio.sleep(min(_BLIND_PAUSE_S if is_blind else _POLL_S, deadline.remaining_s()))
     while (ran_at := await _activity(engine, deadline)) is not None and math.isinf(ran_at):
         await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))

@@ -34,4 +34,5 @@ class ModuleTree:
 
     def _look(self) -> tuple[list[int], list[nn.Module | None]]:
         below = [*map(attrgetter("_modules"), self._parents)]
+        # The numbers too: the children alone do not show a module that moves from the end of one parent to the next.
         return [*map(len, below)], [*chain.from_iterable(map(dict.values, below))]

@@ -22,6 +22,7 @@ def pip_source() -> str | None:
 
     Source: PEP 610, "Recording the Direct URL Origin of installed distributions".
     """
+    # First, as a checkout on PYTHONPATH hides a copy that is installed as well.
     if (_PACKAGE.parent / "pyproject.toml").is_file():  # a checkout: editable, or on PYTHONPATH
         return str(_PACKAGE.parent)
     try:
@@ -41,6 +42,7 @@ def _from_direct_url(recorded: dict[str, object]) -> str | None:
     url = str(recorded["url"])
     version_control = recorded.get("vcs_info")
     if isinstance(version_control, dict):
+        # The commit and not the branch, which may have moved since.
         found = f"{version_control['vcs']}+{url}@{version_control['commit_id']}"
         folder = recorded.get("subdirectory")
         return f"{found}#subdirectory={folder}" if folder else found
@@ -48,6 +50,7 @@ def _from_direct_url(recorded: dict[str, object]) -> str | None:
     if parts.scheme != "file":
         return url
     path = Path(url2pathname(parts.path))
+    # pip records a folder or a file even if it was temporary.
     return str(path) if path.exists() else None
 
 
@@ -61,6 +64,7 @@ def install_command(python: Path | str, *, has_pip: bool = True) -> str:
     if source is None:
         into = shlex.join([str(python), "-c", 'import sysconfig; print(sysconfig.get_path("purelib"))'])
         return f'cp -r {shlex.quote(str(_PACKAGE))} "$({into})"'
+    # Without dependencies: the plugins need none of them, and the engine pins its torch.
     pip = [str(python), "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", str(python)]
     return shlex.join([*pip, "--no-deps", source])
 

@@ -37,6 +37,7 @@ _DROPPED = "sample/dropped_stale_total"
 # calls, and its reward.
 _NOTHING: tuple[Any, ...] = ([], [], [], 0, 0, None)
 _METRICS_AT_MOST = 4096  # as in TRL's worker
+# As in TRL's requests (1.16). vLLM takes a signed integer of 64 bits (0.31, completion/protocol.py).
 _SEED_BITS = 63
 
 
@@ -73,12 +74,14 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
 
     def __init__(self, *, sync: AdapterSync, deadline: Callable[[], Deadline], oldest: int, **kwargs: Any) -> None:
         # The version of the group that was begun last; TRL's loop reads it once for each group, right after.
+        # One task takes all rows, so no other group begins in between.
         self._newest_group = SimpleNamespace(value=0)
         super().__init__(model_version_value=self._newest_group, **kwargs)
         self._sync = sync
         self._deadline = deadline
         self._oldest = oldest
         self._groups: dict[int, _Group] = {}
+        # TRL calls `_generate_one_turn` without the number of the group. Each sample is a task, which has a context.
         self._group_of_task: ContextVar[_Group] = ContextVar("group")
         self._main: asyncio.Task[Any] | None = None
 
@@ -104,11 +107,13 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
     # In the loop's thread
 
     def _stop(self) -> None:
+        # Set before the cancellation, which `_run_loops` takes for the end only if it is set.
         self._stop_event.set()
         if self._main is not None:
             self._main.cancel()
 
     def _expire(self, oldest: int) -> None:
+        # In the loop's thread, as no other thread may cancel a future of asyncio.
         self._oldest = oldest
         for group in self._groups.values():
             if group.stored.version < oldest and not group.is_expired:
@@ -121,6 +126,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         self._main = asyncio.current_task()
         loops = [asyncio.ensure_future(loop(stop_event=stop_event)) for loop in (self._generate_loop, self._score_loop)]
         try:
+            # `gather` raises the first error and lets the other loop run on, so both are cancelled below.
             await asyncio.gather(*loops)
         except asyncio.CancelledError:
             if not stop_event.is_set():
@@ -133,6 +139,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for group_id, row in super()._repeat_iterator():
+            # Leased with the first row, as a sync may activate another version before the last sample begins.
             if group_id not in self._groups:
                 group = _Group(stored=self._sync.ledger.lease(), left=self.num_generations)
                 self._groups[group_id] = group
@@ -157,26 +164,31 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
                 self._release(group_id)
 
     def _release(self, group_id: int) -> None:
+        # The trainer's thread may have released it in `release_all`.
         group = self._groups.pop(group_id, None)
         if group is not None:
             self._sync.ledger.release(group.stored)
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         group = self._group_of_task.get()
+        # Nothing is awaited up to `requests.add`, so `_expire` either shows here or finds the request to cancel.
         if group.is_expired:
             raise _ExpiredError
         prompt = PromptGroup(prompt=prompt_ids, count=1)
         sample = self._sync.fleet.sample(group.stored, prompt, self._sampling(), self._deadline())
+        # The connections to the servers belong to the loop of `runtime`, and this runs on TRL's.
         request = from_another_loop(sample)
         group.requests.add(request)
         try:
             (completion,) = await request
         except asyncio.CancelledError:
+            # At the end the sample itself is cancelled, and that must not be swallowed.
             if group.is_expired and not self._stop_event.is_set():
                 raise _ExpiredError from None
             raise
         finally:
             group.requests.discard(request)
+        # With `logprobs=0` each token has a list of one, the log-probability of the sampled token.
         assert completion.logprobs is not None
         logprobs = [token[0] for token in completion.logprobs]
         return completion.token_ids, logprobs  # type: ignore[return-value]
@@ -195,6 +207,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         )
 
     async def _score_group(self, group: Any) -> list[Any]:
+        # Before the reward functions, which would get the empty completions of cancelled samples.
         if group.model_version >= self._oldest:
             samples: list[Any] = await super()._score_group(group)
             return samples
@@ -223,6 +236,7 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         self._sync = sync
         self._settings = settings
         self._version = 0
+        # TRL shares it between processes. Here the loop's thread writes it and the trainer's thread reads it.
         self._heartbeat = SimpleNamespace(value=0.0)
         self._rollouts: RolloutLoop | None = None
         self._run: concurrent.futures.Future[None] | None = None
@@ -235,6 +249,7 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
     def update_model_version(self, model_version: int) -> None:
         """Groups begin from this version now, and groups of versions beyond the staleness window are cancelled."""
         self._version = model_version
+        # TRL calls this before the start as well, when it resumes (1.16).
         if self._rollouts is not None:
             self._rollouts.expire(self._oldest)
 
@@ -256,6 +271,7 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             rollout_buffer=self.rollout_buffer,
             metrics_queue=self.metrics_queue,
             heartbeat_value=self._heartbeat,
+            # TRL's loop reports a failure to another process by these two. Here `_run` has the error itself.
             failed_event=threading.Event(),
             exception_info_queue=queue.Queue(maxsize=1),
             **given,
@@ -284,6 +300,7 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
                 "The rollouts have ended, so no samples come any more. TRL's AsyncGRPOTrainer trains once; build "
                 "another one to train again, with train(resume_from_checkpoint=...) to go on."
             )
+        # Wall-clock time, because TRL's loop writes that (1.16).
         age = time.time() - self._heartbeat.value
         if age > stale_after_s:
             raise LoRASyncError(
@@ -299,4 +316,5 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             if self._run is not None:
                 # TRL's loop waits for tools in threads (`_tool_pool.shutdown`, 1.16), which cannot be cancelled.
                 concurrent.futures.wait([self._run], timeout=GRACE_S)
+            # A task that is cancelled before its first step never enters `_generate_one`, so its group is left to this.
             self._rollouts.release_all()

@@ -47,6 +47,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        # Every process gets the events, and would write the same lines.
         self._has_begun = state.is_world_process_zero
         if self._has_begun:
             self._append(header(self._trainer, state))
@@ -70,11 +71,13 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         try:
             line = json.dumps(entry, default=str).encode() + b"\n"
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            # For reading too, to see how the file ends. Writing appends wherever the reading has stopped.
             with self._path.open("a+b") as file:
                 # A run that was killed or met a full disk may have left a part of a line.
                 if file.tell() and (file.seek(-1, 2), file.read(1))[1] != b"\n":
                     line = b"\n" + line
                 file.write(line)
+        # The last two are from `json`: a key of another type, or a value that contains itself.
         except (OSError, TypeError, ValueError) as error:
             if not self._has_warned:
                 logger.warning(

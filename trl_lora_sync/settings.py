@@ -104,9 +104,11 @@ class SyncSettings(PolicySettings):
         if self.staleness is not None:
             # The newest one, as many older ones as samples may be behind, and the version that is loaded meanwhile.
             return self.staleness + 2
+        # Without overlap nothing is sampled during a load, so the version before can give up its slot.
         return 2 if self.overlap else 1
 
     @property
     def loads_wait(self) -> bool:
         """Whether a load lasts until every running request has ended."""
+        # Fused serving writes the served weights, which every running request computes with.
         return self.serving == "fused" or self.pause == "drain"

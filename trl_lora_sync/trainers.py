@@ -50,6 +50,7 @@ class LoRASyncTrainer:
     vllm_generation: Any
     state: Any
     _step: int
+    # Set here and not in `__init__`: Transformers' `__init__` already calls `_move_model_to_device`.
     _totals: "SyncTotals | None" = None  # of the training that runs
     _look_ahead: "LookAhead | None" = None  # with overlap only
     _first_step = 0  # `_step` at the first batch of the update that runs
@@ -107,11 +108,13 @@ class LoRASyncTrainer:
             given: the trainer's arguments by name, which are the others.
         """
         config = given["args"]
+        # Imported before TRL's name is replaced below, as our classes derive from what it names.
         generation_class = _generation_class(config)
         if config.vllm_mode == "colocate":
             self._waits_on_host = _check_base(config, given)
 
         def build(*arguments: Any, **named: Any) -> Any:
+            # TRL's arguments alone, as TRL's signature does not have ours.
             check_arguments(generation_class, *arguments, **named)
             if self._waits_on_host:
                 named["waits_on_host"] = True
@@ -122,6 +125,7 @@ class LoRASyncTrainer:
             if self._waits_on_host:
                 stack.enter_context(_trl.models_on_host(type(self)))
             super().__init__(*args, **kwargs)
+        # From here on the model may be moved, as `train` does with bf16_full_eval, for example (Transformers 5.24).
         self._waits_on_host = False
         check_built(self, generation_class)
 
@@ -151,6 +155,7 @@ class LoRASyncTrainer:
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         """Transformers' `get_batch_samples`; with overlap it remembers what it takes, and what is read beyond it."""
         if self._look_ahead is not None:
+            # `_step` counts micro-batches over the whole training, and `LookAhead` from the first one of an update.
             self._first_step = self._step
             epoch_iterator = self._look_ahead.over(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)  # type: ignore[misc]
@@ -161,6 +166,8 @@ class LoRASyncTrainer:
             return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         with self.vllm_generation.training_batch(self._following_prompts()) as batch:
             inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        # After the block, when TRL has computed the importance ratios. `figures` comes from a broadcast, so either all
+        # processes enter the collective or none does.
         if batch.figures is not None:
             from trl_lora_sync.metrics import OVERLAP_MASKED
 
@@ -172,8 +179,11 @@ class LoRASyncTrainer:
         """The token ids of this process's prompts in the next batch that is sampled; None if there is none."""
         assert self._look_ahead is not None
         look, per_update = self._look_ahead, self.args.gradient_accumulation_steps
+        # In micro-batches, from the first one of the update that runs.
         place = self._step - self._first_step + _trl.batches_until_generation(self)
+        # `updates` end before that batch is sampled: none if it belongs to the update that runs.
         batch, updates = look.peek(place), max(0, 1 + (place - look.taken) // per_update)
+        # The epoch ends first. `peek` has read the rest of it, so `known` counts to its end.
         if batch is None and look.taken:
             in_next_epoch = place - look.known
             # The last update of an epoch may have fewer batches.
@@ -194,6 +204,7 @@ class LoRASyncTrainer:
         There, Transformers (5.23) silently saves nothing. Only its checkpoints hold the adapter, as shards.
         """
         # With `_internal_call` it is a checkpoint, which holds the adapter as shards.
+        # Before TRL's own, which ends with the push to the Hub.
         if self._syncs_adapters and not _internal_call and _trl.saves_shards_only(self):
             self._save_adapter(output_dir)
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
@@ -201,6 +212,7 @@ class LoRASyncTrainer:
     def _save_adapter(self, output_dir: str | None) -> None:
         from trl_lora_sync.distributed import run_on_main
 
+        # Not inside `run_on_main`: gathering is collective, and there the other processes only wait.
         matrices = self.vllm_generation.adapter_state_dict()
         run_on_main(self.accelerator, lambda: _trl.save_adapter(self, output_dir, matrices))
 
@@ -208,6 +220,7 @@ class LoRASyncTrainer:
         """TRL's `compute_loss`. With `vllm_server_sleep` the server first releases its KV cache."""
         # An evaluation computes losses between generations, so the servers keep their memory then.
         if self._syncs_adapters and self.model.training:
+            # Called at each micro-batch; a server that sleeps already gets no request.
             self.vllm_generation.sleep()
         return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
@@ -215,6 +228,7 @@ class LoRASyncTrainer:
         if self._syncs_adapters:
             self.vllm_generation.close()
             if self._look_ahead is not None:
+                # What was read ahead belongs to a dataloader that ends with this training.
                 self._look_ahead.forget()
             # The versions are unloaded, so the next training or evaluation must sync, though the step may be the same.
             _trl.forget_last_sync(self)
@@ -248,6 +262,7 @@ def _generation_class(config: Any) -> Any:
     from trl_lora_sync.colocate.engine import installed_version
     from trl_lora_sync.colocate.generation import ColocateGeneration
 
+    # Before `check_colocate`: without vLLM, TRL's module has no `LLM` either, and TRL would be named as the cause.
     warn(logger, VLLM_COLOCATE.caution(installed_version()))
     check_colocate()
     return ColocateGeneration
@@ -271,6 +286,7 @@ def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     Raises:
         TypeError: as TRL's own `__init__` does.
     """
+    # TRL's signature, as `__init__` of the mixins takes anything.
     init = next(one.__init__ for one in trl_classes(trainer_class) if "__init__" in vars(one))  # type: ignore[misc]
     signature = inspect.signature(init)
     # None takes the place of `self`.

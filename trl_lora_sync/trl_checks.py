@@ -34,6 +34,7 @@ LOADER = "create_model_from_path"
 # Where a trainer keeps the step of its last sync.
 LAST_SYNC_FIELDS = ("_last_loaded_step", "_last_vllm_sync_step")
 _GENERATE_PARAMETERS = ("self", "prompts", "images", "num_generations", "profiler")
+# Token ids of prompts and of completions, the log-probabilities, and the token ids that these belong to.
 _RETURNED_VALUES = 4
 # What `VLLMGeneration.__init__` stores under the same name, for `LoRASyncGeneration` to read.
 _STORED = frozenset(
@@ -52,9 +53,12 @@ _IGNORED = frozenset(
 )  # fmt: skip
 # What a trainer may use of its generation object; `llm` is there in colocate mode only.
 _GENERATION_USES = frozenset({"sync_weights", "generate", "vllm_client", "llm"})
+# All that `RolloutClient` has. A trainer that uses more would fail in the middle of a run.
 _CLIENT_USES = frozenset({"get_server_info", "reset_prefix_cache", "generate", "chat", "base_url", "model"})
+# The path to the only value that `RolloutClient.get_server_info` returns.
 _SERVER_INFO_KEYS = ("model_config", "logprobs_mode")
 # With overlap: when GRPO's trainer samples, and what it counts by; and the parameters of `get_batch_samples`.
+# `_trl` computes both again. If TRL sampled at other steps, what is sampled ahead would not fit.
 _SAMPLES_IF = "self._step % generate_every == 0 or self._buffered_inputs is None"
 _EVERY = "generate_every = self.args.steps_per_generation * self.num_iterations"
 _TAKING_PARAMETERS = ("self", "epoch_iterator", "num_batches", "device")
@@ -130,6 +134,7 @@ def check_trl() -> None:
     Raises:
         UnsupportedTRLError: what the installed TRL or Transformers has in another form, and which TRL was tested.
     """
+    # First, as an old TRL lacks so much that its version is the better message.
     if TRL.is_too_old(trl.__version__):
         raise UnsupportedTRLError(
             f"TRL {trl.__version__} is installed, and adapter sync needs {TRL.oldest} or later. Install one with: "
@@ -144,6 +149,7 @@ def check_trl() -> None:
             *grpo,
         ]
     )
+    # Last, as the caution claims that every check has passed.
     warn(logger, TRL.caution(trl.__version__))
 
 
@@ -165,6 +171,7 @@ def check_trainer(trainer_class: type) -> None:
     """
     refuse_others(trainer_class)
     classes = trl_classes(trainer_class)
+    # Over all classes together, as a subclass such as GMPO's builds nothing itself (1.16).
     uses, changes = _Uses(), []
     for one in classes:
         tree = _class_tree(one)
@@ -180,6 +187,7 @@ def check_trainer(trainer_class: type) -> None:
             f'{names[0]} cannot be used with vllm_sync_strategy="lora_adapter": it does not sample with '
             f"TRL's {GENERATION_CLASS}, whose place adapter sync takes. {_WEIGHTS}."
         )
+    # Without any source there is nothing to compare. `check_built` looks at the instance in any case.
     if any(map(_class_tree, classes)):
         changes += uses.changes(names[0])
     changes += _signature_changes(trainer_class, names[0])
@@ -196,6 +204,7 @@ def check_colocate() -> None:
     generation, changes = getattr(module, GENERATION_CLASS), []
     if not hasattr(module, ENGINE_CLASS):
         changes.append(f"{GENERATION_MODULE} has no {ENGINE_CLASS}")
+    # `_trl.engine_class` replaces what the first calls, and the gate of `colocate.engine` meets what the second sends.
     for method, wanted in (
         ("_init_vllm", f"{ENGINE_CLASS}("),
         ("generate", "self.llm.generate("),
@@ -369,6 +378,7 @@ def refuse_others(found: type, *, is_async: bool = False) -> None:
     Raises:
         UnsupportedSettingError: naming it, and why.
     """
+    # Among the bases as well, so a user's subclass is found by what it derives from.
     for one in trl_classes(found):
         for beginning, why in _OTHERS.items():
             if one.__name__.startswith(beginning) and not (is_async and beginning == "AsyncGRPO"):
@@ -449,6 +459,7 @@ def trl_classes(found: type) -> list[type]:
 def _export_changes(*names: str) -> Iterator[str]:
     for name in names:
         try:
+            # TRL imports a module when one of its names is first used, so only this shows what cannot be imported.
             getattr(trl, name)
         except (AttributeError, ImportError, RuntimeError) as error:  # RuntimeError: from Transformers' lazy modules
             yield f"trl has no {name} ({error})"
@@ -497,6 +508,7 @@ def _parameter_changes(what: str, function: Callable[..., Any], expected: Sequen
     for name in expected:
         if name not in found:
             yield f"{what} takes no {name}"
+    # Also one with a default: our overriding method would not know what a caller requests by it.
     for name in found:
         if name not in expected:
             yield f"{what} takes another parameter, {name}"
@@ -515,6 +527,7 @@ def _init_changes(tree: ast.AST | None) -> Iterator[str]:
     if not calls:
         yield f"{GENERATION_CLASS}.__init__ does not call _init_vllm"
         return
+    # By line, as `ast.walk` goes level by level and not in the order of the source.
     stored = {name for name, line in _stored(tree) if line < calls[0]}
     for name in sorted(_STORED - stored):
         yield f"{GENERATION_CLASS}.__init__ stores no {name} before it calls _init_vllm"
@@ -542,6 +555,7 @@ def _function_changes(module_name: str, *names: str) -> Iterator[str]:
 
 
 def _saving_changes() -> Iterator[str]:
+    # `_trl.save_adapter` calls the first, and `LoRASyncTrainer.save_model` overrides the second.
     expected = {
         "_save": ("self", "output_dir", "state_dict"),
         "save_model": ("self", "output_dir", "_internal_call"),
@@ -574,7 +588,9 @@ class _Uses(ast.NodeVisitor):
         if path.rpartition(".")[2] == GENERATION_CLASS:
             self.builds_generation = True
         if path == "self.vllm_generation.generate":
+            # The keyword of `**names` is None. It may pass anything, so it counts as an unknown name.
             self.keywords |= {keyword.arg or "**" for keyword in node.keywords}
+            # `_GENERATE_PARAMETERS` includes `self`, so a call passes one fewer at most.
             if len(node.args) >= len(_GENERATE_PARAMETERS):
                 self.other_forms.append("passes more arguments to generate")
         self.generic_visit(node)
@@ -604,6 +620,7 @@ class _Uses(ast.NodeVisitor):
             self.generation.add(name)
         elif parent == "self.vllm_generation.vllm_client":
             self.client.add(name)
+        # Only what is stored, as a trainer may read a name that it never sets.
         elif parent == "self" and isinstance(node.ctx, ast.Store):
             self.stored.add(name)
         self.generic_visit(node)
@@ -632,6 +649,7 @@ class _Uses(ast.NodeVisitor):
 
 def _signature_changes(trainer_class: type, name: str) -> Iterator[str]:
     """Whether the model, the arguments and the adapter can be found among what a trainer is given."""
+    # Over all classes, as one may hand `**kwargs` on to its base, as GMPO's does (1.16).
     named = {
         parameter
         for one in trl_classes(trainer_class)
@@ -657,6 +675,7 @@ def _script_changes(module_name: str, wanted: dict[str, str]) -> Iterator[str]:
         if not callable(found):
             yield f"{module_name} has no {function}"
             continue
+        # An import at the top of the module would bind TRL's class before `_trl.script` can replace it.
         tree = _function_tree(found)
         imported = (
             {
@@ -703,6 +722,8 @@ def _function_tree(function: Any) -> ast.AST | None:
     """None if the source cannot be read."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    # OSError: there is no source. TypeError: it is not written in Python. SyntaxError: a string in it reaches column 0,
+    # so nothing is dedented.
     except (OSError, TypeError, SyntaxError):
         return None
 
@@ -714,6 +735,7 @@ def _class_tree(found: type) -> ast.AST | None:
     return next((node for node in nodes if isinstance(node, ast.ClassDef) and node.name == found.__name__), None)
 
 
+# A trainer's module has up to 3,400 lines (1.16), and several checks read it.
 @cache
 def _module_tree(name: str) -> ast.AST | None:
     return _function_tree(sys.modules[name])

@@ -82,5 +82,6 @@ VLLM_COLOCATE = KnownVersions(
 
 def warn(logger: logging.Logger, caution: str | None) -> None:
     """Log a caution once, however many processes train; each of them has the same libraries."""
+    # From the launcher: the caution about TRL is due at the import, before accelerate has set up its state.
     if caution and os.environ.get("RANK", "0") == "0":
         logger.warning("%s", caution)
