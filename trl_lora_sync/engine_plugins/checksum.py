@@ -52,6 +52,7 @@ def word_sum(flat: Tensor) -> Tensor:
         words_of_rest = words[:0]
     whole = words.numel() // _COLUMNS * _COLUMNS
     last = torch.cat([words[whole:], words_of_rest])
+    # A factor depends on its place alone, so the beginning of the longer list serves the shorter rows.
     factors = _factors(max(_COLUMNS if whole else 0, last.numel()), data.device)
     rows = torch.split(words[:whole].view(-1, _COLUMNS), _ROWS_AT_ONCE) if whole else ()
     sums = [(part * factors[:_COLUMNS]).sum(1) for part in rows]
@@ -71,6 +72,7 @@ class RepeatedChecksum:
 
 def parts_of(size: int, count: int) -> list[tuple[int, int]]:
     """Where each of `count` parts begins and ends, in bytes: whole rows, except for the last."""
+    # `Checksum.joined` numbers the rows of all parts one after the other, so a part may not begin within a row.
     rows = -(-size // ROW_BYTES)
     ends = [min(size, rows * (number + 1) // count * ROW_BYTES) for number in range(count)]
     return list(zip([0, *ends], ends, strict=False))
@@ -127,6 +129,7 @@ def _sum_of_rows(sums: Tensor) -> Tensor:
 def _factors(count: int, device: torch.device) -> Tensor:
     # The finalizer begins with a shift, which leaves numbers below 2**33 unchanged, so it is left out.
     mixed = torch.arange(1, count + 1, device=device)
+    # On signed numbers, `>>` copies the sign, unlike in MurmurHash3. All devices do the same.
     for factor in _MIX:
         mixed *= factor
         mixed ^= mixed >> _SHIFT

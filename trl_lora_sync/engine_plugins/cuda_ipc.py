@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+# Source: cuda.h, `CU_IPC_HANDLE_SIZE` and `CUuuid`.
 _HANDLE_BYTES, _UUID_BYTES = 64, 16
 # Source: cuda.h, `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
 _WITH_PEER_ACCESS = 1
@@ -47,6 +48,7 @@ class Offer(NamedTuple):
     def decode(cls, message: bytes) -> "Offer":
         """Raises ValueError, TypeError: it is none."""
         number, size, gpu, handle = json.loads(message)
+        # ctypes raises ValueError for a shorter one too, but not before `open`, whose callers expect an IPCError.
         if len(bytes.fromhex(handle)) != _HANDLE_BYTES:
             raise ValueError("the handle has another length")
         return cls(int(number), int(size), str(gpu), handle)
@@ -170,6 +172,7 @@ class CUDADriver:
         address = ctypes.c_uint64()
         with self._on(device):
             # ctypes passes a plain integer as a C int of 32 bits, so every size and address here is given its type.
+            # `_v2`: the plain symbol of the library is an older function, with addresses of 32 bits.
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         return address.value
 
@@ -209,6 +212,7 @@ class CUDADriver:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream, done = self._streams[device], torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # What fills the source, or still uses the target, was launched in the current stream.
         stream.wait_stream(torch.cuda.current_stream(device))
         with self._on(device):
             places = (ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size))
@@ -220,6 +224,7 @@ class CUDADriver:
     def _on(self, device: torch.device) -> Iterator[None]:
         """With the context that torch has for a device, in any thread."""
         number, context = self._device(_index(device)), ctypes.c_void_p()
+        # Released below. Memory lives as long as the context, which torch keeps on each device that it uses.
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
         try:
             # A context is current in one thread only, and torch may not have used this one yet.

@@ -38,6 +38,7 @@ class Repeated:
         """The result of the work; valid until the next run."""
         if not self._can_record:
             return self._work()
+        # A recording has these addresses in it, and after a move the memory there may hold something else.
         places = [*map(Tensor.data_ptr, self._tensors)]
         if self._graph is not None and places == self._places:
             self._graph.replay()
@@ -66,7 +67,9 @@ def _recorded(work: Callable[[], Tensor], device: torch.device) -> tuple[Any, Te
     `torch.cuda.graph` would wait for the device, collect garbage and empty torch's cache first, which takes longer than
     many syncs.
     """
+    # A stream for this alone, because CUDA cannot record the default stream.
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # Chosen here, because `_forget_recording` needs it after an error.
     pool = torch.cuda.graph_pool_handle()
     # What garbage has of the GPU may not be freed while work is recorded.
     with collector_paused(), torch.cuda.device(device), torch.cuda.stream(stream):

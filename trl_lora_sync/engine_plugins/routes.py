@@ -33,6 +33,7 @@ async def respond(answer: Awaitable[dict[str, Any]], scope: Scope, receive: Rece
     try:
         response: Response = _Answer(await answer)
     except ClientDisconnect:
+        # It reaches no client. Without it, the server would log a traceback as if it had failed.
         response = refusal(scope, Refused(400, "The connection closed before the body was complete."))
     except Refused as refused:
         response = refusal(scope, refused)
@@ -88,6 +89,7 @@ def _keys_of(scope: Scope) -> list[str]:
     """
     args: Any = getattr(getattr(scope.get("app"), "state", None), "args", None)
     from_environment = os.environ.get(_KEY_VARIABLE)
+    # A list in vLLM 0.26 and 0.31; None without the flag.
     if hasattr(args, "api_key"):
         given = [args.api_key] if isinstance(args.api_key, str) else list(args.api_key or [])
     elif from_environment:

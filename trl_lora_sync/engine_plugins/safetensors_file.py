@@ -26,6 +26,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading the head of a file that is damaged, or of another format, raises."""
 
+# Float64 can be exported, but no worker reads it by itself.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "F64"}
 # A header that names 36,864 tensors of experts (30B-A3B) has 5.3 MB.
 _MAX_HEADER_BYTES = 64 << 20
@@ -33,6 +34,7 @@ _MAX_HEADER_BYTES = 64 << 20
 _HEADER_ALIGNMENT = 8
 # Reading is copying out of the page cache, which one thread does at a fraction of the memory's speed.
 _READERS = 8
+# The first parts go to the device while later ones are read (`fetching.Fetcher.read`).
 CHUNK_BYTES = 4 << 20
 
 

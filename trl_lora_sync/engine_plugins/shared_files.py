@@ -118,13 +118,16 @@ class SharedFiles:
         """
         with self._lock:
             self._memory = None
+            # By the end of the connections, and not by a message: a process that has ended confirms this too.
             workers, self._workers = self._workers, []
+        # Without the lock: this waits, and `_accept` takes the lock on the loop, which serves all of the trainer.
         return self._disconnect(workers)
 
     def close(self) -> bool:
         """Withdraw everything; result as of `withdraw_memory`."""
         self._stop_listening()
         with self._lock:
+            # A worker may still be accepted once, as `_stop_listening` does not wait.
             self._is_closed = True
             self._offered.clear()
             self._memory, had_memory = None, self._memory is not None
@@ -167,6 +170,7 @@ class SharedFiles:
                     socket.send_fds(worker, [_OFFER], [file])
                 if self._memory is not None:
                     worker.send(_MEMORY + self._memory.encode())
+                # Last, so that a worker waits no longer for files that are not offered.
                 worker.send(_ALL)
             except OSError:
                 worker.close()
@@ -275,6 +279,7 @@ class _Trainer:
         except OSError:
             self._connection.close()
             raise
+        # A daemon thread, because it waits for as long as the trainer lives.
         threading.Thread(target=self._listen, name="lora-sync-mapped-files", daemon=True).start()
 
     @contextmanager
@@ -311,7 +316,9 @@ class _Trainer:
                     self._hear(message, files)
                 finally:
                     for file in files:
+                        # `mmap` has a duplicate of the descriptor.
                         os.close(file)
+        # A broken connection counts as the end of the trainer, like an empty message.
         except OSError:
             pass
         finally:
@@ -326,6 +333,7 @@ class _Trainer:
             self._connection.close()  # by which the trainer knows that the memory is closed
 
     def _hear(self, message: bytes, files: list[int]) -> None:
+        # At the limit of open files, the kernel delivers the message without its descriptor (recvmsg(2), MSG_CTRUNC).
         if message == _OFFER and files:
             try:
                 # Without the lock, as locking pages takes a part of a second, in which other files may be read.
@@ -359,6 +367,7 @@ class _Trainer:
             return
         opened: OpenedMemory | None = None
         try:
+            # Without the lock: the first opening takes 0.2 s (H200), in which a version may be read from its file.
             opened = OpenedMemory(offer, self._device, self._driver_for(self._device))
         except IPCError as error:
             logger.warning("The files of a trainer are read instead of its GPU's memory: %s.", error)
@@ -424,6 +433,7 @@ class _Mapping:
         self._unlock = pin(self.data, device)
 
     def close(self) -> None:
+        # Before the mapping goes, of which the driver still has the pages.
         self._unlock()
         del self.data
         # A view that is still there keeps the mapping, and the mapping goes with it.

@@ -16,7 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# About as many finite values as float16 has. Zero stands for an element that was not written.
+# The normal numbers of float16: two signs, 30 exponents, 1024 fractions. bfloat16 has 65,024 of them.
+# Zero stands for an element that was not written.
 _BASE = 61_440
 # Neighbours are far apart in size, so that the first few are values of every kind. Has no factor in common with it.
 _STEP = 23_741
@@ -66,6 +67,7 @@ def digit_values(count: int, digit: int, dtype: torch.dtype) -> Tensor:
     if count > _BASE**DIGITS:
         raise LayoutError(f"{count} elements are too many to find out where each of them goes")
     values = _values(dtype, torch.device("cpu"))[torch.arange(_BASE) * _STEP % _BASE].to(dtype)
+    # Element i * _BASE + j has the low digit j and the high digit i.
     rows = -(-count // _BASE)
     one_of_each = values if digit == 0 else values[:rows, None]
     return one_of_each.expand(rows, _BASE).contiguous().flatten()[:count]
@@ -90,10 +92,12 @@ def read_digits(part: Tensor) -> Tensor:
         LayoutError: it holds something else.
     """
     values, found = _values(part.dtype, part.device), part.float()
+    # A value that is not a digit gets the rank of a neighbour, so that the comparison fails.
     ranks = torch.searchsorted(values, found).clamp_(max=_BASE - 1)
     is_written = found != 0
     if not torch.equal(values[ranks].mul_(is_written), found):
         raise LayoutError("the engine changes the values that it loads")
+    # The inverse of the order in `digit_values`, where digit i has the value of rank i * _STEP.
     return (ranks * pow(_STEP, -1, _BASE) % _BASE + 1).mul_(is_written).to(torch.int16).cpu()
 
 
@@ -153,6 +157,7 @@ def _regular(places: Tensor, corner: tuple[int, ...]) -> Iterator[Found]:
     cuts = [(dim, found) for dim in range(places.dim()) if (found := _cuts(places, dim))]
     if not cuts:
         raise LayoutError("the engine scatters what it loads")
+    # Of two matrices side by side, cuts along the other dimension would make a piece of every row.
     dim, chosen = min(cuts, key=lambda one: len(one[1]))
     if len(chosen) > MOST_BOXES:
         raise LayoutError(f"the engine takes what it loads apart into more than {MOST_BOXES} pieces")
@@ -187,6 +192,7 @@ def _cuts(places: Tensor, dim: int) -> list[int]:
     step: int | None = None
     for row, (alike, grows) in enumerate(zip(is_alike.tolist(), difference[:, 0].tolist(), strict=True)):
         if not alike or (step is not None and grows != step):
+            # The step of the part that begins here shows between its first two rows.
             cuts.append(row + 1)
             step = None
         else:

@@ -47,6 +47,7 @@ from trl_lora_sync.engine_plugins.slot_layout import (
 )
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote
 
+# All versions of a run are of one kind, so this bounds what runs leave behind on a server that outlives them.
 _KINDS = 8
 # One tensor for each expert makes tens of thousands; to find out where they go would take minutes of requests waiting.
 MOST_TENSORS = 8192
@@ -150,7 +151,7 @@ class SlotWriter:
         self._usual_add = manager.add_adapter
         self._usual_activate = self._tables.activate_adapter
         # Checked here so that an unknown version is found out before anything is changed.
-        self._index: list[int | None] = self._tables.lora_index_to_id
+        self._index: list[int | None] = self._tables.lora_index_to_id  # the list itself, which vLLM changes
         for table in (self._tables._active_adapters, self._tables._registered_adapters):
             table.remove_oldest, table.pop, table.touch  # noqa: B018
         self._tables.remove_adapter, self._tables.remove_oldest_adapter, manager._load_adapter  # noqa: B018
@@ -162,9 +163,11 @@ class SlotWriter:
         self._staged: _Kind | None = None
         # Slots that hold an adapter of a kind and nothing else, so that another one of that kind may go over it.
         self._primed: dict[int, _Kind] = {}
+        # Adapters that are in a slot and not in host memory, from which vLLM could activate them a second time.
         self._written: set[int] = set()
         self.counts, self.seconds = self.fetcher.counts, self.fetcher.seconds
         self._group = group
+        # Whether a batch needs the adapters. Otherwise a request to load has brought one; see `add_adapter`.
         self._is_in_step = False
         # Replaced last, so that an error above leaves vLLM's own methods in place.
         self._usual_apply = manager._apply_adapters
@@ -179,6 +182,7 @@ class SlotWriter:
 
     def add_adapter(self, request: Any) -> bool:
         """See vLLM's own; called for each adapter of a batch at each step as well."""
+        # First, because a version that has lost its slot may not count as registered below.
         self._notice_removals()
         number = request.lora_int_id
         is_there = number in self._tables._registered_adapters
@@ -210,6 +214,7 @@ class SlotWriter:
         # Open until the end, which keeps the trainer from writing to it.
         with (folder / TENSORS_FILE).open("rb", buffering=0) as file:
             kind = self._together(lambda: self._fetch(file.fileno(), request, note))
+            # All workers have plans for the same kinds, or they would meet in different collectives below.
             if kind not in self._plans:
                 self._together(lambda: self._add_usually(file.fileno(), request))
                 self._learn(kind, request)
@@ -267,6 +272,7 @@ class SlotWriter:
             return
         with self.fetcher.timed("put"):
             sums = self._content(plan, slot).put.run().tolist()
+        # After the copy: an error there leaves a free slot, and the next version of this kind goes over all of it.
         self._tables._registered_adapters[number] = _Written(number)
         self._tables._active_adapters[number] = None
         self._index[slot] = number
@@ -341,6 +347,7 @@ class SlotWriter:
 
         A request for it then loads it again, from its own file.
         """
+        # `remove_all_adapters` makes a new list (vllm/lora/model_manager.py, 0.26 and 0.31).
         if self._index is not self._tables.lora_index_to_id:  # vLLM has dropped everything
             self._index = self._tables.lora_index_to_id
             self._primed.clear()
@@ -396,9 +403,11 @@ class SlotWriter:
             raise _DoubtError(f"{len(spans)} tensors are too many to find out where each of them goes")
         dtype = self._parts[0].dtype
         dtypes = {DTYPES.get(span.dtype) for span in spans.values()} | {part.dtype for part in self._parts}
+        # vLLM would cast the values, and a slot would not have the bytes that the checksum is of.
         if dtypes != {dtype}:
             raise _DoubtError(f"file and slots have more than one dtype, {', '.join(sorted(map(str, dtypes)))}")
         count = kind.head.size // dtype.itemsize
+        # Frees the slot of the adapter itself, so that there is at least one.
         self._remove(request.lora_int_id)
         # Each load of a large adapter takes vLLM seconds, and one is needed in each of these, since layers of experts
         # note which slots are in use (`adapter_enabled` in lora/layers/fused_moe.py, 0.31).
@@ -409,6 +418,7 @@ class SlotWriter:
             self._load_values(request, spans, digit_values(count, digit, dtype), slot)
             for found, part in zip(digits, self._parts, strict=True):
                 found.append(read_digits(part[slot]))
+        # Part by part: this takes several numbers of eight bytes on the device for each element of a slot.
         boxes = [
             box
             for number, (part, found) in enumerate(zip(self._parts, digits, strict=True))
@@ -420,6 +430,7 @@ class SlotWriter:
         for slot in free[DIGITS:]:
             self._load_values(request, spans, torch.zeros(count, dtype=dtype), slot)
         self._remove(request.lora_int_id)
+        # The last thing that vLLM has loaded into each of them was of this kind: digits, random values or zeros.
         self._primed.update(dict.fromkeys(free, kind))
         return plan
 
@@ -437,6 +448,7 @@ class SlotWriter:
                 for box in group:
                     box.in_file(held).fill_(True)
             placed = torch.stack([held[one.start // size : one.end // size].sum() for one in spans.values()]).cpu()
+        # As counts, which may exceed what is needed: some workers have the same elements.
         self._group.add_up(placed)
         needed = [(one.end - one.start) // size for one in spans.values()]
         missing = [name for name, has, needs in zip(spans, placed.tolist(), needed, strict=True) if has < needs]
@@ -446,6 +458,7 @@ class SlotWriter:
     def _smoke_test(self, plan: _Plan, request: Any, spans: dict[str, TensorSpan], count: int, slot: int) -> None:
         """Compare what is written here with what vLLM loads, for values of every kind."""
         values = _random_values(count, self._parts[0].dtype)
+        # A clone: vLLM scales lora_B in place if the scaling is not 1 (`optimize` in lora/lora_weights.py, 0.31).
         self._load_values(request, spans, values.clone(), slot)
         loaded = [part[slot].cpu() for part in self._parts]
         self.stage.copy_(values.view(torch.uint8))
@@ -585,6 +598,7 @@ def group_of(parallel_config: Any) -> Group:
     """
     if parallel_config.world_size == 1:
         return Group()
+    # Here, because tests import this module without vLLM.
     from vllm.distributed import get_tp_group
 
     found: Any = get_tp_group()

@@ -18,6 +18,7 @@ else:
         task, is_over = asyncio.current_task(), asyncio.Event()
         assert task is not None
 
+        # Python 3.10 has no `Task.uncancel`, so a cancellation from elsewhere at the same moment counts as the timeout.
         def end() -> None:
             is_over.set()
             task.cancel()

@@ -81,10 +81,13 @@ class Timeouts:
     retry_s: float = 3.0
     watch_every_s: float = 5.0
     health_s: float = 5.0
+    # At least three failed checks in a row, at `watch_every_s` + `health_s` each: one late answer of a busy server
+    # must not end its requests.
     lifeless_after_s: float = 30.0
     visibility_s: float = 35.0
     probe_s: float = 2.0
     abort_s: float = 10.0
+    # Below `runtime.GRACE_S`, for which a cancelled task is waited for.
     wait_for_abort_s: float = 1.2
     unload_s: float = 30.0
     unload_retry_s: float = 2.0
@@ -199,6 +202,7 @@ class Sampling:
     logprobs: int | None
     regex: str | None = None
     image_token_id: int | None = None
+    # They come from `generation_kwargs`, which override TRL's own fields (trl/trainer/grpo_config.py).
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -21,6 +21,8 @@ from trl_lora_sync.errors import (
 
 logger = logging.getLogger(__name__)
 
+# 502 and 504 come from a gateway. On /health vLLM answers 503 once its engine has ended (0.26, 0.31), and SGLang
+# after 20 s of a pause, because its check samples a token (0.5.11 to 0.5.23).
 _STILL_STARTING = frozenset({502, 503, 504})
 
 
@@ -73,6 +75,7 @@ async def _is_fused(spec: EngineSpec, base_url: str, is_local: bool, deadline: D
         return False
     http = HTTPClient(base_url, api_key=APIKey(spec.api_key_variable), is_local=is_local)
     try:
+        # With the key of the engine, which is known by now: the fused routes check keys themselves.
         response = await unthrottled(lambda: http.request("GET", spec.fused_route, deadline), deadline)
         return response.status_code == 200
     finally:
@@ -113,6 +116,7 @@ async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
         nonlocal seen
         if not is_unreachable(error):
             return False
+        # One warning: a server that loads a large model is probed for minutes.
         if seen is None:
             logger.warning("%s Waiting up to %.0f s for it.", error, deadline.budget_s)
         seen = error
@@ -159,6 +163,7 @@ async def recognise(http: HTTPClient, deadline: Deadline) -> EngineSpec:
         # vLLM guards /v1 and a few other prefixes (serve/middleware/authenticate.py, 0.31), so it answers 404 here.
         if status != 401:
             return SGLANG if status == 200 else VLLM
+    # With each key 401: a gateway may refuse routes that it does not know, and pass on vLLM's.
     if await status_of(VLLM.own_route, keys[1]) == 200:
         return VLLM
     raise ServerAuthError(

@@ -28,6 +28,7 @@ _ABORT_AGAIN_S = 0.2
 _MAX_WORDS = 2000
 # Between requests that a gateway limits: without a `Retry-After`, twice as long each time.
 _FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
+# httpx sets this header for `json=` only.
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -60,6 +61,7 @@ class APIKey(httpx.Auth):
 
 
 # Adds nothing to a request.
+# An object, because None in `HTTPClient.request` stands for the client's own key.
 NO_KEY = httpx.Auth()
 
 
@@ -82,6 +84,7 @@ class HTTPClient:
         self._connections = _Connections(self._new_client)
 
     def _new_client(self) -> httpx.AsyncClient:
+        # Follows no redirects, which is the default of httpx: `redirect_error` explains why none may be followed.
         return httpx.AsyncClient(
             base_url=self.base_url, auth=self.api_key, mounts=self._mounts, verify=self._certificates
         )
@@ -92,6 +95,7 @@ class HTTPClient:
         For after an answer that cannot be the one to its request: a peer that sent one answer too many would answer
         every later request on that connection with that of the one before.
         """
+        # Before the await, so that no request that begins meanwhile gets an old connection.
         old, self._connections = self._connections, _Connections(self._new_client)
         await old.retire()
 
@@ -135,11 +139,13 @@ class HTTPClient:
         sending = spawn(self._send(method, path, deadline, body, content, headers or {}, api_key or self.api_key))
         try:
             # httpx times each read and each write, so a peer that answers in drops is cut off here.
+            # `asyncio.wait` leaves the request running at its timeout, where `wait_for` would cancel it.
             while not (await asyncio.wait({sending}, timeout=min(deadline.left_s(), self._timeouts.watch_every_s)))[0]:
                 if deadline.is_over():
                     raise deadline.error(f"waiting for {method} {self.base_url}{path}")
                 if watch is not None:
                     await watch()
+        # CancelledError as well: a server goes on sampling for as long as its client seems to wait.
         except BaseException:
             await self._give_up(sending, abort)
             raise
@@ -185,8 +191,10 @@ class HTTPClient:
                     path,
                     json=body,
                     content=content,
+                    # By default httpx (0.28) sends such a body in chunks. The push route needs its length (HTTP 411).
                     headers=headers if content is None else {**(headers or _JSON), "Content-Length": str(len(content))},
                     auth=api_key,
+                    # By default httpx allows 5 s without a byte, and a long completion sends none before it is done.
                     timeout=httpx.Timeout(left, connect=min(left, self._timeouts.connect_s)),
                 )
         except httpx.RequestError as error:
@@ -194,6 +202,7 @@ class HTTPClient:
             raise self._our_error(error, method, path, deadline) from error
 
     def _our_error(self, error: httpx.RequestError, method: str, path: str, deadline: Deadline) -> LoRASyncError:
+        # First, because ConnectTimeout is a TimeoutException too: such a server is down, and its answer not just late.
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
@@ -214,6 +223,7 @@ def _certificates() -> ssl.SSLContext:
     return _read_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 
+# `places` is the key of the cache and nothing else, as httpx reads the variables by itself.
 @cache
 def _read_certificates(*places: str | None) -> ssl.SSLContext:
     """The authorities that the environment names, or certifi's; reading them takes longer than opening connections."""
@@ -244,6 +254,7 @@ class _Connections:
         try:
             yield client
             # Not after an error or a cancellation: a closed connection shows the server that its answer is not awaited.
+            # Nor after `retire`, which closes only the connections that are not lent.
             is_kept = not self._is_retired
         finally:
             if is_kept:
@@ -252,6 +263,7 @@ class _Connections:
                 await client.aclose()
 
     async def retire(self) -> None:
+        # Before the first await, during which a request may end and would keep its connection.
         self._is_retired = True
         while self._idle:
             await self._idle.pop().aclose()
@@ -308,6 +320,7 @@ def retrying(
 
     return tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(may_repeat),
+        # With a random part, because all requests that a server breaks off come back after the same pauses otherwise.
         wait=tenacity.wait_exponential(multiplier=0.1, max=2.0) + tenacity.wait_random(0, 0.1),
         # Not `stop_after_delay`, with which the last pause would go past the limit.
         stop=tenacity.stop_before_delay(left if at_most_s is None else min(left, at_most_s)),

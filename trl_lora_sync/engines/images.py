@@ -12,6 +12,7 @@ from trl_lora_sync.errors import GenerationError
 def data_url(image: Any) -> str:
     """A PIL image as the data URL of its PNG."""
     buffer = io.BytesIO()
+    # Without loss: the server must see the very pixels that the trainer's processor has seen.
     image.save(buffer, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 

@@ -97,6 +97,7 @@ class ServerEngine(ABC):
         # This answer fits its request: the files do not show yet.
         except AdapterNotVisibleError:
             raise
+        # Not for ServerUnreachableError: a connection that broke is closed in any case (`_Connections.lent`).
         except (AdapterRejectedError, GenerationError, ServerSetupError, WrongPolicyError):
             await self._http.start_afresh()
             raise
@@ -140,6 +141,7 @@ class ServerEngine(ABC):
         """For reading and for sampling, which do no harm again: repeated while the server is down or busy."""
         async for attempt in self._retrying(deadline):
             with attempt:
+                # A watch for each attempt: the silence of an ended process must not count against its successor.
                 response = await self._request(method, path, deadline, body=body, headers=headers, watch=self._watch())
         return response
 
@@ -233,6 +235,7 @@ class _Health:
 
         async def check() -> None:
             await self._probe()
+            # Probes are sent only while a request waits, so the last sign of life may be older than this request.
             silent_s = time.monotonic() - max(waiting_since, self._alive_at)
             if silent_s > self._timeouts.lifeless_after_s:
                 raise ServerUnreachableError(
@@ -257,6 +260,7 @@ class _Health:
             # A failed probe lets the silence grow, and `check` decides by its length.
             logger.debug("%s", error)
         finally:
+            # After a cancellation too, or no other request would ever probe.
             self._is_probing = False
 
 
@@ -272,4 +276,5 @@ def logprobs_mode(sharp: float | None, flat: float | None) -> str:
     """
     if sharp is None or flat is None or sharp < 1e-3:  # a uniform distribution looks the same either way
         return "unknown"
+    # Dividing by T makes the gap at T=2 a quarter of the gap at T=0.5; raw log-probabilities have the same gap.
     return "processed_logprobs" if flat < 0.5 * sharp else "raw_logprobs"

@@ -81,6 +81,7 @@ class EngineSpec:
         words = ["trl-lora-sync", "serve", self.name, model, *options]
         address = urlsplit(base_url or "")
         if address.scheme == "http":  # the URL of a server behind HTTPS does not show the address it listens on
+            # `serve` listens on 127.0.0.1 by default, which a trainer on another host cannot reach.
             words += [] if is_local else ["--host", "0.0.0.0"]
             words += [] if address.port in (None, _SERVE_PORT) else ["--port", str(address.port)]
         words += ["--", *engine_options] if engine_options else []

@@ -116,6 +116,7 @@ def _read_logprobs(
     Infinity and NaN of alternatives arrive as null, for instance where a regular expression forbids them; they become
     None and go last.
     """
+    # Each entry is a log-probability, a token id, and the token's text or null.
     sampled = meta["output_token_logprobs"]
     if len(sampled) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens came with {len(sampled)} log-probabilities")
@@ -127,6 +128,7 @@ def _read_logprobs(
     ids: list[list[int]] = []
     for token_id, (logprob, owner, *_), others in zip(token_ids, sampled, meta["output_top_logprobs"], strict=True):
         _check_sampled(token_id, logprob, owner)
+        # The sampled token need not be among the top ones. It is listed in any case, as in the answers of vLLM.
         found = {entry[1]: entry[0] if _is_finite(entry[0]) else None for entry in others or []} | {token_id: logprob}
         ranked = sorted(found.items(), key=lambda item: math.inf if item[1] is None else -item[1])
         ids.append([token for token, _ in ranked])

@@ -155,6 +155,7 @@ class SGLangEngine(SGLangServer):
         }
         answer = (await self._sample(body, lora_path, deadline))[0]
         try:
+            # The first token has none: nothing comes before it.
             return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
         except (KeyError, IndexError, TypeError) as error:
             raise self._unscored() from error
@@ -236,6 +237,7 @@ class SGLangEngine(SGLangServer):
         """The request that carries the tensors to this server, valid until the next one is made."""
         # From 0.5.17 on, a list with one element per tensor-parallel rank takes the place of one string.
         per_rank = self._version >= _TENSORS_PER_RANK_FROM
+        # One thread makes all bodies in turn, because they share the memory of the payload.
         return await offload(
             partial(self._payload.body, adapter_name, adapter, per_rank=per_rank, tp_size=self._tp_size)
         )
@@ -281,6 +283,7 @@ class SGLangEngine(SGLangServer):
         if self._is_paused:
             return False  # it would wait for requests that do not go on, and block every load meanwhile
         try:
+            # Briefly: the unloads of a server wait for each other, and the next one probes again.
             probe = Deadline.after(self._timeouts.unstuck_s, "Looking for the end of an earlier unload")
             if self._stuck_unload and not await self._has_recovered(min(probe, deadline, key=lambda one: one.ends_at)):
                 return False
@@ -293,6 +296,7 @@ class SGLangEngine(SGLangServer):
         deadline.remaining_s()  # without any time left, no request is sent and nothing can hang
         try:
             response = await self._admin("/unload_lora_adapter", deadline, body={"lora_name": adapter_name})
+        # The server goes on waiting for requests of that adapter, with its lock held, after this client has left.
         except DeadlineExceededError:
             self._stuck_unload = adapter_name
             logger.error("%s", self._stuck_words())
@@ -359,6 +363,7 @@ class SGLangEngine(SGLangServer):
                     # With --enable-deterministic-inference every request without a seed gets the seed 42, so a group
                     # would be one completion several times (srt/sampling/sampling_batch_info.py, 0.5.11 to 0.5.23).
                     params["sampling_seed"] = self._seeds.getrandbits(31)
+                # With all tokens of its images, as the model's context has to hold them.
                 self._check_length(prompt_ids, params)
                 samples.append(Sample(prompt_ids, sent_ids, images, params))
         return samples
@@ -420,6 +425,7 @@ class SGLangEngine(SGLangServer):
             asked = {"input_ids": sent_ids, "sampling_params": params, "image_data": images}
         body = asked | {
             "return_logprob": sampling.logprobs is not None,
+            # Of the completion only.
             "logprob_start_len": -1,
             "top_logprobs_num": sampling.logprobs or 0,
             "return_text_in_logprobs": False,
@@ -474,6 +480,8 @@ class SGLangEngine(SGLangServer):
         response = await self._post_generate(body, deadline)
         if response.status_code != 200:
             message = server_message(response)
+            # The second one: SGLang loads an unloaded adapter again from its old path, where the files may be gone
+            # (managers/tokenizer_manager.py, 0.5.23).
             if "never been loaded" in message or "implicitly load" in message:
                 raise AdapterLostError(
                     f"{self.base_url} no longer knows {lora_path!r}, although it had accepted it. It was "

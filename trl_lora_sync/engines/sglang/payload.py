@@ -41,6 +41,7 @@ class TensorPayload:
         """
         fields: dict[str, Any] = {"lora_name": adapter_name, "config_dict": adapter.config(), "pinned": False}
         fields |= {"serialized_named_tensors": [_PLACE] * tp_size} if per_rank else {"serialized_tensors": _PLACE}
+        # Cut where the tensors go: with them, json.dumps would build and scan a string of their whole size.
         return LoadBody(json.dumps(fields).encode().split(_PLACE.encode()), self.pickle(adapter))
 
     def pickle(self, adapter: CanonicalAdapter) -> list[memoryview]:
@@ -70,6 +71,7 @@ class LoadBody:
         yield self._around[0]
         for after in self._around[1:]:
             chunks = _base64(self._payload)
+            # Encoding one chunk takes milliseconds, during which the loop would serve no other request.
             while chunk := await offload(partial(next, chunks, b"")):
                 yield chunk
             yield after
@@ -96,6 +98,7 @@ class _OneStoragePickler(pickle.Pickler):
     """
 
     def __init__(self, file: _Pieces, flat: Tensor, archive: bytearray) -> None:
+        # Since protocol 5 the pickler knows PickleBuffer, which it writes without a copy.
         super().__init__(file, protocol=5)
         # What a tensor's own reduction wraps its storage in; the public constructor warns.
         self._storage = torch.storage.TypedStorage(
@@ -108,6 +111,8 @@ class _OneStoragePickler(pickle.Pickler):
             return torch.storage._load_from_bytes, (pickle.PickleBuffer(self._archived()),)
         if isinstance(obj, Tensor):
             view = (obj.storage_offset(), tuple(obj.shape), obj.stride())
+            # At the end: requires_grad, and the hooks. torch writes an OrderedDict for these, which is one more global
+            # that an unpickler must admit.
             return torch._utils._rebuild_tensor_v2, (self._storage, *view, False, {})
         return NotImplemented
 

@@ -93,6 +93,7 @@ class SGLangServer(ServerEngine):
         if mode == "drain":
             await self._wait_until_idle(deadline)
         self._is_paused = True  # before the request, whose answer may be lost
+        # In place after a drain: a request that came in meanwhile keeps its tokens and its KV cache, and goes on later.
         await self._control("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"}, deadline)
 
     async def _wait_until_idle(self, deadline: Deadline) -> None:
@@ -134,8 +135,11 @@ class SGLangServer(ServerEngine):
             )
         if self._is_released:
             return
+        # By these names `restore_kv_cache` recognises a process that was restarted.
         self._loaded_at_release = set(await self.loaded(deadline))
         await self._flush_when_idle(deadline)
+        # With no time left nothing would be sent, but the error would be the same as for a late answer, after which the
+        # cache counts as released.
         deadline.remaining_s()
         self._is_released = True  # before the request, whose answer may be late
         try:
@@ -174,6 +178,7 @@ class SGLangServer(ServerEngine):
         if before and not before & (await self.loaded(deadline)).keys():
             self._is_released = False
             return False
+        # As for the release: a request that was not sent must not look like one without an answer.
         deadline.remaining_s()
         try:
             await self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)

@@ -86,6 +86,7 @@ def read_prompt_logprobs(positions: list[dict[str, Any] | None], prompt_ids: lis
     Raises:
         ValueError, KeyError: a token lacks one.
     """
+    # Each position has the prompt's own token, and nothing else for `prompt_logprobs=0`. In JSON ids are strings.
     pairs = zip(prompt_ids[1:], positions[1:], strict=True)
     found = [(position or {})[str(token_id)]["logprob"] for token_id, position in pairs]
     if not all(map(_is_logprob, found)):
@@ -108,6 +109,7 @@ def read_logprobs(logprobs: dict[str, Any], token_ids: list[int]) -> tuple[list[
         ]
     elif logprobs["top_logprobs"] is None:  # `without_alternatives`
         tokens, found = logprobs["tokens"], logprobs["token_logprobs"]
+        # Answers for GRPO end here (`logprobs=0`). Below, a dictionary is made and sorted for each token.
         are_sampled = tokens == [f"token_id:{token_id}" for token_id in token_ids] and len(found) == len(tokens)
         if are_sampled and all(map(_is_logprob, found)):
             return [[value] for value in found], [[token_id] for token_id in token_ids]
@@ -201,5 +203,6 @@ def unforced(token_id: int, force: float, free: dict[int, float], forced: dict[i
     if is_strongest:
         # A shift of nearly nothing would be a token of probability exp(-100).
         return forced[token_id] if abs(shift) < 1.0 else told
+    # The last of the ranked ones. One more entry is the sampled token, which is listed whatever its rank.
     least = sorted(free.values(), reverse=True)[:_RANKED][-1]
     return told if forced[token_id] > least + _CLEARLY else None

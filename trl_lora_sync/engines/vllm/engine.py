@@ -105,6 +105,7 @@ class VLLMEngine(ServerEngine):
         version = str(json_object(await self._get("/version", deadline), ServerSetupError).get("version", "unknown"))
         base = await self._base_model(deadline)
         self._base_root = str(base.get("root") or base["id"])
+        # Before the capabilities are put together, of which it reads some from the headers of its answer.
         await self._check_serving(deadline)
         self._capabilities = Capabilities(
             engine=VLLM.name,
@@ -146,6 +147,7 @@ class VLLMEngine(ServerEngine):
         self._gpus = tuple(filter(None, response.headers.get(GPUS_HEADER, "").split(",")))
         self._takes_stacked_experts = response.headers.get(EXPERTS_HEADER) == STACKED
         message = server_message(response)
+        # Words of `engine_plugins.fused_middleware`.
         if (response.status_code, "fused serving" in message) == (409, True):
             raise ServerSetupError(
                 f"The vLLM server at {self.base_url} adds adapters to its weights and loads none beside them. Set "
@@ -158,6 +160,7 @@ class VLLMEngine(ServerEngine):
                 f"{self._serve_command()}, which opens that route; for an adapter of a rank above 16, add --lora-rank. "
                 f"The server answered: {message!r}"
             )
+        # Whether LoRA is on shows in the metrics: a load without a path is refused with and without --enable-lora.
         metrics = await self._metrics(deadline)
         if not (metrics.has_lora if metrics.is_told else await self._takes_adapters(deadline)):
             raise ServerSetupError(
@@ -267,6 +270,7 @@ class VLLMEngine(ServerEngine):
                 found = unforced(token_id, force, likely, ranked_logprobs(forced))
                 if found is not None:
                     return found
+            # For the last one `unforced` returns a number or raises.
             raise AssertionError("the last force always suffices")
 
         try:
@@ -284,6 +288,7 @@ class VLLMEngine(ServerEngine):
             adapter = replace(adapter, server_path=await self.push(adapter, deadline))
         async with self._distrusting_connections():
             loaded = await self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+        # Only now: files of a version that is not confirmed are deleted with its unload, as no request can need them.
         self._pushed.confirm(adapter.name)
         return loaded
 
@@ -420,6 +425,7 @@ class VLLMEngine(ServerEngine):
 
     async def _restore_quietly(self) -> None:
         # A new deadline for each, as that of the caller may be over.
+        # In this order: a scheduler that goes on first would compute with a KV cache that is not there.
         for path in ("/wake_up", "/resume"):
             try:
                 await self._control(path, Deadline.after(self._timeouts.undo_s, "Taking the KV cache back"))
@@ -494,11 +500,13 @@ class VLLMEngine(ServerEngine):
         with collector_paused():
             content = json_object(response, GenerationError, without_alternatives if sampling.logprobs == 0 else None)
             self._check_policy(content, model, names_model=echoes)
+            # Filled in from the request, because `read_completion` accepts no answer without its prompt.
             if not echoes and content.get("prompt_token_ids") is None:
                 content["prompt_token_ids"] = groups[0].prompt
             return self._completions(content, groups, sampling)
 
     def _token_route_echoes(self) -> bool:
+        # An unknown version counts as an old one, of whose answers less is required.
         return not _is_below(self.capabilities.version, _TOKEN_ROUTE_ECHOES_FROM, if_unknown=True)
 
     async def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
@@ -506,6 +514,7 @@ class VLLMEngine(ServerEngine):
         if response.status_code == 200:
             return response
         message = server_message(response)
+        # The status alone may be that of a route: from 0.31 on, /inference/v1/generate is there with a flag only.
         if response.status_code == 404 and "does not exist" in message:
             raise AdapterLostError(
                 f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was restarted, or "
@@ -521,6 +530,8 @@ class VLLMEngine(ServerEngine):
         return model
 
     async def _post_sampling(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
+        # There is nothing to abort: vLLM ends a request whose connection is closed. Source: `with_cancellation` in
+        # vllm/entrypoints/serve/utils/api_utils.py, on all routes that are used here (0.26, 0.31).
         return await self._retried("POST", path, deadline, body=body)
 
     async def chat(self, body: dict[str, Any], count: int, sampling: Sampling, deadline: Deadline) -> list[Completion]:

@@ -59,6 +59,7 @@ class VLLMFusedEngine(VLLMEngine):
             )
         self._checks_payload = state.get("checks") == NOTE_FORM
         workers = state.get("workers")
+        # The note of a version names the memory of the GPU, and workers with another form of note cannot read it.
         self._gpus = tuple(workers[0].get("gpus", ())) if self._checks_payload and workers else ()
 
     def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
@@ -71,6 +72,7 @@ class VLLMFusedEngine(VLLMEngine):
 
     async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         body = {"path": adapter.server_path, "timeout_s": deadline.remaining_s() * _SHARE_FOR_WAITING}
+        # Unlike vLLM's own route, this one accepts a repeated request, if the adapter is in the weights already.
         response = await self._request("PUT", f"{ROUTE}/{adapter.name}", deadline, body=body)
         message = server_message(response)
         if response.status_code != 200:
@@ -85,6 +87,7 @@ class VLLMFusedEngine(VLLMEngine):
         return _adapters_in(answer)
 
     def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> ServerError:
+        # The words of `safetensors_file.ShortFileError`, which the workers pass on.
         if "not written completely" in message:
             return AdapterNotVisibleError(
                 f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "

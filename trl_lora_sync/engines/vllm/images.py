@@ -84,6 +84,7 @@ def place_images(features: dict[str, Any], prompt_ids: list[int], image_token_id
     Raises:
         GenerationError: the number of runs is not the number of images.
     """
+    # Their offsets are those in the rendered chat, which has other tokens around the images.
     images = len(features["mm_placeholders"]["image"])
     placeholders = [
         {"offset": offset, "length": length} for offset, length in image_runs(prompt_ids, image_token_id, images)

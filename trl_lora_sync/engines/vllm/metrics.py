@@ -46,6 +46,8 @@ def read_metrics(page: str) -> VLLMMetrics:
     ran_at = max((value for value, labels in used if _names_adapter(labels)), default=0.0)
     return VLLMMetrics(
         is_told="vllm:num_requests_running" in page,
+        # By its name, as there are no samples before the first request. vLLM has this metric with --enable-lora only
+        # (vllm/v1/metrics/loggers.py, 0.26 and 0.31).
         has_lora="vllm:lora_requests_info" in page,
         is_cpu_build=_is_cpu_build(cache),
         max_loras=next((int(labels["max_lora"]) for _, labels in used if labels.get("max_lora", "").isdecimal()), None),

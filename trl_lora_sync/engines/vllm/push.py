@@ -86,6 +86,7 @@ class PushedAdapters:
             logger.warning("%s takes no adapters over HTTP: %s", self._base_url, server_message(response))
         if response.status_code != 200:
             return False
+        # Whatever is not such an offer counts as none.
         with contextlib.suppress(ServerError):
             offer = json_object(response, ServerError)
             if offer.get("protocol") == PROTOCOL and isinstance(offer.get("max_bytes"), int):
@@ -128,6 +129,7 @@ class PushedAdapters:
             try:
                 return await self._retried(lambda: self._deliver_in_streams(path, body, deadline), deadline)
             except _NoStreamsError as error:
+                # For the rest of the run: a port that a firewall drops would cost each push `_CONNECT_S`.
                 self._streams = 0
                 logger.info("%s takes adapters in HTTP requests only, which is slower: %s", self._base_url, error)
         # In the thread for long calls, because all bytes are read.
@@ -143,6 +145,7 @@ class PushedAdapters:
         """
         headers = {LENGTH_HEADER: str(len(body)), STREAMS_HEADER: str(self._streams)}
         response = await self._send("POST", path, deadline, headers=headers)
+        # The size is refused, and it is the same in one HTTP request.
         if response.status_code in (413, 507):
             return response
         if response.status_code != 200:
@@ -151,6 +154,7 @@ class PushedAdapters:
         port, token = offer.get("port"), offer.get("token")
         if not isinstance(port, int) or not isinstance(token, str):
             raise _NoStreamsError(server_message(response))
+        # Each connection begins with the token and the number of its part, see `engine_plugins.push_streams`.
         sending = [
             asyncio.ensure_future(self._send_part(port, token.encode() + bytes([number]), body.part(*part)))
             for number, part in enumerate(parts_of(len(body), self._streams))
@@ -164,6 +168,7 @@ class PushedAdapters:
         except OSError as error:
             raise ServerUnreachableError(f"A connection to {self._base_url} broke during a push ({error}).") from error
         finally:
+            # `gather` raises the first error and lets the other connections go on.
             for one in sending:
                 one.cancel()
         headers = {CHECKSUM_HEADER: found[0], TOKEN_HEADER: token}
@@ -183,9 +188,11 @@ class PushedAdapters:
             writer.write(head)
             for piece in pieces:
                 writer.write(piece)
+                # Without it, asyncio would buffer a whole part in this process.
                 await writer.drain()
         finally:
             writer.close()
+        # Raises what went wrong with the bytes that were still buffered.
         await writer.wait_closed()
 
     def confirm(self, adapter_name: str) -> None:
