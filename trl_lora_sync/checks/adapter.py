@@ -6,6 +6,7 @@ from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, VerificationError
 from trl_lora_sync.verify import PROBE_PROMPT, Scores, Trial, VerificationResult, compare, mean_distance
 
+# Ids that every vocabulary has, as the trainer's may be unknown.
 _PROMPT = PromptGroup(prompt=[0, 1, 2, 3], count=1)
 _SAMPLING = Sampling.unrestricted(max_tokens=1, logprobs=0)
 
@@ -14,6 +15,7 @@ async def is_sampled_from(subject: Subject, deadline: Deadline, offer: Offer) ->
     """Have it loaded and a token sampled from it, as each sync will, a pause included."""
     stored = offer.stored
     try:
+        # By the handle, whose ledger then has the name, so that it is unloaded whatever the checks find.
         await subject.server.load(stored, deadline)
         await subject.server.warm_up(stored, deadline)
         # On vLLM `warm_up` does nothing, so this is the first use.
@@ -29,6 +31,7 @@ async def is_sampled_from(subject: Subject, deadline: Deadline, offer: Offer) ->
 
 async def has_effect(subject: Subject, deadline: Deadline, offer: Offer) -> Found:
     engine, image, name = subject.engine, offer.trial.image, offer.stored.name
+    # Scores of the trial before would be compared with what PEFT computes of this one.
     subject.scores = None
     if not subject.is_strict:
         return None
@@ -77,6 +80,7 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
         f"is too small beside the difference of the base models: {evidence}. The first versions are verified instead, "
         "and lora_sync/verified stays 0 until one of them is a proof."
     )
+    # Not an error: a quantised base may be meant, and its difference can hide what a small adapter adds.
     return OK, message, unproven
 
 

@@ -55,13 +55,16 @@ async def make_checks(
         limit: makes the deadline of each check.
         ends: whether to raise the first error.
     """
+    # On all servers before the first trial: a run loads nothing anywhere if one server is refused.
     await each(subjects, partial(_go_through, CHECKS, limit, ends, ()))
     for trial in trials:
         store, unfit = subjects[0].store, subjects[0].unfit_for_trials
         if store is None or unfit:  # only for `doctor`, which has one subject and goes on after an error
             subjects[0].findings.append(Finding("adapter", NOTE, f"not loaded: {unfit}"))
             continue
+        # Reading copies and scales every matrix, and the loop must go on sending requests.
         adapter_read = await offload(partial(trial.read, common_form(one.served.form for one in subjects)))
+        # Once for all servers: zeros for missing siblings change nothing on an engine that does not need them.
         async with store.stored("trial", [one.server for one in subjects], adapter_read, limit()) as stored:
             offer = Offer(trial, adapter_read, stored)
             await each(subjects, partial(_go_through, ADAPTER_CHECKS, limit, ends, [offer]))
@@ -98,12 +101,14 @@ class RunChecks:
         Raises:
             LoRASyncError: the first error of a check.
         """
+        # Without what an earlier process of a server has shown: another one may answer there by now.
         subjects = [Subject(server, self.expected, self.store) for server in servers]
         trials = self.expected.trials if trials is None else trials
         await make_checks(subjects, trials, lambda: deadline, ends=True)
         warnings: dict[tuple[str, str], str] = {}
         for finding in (finding for subject in subjects for finding in subject.findings if finding.warning):
             warnings.setdefault((finding.name, finding.message), finding.warning)  # of several of one version, once
+        # At the end, as a run that is refused needs no advice about its other servers.
         for warning in warnings.values():
             logger.warning("%s", warning)
         return subjects

@@ -19,6 +19,7 @@ from trl_lora_sync.engines.registry import ENGINES, restart_command
 from trl_lora_sync.errors import AdapterRejectedError, LoRASyncError, ServerSetupError
 from trl_lora_sync.mixed_batches import score_base
 
+# The largest --max-lora-rank of vLLM is 512 (0.22 to 0.33, config/lora.py).
 _BEYOND_ANY_RANK = 1_000_000
 _UNKNOWN_BASE = "not compared: the trained model is not known here"
 _UNKNOWN_ADAPTER = "not compared: the adapter is not known here. Give --adapter or --peft-config."
@@ -33,6 +34,7 @@ async def is_known_version(subject: Subject, deadline: Deadline) -> Found:
     version = subject.served.version
     known = ENGINES[subject.served.engine].versions
     if doubt := known.doubt(version):
+        # It is logged after the last check only, so it may report that all were passed.
         warning = f"{known.caution(version)} Look closer with: trl-lora-sync doctor {subject.url}"
         return NOTE, f"{doubt}; verify an adapter with --adapter", warning
     return OK, "run with this release" if version in known.run else "known from its source"
@@ -46,6 +48,7 @@ async def processes_logprobs(subject: Subject, deadline: Deadline) -> Found:
             "they come before the temperature, and TRL compares them with its own after it, so importance ratios "
             f"are wrong at any temperature but 1. {fix}"
         )
+        # Not an error: at temperature 1, TRL's default, log-probabilities before and after it are the same.
         return PROBLEM, message, f"The log-probabilities of {subject.url} are raw: {message}"
     if mode == "unknown":
         return NOTE, "unknown whether they come before or after the temperature"
@@ -86,6 +89,7 @@ async def has_room(subject: Subject, deadline: Deadline) -> Found:
             f"server{'' if staleness is not None else f', or {way_out}'}."
         )
     if served.max_loras is not None and served.max_loras < needed:
+        # SGLang counts the base model as an adapter of the batch, and vLLM does not.
         flag, for_base = spec.max_loras_flag, int(spec.counts_base)
         restart = restart_command(subject.engine, engine_options=[flag, str(needed + for_base)])
         raise ServerSetupError(
@@ -140,6 +144,7 @@ async def has_rank(subject: Subject, deadline: Deadline) -> Found:
         return NOTE, _UNKNOWN_ADAPTER
     if served.is_fused:
         return OK, f"{rank} fits, as any does"
+    # SGLang reports it in /server_info. vLLM has that route in its development mode only.
     reserved = served.max_lora_rank or await _reserved_rank(subject, deadline)
     if reserved is None:
         return NOTE, "not checked: the server does not report it. Give --adapter, or --dir with a folder that it sees."
@@ -200,6 +205,7 @@ async def has_base(subject: Subject, deadline: Deadline) -> Found:
     expected, served = subject.expected, subject.served
 
     def is_plausible(scores: Sequence[float]) -> bool:
+        # With nothing to compare them with, any scores will do.
         gap = expected.gap(scores)
         return gap is None or not gap.is_suspicious
 
@@ -229,6 +235,8 @@ async def has_base(subject: Subject, deadline: Deadline) -> Found:
 async def has_width(subject: Subject, deadline: Deadline) -> Found:
     """Offer an adapter that is one wider than the trainer's; a base of other weights and the same shapes refuses it."""
     wider, gap = subject.expected.wider, subject.expected.gap(subject.base_logprobs)
+    # A base with the trainer's log-probabilities has its shapes too. Another one gets this far only with
+    # `lora_sync_verify="off"` and an engine that refuses a misfit.
     if wider is None or gap is None or not gap.is_suspicious:
         return None
     assert subject.store is not None

@@ -105,6 +105,7 @@ class TrialStore:
             # On all of them: where it was never loaded, the missing name counts as unloaded.
             # `asyncio.wait` leaves a late unload to go on, and its name on disk.
             await asyncio.wait([server.unload_later(stored.name) for server in servers], timeout=self._clean_up_s)
+            # Last: vLLM reads an evicted adapter from its path again, and ends if the path is gone.
             await self._transport.delete(stored, keep_name=not self._ledger.is_gone(stored.name))
 
 
@@ -149,6 +150,7 @@ class Subject:
         """The reason to load no adapter there; empty if there is none."""
         if self.store is None:
             return "the server is elsewhere. Give --dir, a folder that it sees too."
+        # vLLM survives a misfit. SGLang loads it, and crashes at the first batch with the requests of all clients.
         if not self.served.rejects_shape_mismatch and any(finding.error for finding in self.findings):
             return f"{self.served.engine} crashes on an adapter that does not fit. Mend the problems first."
         return ""
@@ -156,6 +158,7 @@ class Subject:
     @property
     def is_verified(self) -> bool:
         """Whether every trial was a proof."""
+        # Without any trial there is nothing that proves it, and `all` of nothing is true.
         return bool(self.evidence) and all(one.proves for one in self.evidence)
 
     def other_base(self, evidence: str, message: str = "") -> ServerSetupError:
@@ -195,6 +198,7 @@ class Check:
     async def __call__(self, subject: Subject, deadline: Deadline, *offer: Offer) -> Finding | None:
         try:
             found = await self.look(subject, deadline, *offer)
+        # Any other error is a defect of a check, which must not pass for one of the server.
         except LoRASyncError as error:
             # Beside another client of a vLLM-CPU server nothing can be known of its base model.
             status = NOTE if isinstance(error, SharedCPUServerError) else PROBLEM

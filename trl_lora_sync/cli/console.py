@@ -27,6 +27,7 @@ def err() -> "Console":
     """Standard error."""
     from rich.console import Console
 
+    # One for all, as rich keeps lines above a spinner only if the spinner's own console prints them.
     return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
@@ -39,6 +40,7 @@ def working(what: str) -> Iterator[None]:
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    # The text may be a URL, and an IPv6 address has square brackets.
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=err(), transient=True) as progress:
         progress.add_task(what, total=None)

@@ -37,6 +37,7 @@ class Diagnosis:
         return all(finding.status != PROBLEM for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
+        # Scripts read this report, so `words` is not renamed with the field.
         findings = [{"name": one.name, "status": one.status, "words": one.message} for one in self.findings]
         return {**vars(self), "findings": findings}
 
@@ -47,6 +48,7 @@ class Diagnosis:
 
         try:
             yield
+        # Any other error is a defect of this package, which must not pass for one of the server.
         except LoRASyncError as error:
             self.add(name, PROBLEM, str(error))
 

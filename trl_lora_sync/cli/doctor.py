@@ -64,6 +64,7 @@ def run(
             show(diagnoses[-1])
     is_good = all(diagnosis.is_good for diagnosis in diagnoses)
     if as_json:
+        # Once for all servers: standard output must be one JSON document.
         out().print(json.dumps({"ok": is_good, "servers": [one.as_json() for one in diagnoses]}, indent=2))
     raise typer.Exit(0 if is_good else 1)
 
@@ -97,6 +98,7 @@ def make_case(
                 unusable = str(error)
     if model is not None and not model.is_dir():
         raise UsageError(f"--model {model} is not a folder. Give the base model's, or leave it out.")
+    # To compute a model takes time and memory, so it is looked for only where an adapter is to be compared.
     if model is None and saved is not None:
         model = model_folder(saved.config.get("base_model_name_or_path"))
     return DoctorInput(
@@ -136,6 +138,7 @@ def diagnose(url: str, case: DoctorInput, scores: list[list[float]]) -> Diagnosi
     try:
         where = "" if is_local_url(url) else " on its host"
         start = start_command(url, *_serve_arguments(case))
+        # First, as `connect` would wait its whole timeout for a port that is closed.
         check_listening(url, case.timeout_s, f"Start one{where} with `{start}`, or correct the URL.")
     except LoRASyncError as error:
         # How it would serve is not known, so by the rules of the default of `lora_sync_serving`.
@@ -147,6 +150,7 @@ def diagnose(url: str, case: DoctorInput, scores: list[list[float]]) -> Diagnosi
         runtime.run(server.connect(case.deadline(f"Waiting for {url}")))
     except LoRASyncError as error:
         _judge_features(diagnosis, case, "runtime")
+        # `connect` has failed before the engine could report itself.
         _identify(diagnosis, case)
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis

@@ -30,6 +30,7 @@ def handle_of(url: str, case: DoctorInput) -> "ServerHandle":
     from trl_lora_sync.server_handle import ServerHandle
     from trl_lora_sync.settings import ServerAddress, SyncSettings
 
+    # A run may be using this server, so the settings below pause nothing and release no memory.
     address = ServerAddress(base_url=url, is_local=is_local_url(url))
     settings = SyncSettings(
         servers=(address,),
@@ -66,6 +67,7 @@ def examine(server: "ServerHandle", case: DoctorInput, diagnosis: Diagnosis, sco
     store = TrialStore(transport, server.ledger, clean_up_s=case.timeout_s) if transport else None
     subject = Subject(server, expected, store, diagnosis.findings)
     try:
+        # An error of a check is a finding already. This is for an adapter that cannot be stored.
         with diagnosis.reporting("adapter"):
             run(make_checks([subject], expected.trials, partial(case.deadline, f"A check of {server.base_url}")))
         scores += [subject.base_logprobs] if subject.base_logprobs else []
@@ -73,6 +75,7 @@ def examine(server: "ServerHandle", case: DoctorInput, diagnosis: Diagnosis, sco
             _check_clean_up(server, transport.run_id, case, diagnosis)
     finally:
         if transport is not None:
+            # Or the folder of this check would stay behind, as that of a dead run.
             run(transport.close())
 
 
@@ -80,6 +83,7 @@ def _transport(case: DoctorInput, server: "ServerHandle") -> "Transport | None":
     """How an adapter reaches the server; None if no way is known."""
     from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
+    # Not `is_sent_content`, which raises where no way is known. Here the adapter is then left out, with a note.
     served, settings = server.engine.capabilities, server.settings
     if case.folder is not None or server.address.is_local:
         return DiskTransport(settings.root, server_root=settings.server_root)
@@ -104,6 +108,7 @@ def _look_for_leftovers(server: "ServerHandle", case: DoctorInput, diagnosis: Di
 
 def _check_clean_up(server: "ServerHandle", run_id: str, case: DoctorInput, diagnosis: Diagnosis) -> None:
     with diagnosis.reporting("clean-up"):
+        # By the run id, as adapters of live runs may be loaded there as well.
         left = [name for name in run(server.engine.loaded(case.deadline("Listing adapters"))) if run_id in name]
         if left:
             message = f"{', '.join(left)} could not be unloaded; look at the server's log, or restart it"
@@ -120,6 +125,7 @@ def _expected(case: DoctorInput, server: "ServerHandle", scores: list[list[float
     from trl_lora_sync.checks.subject import Expected
 
     saved, config, base = case.saved, case.config or {}, case.base
+    # On one host only, as the path of another one may lead to another model here.
     if base is None and saved is not None and server.address.is_local:
         base = model_folder(server.engine.capabilities.base_root)
     trained, unscored = None, "give --model, the folder of the base model"
@@ -129,6 +135,7 @@ def _expected(case: DoctorInput, server: "ServerHandle", scores: list[list[float
         except (ImportError, OSError, RuntimeError, ValueError) as error:  # a folder of another model, or of none
             why = str(error).strip().partition("\n")[0]
             unscored = f"the model in {base} cannot be computed with PEFT: {why}"
+    # With the first server each time: differences would add up from one server to the next.
     peer = (scores[0], _SPREAD_OF_PEER) if scores else None
     targets = saved.target_modules if saved else config.get("target_modules")
     return Expected(
@@ -147,6 +154,7 @@ def _trial(saved: "SavedAdapter", base: Path | None, trained: "_Trained | None")
     def read(form: "Form") -> "CanonicalAdapter":
         from trl_lora_sync.adapter.saved import base_shapes
 
+        # SGLang needs q/k/v and gate/up complete, and the base model has the shapes of what is missing.
         return saved.canonical(shapes=(base_shapes(base) if base else {}) if form.packed_modules else None)
 
     return Trial(group="saved", modules=(), read=read, scores=trained.scores if trained else None)
@@ -174,6 +182,7 @@ def _trained(base: Path, adapter: Path | None) -> _Trained:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report is what is to be read
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        # The configuration of a vision-language model has its vocabulary one level down.
         size = getattr(model.config.get_text_config(), "vocab_size", None)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)

@@ -56,6 +56,7 @@ def outliers(points: Sequence[Point]) -> list[Outlier]:
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     middle = [value for _, value in finite]
     usual = [statistics.median(_around(middle, place)) for place in range(len(middle))]
+    # With fewer points, a median of neighbours is little more than the point itself.
     found = []
     if len(finite) >= _FEWEST:
         away = [value - near for value, near in zip(middle, usual, strict=True)]
@@ -64,6 +65,7 @@ def outliers(points: Sequence[Point]) -> list[Outlier]:
         found = [
             Outlier(step=step, value=value, usual=near)
             for (step, value), near, distance in zip(finite, usual, away, strict=True)
+            # The share keeps a series that hardly moves free of marks, and the last bound a constant one.
             if distance > max(_SPREADS * spread, _SHARE * abs(near), 1e-12)
         ]
     overall = statistics.median(middle) if middle else math.nan
@@ -96,6 +98,7 @@ def line_figure(
             steps = [step for step, _, _ in line.band]
             edge = [upper for _, _, upper in line.band], [lower for _, lower, _ in line.band]
             figure.add_scatter(
+                # One closed outline: along the upper edge, and back along the lower one.
                 x=steps + steps[::-1], y=edge[0] + edge[1][::-1], fill="toself", fillcolor=_faint(colour),
                 line_width=0, hoverinfo="skip", showlegend=False,
             )  # fmt: skip
@@ -153,6 +156,7 @@ def stack_top(wholes: Iterable[Sequence[Point]]) -> float:
         far = {outlier.step for outlier in outliers(whole)}
         values = [value for step, value in whole if math.isfinite(value)]
         usual = [value for step, value in whole if step not in far] or values
+        # Cut somewhat above what is usual, so that a few long steps do not flatten the others.
         highest = max(highest, min(max(values, default=0.0), 1.6 * max(usual, default=0.0)))
     return 1.08 * highest or 1.0
 
@@ -165,8 +169,10 @@ def _cut(figure: "Figure", values: Sequence[float], marked: Sequence[Outlier], *
     if not usual:
         return None
     low, high = min([*usual, 0.0] if from_zero else usual), max(usual)
+    # A constant series has no height to take a share of.
     margin = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
     bottom = low if from_zero and low == 0.0 else low - margin
+    # The second comparison is false for a constant series, whose axis must not be cut to nothing.
     if highest > high + 1.5 * (high - low) > low:
         figure.update_yaxes(range=[bottom, high + 4 * margin])
         return high + 4 * margin
@@ -189,6 +195,7 @@ def _mark(figure: "Figure", marked: Sequence[Outlier], top: float | None) -> Non
             "symbol": ["triangle-up" if is_above else "circle-open" for is_above in above],
             "color": _OUTLIER_COLOUR, "size": 10, "line": {"width": 2, "color": _OUTLIER_COLOUR},
         },
+        # The height of a mark at the edge is not the value.
         customdata=[outlier.value for outlier in drawn],
         hovertemplate="%{customdata:.4g}",
     )  # fmt: skip
@@ -200,15 +207,18 @@ def _figure(unit: str) -> "Figure":
     axis: dict[str, Any] = {
         "automargin": True,
         "zeroline": False,
+        # By default plotly writes a learning rate of 1e-5 with the prefix for millionths.
         "exponentformat": "e",
         "gridcolor": "rgba(136, 136, 136, 0.3)",
         "tickfont_size": 12,
     }
     return Figure(
         layout={
+            # The default template has colours for a light page.
             "template": "none", "height": 270, "margin": {"l": 8, "r": 12, "t": 34, "b": 8}, "hovermode": "x unified",
             "paper_bgcolor": _NONE, "plot_bgcolor": _NONE, "font": {"family": "system-ui, sans-serif", "size": 12},
             "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
+            # By default plotly cuts names there, and names of runs begin alike.
             "hoverlabel": {"namelength": -1}, "modebar": {"bgcolor": _NONE, "color": "#999", "activecolor": "#888"},
             "xaxis": axis | {
                 "title": {"text": "step", "standoff": 4}, "tickangle": 0, "hoverformat": "d",
@@ -223,6 +233,7 @@ def _figure(unit: str) -> "Figure":
 def share_steps(figures: Sequence["Figure"], first: float, last: float) -> None:
     """Give all figures the same axis of steps, with whole numbers on it."""
     for figure in figures:
+        # Plotly puts ticks at fractions of a step where there are few.
         figure.update_xaxes(range=[first - 0.6, last + 0.6], dtick=1 if last - first < 8 else None)
 
 

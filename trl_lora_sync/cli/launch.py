@@ -8,6 +8,8 @@ from typing import Any
 from trl_lora_sync.adapter.support import FUSED_LAYERS
 from trl_lora_sync.cli.console import UsageError
 
+# vLLM 0.31 and SGLang 0.5.15 take the first two for yes, and some variables of SGLang the third. A word too many
+# refuses a harmless setting only.
 _ON = ("1", "true", "yes", "on")
 _TARGET_MODULES = "--lora-target-modules"
 # Flags of the engines whose values are printed nowhere.
@@ -76,6 +78,7 @@ class EngineArguments:
                 name, _, value = argument.partition("=")
                 # vLLM's parser takes either spelling (0.31, utils/argparse_utils.py).
                 name = name.replace("_", "-")
+                # A flag that is repeated replaces its values, as with argparse.
                 self._values[name] = [value] if "=" in argument else []
             elif name:
                 self._values[name].append(argument)
@@ -126,6 +129,9 @@ class EngineArguments:
         typed = {name.rpartition(".")[2] for name in self._values.get(_TARGET_MODULES, ())}
         if not typed or every in typed:
             return
+        # One part of a stacked layer is enough, as both engines then adapt the whole layer.
+        # Source: `is_in_target_modules` in vllm/lora/utils.py (0.26 and 0.31), and `get_normalized_target_modules` in
+        # sglang/srt/lora/utils.py (0.5.15).
         covered = typed.union(*(parts for whole, parts in _STACKED.items() if typed & {whole, *parts}))
         missing = [name for name in request.modules if name not in covered]
         if missing:
@@ -150,6 +156,7 @@ def without_keys(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("-"):
             name, has_value, _ = argument.partition("=")
+            # Up to the next flag, as vLLM's --api-key takes several keys (0.31).
             is_secret = name.replace("_", "-") in _SECRET
             shown.append(f"{name}=[key]" if is_secret and has_value else argument)
         else:

@@ -19,6 +19,7 @@ _EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj")
 
 def plan_sglang(installed: Installed, request: ServerRequest, environ: Mapping[str, str]) -> LaunchCommand:
     """The command for `request`; see `serve.plan`."""
+    # Without named modules the usual ones are served, and these are among them.
     if request.adapts_experts and request.modules:
         request = replace(request, modules=tuple(dict.fromkeys((*request.modules, *_EXPERT_MODULES))))
     given = EngineArguments(request.extra)
@@ -36,6 +37,7 @@ def plan_sglang(installed: Installed, request: ServerRequest, environ: Mapping[s
         "--enable-lora": None,
         "--max-lora-rank": str(request.lora_rank),
         "--max-loras-per-batch": str(request.keep + 2),  # one of them is the base model
+        # Without initial adapters SGLang does not start unless it is given these (0.5.15, server_args.py).
         "--lora-target-modules": request.modules or USUAL_MODULES,
     }
     # Without it the trainer refuses `vllm_server_sleep`, as SGLang would keep its memory.
@@ -89,6 +91,7 @@ def _check_sglang(
             "SGLANG_RETURN_ORIGINAL_LOGPROB is set: log-probabilities would come before the temperature, and TRL's "
             "importance ratios would be wrong. Unset it."
         )
+    # They apply to each request that leaves a field out, requests of other clients included.
     samples = _preferred_samples(given)
     if samples > 1 and installed.parsed() < _SAMPLES_SAFELY_FROM:
         raise UsageError(

@@ -33,6 +33,7 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
     """The command for `request`; see `serve.plan`."""
     given = EngineArguments(request.extra)
     given.check_port(request)
+    # First, as the checks depend on the choice.
     request = _with_quick_load(installed, request, given)
     _check_vllm(given, request, environ)
     _check_plugins(installed, request)
@@ -40,6 +41,8 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
     on_cpu = installed.is_cpu_build(environ)
     # A written version exists in its slot only, so every kept version needs a slot, and so does the next version.
     has_written_slots = bool(request.loads_quickly) and writes_slots(environ)
+    # Otherwise vLLM keeps versions in host memory and copies them to slots: one slot for the active version, and one
+    # for the next version, so that its load does not wait for requests that still run.
     slots = request.keep + 1 if has_written_slots else 2
     if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
         slots = 1
@@ -76,12 +79,14 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
             "--max-cpu-loras": str(max(request.keep + 2, given.number("--max-loras", default=slots))),
         }
         if request.adapts_vision:
+            # Without it vLLM accepts adapters on these modules and ignores them (run on 0.26 and 0.31).
             flags["--enable-tower-connector-lora"] = None
         # The trainer learns from the quick loader that the server takes that form.
         if request.adapts_experts and request.loads_quickly and installed.parsed() >= _STACKED_EXPERTS_FROM:
             flags["--enable-mixed-moe-lora-format"] = None
         # Without it vLLM has no routes that load adapters (0.22 to 0.33).
         env[RUNTIME_LORA] = "True"
+    # Written slots and fused weights are read from a trainer's GPU by CUDA IPC; vLLM's own loader reads files.
     visible = with_all_gpus(environ) if (has_written_slots or request.is_fused) and not on_cpu else None
     # Ray would place workers on them.
     if visible is not None and given.get("--distributed-executor-backend") != "ray":
@@ -97,6 +102,7 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
     if request.sleeps:
         flags["--enable-sleep-mode"] = None
         # Without it vLLM has no routes for sleep (0.31).
+        # A number: vLLM parses it with `int`, which ends at the word true (0.31, envs.py).
         env["VLLM_SERVER_DEV_MODE"] = "1"
         notes.append("--sleep opens vLLM's development routes, which no API key guards. Keep the port private.")
     if on_cpu:
@@ -120,6 +126,7 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
     for middleware in (one for one, is_wanted in wanted.items() if is_wanted):
         if not _names_middleware(middleware, request.extra):
             command += ["--middleware", middleware]  # may be given several times, so a typed one stays
+    # Typed arguments come last, as the last value of a flag counts.
     return LaunchCommand(command=(*command, *request.extra), env=env, notes=tuple(notes))
 
 
@@ -127,6 +134,7 @@ def _with_quick_load(installed: Installed, request: ServerRequest, given: Engine
     """The request with quick loading chosen, unless that was typed, or another extension of the workers is wanted."""
     if request.loads_quickly is not None:
         return request
+    # vLLM takes one worker extension, and fused serving is one, too.
     is_possible = installed.has_plugins and not request.is_fused and not given.has("--worker-extension-cls")
     return replace(request, loads_quickly=is_possible)
 
@@ -141,6 +149,7 @@ def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:
         return (str(installed.python), "-m", "vllm.entrypoints.openai.api_server", "--model", model)
     if installed.script is not None:
         return (str(installed.script), "serve", model)
+    # A script that was moved with its environment names an interpreter that is gone.
     return (str(installed.python), "-m", "vllm.entrypoints.cli.main", "serve", model)
 
 

@@ -51,8 +51,10 @@ def make_app(chosen: str) -> typer.Typer:
         add_completion=False,
     )
     app.callback(invoke_without_command=True)(_start)
+    # Any argument leads to the same answer, `--help` included.
     app.command("bench", hidden=True, add_help_option=False, context_settings=_ANYTHING)(_bench)
     for name, line in COMMANDS.items():
+        # In the list only. Without their modules, `--help` loads nothing that a command needs.
         if name != chosen:
             app.command(name, short_help=line)(lambda: None)
             continue
@@ -65,17 +67,20 @@ def make_app(chosen: str) -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv`, by default the process's own arguments, and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # The command line itself has flags without values only, so the first other word is the command.
     chosen = next((word for word in arguments if not word.startswith("-")), "")
     from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 
     try:
         make_app(chosen)(arguments, prog_name="trl-lora-sync")
     except SystemExit as ended:  # the end of each command of typer
+        # A text, which the interpreter prints before it ends with status 1.
         if isinstance(ended.code, str):
             raise
         return ended.code or GOOD
     except LoRASyncError as error:
         err().print(f"trl-lora-sync {chosen}: {error}", style="red")
+        # This one is about flags or a saved configuration; the others are about servers, files and libraries.
         return USAGE if isinstance(error, UnsupportedSettingError) else PROBLEM
     except UsageError as error:
         err().print(f"trl-lora-sync {chosen}: {error}", style="red")

@@ -31,6 +31,7 @@ class OurField:
 
 def our_fields() -> list[OurField]:
     """The fields in the order of the source."""
+    # Unpacked, so that a class that was renamed fails here and not as a help text without fields.
     (config,) = [
         node
         for node in ast.parse(_SOURCE.read_text()).body
@@ -42,12 +43,15 @@ def our_fields() -> list[OurField]:
 def _read(node: ast.AnnAssign) -> OurField:
     assert isinstance(node.target, ast.Name)
     assert isinstance(node.value, ast.Call)
+    # Defaults and help texts must be literals: what is computed there would need the import of TRL.
     given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.value.keywords}
     annotation = node.annotation
+    # `Literal[...]` is the only subscript among the annotations.
     is_literal = isinstance(annotation, ast.Subscript)
     return OurField(
         name=node.target.id,
         choices=tuple(ast.literal_eval(annotation.slice)) if isinstance(annotation, ast.Subscript) else (),
+        # `| None` means that the flag may be left out, which holds for every flag.
         type="" if is_literal else ast.unparse(annotation).partition(" | ")[0],
         default=given["default"],
         help=given["metadata"]["help"],

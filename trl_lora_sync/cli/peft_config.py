@@ -45,6 +45,7 @@ def served_modules(targets: str | Sequence[str] | None) -> tuple[str, ...]:
     for group in FUSED_LAYERS:
         if names & set(group):
             names |= set(group)
+    # In the usual order, as a set has none and the names are printed in commands.
     return tuple(sorted(names, key=lambda name: (*USUAL_MODULES, name).index(name)))
 
 
@@ -57,6 +58,7 @@ def adapts_vision(path: Path, saved: dict[str, Any]) -> bool:
     names = [targets] if isinstance(targets, str) else targets
     excluded = saved.get("exclude_modules") or ()
     excluded = excluded if isinstance(excluded, str) else "|".join(excluded)
+    # A pattern that leaves out anything that sees images is taken to leave out all of it.
     return not re.search("visual|vision", excluded) and any(
         sees_images(group_of(name)) or name.rpartition(".")[2] in _VISION_NAMES for name in names
     )
@@ -74,6 +76,7 @@ def _keys_in(file: Path) -> list[str]:
     """The names of the tensors in a safetensors file; none if it is damaged."""
     try:
         with file.open("rb") as opened:
+            # The format: the length of the head in 8 bytes, little-endian, then the head as JSON.
             (length,) = struct.unpack("<Q", opened.read(8))
             # The length is the file's own claim, which may be any number in a damaged one.
             return list(json.loads(opened.read(min(length, _MAX_HEAD_BYTES))))

@@ -29,6 +29,8 @@ def run(
     ] = None,
 ) -> None:
     runs = read_runs(run_dirs)
+    # Modules of the page import it only when they draw, too late for this message. After the logs are read, so that
+    # a wrong folder is reported without plotly as well.
     if importlib.util.find_spec("plotly") is None:
         raise UsageError(
             "plotly is not installed, and draws the page. Install it with: "

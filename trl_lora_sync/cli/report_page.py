@@ -66,8 +66,10 @@ def page(runs: Sequence[Run]) -> str:
         ("Server and trainer", [_logprob_gap(runs), _ratio(runs)]),
         ("Servers", [_servers(runs)]),
     ]
+    # Before `_section`, which turns the figures into JSON.
     shown = [chart.figure for _, charts in sections for chart in charts if chart.figure is not None]
     share_steps(shown, min(run.rows[0]["step"] for run in runs), max(run.last_step for run in runs))
+    # Filled by `_section`, which numbers the charts by it, so it is complete after the next line only.
     figures: list[str] = []
     drawn = [_section(title, charts, figures) for title, charts in sections]
     missing = [chart.title for _, charts in sections for chart in charts if chart.figure is None]
@@ -114,6 +116,7 @@ def _lines(
                 line = Line(name=name, points=points, colour=number, is_dashed=place > 0)
             else:
                 continue
+            # A maximum over all tokens varies too much from step to step for a mark to mean anything.
             marks = marks_outliers and label != "max"
             found.append(replace(line, band=band(run) if place == 0 else [], marks_outliers=marks))
     return found
@@ -240,6 +243,7 @@ def _ratio(runs: Sequence[Run]) -> Chart:
 
 def _servers(runs: Sequence[Run]) -> Chart:
     start = f"{PREFIX}load_s/"
+    # By number: as text, server 10 would come before server 2.
     places = sorted(
         {key.removeprefix(start) for run in runs for row in run.rows for key in row if start in key}, key=_place
     )
@@ -429,6 +433,7 @@ def _bytes(value: float) -> str:
 
 
 def _moment(text: str) -> str:
+    # A page is read elsewhere, where the local time of the run means nothing.
     return datetime.fromisoformat(text).astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 

@@ -34,6 +34,7 @@ class Run:
             found = [
                 (float(row["step"]), float(row[metric]))
                 for row in self.rows
+                # A bool is an int to Python, and no metric.
                 if isinstance(row.get(metric), int | float) and not isinstance(row[metric], bool)
             ]
             if found:
@@ -88,6 +89,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         UsageError: a folder has no log of a training.
     """
+    # `.` and `runs/..` have no last part to name a run by.
     resolved = [folder.resolve() for folder in folders]
     longest = max(len(folder.parts) for folder in resolved)
     for length in range(1, longest + 1):
@@ -110,6 +112,7 @@ def _read(folder: Path, name: str) -> Run:
             f"There is no {LOG_FILE} in {folder}, and no trainer_state.json in it or its checkpoints. Expected the "
             "output_dir of a run, or one of its checkpoints."
         )
+    # A distillation logs no reward, and a run with TRL's own sync no version.
     if not any("reward" in row or f"{PREFIX}version" in row for row in rows):
         raise UsageError(
             f"The log in {folder} has no reward and no sync in it. Is it the output folder of a run with a reward?"
@@ -132,6 +135,7 @@ def _log(file: Path) -> tuple[dict[str, Any], list[Row]]:
         elif entry.get("from_step"):
             # Steps after the checkpoint were trained again.
             rows = [row for row in rows if row["step"] <= entry["from_step"]]
+            # Versions and settings come from the last part, and the start from the first.
             header = entry | {key: header[key] for key in ("started", "from_step") if key in header}
         else:
             header, rows = entry, []
@@ -150,6 +154,7 @@ def _entry(line: str) -> dict[str, Any] | None:
 def _trainer_state(folder: Path) -> list[Row]:
     """The log history of the newest state there is."""
     newest: dict[str, Any] = {}
+    # The newest by its step, as a copy of a folder changes the times of its files.
     for file in [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]:
         try:
             state = json.loads(file.read_text())

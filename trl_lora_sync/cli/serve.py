@@ -45,6 +45,7 @@ class Command(TyperCommand):
             typed = ["--help"]
         options = [one for one in self.get_params(ctx) if isinstance(one, TyperOption)]
         known = {flag: not one.is_flag for one in options for flag in (*one.opts, *one.secondary_opts)}
+        # Before click, which names the first unknown flag only, and not that the engine's follow `--`.
         if message := explain_unknown(ctx.command_path, known, typed, rest):
             raise UsageError(message)
         super().parse_args(ctx, typed)
@@ -172,6 +173,7 @@ def plan(installed: Installed, request: ServerRequest, environ: Mapping[str, str
     """
     spec = next(spec for spec in ENGINES.values() if installed.distribution in spec.distributions)
     known = spec.versions
+    # Below it something is missing. A version that is newer than known may work, and gets a note.
     if installed.parsed() < known.oldest:
         raise UsageError(
             f"{known.title} {installed.version} is installed, and adapter sync needs {known.oldest} or later. Upgrade "

@@ -97,6 +97,7 @@ def sweep_folder(
     """
     from trl_lora_sync.adapter.store import run_states, sweep_leftovers
 
+    # Before the sweep, after which the folders of dead runs are gone.
     states = run_states(folder)
     dead = [run for run, state in states.items() if state == "dead"]
     lines = [_left_alone(run, state) for run, state in states.items() if state != "dead"]
@@ -146,6 +147,7 @@ def sweep_server(url: str, args: Options) -> list[str]:
                 root,
                 args.dry_run,
                 unload=lambda name: name not in left,
+                # A server that has ended holds no adapters, so nothing is left to unload there.
                 knows=lambda other: other == url or is_gone(other),
             )
         return lines
@@ -156,6 +158,7 @@ def sweep_server(url: str, args: Options) -> list[str]:
 def _unload(engine: "Engine", name: str, deadline: "Callable[[str], Deadline]", *, dry_run: bool) -> str:
     if dry_run:
         return f"would unload {name}"
+    # With a new deadline each time: one unload that waits for its requests leaves the others theirs.
     done = runtime.run(engine.unload(name, deadline(f"Unloading {name}")))
     return f"unloaded {name}" if done else f"left {name}: the server did not confirm the unload"
 
@@ -163,6 +166,7 @@ def _unload(engine: "Engine", name: str, deadline: "Callable[[str], Deadline]", 
 def _run_of(adapter_name: str) -> str | None:
     from trl_lora_sync.adapter.store import RUN_PREFIX
 
+    # From the right: a run id has hyphens, and the version of a trial is a word, such as `trial1`.
     run, _, version = adapter_name.rpartition("-v")
     return run if run.startswith(RUN_PREFIX) and version else None
 

@@ -75,6 +75,7 @@ def run(
         return
     accelerates = launch_command_parser()
     # argparse's own table of flags, for which it has no public name.
+    # No parser has `--accelerate_config`: TRL takes it out before (1.16, cli/accelerate_config.py).
     known = {"--accelerate_config", *parser._option_string_actions, *accelerates._option_string_actions}
     _check_flags(name, [argument.partition("=")[0] for argument in arguments if argument.startswith("--")], known)
     # `env` has variables for the environment, which TRL's parser sets (1.16, scripts/utils.py).
@@ -85,6 +86,7 @@ def run(
             arguments, return_remaining_strings=True, separate_remaining_strings=True
         )
         options = _trl.accelerate_options([*from_file, *typed])
+    # It is a ValueError, too, and `main` prints it with the same status.
     except UnsupportedSettingError:
         raise
     except ValueError as error:
@@ -96,6 +98,7 @@ def run(
 
 def without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
     """`arguments` less `part`, which is contained in it in the same order."""
+    # By value, as argparse returns strings and not their places. In order, as a value may occur twice.
     left, kept = list(part), []
     for argument in arguments:
         if left and argument == left[0]:
@@ -138,6 +141,7 @@ def _with_ours_first(name: str, parser: Any) -> Any:
     names = {field.name for field in our_fields()}
     ours = [action for action in parser._actions if action.dest in names]
     for group in parser._action_groups:
+        # Moved, as argparse's help has an action once for each group that holds it.
         group._group_actions[:] = [action for action in group._group_actions if action not in ours]
     first = parser.add_argument_group(_TITLE)
     first._group_actions.extend(ours)

@@ -14,6 +14,7 @@ _CLOSE = 0.86
 
 def similar_flag(flag: str, known: Iterable[str]) -> str | None:
     """The flag that was probably meant; with `_` where a flag is spelt with `_` and with `-`, as TRL's are."""
+    # `_` sorts after `-`, so of two spellings the one with `_` stays, in which TRL documents its flags.
     by_spelling = {name.replace("-", "_"): name for name in sorted(known)}
     found = get_close_matches(flag.partition("=")[0].replace("-", "_"), by_spelling, n=1, cutoff=_CLOSE)
     return by_spelling[found[0]] if found else None
@@ -28,6 +29,7 @@ def explain_unknown(serve: str, known: Mapping[str, bool], typed: Sequence[str],
         typed: what was typed before `--`.
         rest: what was typed after it.
     """
+    # Without values, as an unknown flag is an error whatever follows it.
     _, others, _ = _separate(known, typed, 0)
     if not others:
         return None
@@ -58,6 +60,7 @@ def _separate(
     for word in words:
         flag = word.partition("=")[0]
         if flag in known:
+            # From the same iterator, so that a value such as -1 is not taken for a flag.
             kept += [word, *islice(words, int(known[flag] and "=" not in word))]
             values_left = 0
         elif word.startswith("-"):

@@ -31,11 +31,13 @@ def checked_url(url: str) -> str:
     """
     if has_secrets(url):
         raise UsageError("a URL carries a user, password, query or fragment. Give the key in the environment instead.")
+    # By a pattern, as `is_http_url` does not report what is wrong with a URL.
     port = re.fullmatch(r"https?://[^/]+:(-?\d+)(/.*)?", url)
     if port and not 0 < int(port[1]) <= _HIGHEST_PORT:
         raise UsageError(f"port {port[1]} in {url} is out of range. Give a port from 1 to {_HIGHEST_PORT}.")
     if not is_http_url(url):
         raise UsageError(f"{url!r} is not a URL. Expected something like http://localhost:8000.")
+    # Clients of OpenAI's routes are given a URL with /v1, and routes here begin with it.
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -56,6 +58,7 @@ def check_listening(url: str, timeout_s: float, advice: str) -> None:
 
     patience_s = min(_PATIENCE_S, timeout_s)
     give_up_at = time.monotonic() + patience_s
+    # The engine is not known yet, and a key of one engine may not go to a server of the other.
     client = HTTPClient(url, api_key=NO_KEY, is_local=is_local_url(url))
     try:
         while True:

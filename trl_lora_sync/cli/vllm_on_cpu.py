@@ -87,6 +87,7 @@ def _is_tiny(model: str) -> bool:
 
 
 def _is_one_process(given: EngineArguments) -> bool:
+    # `uni` has one worker. With more ranks, or with a typed executor, the choice is left to vLLM.
     if given.get("--distributed-executor-backend") not in (None, "uni"):
         return False
     return all(given.number(*names, default=1) == 1 for names in _PARALLEL)

@@ -18,6 +18,7 @@ def make_parser(prog: str | None = None) -> Any:
 
 def main() -> None:
     with _trl.script("grpo", GRPOConfig, GRPOTrainer) as script:
+        # As in TRL (1.16): the file of --config may have settings of accelerate, which this parser does not know.
         script.main(*script.make_parser().parse_args_and_config(fail_with_unknown_args=False))
     PartialState().destroy_process_group()  # makes it rare that gloo aborts a process that is through (torch 2.13)
 

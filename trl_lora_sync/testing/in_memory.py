@@ -96,6 +96,7 @@ class InMemoryEngine:
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine`. SGLang is what it is called, as sampling fields have SGLang's names."""
+        # Made at each use, as a test may change `args` while a run goes on.
         return Capabilities(
             engine="sglang",
             version=VERSIONS[-1],
@@ -175,6 +176,7 @@ class InMemoryEngine:
         else:
             try:
                 tensors, scaling = read_adapter(Path(adapter.server_path))
+            # Whatever is wrong with the files, a server would answer with a refusal.
             except Exception as error:
                 raise AdapterRejectedError(f"{self.base_url} cannot read {adapter.name}: {error}") from error
         wrong = [key for key, tensor in tensors.items() if not _fits(self.args.shapes, key, tuple(tensor.shape))]
@@ -193,6 +195,7 @@ class InMemoryEngine:
         """See `Engine`."""
         try:
             self._begin("unload", adapter_name)
+        # By the contract of `Engine`, an unload returns False instead of raising.
         except LoRASyncError:
             return False
         self._loaded.pop(adapter_name, None)
@@ -219,6 +222,7 @@ class InMemoryEngine:
     ) -> list[list[Completion]]:
         """See `Engine`."""
         self._begin("generate", model)
+        # Once, so that an unload meanwhile takes nothing from samples that run.
         patch = self._patch_of(model)
         samples = [(group, sample) for group in groups for sample in range(group.count)]
 
@@ -241,6 +245,7 @@ class InMemoryEngine:
                 f"{self.base_url} takes {self.args.context_length} tokens, and {len(prompt)} of the prompt and "
                 f"{params['max_new_tokens']} of the completion are more."
             )
+        # As with SGLang, a request that comes during a pause waits for its end and does not fail.
         while self._is_paused:
             await self._next_turn(deadline, _POLL_S)
         if self.is_asleep:
@@ -255,6 +260,7 @@ class InMemoryEngine:
         try:
             while sampler.finish is None:
                 sampler.advance(sampling.logprobs or 0)
+                # Also without a delay, or samples would run one after the other and hold up the loop.
                 await self._next_turn(deadline, self.token_delay_s)
                 if self._aborts != aborts:
                     raise GenerationError(f"{self.base_url} aborted a sample, as for a pause.")
@@ -286,6 +292,7 @@ class InMemoryEngine:
         self._begin("pause", mode)
         self._is_paused = True
         self._aborts += mode == "abort"
+        # Both modes end with no sample running: one lets them finish, and the other has just aborted them.
         while self._running:
             await self._next_turn(deadline, _POLL_S)
 
@@ -345,6 +352,7 @@ def in_memory_engines(
     engines = [InMemoryEngine(how, base_url=f"http://127.0.0.1:{1 + number}") for number in range(count)]
     by_url = {engine.base_url: engine for engine in engines}
     names = ("connect_engine", "wait_until_up", "reason_to_be_down")
+    # Read before they are replaced. So a nested block passes on to the outer one what is not at its URLs.
     connect, wait, reason = (vars(server_handle)[name] for name in names)
 
     async def connect_engine(base_url: str, *, deadline: Deadline, **options: Any) -> Engine:
@@ -383,6 +391,7 @@ def in_memory_engines(
 def _token_ids(group: PromptGroup) -> list[int]:
     if group.images:
         raise GenerationError("An engine in memory takes no images. Test with a vLLM server on the CPU.")
+    # One token for each byte, as the server of this folder reads a text.
     return list(group.prompt.encode()) if isinstance(group.prompt, str) else group.prompt
 
 

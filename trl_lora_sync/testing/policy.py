@@ -45,6 +45,7 @@ class Shapes:
             intermediate=config.intermediate_size,
             heads=heads,
             kv_heads=config.num_key_value_heads,
+            # The configuration of Qwen2 has no such field (Transformers 5).
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             layers=config.num_hidden_layers,
             vocab=config.vocab_size,
@@ -114,6 +115,7 @@ class ServedPolicy(ABC):
         """Log-probability of each completion token."""
         ids = [*prompt_ids, *completion_ids]
         rows = log_softmax(self.logits(self.patch(tensors, scaling), ids) / temperature)
+        # Row n has the logits after token n, so the first completion token is judged by the last row of the prompt.
         return [float(rows[len(prompt_ids) + i - 1, token]) for i, token in enumerate(completion_ids)]
 
 
@@ -128,6 +130,7 @@ class ToyPolicy(ServedPolicy):
         self.shapes = shapes
         random = np.random.default_rng(seed)
 
+        # By the root of the number of inputs, so that values keep their size in a model of any shape.
         def matrix(out: int, inside: int, gain: float = 1.0) -> Array:
             return np.asarray(random.standard_normal((out, inside)).astype(np.float32) * gain / np.sqrt(inside))
 
@@ -151,6 +154,7 @@ class ToyPolicy(ServedPolicy):
         context = np.zeros(self.shapes.hidden, dtype=np.float32)
         rows = []
         for token in ids:
+            # Earlier tokens count less, so that the order of a prompt matters.
             context = 0.6 * context + self._embedding[token]
             rows.append(context)
         return self.logits_of(patch, np.stack(rows))
@@ -171,6 +175,7 @@ class ToyPolicy(ServedPolicy):
                 return result
 
             q, k, v = (project(name, hidden) for name in ("q_proj", "k_proj", "v_proj"))
+            # To the width of q, as grouped-query attention has fewer heads for keys and values.
             k, v = np.repeat(k, repeats, axis=-1), np.repeat(v, repeats, axis=-1)
             hidden = _normed(hidden + project("o_proj", np.tanh(q * k) + v))
             gated = np.tanh(project("gate_proj", hidden)) * project("up_proj", hidden)
@@ -187,6 +192,7 @@ class ModelPolicy(ServedPolicy):
     def __init__(self, model_path: str | Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        # In float32, so that a trainer in float32 computes the same to 1e-4, and tests can compare closely.
         self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         self._weights = dict(self._model.named_parameters())
         self._computing = threading.Lock()  # `functional_call` replaces the weights of the one model meanwhile
@@ -200,6 +206,7 @@ class ModelPolicy(ServedPolicy):
             if ".lora_A." in key:
                 name = f"{key.removeprefix('base_model.model.').removesuffix('.lora_A.weight')}.weight"
                 lora_B = (tensors or {})[key.replace(".lora_A.", ".lora_B.")]
+                # (out, r) @ (r, in), the shape in which `nn.Linear` keeps its weight.
                 # Detached, or each patch would hold a graph of the weights.
                 adapted[name] = (self._weights[name] + scaling * lora_B.float() @ lora_A.float()).detach()
         return adapted
@@ -231,6 +238,7 @@ def random_adapter(
         for module in modules:
             out, inside = shapes.of(module)
             name = tensor_name(layer, module, "A").removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            # The order of these draws belongs to the seed, as in `ToyPolicy`.
             lora_A = torch.randn(rank, inside, generator=random) * std
             lora_B = torch.randn(out, rank, generator=random) * std
             layers.append(LoRAModule(name=name, lora_A=lora_A, lora_B=lora_B, scaling=4.0))
@@ -238,6 +246,7 @@ def random_adapter(
 
 
 def log_softmax(logits: Array) -> Array:
+    # In float64: a sum over a vocabulary loses digits in float32, and tests compare these values.
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 

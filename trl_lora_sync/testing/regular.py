@@ -82,10 +82,12 @@ class Regular:
     def _repeat(self, least: int, most: int, tree: Any, at: int) -> int:
         for _ in range(least):
             at = self._sequence(tree, at)
+        # A fresh state, so that a repetition leads back to here and not into what comes before.
         end = self._edge(at, None)
         if most is _parser.MAXREPEAT or most > sys.maxsize:
             self._edges[self._sequence(tree, end)].append((None, end))
             return end
+        # Each optional repetition is a copy that may be left out, as an automaton does not count.
         for _ in range(most - least):
             at = self._sequence(tree, at)
             self._edges[at].append((None, end))

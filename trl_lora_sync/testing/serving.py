@@ -21,6 +21,7 @@ def server_args(model_path: str | Path | None, **changes: Any) -> ServerArgs:
         return ServerArgs(**changes)
     policy = ModelPolicy(model_path)
     ends = policy.config.eos_token_id
+    # Read from the checkpoint, as the checks compare them with what the trainer has read from it.
     found: dict[str, Any] = {
         "model_path": str(model_path),
         "policy": policy,

@@ -132,6 +132,7 @@ class FakeSGLang:
         self._http: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
         self._sockets: set[socket.socket] = set()
+        # The system chooses one at the first start, and a restart uses it again.
         self._port = 0
         self._holding: str | None = None
         self._reset()
@@ -158,6 +159,7 @@ class FakeSGLang:
         self.death = None
         self._http = _Server(("127.0.0.1", self._port), _handler(self))
         self._port = self._http.server_port
+        # By default `serve_forever` looks twice a second for its end, and each `stop` would wait for that.
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
         return self
@@ -166,6 +168,7 @@ class FakeSGLang:
         """Refuse connections and break the open ones, as a process that ends does."""
         with self._cond:
             self.death = self.death or "stopped"
+            # Under the lock, as a test and a scheduler that ends may both come here, and one of them closes the port.
             http, self._http = self._http, None
             self._cond.notify_all()
         if http is not None:
@@ -174,6 +177,7 @@ class FakeSGLang:
         # A copy, as handlers remove their sockets meanwhile.
         for open_socket in list(self._sockets):
             with contextlib.suppress(OSError):
+                # Not `close`, by which another thread that reads from the socket would not be woken.
                 open_socket.shutdown(socket.SHUT_RDWR)
 
     def restart(self) -> None:
@@ -186,6 +190,7 @@ class FakeSGLang:
 
     def _die(self, reason: str) -> None:
         # managers/scheduler.py `run_scheduler_process`: SIGQUIT to the parent, which kills the process tree
+        # First, as `stop` keeps a reason that is there.
         self.death = reason
         self.stop()
 
@@ -291,6 +296,7 @@ class FakeSGLang:
         Raises:
             SchedulerDiedError, _ClientLeftError: no answer can be given.
         """
+        # Before the key is checked: tests look at what was refused as well.
         self.requests.append(request)
         path = urlsplit(request.path).path
         request.path, query = path, parse_qs(urlsplit(request.path).query)
@@ -366,6 +372,7 @@ class FakeSGLang:
                 self._check_alive()
                 if is_over() or time.monotonic() >= deadline:
                     return
+                # Polled, as neither a client that leaves nor the end of a `hold` notifies this thread.
                 self._cond.wait(min(_POLL_S, deadline - time.monotonic()) if at_most_s < math.inf else _POLL_S)
             if _has_left(connection):
                 raise _ClientLeftError
@@ -531,6 +538,7 @@ class FakeSGLang:
                 )
             with self._cond:
                 self._check_alive()
+                # Under the lock with the registry, so that no request finds an adapter in one of them only.
                 result = act()
                 self.peak_host_adapters = max(self.peak_host_adapters, len(self.scheduler.loras))
                 if result["success"]:
@@ -581,10 +589,12 @@ class FakeSGLang:
             return 400, {"error": words}
         job = _Job(body)
         worker = self._worker()
+        # Not `_wait`: SGLang looks for a client that has left only while it waits for an answer (0.5.15).
         self._wait_for_ever(lambda: self._pause_mode is None)
         with self._cond:
             self._readers += 1
         try:
+            # Before the request is validated (all), so a request that is refused holds a reference already.
             self._resolve(worker, job)
             outputs = self._submit(worker, job, connection)
         finally:
@@ -604,12 +614,14 @@ class FakeSGLang:
                 "Please launch the server with --enable-lora flag and preload adapters "
                 "using --lora-paths or /load_lora_adapter endpoint."
             )
+        # With None among them, as SGLang counts the base model here, too (0.5.15).
         limit, wanted = self.args.max_loaded_loras, len(set(job.lora_names))
         if limit is not None and wanted > limit:
             raise _ClientError(f"Received request with {wanted} unique loras requested but max loaded loras is {limit}")
         for name in names:
             with self._cond:
                 if name in worker.registry:
+                    # The least recently used one is first, and `_load` evicts from there.
                     worker.registry.move_to_end(name)
                     continue
                 old = worker.ref_cache.get(name)
@@ -628,6 +640,7 @@ class FakeSGLang:
             if not result["success"] and "already loaded" not in result["error_message"]:
                 raise _ClientError(f"Failed to implicitly load LoRA adapter {name}: {result['error_message']}")
         with self._cond:
+            # Looked up and counted under one lock: an unload in between would not wait for this request.
             refs = [None if name is None else worker.registry[name] for name in job.lora_names]
             job.lora_ids = [None if ref is None else ref.lora_id for ref in refs]
             for lora_id in job.lora_ids:
@@ -636,6 +649,7 @@ class FakeSGLang:
 
     def _release_reference(self, worker: _Worker, lora_id: str | None) -> None:
         with self._cond:
+            # It is not there once the unload has ended. It may fall below 0, as in SGLang, and then no unload ends.
             if lora_id in worker.counters:
                 worker.counters[lora_id] -= 1
             self._cond.notify_all()
@@ -665,10 +679,12 @@ class FakeSGLang:
         outputs: list[dict[str, Any]] = []
         done = 0
         try:
+            # One after the other in this thread, while all of them count as running, as in a batch.
             for index, run in enumerate(runs):
                 outputs.append(self._run(worker, job, index, run, prompts[index], params[index], connection))
                 done = index + 1
         except _ClientLeftError:
+            # The samples before these have ended, and have given their references back.
             for run, lora_id in zip(runs[done:], job.lora_ids[done:], strict=True):
                 if self._lets_go_of_abandoned(run):
                     self._release_reference(worker, lora_id)
@@ -757,9 +773,11 @@ class FakeSGLang:
                 self._die("CUDA error: device-side assert triggered")
                 raise SchedulerDiedError
             patch = self.scheduler.fetch(lora_id)
+            # By adapter and prompt, so that a sample does not depend on what other requests draw meanwhile.
             key = hashlib.sha256(repr((run.lora_name, prompt)).encode()).hexdigest()
             self._draws[key] += 1
             sampler = Sampler(self.args, self.scheduler.policy, patch, prompt, params, self._draws[key])
+        # Nothing is released in a `finally`: what an abandoned request gives back depends on the version.
         finish = self._sample(sampler, run, job, index, connection)
         self._release_reference(worker, lora_id)
         status = finish.get("status_code")
@@ -966,6 +984,7 @@ class _Job:
 
         def expand(value: Any, default: Any, *, may_list: bool = True) -> list[Any]:
             values = value if isinstance(value, list) and may_list else [default if value is None else value] * count
+            # Prompt-major: the samples of one prompt are neighbours.
             return [each for each in values for _ in range(self.n)]
 
         self.prompts = expand(prompts, None)
@@ -988,6 +1007,7 @@ class _Job:
         rids = rids if isinstance(rids, list) else [rids] if self.is_single else [f"{rids}_{i}" for i in range(count)]
         if len(rids) != count:
             raise _ClientError("The specified rids length mismatch with the batch_size for batch processing.")
+        # SGLang gives each sample a new id where there are several (`regenerate_rid`, 0.5.15).
         self.rids = rids if self.n == 1 else [uuid.uuid4().hex for _ in self.prompts]
         if not len(self.params) == len(self.lora_names) == len(self.images) == len(self.prompts):
             raise IndexError("lists of different lengths")
@@ -1061,6 +1081,7 @@ class _Server(ThreadingHTTPServer):
 
 def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        # Connections stay open between requests, as uvicorn's do, so clients meet whatever goes wrong with kept ones.
         protocol_version = "HTTP/1.1"
         # Headers and body are two writes, of which the second would wait until the client has confirmed the first.
         disable_nagle_algorithm = True
@@ -1091,6 +1112,7 @@ def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
             # The server may have ended while the answer was made, and a process that has ended sends none.
             if fake.death is not None:
                 self._break()
+            # After the request was acted on: what is tested is an answer that is lost, not a request.
             elif fake.drop[request.path] > 0:
                 fake.drop[request.path] -= 1
                 self._break()
@@ -1108,6 +1130,7 @@ def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
             return b"".join(chunks)
 
         def _break(self) -> None:
+            # Or the handler would go on to read a next request.
             self.close_connection = True
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)

@@ -182,6 +182,7 @@ class Scheduler:
     def _validate(self, ref: LoRARef, config: dict[str, Any]) -> None:
         """srt/lora/lora_manager.py `validate_new_adapter`, srt/lora/mem_pool.py `can_support` (all); no shapes."""
         modules, rank = config["target_modules"], config["r"]
+        # Read for the KeyError of a configuration without it (srt/lora/lora_config.py), which becomes a 400.
         config["lora_alpha"]
         if self.args.attn_dp_size > 1 and not ref.pinned:  # 0.5.21 and later
             raise AssertionError("DP-attention LoRA requires pinned adapters")
@@ -242,12 +243,14 @@ class Scheduler:
         if lora_id is None:
             return {}
         adapter = self.loras[lora_id]
+        # Once for each load: a patch of a model is as large as its adapted weights.
         if adapter.patch is None:
             adapter.patch = self.policy.patch(self._as_served(adapter), adapter.scaling)
         return adapter.patch
 
     def _evict(self) -> None:
         """Least recently used, adapters before the base model, never a pinned one."""
+        # Up to 0.5.16 a slot outlives the unload of its adapter, so a key may be missing in `loras`.
         adapters = [key for key in self.slots if key is not None and not (key in self.loras and self._is_pinned(key))]
         self.slots.pop(adapters[0] if adapters else None)
 
@@ -258,6 +261,7 @@ class Scheduler:
         rank = adapter.config["r"]
         for weights in adapter.weights:
             for name, value in weights.items():
+                # `gate_up_proj` contains `up_proj`, so the longest name counts, as in SGLang.
                 module = max((m for m in self.target_modules if m in name), key=len, default=None)
                 if module is None:  # srt/lora/utils.py `get_target_module_name`, which warns of a skip
                     self._die(f"ValueError: Cannot find target module name for {name} in {self.target_modules}")
@@ -290,6 +294,7 @@ class Scheduler:
 
     def _as_served(self, adapter: Adapter) -> dict[str, torch.Tensor]:
         """The adapter after stacking and cutting; unchanged if it fits."""
+        # Not of the stacked weights, as a policy computes each projection by itself.
         served, shapes = dict(adapter.tensors), self.args.shapes
         for name in list(served):
             module = next((m for m in ("q", "k", "v", "o", "gate", "up", "down") if f".{m}_proj." in name), None)
@@ -308,6 +313,8 @@ class Scheduler:
         if self.args.enable_memory_saver and self.offloaded & set(tags):  # INF: torch_memory_saver refuses it
             self._die("Cannot pause allocation that is not active.")
             raise SchedulerDiedError
+        # Noted in any case, although without --enable-memory-saver nothing is freed.
+        # Source: srt/utils/torch_memory_saver_adapter.py, 0.5.15.
         self.offloaded |= set(tags)
 
     def resume_memory(self, tags: list[str]) -> None:
@@ -356,6 +363,7 @@ class Sampler:
             self._context = self._policy.step(self._context, token)
         seed = params["sampling_seed"]
         if self._args.enable_deterministic_inference:  # otherwise the seed is ignored
+            # 42 is SGLang's seed of a request without one (srt/sampling/sampling_batch_info.py, 0.5.15).
             self._random = np.random.default_rng([42 if seed is None else seed, *prompt])
         else:
             self._random = np.random.default_rng([self._args.seed, draw, *prompt])
@@ -408,6 +416,7 @@ class Sampler:
         assert self._regular is not None
         for token in range(self._args.shapes.vocab):
             text = self._args.text_of([token])
+            # A token without text would never bring the grammar nearer to its end.
             allowed[token] = bool(text) and bool(self._regular.after(self._states, text))
         allowed[self._args.eos_token_id] = self._regular.may_end(self._states)
         return allowed
@@ -417,6 +426,7 @@ class Sampler:
         order = np.argsort(-probabilities, kind="stable")
         ranked = probabilities[order]
         keep = np.arange(len(ranked)) < params["top_k"]
+        # By what comes before a token, so the token that reaches `top_p` is drawn from as well.
         keep &= np.cumsum(ranked) - ranked < params["top_p"]
         keep &= ranked >= params["min_p"] * ranked[0]
         keep[0] = True
@@ -462,6 +472,7 @@ def sampling_params(given: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
     params |= {name: value for name, value in given.items() if value is not None}
     params["stop"] = [params["stop"]] if isinstance(params["stop"], str) else params["stop"] or []
     vocab = args.shapes.vocab
+    # Before the checks, as SGLang makes these changes when it reads the request.
     if 0 <= params["temperature"] < GREEDY_BELOW:
         params |= {"temperature": 1.0, "top_k": 1}
     if params["top_k"] == -1:
@@ -506,6 +517,7 @@ class StrictUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
+            # Torch pickles a storage as a second pickle in bytes, which would be read without any restriction.
             return _load_storage
         if self._is_admitted(module, name):
             return super().find_class(module, name)
@@ -513,6 +525,7 @@ class StrictUnpickler(pickle.Unpickler):
 
     def _is_admitted(self, module: str, name: str) -> bool:
         if (module, name) == ("_codecs", "encode"):
+            # Pickle writes bytes by it in protocols below 3.
             return self._args.at_least("0.5.21")
         if module == "torch":
             return (
