@@ -26,9 +26,8 @@ from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import shared_files, unfinished
 from trl_lora_sync.engine_plugins.checksum import checksum
-from trl_lora_sync.engine_plugins.copied_ahead import Source
 from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.shared_files import MappedFiles, key_of
+from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.version_note import VersionNote
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.runtime import Blocking, run
@@ -52,21 +51,6 @@ class OnOneHost(Served):
         self.worker = StandInProcess(self.gpu) if visible is None else StandInProcess(self.gpu, visible)
         self.store = AdapterStore(folder / "root", pinned=PinnedFilePool(driver_for=self.trainer, shares_gpu=True))
         self.writer.fetcher.files = MappedFiles(CPU, self.worker)
-
-    def copy_ahead(self) -> None:
-        """From here on, as workers on GPUs do."""
-        self.writer.fetcher.files = MappedFiles(CPU, self.worker, copies_ahead=True)
-
-    def ahead(self, stored: StoredAdapter) -> Tensor | None:
-        """What the worker has copied of a version; itself, so that a test can damage it."""
-        assert stored.path
-        note = VersionNote.read(stored.path)
-        assert note
-        with (stored.path / FILE).open("rb") as file:
-            source = Source(int(note.memory)) if note.memory else Source(file=key_of(file.fileno()))
-        size = sum(tensor.nbytes for tensor in self.adapters[stored.name].values())
-        with self.writer.fetcher.files.copied_ahead(source, size, socket_of(stored)) as found:
-            return found if found is not None and checksum(found) == note.checksum else None
 
     def publish(self, seed: int, rank: int = 2) -> StoredAdapter:
         """As a run does: the file is completed while the worker loads."""
@@ -198,47 +182,6 @@ def test_what_is_damaged_on_the_gpu_comes_from_the_file(served: OnOneHost) -> No
     damage_gpu(served)
     assert served.serves(stored)
     assert served.writer.counts["mapped"] == 1
-
-
-@pytest.mark.parametrize("is_shared", [True, False], ids=["from the GPU", "from the file"])
-def test_a_version_is_copied_before_it_is_requested(served: OnOneHost, is_shared: bool) -> None:
-    served.trainer.refuses_to_share = not is_shared
-    served.copy_ahead()
-    served.publish(1)
-    for seed in (2, 3, 4):
-        stored = served.write(seed)
-        served.store.finish()
-        assert happens(lambda stored=stored: served.ahead(stored) is not None)
-        assert served.serves(stored)
-    assert served.writer.counts["copied ahead"] == 3
-    assert served.writer.counts["from GPU" if is_shared else "mapped"] >= 3
-    assert served.serves(served.publish(5))  # whether it was copied or not
-
-
-def test_what_was_copied_of_another_version_is_not_served(served: OnOneHost) -> None:
-    served.copy_ahead()
-    served.publish(1)
-    stored = served.write(2)
-    served.store.finish()
-    assert happens(lambda: served.ahead(stored) is not None)
-    found = served.ahead(stored)
-    assert found is not None
-    found[5] ^= 1  # as if it had been copied while the trainer wrote
-    before = served.writer.counts["from GPU"]
-    assert served.serves(stored)
-    assert served.writer.counts["copied ahead"] == 0
-    assert served.writer.counts["from GPU"] == before + 1
-
-
-def test_what_was_copied_is_served_where_the_gpu_has_changed_since(served: OnOneHost) -> None:
-    served.copy_ahead()
-    served.publish(1)
-    stored = served.write(2)
-    served.store.finish()
-    assert happens(lambda: served.ahead(stored) is not None)
-    damage_gpu(served)
-    assert served.serves(stored)
-    assert served.writer.counts["copied ahead"] == 1
 
 
 def damage_gpu(served: OnOneHost) -> None:

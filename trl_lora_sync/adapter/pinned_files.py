@@ -15,8 +15,7 @@ A file that fails the second test is given up: its memory goes when the last rea
 Workers on this host may read the newest version from memory of the trainer's GPU (`engine_plugins.cuda_ipc`). It is
 copied into its pinned file at the same time, and readers of the file wait until that is done
 (`engine_plugins.unfinished`). So the file is there for all other readers, and for a worker that needs it again later.
-Where workers cannot read the GPU, that copy goes on while the server gets the request to load, and workers that copy
-from the file begin before it is complete.
+Where workers cannot read the GPU, that copy goes on while the server gets the request to load.
 """
 
 import contextlib
@@ -27,17 +26,15 @@ import mmap
 import os
 import signal
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import unfinished
-from trl_lora_sync.engine_plugins.copied_ahead import FileKey, Progress, Source
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, GPUMemory, IPCError, Wait, driver_for
 from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_to_host, pin
-from trl_lora_sync.engine_plugins.shared_files import SharedFiles, key_of
+from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 from trl_lora_sync.runtime import watch
 
 logger = logging.getLogger(__name__)
@@ -45,8 +42,6 @@ logger = logging.getLogger(__name__)
 _MODE = 0o600
 # Bounds what comparing a file takes of the device's memory.
 CHUNK_BYTES = 64 << 20
-# Of a file that workers copy from while it is written: the last part is what they still have to copy afterwards.
-_PARTS = 4
 Pin = Callable[[Tensor, torch.device], Callable[[], None]]
 
 
@@ -104,10 +99,6 @@ class PinnedFile:
         self._copying = begin_copy(self.memory[len(header) :])
         # Early enough: no path of a version leads to the pinned file until `AdapterStore.write` moves it there.
         unfinished.begin(self._file)
-
-    @property
-    def key(self) -> FileKey:
-        return key_of(self._file)
 
     @property
     def is_unfinished(self) -> bool:
@@ -282,7 +273,6 @@ class PinnedFilePool:
                 # First, and the file is filled from `memory`: workers that read the GPU do not wait for the file, so
                 # the next export may overwrite `flat` before the file is complete.
                 memory.fill(flat)
-                self._report(Source(memory.offer.number), 0, flat.nbytes, flat.nbytes)
                 pinned.begin(header, memory.copy_to)
                 return str(memory.offer.number)
         except IPCError as error:
@@ -292,29 +282,11 @@ class PinnedFilePool:
             logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
         if self._readers_wait:
             # From `flat` itself, which the next export overwrites: a load ends after this copy, as workers and
-            # `ServerHandle.load` wait for the file or for its last part, and a version that fails is deleted after
-            # `finish`.
-            source = Source(file=pinned.key)
-            pinned.begin(header, lambda target: self._begin_copy(target, flat.view(torch.uint8), source, len(header)))
+            # `ServerHandle.load` wait for the file, and a version that fails is deleted after `finish`.
+            pinned.begin(header, lambda target: begin_copy_to_host(target.view(flat.dtype), flat))
         else:
             pinned.fill(header, flat)
         return ""
-
-    def _begin_copy(self, target: Tensor, flat: Tensor, source: Source, start: int) -> Wait:
-        """Begin to copy to a file in parts, which workers copy to their GPUs while the next one comes."""
-        ends = [flat.numel() * number // _PARTS for number in range(_PARTS + 1)]
-        copies = [begin_copy_to_host(target[begin:end], flat[begin:end]) for begin, end in pairwise(ends)]
-
-        def wait() -> None:
-            for copy, end in zip(copies, ends[1:], strict=True):
-                copy()
-                self._report(source, start, end, flat.numel())
-
-        return wait
-
-    def _report(self, source: Source, start: int, done: int, size: int) -> None:
-        if self._shared is not None:
-            self._shared.report(Progress(source, start, done, size))
 
     def _memory_for(self, flat: Tensor) -> GPUMemory | None:
         if not self._shares_gpu or self._shared is None:

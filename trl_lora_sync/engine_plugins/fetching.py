@@ -1,8 +1,7 @@
 """Brings a trainer's versions to the device of a worker, and compares them with what the trainer sent.
 
 They come from the memory of the trainer's GPU if that can be opened, else from the trainer's file if that is mapped
-here, and else they are read from the file. Where a GPU copies from either of the first two, it may have done so before
-the version was requested (`copied_ahead`).
+here, and else they are read from the file.
 """
 
 import time
@@ -16,10 +15,9 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger, unfinished
 from trl_lora_sync.engine_plugins.checksum import RepeatedChecksum
-from trl_lora_sync.engine_plugins.copied_ahead import Source
 from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
 from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, bytes_of
-from trl_lora_sync.engine_plugins.shared_files import MappedFiles, key_of
+from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
 
 
@@ -87,24 +85,15 @@ class Fetcher:
                 f"{name!r} {DAMAGED}the header of its file or its configuration are not as the trainer wrote them. "
                 "Nothing was loaded."
             )
-        socket_path = folder / note.files if note.files else None
-        memory = int(note.memory) if note.memory.isdecimal() else 0
-        if socket_path is not None:
-            source = Source(memory) if memory else Source(file=key_of(file))
-            with self.timed("fetch what was copied ahead"):
-                is_there = self._fetch_copied_ahead(source, socket_path, note, into)
+        if note.memory.isdecimal():
+            with self.timed("fetch from GPU"):
+                is_there = self._fetch_from_gpu(folder / note.files, note, into)
             if is_there:
-                self.counts["from GPU" if memory else "mapped"] += 1
-                self.counts["copied ahead"] += 1
+                self.counts["from GPU"] += 1
                 return
-            if memory:
-                with self.timed("fetch from GPU"):
-                    is_there = self._fetch_from_gpu(memory, socket_path, note, into)
-                if is_there:
-                    self.counts["from GPU"] += 1
-                    return
         # For the file only: memory of a GPU is filled before a note names it, and its copy to the file may still go on.
         unfinished.wait(file)
+        socket_path = folder / note.files if note.files else None
         with self.timed("fetch from file"), self._mapped(file, socket_path) as mapped:
             if mapped is not None:
                 into.data.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
@@ -119,18 +108,10 @@ class Fetcher:
                 f"{note.checksum}. Nothing was loaded."
             )
 
-    def _fetch_copied_ahead(self, source: Source, socket_path: Path, note: VersionNote, into: Staging) -> bool:
-        """Copy the tensors from this worker's memory; False unless they belong to the version."""
-        with self.files.copied_ahead(source, into.data.numel(), socket_path) as found:
-            if found is None:
-                return False
-            into.data.copy_(found)
-            return into.checksum() == note.checksum  # waits until `found` is not read any more
-
-    def _fetch_from_gpu(self, number: int, socket_path: Path, note: VersionNote, into: Staging) -> bool:
+    def _fetch_from_gpu(self, socket_path: Path, note: VersionNote, into: Staging) -> bool:
         """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
         try:
-            with self.files.opened(number, socket_path) as memory:
+            with self.files.opened(int(note.memory), socket_path) as memory:
                 if memory is None:
                     return False
                 memory.copy_to(into.data)

@@ -59,13 +59,6 @@ def copy_to_host(target: Tensor, source: Tensor) -> None:
         torch.cuda.current_stream(source.device).synchronize()
 
 
-def copy_to_device(target: Tensor, source: Tensor) -> None:
-    """Fill `target` from the beginning of `source` on the CPU, which is page-locked; done when it returns."""
-    target.copy_(source[: target.numel()], non_blocking=True)
-    if target.is_cuda:
-        torch.cuda.current_stream(target.device).synchronize()
-
-
 def begin_copy_to_host(target: Tensor, source: Tensor) -> Callable[[], None]:
     """Begin `copy_to_host`, beside what the device does next; the result waits until it is done.
 

@@ -6,8 +6,7 @@ as it has the mapping. So the trainer passes its own open file through a socket:
 processes map it. While a worker reads, it also has the file open by its path, and so it is counted then.
 
 Where trainer and worker compute on GPUs, the worker also opens the trainer's memory there (`cuda_ipc`), and reads the
-newest version from it instead. A trainer also reports its progress while it writes a version, and workers copy it to
-their GPUs before they are requested to load it (`copied_ahead`).
+newest version from it instead.
 
 The socket is in the trainer's folder. Both ends accept only the same user. A worker drops what it has of a trainer once
 the trainer withdraws a file or its process is gone, which closes the connection.
@@ -23,35 +22,40 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
-from trl_lora_sync.engine_plugins.copied_ahead import MOST_BYTES, CopiedAhead, FileKey, Progress, Source
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_to_device, pin
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, pin
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
 
-_OFFER, _WITHDRAW, _MEMORY, _PROGRESS, _ALL = b"+", b"-", b"*", b"=", b"."
+_OFFER, _WITHDRAW, _MEMORY, _ALL = b"+", b"-", b"*", b"."
 # The longest message is an offer of memory, with about 200 bytes.
 _MESSAGE_BYTES = 1024
 # Locking the pages of a large file takes a part of a second.
 PATIENCE_S = 2.0
-# A trainer writes a version in some milliseconds; what takes longer is waited for at its file.
-_COPYING_S = 0.5
 # As `runtime.watch`, which a worker has no use for: calls the function when the socket can be read, until its result is
 # called.
 Watch = Callable[[socket.socket, Callable[[], None]], Callable[[], None]]
 _CREDENTIALS = struct.Struct("3i")
 
 
-def key_of(file: int) -> FileKey:
-    """By an open descriptor."""
-    found = os.fstat(file)
-    return FileKey(found.st_dev, found.st_ino)
+class FileKey(NamedTuple):
+    """What a file is, whatever its path."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: int) -> "FileKey":
+        """By an open descriptor."""
+        found = os.fstat(file)
+        return cls(found.st_dev, found.st_ino)
 
 
 class SharedFiles:
@@ -87,13 +91,13 @@ class SharedFiles:
     def offer(self, file: int) -> None:
         """Let workers map a file, until `withdraw`, by its descriptor."""
         with self._lock:
-            self._offered[key_of(file)] = file
+            self._offered[FileKey.of(file)] = file
             self._tell(lambda worker: socket.send_fds(worker, [_OFFER], [file]))
 
     def withdraw(self, file: int) -> None:
         """Have workers drop a file; to be called before it is closed. Never fails."""
         with self._lock:
-            key = key_of(file)
+            key = FileKey.of(file)
             if self._offered.pop(key, None) is not None:
                 self._tell(lambda worker: worker.send(_WITHDRAW + b"%d %d" % key))
 
@@ -102,11 +106,6 @@ class SharedFiles:
         with self._lock:
             self._memory = memory
             self._tell(lambda worker: worker.send(_MEMORY + memory.encode()))
-
-    def report(self, progress: Progress) -> None:
-        """Let workers copy what there is of a version, in a file or in memory that was offered. Never fails."""
-        with self._lock:
-            self._tell(lambda worker: worker.send(_PROGRESS + progress.encode()))
 
     def withdraw_memory(self) -> bool:
         """Have workers close the memory of the GPU. Never fails.
@@ -191,15 +190,11 @@ class MappedFiles:
 
     Args:
         device: that copies from the files.
-        copies_ahead: whether versions are copied before they are requested; by default, on a GPU.
     """
 
-    def __init__(
-        self, device: torch.device, driver_for: DriverFor = driver_for, *, copies_ahead: bool | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, driver_for: DriverFor = driver_for) -> None:
         self._device = device
         self._driver_for = driver_for
-        self._copies_ahead = device.type == "cuda" if copies_ahead is None else copies_ahead
         self._trainers: dict[FileKey, _Trainer] = {}
 
     @contextmanager
@@ -213,7 +208,7 @@ class MappedFiles:
         if trainer is None:
             yield None
             return
-        with trainer.mapped(key_of(file)) as found:
+        with trainer.mapped(FileKey.of(file)) as found:
             yield found
 
     @contextmanager
@@ -226,19 +221,6 @@ class MappedFiles:
         with trainer.opened(number) as found:
             yield found
 
-    @contextmanager
-    def copied_ahead(self, source: Source, size: int, socket_path: Path) -> Iterator[Tensor | None]:
-        """The tensors of a trainer's newest version on the device, if they were copied; they stay until the block ends.
-
-        They may belong to another version, or to two where the trainer wrote while they were copied.
-        """
-        trainer = self._trainer_at(socket_path)
-        if trainer is None:
-            yield None
-            return
-        with trainer.copied_ahead(source, size) as found:
-            yield found
-
     def _trainer_at(self, path: Path) -> "_Trainer | None":
         try:
             found = path.stat()
@@ -249,8 +231,7 @@ class MappedFiles:
         key = FileKey(found.st_dev, found.st_ino)
         if key not in self._trainers:
             try:
-                ahead = CopiedAhead(self._device) if self._copies_ahead else None
-                self._trainers[key] = _Trainer(path, self._device, self._driver_for, ahead)
+                self._trainers[key] = _Trainer(path, self._device, self._driver_for)
             except OSError as error:
                 logger.warning("The files of a trainer are read instead of mapped: %s: %s", path, error)
                 return None
@@ -260,10 +241,9 @@ class MappedFiles:
 class _Trainer:
     """One connection, and what came through it."""
 
-    def __init__(self, path: Path, device: torch.device, driver_for: DriverFor, ahead: CopiedAhead | None) -> None:
+    def __init__(self, path: Path, device: torch.device, driver_for: DriverFor) -> None:
         self._device = device
         self._driver_for = driver_for
-        self._ahead = ahead
         self._changed = threading.Condition()
         self._maps: dict[FileKey, _Mapping] = {}
         self._heard = 0  # the number of the memory that was offered last
@@ -299,13 +279,6 @@ class _Trainer:
             # The lock is held until the block ends, so the listening thread cannot close it meanwhile.
             yield self._memory if self._heard == number else None
 
-    @contextmanager
-    def copied_ahead(self, source: Source, size: int) -> Iterator[Tensor | None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ahead is None or not self._ahead.is_coming(source), _COPYING_S)
-            # The lock is held until the block ends, so the listening thread cannot begin with the next version.
-            yield None if self._ahead is None else self._ahead.of(source, size)
-
     def _listen(self) -> None:
         try:
             while True:
@@ -328,7 +301,6 @@ class _Trainer:
                     one.close()
                 self._maps.clear()
                 self._close_memory()
-                self._ahead = None
                 self._changed.notify_all()
             self._connection.close()  # by which the trainer knows that the memory is closed
 
@@ -342,7 +314,7 @@ class _Trainer:
                 logger.warning("A file of a trainer is read instead of mapped: %s", error)
                 return
             with self._changed:
-                self._maps[key_of(files[0])] = new
+                self._maps[FileKey.of(files[0])] = new
                 self._changed.notify_all()
         elif message.startswith(_WITHDRAW):
             device, inode = message[1:].split()
@@ -352,8 +324,6 @@ class _Trainer:
                     gone.close()
         elif message.startswith(_MEMORY):
             self._open(message[1:])
-        elif message.startswith(_PROGRESS):
-            self._copy_ahead(message[1:])
         elif message == _ALL:
             with self._changed:
                 self._has_all = True
@@ -378,42 +348,6 @@ class _Trainer:
             # The number is noted even if the memory cannot be opened, so that `opened` does not wait for it.
             self._heard, self._memory = offer.number, opened
             self._changed.notify_all()
-
-    def _copy_ahead(self, message: bytes) -> None:
-        ahead = self._ahead
-        try:
-            found = Progress.decode(message)
-        except (ValueError, TypeError):
-            return
-        copy = self._copy_from(found)
-        if ahead is None or copy is None or found.size > MOST_BYTES:
-            return
-        try:
-            with self._changed:
-                if ahead.is_new(found):
-                    ahead.begin(found)
-            # Without the lock, as other versions may be read meanwhile. Only this thread changes what `copy` reads
-            # from, and nothing is read from `ahead` before all of it is there.
-            ahead.add(found, copy)
-        except (IPCError, RuntimeError) as error:
-            logger.info("Versions are copied when they are requested, not before: %s", error)
-            with self._changed:
-                self._ahead = None
-                self._changed.notify_all()
-        else:
-            with self._changed:
-                ahead.done = found.done
-                self._changed.notify_all()
-
-    def _copy_from(self, found: Progress) -> Callable[[Tensor, int], None] | None:
-        if found.source.memory:
-            memory = self._memory
-            is_it = memory is not None and self._heard == found.source.memory and found.done == found.size
-            return (lambda target, _: memory.copy_to(target)) if memory is not None and is_it else None
-        mapping = self._maps.get(found.source.file)
-        if mapping is None:
-            return None
-        return lambda target, first: copy_to_device(target, mapping.data[found.start + first :])
 
     def _close_memory(self) -> None:
         memory, self._memory = self._memory, None
