@@ -282,7 +282,9 @@ class Fleet:
             waiting = [
                 server
                 for server in waiting
-                if server not in failures and (server in was_lost or server.last_error is not None)
+                # A generation may have excluded it meanwhile.
+                if server not in failures and not server.is_excluded
+                if server in was_lost or server.last_error is not None
             ]
             # An error that does not exclude its server ends the wait for all others.
             await in_parallel(recover, waiting)
@@ -448,8 +450,7 @@ class Fleet:
             if not self._may_exclude(error):
                 raise
             self._exclude(server, error)
-            return False
-        return True
+        return not server.is_excluded  # a sync may have excluded it meanwhile
 
     # Memory between steps
 

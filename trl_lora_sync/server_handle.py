@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -188,11 +188,10 @@ class ServerHandle:
 
     def exclude(self, error: LoRASyncError) -> None:
         """Go on without it until a sync finds it up."""
-        # With the error: `recover` returns at once for a server without one, and would check nothing.
         self.state, self.last_error = ServerState.EXCLUDED, error
 
     async def recover(self, checks: RunChecks | None, deadline: Deadline, *, needs_active: bool = True) -> None:
-        """Return when the server is fine; at once if it is.
+        """Return when the server is fine; at once if it is, or if it is excluded, which only `readmit` ends.
 
         Args:
             needs_active: whether it must take the active version again; else a refusal of that is a warning.
@@ -201,11 +200,12 @@ class ServerHandle:
             LoRASyncError: it is not before the deadline; or another server came up in its place.
         """
         # Again after another loss, as the server may crash while it gets its versions.
-        while (error := self.last_error) is not None:
+        while (error := self.last_error) is not None and not self.is_excluded:
             engine = self.engine
             try:
-                async with held(self._recovery, deadline, f"another attempt to reach {self.base_url} still runs"):
-                    await self._readmit(checks, deadline, needs_active)
+                async with self._alone(deadline):
+                    if not self.is_excluded:  # meanwhile
+                        await self._readmit(checks, deadline, needs_active)
             except DeadlineExceededError as late:
                 if isinstance(error, ServerUnreachableError):
                     raise error from late  # names the server
@@ -229,25 +229,29 @@ class ServerHandle:
             needed = self._needed()
             # If nothing is needed, nothing shows whether the process was replaced, so it is checked.
             is_complete = needed and all(stored.name in loaded for stored in needed)
-            # After an AdapterLostError another process may run there, whatever it lists.
-            if not is_complete or isinstance(self.last_error, AdapterLostError):
+            # After an AdapterLostError another process may run there, whatever it lists. So it may on an excluded
+            # server: a load that failed may have been carried out, by a process that had just replaced the one before.
+            if not is_complete or self.is_excluded or isinstance(self.last_error, AdapterLostError):
                 await self.connect(deadline)
                 # Checked before any load: SGLang crashes on an adapter that does not fit its base model.
                 if checks is not None:
                     self.note_checked(*await checks.require([self], deadline))
                 for stored in needed:
                     await self._reload(stored, deadline, needs_active)
-            # After all else: other tasks send requests to a server without an error.
-            self.last_error = None
-            if self.state is ServerState.RECOVERING:
+            # An excluded server keeps its error until `readmit` has loaded the new version as well.
+            if not self.is_excluded:
                 self._serve_again()
         finally:
             # After a failed attempt it is lost again, so that the next one tries to reach it.
             if self.state is ServerState.RECOVERING:
                 self.state = ServerState.LOST
 
+    def _alone(self, deadline: Deadline) -> AbstractAsyncContextManager[None]:
+        return held(self._recovery, deadline, f"another attempt to reach {self.base_url} still runs")
+
     def _serve_again(self) -> None:
-        self.state = ServerState.READY
+        # After all else: other tasks send requests to a server without an error.
+        self.state, self.last_error = ServerState.READY, None
         for name in self.ledger.unneeded(self.base_url):  # what it missed while it was away
             self.unload_later(name)
 
@@ -276,7 +280,7 @@ class ServerHandle:
 
     async def readmit(self, checks: RunChecks | None, stored: StoredAdapter, deadline: Deadline) -> None:
         """Take an excluded server back with a new version if it is up; never fails, as the others go on without it."""
-        # A short probe, because `recover` waits for a server until its deadline, and so would each sync.
+        # A short probe, because `_readmit` waits for a server until its deadline, and so would each sync.
         reason = await self.reason_to_be_down()
         if reason is not None:
             logger.info("%s stays excluded: %s", self.base_url, reason)
@@ -284,8 +288,9 @@ class ServerHandle:
         try:
             # The other half is for what follows the load on the servers in service.
             half = Deadline.after(deadline.remaining_s() / 2, f"Taking {self.base_url} back")
-            await self.recover(checks, half, needs_active=False)
-            await self.load_new(stored, half)
+            async with self._alone(half):
+                await self._readmit(checks, half, needs_active=False)
+                await self.load_new(stored, half)
         except LoRASyncError as error:
             logger.warning("%s is up again but stays excluded: %s", self.base_url, error)
         else:

@@ -618,6 +618,68 @@ def test_a_dropped_server_with_another_base_stays_dropped_and_fails_nothing(run:
     assert training.adapters()[1] == []
 
 
+def restart_with_another_base(fake: FakeSGLang) -> None:
+    fake.args = replace(fake.args, seed=1)
+    fake.restart()
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_dropped_server_is_checked_again_after_a_load_that_it_refused(run: StartRun) -> None:
+    """The next sync took whatever process answered by then into service, and compared no base model."""
+    training = run(on_server_loss="drop")
+    training.publish()
+    training.fakes[1].stop()
+    training.publish()
+    training.fakes[1].restart()
+    training.fakes[1].canned["/load_lora_adapter"] = [REFUSAL] * 2  # of the active version, and of the new one
+    assert training.publish().servers == 1
+    restart_with_another_base(training.fakes[1])
+    assert training.publish().servers == 1
+    assert training.is_policy_of(training.generate())
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_dropped_server_is_checked_although_it_has_the_active_version(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that replaced the checked one just before a load had the version that the others then activated."""
+    training = run(on_server_loss="drop")
+    training.publish()
+    training.fakes[1].stop()
+    training.publish()
+    training.fakes[1].restart()
+    dropped, load_new = training.sync.fleet.servers[1], ServerHandle.load_new
+
+    async def load_after_a_restart(server: ServerHandle, stored: StoredAdapter, deadline: Deadline) -> None:
+        if server is dropped:
+            restart_with_another_base(training.fakes[1])
+        await load_new(server, stored, deadline)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerHandle, "load_new", load_after_a_restart)
+        assert training.publish().servers == 1
+    assert training.adapters()[1] == ["v3"]
+    assert training.publish().servers == 1
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_server_that_is_dropped_while_it_recovers_is_checked_by_the_sync_that_takes_it_back(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recovery cleared the error of the server, for which the sync then checked nothing."""
+    training = run(on_server_loss="drop")
+    training.publish()
+    server, gone = training.sync.fleet.servers[1], ServerUnreachableError("gone")
+    server.lose(gone, server.engine)
+    on_first_wait(monkeypatch, lambda: server.exclude(gone))
+    run_on_loop(server.recover(None, soon()))
+    assert server.state is ServerState.EXCLUDED
+    training.fakes[1].stop()
+    assert training.publish().servers == 1
+    restart_with_another_base(training.fakes[1])
+    assert training.publish().servers == 1
+
+
 @pytest.mark.usefixtures("no_patience")
 def test_the_last_server_is_never_dropped(run: StartRun) -> None:
     training = run(on_server_loss="drop")
