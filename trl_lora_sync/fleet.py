@@ -249,6 +249,7 @@ class Fleet:
         """
         failures: dict[ServerHandle, LoRASyncError] = {}
         waiting = list(servers)
+        acted: set[ServerHandle] = set()
 
         async def attempt(server: ServerHandle) -> None:
             # Read before the request, so that `lose` can ignore an error of a process that was replaced meanwhile.
@@ -257,6 +258,7 @@ class Fleet:
                 # A lost server gets no request before `recover` has checked which process answers there.
                 if server.last_error is None:
                     await act(server)
+                    acted.add(server)
             except LoRASyncError as error:
                 # With no time left to recover in, a loss is as final as a refusal.
                 if not is_loss(error) or deadline.is_over():
@@ -275,8 +277,7 @@ class Fleet:
                     raise
 
         while waiting:
-            # A server that was lost when the round began may have taken no part in it, so it gets another round.
-            was_lost = {server for server in waiting if server.last_error is not None}
+            acted.clear()
             await each(waiting, attempt)
             self._raise_fatal(failures)
             waiting = [
@@ -284,7 +285,8 @@ class Fleet:
                 for server in waiting
                 # A generation may have excluded it meanwhile.
                 if server not in failures and not server.is_excluded
-                if server in was_lost or server.last_error is not None
+                # Or recovered it, so that it has no error although it took no part.
+                if server not in acted or server.last_error is not None
             ]
             # An error that does not exclude its server ends the wait for all others.
             await in_parallel(recover, waiting)

@@ -29,8 +29,8 @@ from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.server_handle import ServerHandle, ServerState
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.testing import FakeSGLang
-from unit.fleets import GROUPS, FleetRun, settings_for
+from trl_lora_sync.testing import FakeSGLang, in_memory_engines
+from unit.fleets import GROUPS, FleetRun, InMemoryRun, settings_for, small_adapter
 
 pytestmark = pytest.mark.outside
 
@@ -278,6 +278,29 @@ def meet(engine: Engine, begun: list[str], together: asyncio.Event, monkeypatch:
         return await load(*args)
 
     monkeypatch.setattr(engine, "load", meeting)
+
+
+def test_a_server_that_a_generation_recovers_during_a_sync_gets_the_new_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its load had failed, and the sync succeeded without it, as the server was fine when the other loads ended."""
+    with in_memory_engines(2, shapes=SMALL) as engines:
+        begun = InMemoryRun(engines, tmp_path)
+        lost, load = begun.sync.fleet.servers[1], engines[0].load
+
+        async def load_late(adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+            while lost.last_error is None:
+                await asyncio.sleep(0)
+                deadline.remaining_s()
+            await lost.recover(None, deadline)  # as a generation does
+            return await load(adapter, deadline)
+
+        monkeypatch.setattr(engines[0], "load", load_late)
+        engines[1].errors["load"] = [ServerUnreachableError("gone for a moment")]
+        report = begun.sync.publish(small_adapter(2))
+        assert report.server_load_s.keys() == {0, 1}
+        assert all(report.adapter_name in run_on_loop(engine.loaded(soon())) for engine in engines)
+        begun.sync.shutdown()
 
 
 @pytest.mark.parametrize("on_server_loss", ["error", "drop"])
