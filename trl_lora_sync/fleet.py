@@ -429,7 +429,8 @@ class Fleet:
         }
         answers = await dispatch(samples, list(workers.values()))
         for server, worker in workers.items():
-            server.note_success(worker.speed)
+            if worker.completed:
+                server.note_success(worker.speed)
         return answers
 
     async def _as_loss(self, server: ServerHandle, error: LoRASyncError, deadline: Deadline) -> LoRASyncError | None:

@@ -160,9 +160,12 @@ class ServerHandle:
         # Of several requests that fail together the first one counts, because one recovery is enough for all.
         if engine is not self._engine or self.last_error is not None:
             return
-        self.last_error = error
         if self.state is ServerState.READY:
             self.state = ServerState.LOST
+        self._note_loss(error)
+
+    def _note_loss(self, error: LoRASyncError) -> None:
+        self.last_error = error
         if isinstance(error, AdapterLostError):
             self._losses += 1
             if self._losses > _MAX_LOSSES:
@@ -197,11 +200,10 @@ class ServerHandle:
             needs_active: whether it must take the active version again; else a refusal of that is a warning.
 
         Raises:
-            LoRASyncError: it is not before the deadline; or another server came up in its place.
+            LoRASyncError: it is not before the deadline; or another server came up in its place; or as for `lose`.
         """
         # Again after another loss, as the server may crash while it gets its versions.
         while (error := self.last_error) is not None and not self.is_excluded:
-            engine = self.engine
             try:
                 async with self._alone(deadline):
                     if not self.is_excluded:  # meanwhile
@@ -213,7 +215,9 @@ class ServerHandle:
             except LoRASyncError as again:
                 if not is_loss(again) or deadline.is_over():
                     raise
-                self.lose(again, engine)
+                # No other loss replaces it: after an AdapterLostError `_readmit` checks the process that answers.
+                if isinstance(again, AdapterLostError):
+                    self._note_loss(again)
 
     async def _readmit(self, checks: RunChecks | None, deadline: Deadline, needs_active: bool) -> None:
         """Wait until it is up; if it lacks a version that it needs, check it again and load all of these."""

@@ -473,6 +473,46 @@ def test_an_adapter_that_is_lost_again_and_again_is_an_error(tmp_path: Path) -> 
             server.lose(AdapterLostError("no longer known"), server.engine)
 
 
+def test_a_server_that_loses_each_version_while_it_recovers_is_an_error(tmp_path: Path) -> None:
+    """Such losses were not counted, and it was given the version again and again without a pause."""
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        begun = InMemoryRun([engine], tmp_path)
+        engine.restart()
+        engine.errors["warm_up"] = [AdapterLostError("no longer known")] * 9
+        with pytest.raises(ServerSetupError, match="Give each server its own URL"):
+            begun.sample()
+        begun.sync.shutdown()
+
+
+def test_a_loss_during_a_recovery_has_the_process_that_answers_next_checked(tmp_path: Path) -> None:
+    """A process that replaced the checked one was not checked, because it had been given the version."""
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        begun = InMemoryRun([engine], tmp_path)
+        server = begun.sync.fleet.servers[0]
+        engine.restart()
+        engine.errors["warm_up"] = [AdapterLostError("no longer known")]
+        engine.calls.clear()
+        server.lose(ServerUnreachableError("gone"), server.engine)
+        run_on_loop(server.recover(None, soon()))
+        assert [method for method, _ in engine.calls] == ["connect", "load", "warm_up"] * 2
+        begun.sync.shutdown()
+
+
+def test_a_generation_in_which_a_server_samples_nothing_is_no_success_of_it(tmp_path: Path) -> None:
+    """It reset the count of losses, so a server that lost each version was given it for ever."""
+    with in_memory_engines(2, shapes=SMALL) as engines:
+        begun = InMemoryRun(engines, tmp_path)
+        server, active = begun.sync.fleet.servers[1], begun.sync.active
+        assert active is not None
+        for _ in range(3):
+            server.lose(AdapterLostError("no longer known"), server.engine)
+            run_on_loop(server.recover(None, soon()))
+        begun.sync.generate(active.name, [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
+        with pytest.raises(ServerSetupError, match="Give each server its own URL"):
+            server.lose(AdapterLostError("no longer known"), server.engine)
+        begun.sync.shutdown()
+
+
 def test_an_error_of_a_process_that_was_replaced_says_nothing_of_the_new_one(tmp_path: Path) -> None:
     with FakeSGLang(shapes=SMALL) as fake:
         server = handle_of(fake, tmp_path)
