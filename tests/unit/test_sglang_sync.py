@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -352,6 +353,34 @@ def test_a_sample_without_waking_is_not_sent(run: StartRun) -> None:
     training.sync.close()
     assert training.fake.death is None
     assert training.fake.scheduler.offloaded == set()
+
+
+def test_an_interrupt_while_a_server_wakes_has_the_end_wake_it_no_second_time(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server carried out what it was sent although its client had left, and a second restore ended it."""
+    training = run(**ASLEEP)
+    training.publish()
+    training.sync.sleep()
+    answer, is_interrupted = training.fake.answer, threading.Event()
+
+    def answer_late(request: Any, connection: Any) -> tuple[int, Any]:
+        answered = answer(request, connection)
+        if request.path == "/resume_memory_occupation":
+            os.kill(os.getpid(), signal.SIGINT)
+            is_interrupted.wait(30)
+        return answered
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.fake, "answer", answer_late)
+        with pytest.raises(KeyboardInterrupt):
+            training.sync.wake()
+        is_interrupted.set()
+    training.sync.close()
+    assert training.fake.death is None
+    assert training.fake.scheduler.offloaded == set()
+    assert training.paths().count("/resume_memory_occupation") == 1
+    assert training.fake.host_adapters == []
 
 
 def test_a_server_that_restarted_asleep_gets_the_adapter_anew(run: StartRun) -> None:

@@ -182,7 +182,7 @@ class SGLangServer(ServerEngine):
         deadline.remaining_s()
         try:
             await self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
-        except DeadlineExceededError:
+        except (DeadlineExceededError, asyncio.CancelledError):  # an interrupt of the trainer cancels the request
             self._is_released = False  # the server has the request and will restore; a second one is fatal
             raise
         self._is_released = False
