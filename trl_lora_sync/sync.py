@@ -160,6 +160,8 @@ class AdapterSync:
             ServerUnreachableError: a server did not come back in that time.
         """
         timer = timer or PhaseTimer()
+        # Of both attempts and the scores: other processes wait for all of it in one collective (`config`).
+        deadline = self._control_deadline("The adapter sync")
         if adapter.layout != self._layout:  # a server may ignore a module that it was not tried with
             self._layout = adapter.layout
             self.fleet.require_verification()
@@ -167,12 +169,12 @@ class AdapterSync:
         # during the sync, the attempt is withdrawn, and repeated with scores.
         if score is not None and not self.needs_verification:
             try:
-                return self._attempt(adapter, None, timer, meanwhile, is_final=False)
+                return self._attempt(adapter, None, timer, meanwhile, deadline, is_final=False)
             except VerificationDueError as error:
                 logger.warning("%s", error)
         with timer.phase("verify"):
             probe = score() if score is not None and self.needs_verification else None
-        return self._attempt(adapter, probe, timer, meanwhile)
+        return self._attempt(adapter, probe, timer, meanwhile, deadline)
 
     def _attempt(
         self,
@@ -180,6 +182,7 @@ class AdapterSync:
         probe: Scores | None,
         timer: PhaseTimer,
         meanwhile: Callable[[], object] | None,
+        deadline: Deadline,
         *,
         is_final: bool = True,
     ) -> SyncReport:
@@ -200,7 +203,7 @@ class AdapterSync:
             else:
                 done.set_result(None)
 
-        return run(self._publish(adapter, probe, timer, sent, done, is_final=is_final), beside)
+        return run(self._publish(adapter, probe, timer, sent, done, deadline, is_final=is_final), beside)
 
     async def _publish(
         self,
@@ -209,6 +212,7 @@ class AdapterSync:
         timer: PhaseTimer,
         sent: threading.Event,
         done: "Future[None]",
+        deadline: Deadline,
         *,
         is_final: bool,
     ) -> SyncReport:
@@ -218,13 +222,12 @@ class AdapterSync:
             probe: log-probabilities of `PROBE_PROMPT`, for servers that need to be verified.
             sent: set once the version is on its way to the servers, or cannot be written.
             done: what came of `meanwhile`; no version is activated before it has succeeded.
+            deadline: of the whole sync.
             is_final: whether such a server may go unverified if there is no probe.
 
         Raises:
             VerificationDueError: it may not, and came back during this sync.
         """
-        # Of this attempt, and after the forward pass for its scores, which takes no time from the servers.
-        deadline = Deadline.after(self.settings.sync_timeout_s, "The adapter sync (lora_sync_timeout)")
         try:
             # Of the sync before, if its timer has not fired yet: the timer below takes its place in `_retirement`.
             self._retire_now()

@@ -15,6 +15,8 @@ from contract.served import SMALL
 from support.adapters import with_tensors
 
 from trl_lora_sync.adapter.canonical import PLAIN
+from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.sync import AdapterSync
@@ -385,6 +387,26 @@ def test_a_server_that_was_restarted_has_to_prove_itself_again(run: StartRun) ->
     assert training.asked == 2
     training.publish()
     assert training.asked == 2
+
+
+def test_a_sync_that_is_repeated_to_verify_a_server_has_one_deadline(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second attempt began with a new one, so a sync could take twice the time that the setting allows."""
+    training = run(verify="first", trial_size=0)
+    training.publish()
+    deadlines: list[float] = []
+    fleet, load = training.sync.fleet, training.sync.fleet.load
+
+    async def loading(stored: StoredAdapter, deadline: Deadline) -> dict[int, float]:
+        deadlines.append(deadline.ends_at)
+        return await load(stored, deadline)
+
+    monkeypatch.setattr(fleet, "load", loading)
+    training.fakes[0].restart()
+    assert training.publish().is_verified
+    assert len(deadlines) == 2
+    assert len(set(deadlines)) == 1
 
 
 def test_a_server_that_is_restarted_while_it_is_verified_is_given_the_version_again(run: StartRun) -> None:
