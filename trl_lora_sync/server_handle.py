@@ -122,13 +122,18 @@ class ServerHandle:
             timeouts=self._timeouts,
         )
         served = engine.capabilities
-        if self._engine is not None and served.engine != self.engine.capabilities.engine:
-            raise ServerSetupError(
-                f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs {served.engine} "
-                "now. Adapters are written for the engines of the start. Start the same server again."
-            )
-        # Before the engine is replaced: it raises if this process lacks the way that versions take, such as pushes.
-        self.sends_content = is_sent_content(self.settings, self.address, served)
+        try:
+            if self._engine is not None and served.engine != self.engine.capabilities.engine:
+                raise ServerSetupError(
+                    f"{self.base_url} ran {self.engine.capabilities.engine} when this run began and runs "
+                    f"{served.engine} now. Adapters are written for the engines of the start. Start the same server "
+                    "again."
+                )
+            # Before the engine is replaced: it raises if this process lacks the way that versions take, such as pushes.
+            self.sends_content = is_sent_content(self.settings, self.address, served)
+        except ServerSetupError:
+            await engine.close()  # which nothing else refers to
+            raise
         if self._engine is not None:
             # A new engine counts from zero, and reports need the sum of the run.
             self._retries_before += self._engine.retries

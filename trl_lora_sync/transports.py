@@ -193,9 +193,7 @@ class DiskAndHTTPTransport(DiskTransport):
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
         # In the file thread, because copying an adapter from a GPU would hold up the loop.
-        return await self._keep(
-            lambda: replace(self.store.write(version, adapter), content=adapter.on_host()), deadline
-        )
+        return await self._keep(lambda: _with_content(self.store.write, version, adapter), deadline)
 
 
 class HTTPTransport(DiskTransport):
@@ -212,10 +210,17 @@ class HTTPTransport(DiskTransport):
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
         # A copy: a server that restarts needs this version, and the next read of the model overwrites its memory.
-        return await self._keep(lambda: replace(self.store.note(version, adapter), content=adapter.on_host()), deadline)
+        return await self._keep(lambda: _with_content(self.store.note, version, adapter), deadline)
 
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         """Does nothing: a push carries a digest that the server compares, and there is no file."""
+
+
+def _with_content(
+    keep: Callable[[int | str, CanonicalAdapter], StoredAdapter], version: int | str, adapter: CanonicalAdapter
+) -> StoredAdapter:
+    content = adapter.on_host()  # first, as nothing would delete the version's folder if there is no memory for a copy
+    return replace(keep(version, adapter), content=content)
 
 
 def transport_for(

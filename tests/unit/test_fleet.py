@@ -15,7 +15,7 @@ from contract.served import PROMPT, SMALL, sampling, soon
 
 import trl_lora_sync.server_handle
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, PromptGroup
+from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline, Engine, PromptGroup
 from trl_lora_sync.engines.connect import reason_to_be_down
 from trl_lora_sync.errors import (
     AdapterLostError,
@@ -29,7 +29,7 @@ from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.server_handle import ServerHandle, ServerState
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.testing import FakeSGLang, in_memory_engines
+from trl_lora_sync.testing import FakeSGLang, InMemoryEngine, in_memory_engines
 from unit.fleets import GROUPS, FleetRun, InMemoryRun, settings_for, small_adapter
 
 pytestmark = pytest.mark.outside
@@ -521,6 +521,36 @@ def test_an_error_of_a_process_that_was_replaced_says_nothing_of_the_new_one(tmp
         server.lose(ServerUnreachableError("gone"), before)
         assert server.last_error is None
         assert server.state is ServerState.READY
+
+
+@pytest.mark.parametrize("changes", [{"engine": "vllm"}, {"supports_tensor_load": False}])
+def test_a_connection_to_a_server_that_cannot_be_used_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Each sync left one open to an excluded server in whose place another engine was running."""
+    closed: list[InMemoryEngine] = []
+
+    class OtherEngine(InMemoryEngine):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, **changes)
+
+        async def close(self) -> None:
+            closed.append(self)
+
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        begun, other = InMemoryRun([engine], tmp_path, transport="tensors"), OtherEngine(engine.args)
+
+        async def connect(base_url: str, **options: Any) -> Engine:
+            return other
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trl_lora_sync.server_handle, "connect_engine", connect)
+            with pytest.raises(ServerSetupError):
+                run_on_loop(begun.sync.fleet.servers[0].connect(soon()))
+        assert closed == [other]
+        assert begun.sync.fleet.servers[0].engine is engine
+        begun.sync.shutdown()
 
 
 def test_a_version_that_was_withdrawn_while_a_server_was_away_is_forgotten_when_it_is_back(run: StartRun) -> None:

@@ -1,4 +1,4 @@
-"""The disk transport on a file system that hangs."""
+"""The transports on a file system that hangs, and where a version cannot be kept."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.errors import AdapterExportError, DeadlineExceededError
 from trl_lora_sync.runtime import Blocking, run
-from trl_lora_sync.transports import DiskTransport
+from trl_lora_sync.transports import DiskAndHTTPTransport, DiskTransport, HTTPTransport
 
 
 def adapter() -> CanonicalAdapter:
@@ -99,3 +99,21 @@ def test_errors_of_a_write_are_those_of_the_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(AdapterExportError, match="cannot be created"):
         run(DiskTransport(tmp_path / "file" / "sync").open(soon()))
+
+
+@pytest.mark.parametrize("kind", [DiskAndHTTPTransport, HTTPTransport])
+def test_a_version_that_cannot_be_copied_to_the_host_leaves_no_folder(
+    kind: type[DiskTransport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder was made before the copy, and nothing deleted it when the copy failed."""
+
+    def fail(adapter: CanonicalAdapter) -> None:
+        raise MemoryError("no room for the copy")
+
+    monkeypatch.setattr(CanonicalAdapter, "on_host", fail)
+    transport = Blocking(kind(tmp_path / "sync"))
+    transport.open(soon())
+    with pytest.raises(MemoryError):
+        transport.write(1, adapter(), soon())
+    assert [path.name for path in transport.directory.iterdir()] == ["owner.json"]
+    transport.close()
