@@ -208,6 +208,13 @@ def test_large_and_empty_tensors_have_fingerprints() -> None:
     assert fingerprint([]) == ()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_the_fingerprint_of_a_shard_is_that_of_its_values_wherever_it_begins(dtype: torch.dtype) -> None:
+    """A shard that began at an odd element of its storage failed every sync with a RuntimeError about alignment."""
+    whole = torch.arange(10_001).to(dtype)
+    assert fingerprint([whole[1:]]) == fingerprint([whole[1:].clone()])
+
+
 # What the reader refuses
 
 

@@ -63,6 +63,9 @@ def _sums_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _sum_of(chunk: list[Tensor]) -> Tensor:
     flat = _flatten_dense_tensors(chunk).view(torch.uint8)  # type: ignore[no-untyped-call]
+    # One tensor comes back as a view of itself, and a shard may begin where no 64-bit word can.
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
     # Sums of 64-bit words need no wider numbers, which makes them four times as fast as sums of 32-bit words.
     whole = flat.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
     grid = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
