@@ -13,10 +13,11 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl, trl_checks
-from trl_lora_sync.colocate import engine, shared_base
+from trl_lora_sync.colocate import engine, placing, shared_base
 from trl_lora_sync.config import sync_settings
 from trl_lora_sync.errors import UnsupportedSettingError, UnsupportedTRLError
 from trl_lora_sync.settings import ColocateSettings
+from unit.tiny import lora_model
 
 ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
 TWO: dict[str, Any] = {"use_vllm": True, "vllm_sync_strategy": "lora_adapter"}
@@ -275,6 +276,14 @@ def test_shared_base_is_refused_with_tensor_parallelism_and_with_servers(
     monkeypatch.setattr(GRPOConfig, "world_size", 2)
     with pytest.raises(UnsupportedSettingError, match=r"vLLM splits each weight.*Set vllm_tensor_parallel_size=1"):
         make(vllm_tensor_parallel_size=2, vllm_colocate_base="shared")
+
+
+def test_the_frozen_adapter_of_a_reference_policy_is_not_taken_for_weights_of_the_base() -> None:
+    """TRL adds "ref" to a PeftModel unless beta is 0; vLLM has no place for its matrices, so no base was shared."""
+    model = lora_model()
+    before = placing.base_weights(model)
+    model.add_adapter("ref", model.peft_config["default"])
+    assert placing.base_weights(model).keys() == before.keys()
 
 
 def test_model_of_a_trainer_is_loaded_into_host_memory_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
         # Norms and biases are small vectors, of which trainer and vLLM each keep a copy.
         names.served(unwrapped_path(name).removesuffix(".weight").replace(_WRAPPED, "")): weight
         for name, weight in model.named_parameters()
-        if weight.ndim >= 2 and not weight.requires_grad
+        # The matrices of an adapter that is not active are frozen as well.
+        if weight.ndim >= 2 and not weight.requires_grad and "lora_" not in name
     }
 
 
