@@ -290,7 +290,9 @@ def _is_masked(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     is_trained_on = batch["completion_mask"].bool()
     if batch.get("tool_mask") is not None:
         is_trained_on &= batch["tool_mask"].bool()
-    return ((batch["importance_sampling_ratio"] == 0) | ~is_trained_on).all(dim=-1)
+    is_left_out = ((batch["importance_sampling_ratio"] == 0) | ~is_trained_on).all(dim=-1)
+    # With `mask_truncated_completions`, TRL itself leaves all of a sequence out (1.16), whatever its ratio is.
+    return is_left_out & is_trained_on.any(dim=-1)
 
 
 def saves_shards_only(trainer: Any) -> bool:

@@ -176,6 +176,16 @@ def test_the_share_of_masked_sequences_is_that_of_trl_s_ratios(model: Path, note
         assert trainer.state.log_history[0]["lora_sync/overlap_masked"] == expected, mode
 
 
+def test_a_sequence_without_any_token_to_train_on_does_not_count_as_masked_by_the_correction() -> None:
+    """TRL empties the mask of truncated completions, whose ratio stays 1, and each of them was counted."""
+    batch = {
+        "completion_mask": torch.tensor([[0, 0], [1, 1], [1, 0], [1, 1]]),
+        "importance_sampling_ratio": torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]),
+    }
+    trainer = SimpleNamespace(_buffered_inputs=[batch], accelerator=SimpleNamespace(gather=lambda values: values))
+    assert _trl.masked_share(trainer) == 0.5
+
+
 @pytest.mark.parametrize(
     ("row", "images", "expected"),
     [
