@@ -150,6 +150,14 @@ def test_the_base_comes_back_after_many_versions_of_different_kinds(write: Write
     assert served.is_base()
 
 
+def test_tokens_of_a_tied_model_are_served_beside_a_norm_that_is_saved(write: Write) -> None:
+    """The tokens were taken for a saved embedding, and the adapter was refused because the model ties it."""
+    model = trained_model(trainable_token_indices=[9, 1, 30], modules_to_save=["norm"], tied=True)
+    served = Served(base_model(tied=True))
+    served.fuse(write(model))
+    assert (logits(served.model) - logits(model)).abs().max() < 2e-5
+
+
 def test_what_is_neutral_is_the_base_and_a_trial_is_computed_alike(kind: dict[str, Any], write: Write) -> None:
     """The trial adapters at the start prove what a server does with each of these."""
     model, tied = trained_model(**kind), kind.get("tied", False)

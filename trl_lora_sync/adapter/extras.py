@@ -109,8 +109,10 @@ def find_extras(model: Any, adapter_name: str, layers: Mapping[str, Any]) -> lis
     # These wrappers are not LoRA layers, so `layers` lacks them.
     for path, wrapper in model.named_modules():
         if isinstance(wrapper, ModulesToSaveWrapper) and adapter_name in wrapper.modules_to_save:
-            found += _saved_module(names.served(trained_path(path)), wrapper, adapter_name)
-            changes_embeddings |= any(is_embedding_module(one.path) for one in found)
+            saved = _saved_module(names.served(trained_path(path)), wrapper, adapter_name)
+            # Of this wrapper only, as `found` may hold tokens, which PEFT trains in both weights of a tied model.
+            changes_embeddings |= any(is_embedding_module(one.path) for one in saved)
+            found += saved
         if isinstance(wrapper, TrainableTokensWrapper):
             found += _tokens(model, names.served(trained_path(path)), wrapper.token_adapter, adapter_name)
     if changes_embeddings and _is_tied(model):
