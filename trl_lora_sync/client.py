@@ -18,6 +18,9 @@ from trl_lora_sync.sync import AdapterSync
 class RolloutClient:
     """Samples from the active adapter version with the call signatures of `trl.generation.vllm_client.VLLMClient`.
 
+    One differs: the second parameter of `generate` is `images`, where TRL has `features`, which is what its own server
+    makes of images (1.16).
+
     Args:
         sync: knows the servers and the active version.
         deadline: makes the deadline of one call.
@@ -117,8 +120,13 @@ class RolloutClient:
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[Any] | None = None,
         chat_template: str | None = None,
+        max_concurrent_requests: int | None = None,
     ) -> dict[str, Any]:
-        """Sample `n` completions per conversation; the server renders the chat template. Returns as `generate` does."""
+        """Sample `n` completions per conversation; the server renders the chat template. Returns as `generate` does.
+
+        Args:
+            max_concurrent_requests: has no effect, as the fleet limits the requests to each server itself.
+        """
         sampling = Sampling(
             temperature=temperature,
             top_p=top_p,

@@ -1,5 +1,6 @@
 """Pieces of generation and sync that need no server."""
 
+import inspect
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from trl.generation.vllm_client import VLLMClient
 
 from trl_lora_sync.checks.server import is_same_model
-from trl_lora_sync.client import openai_messages
+from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.generation import group_rows
 
@@ -90,6 +92,12 @@ def test_words_of_a_server_are_never_opened_as_a_path(monkeypatch: pytest.Monkey
 
 
 # Messages of rollout functions
+
+
+def test_chat_takes_the_arguments_of_trls_client_in_their_order() -> None:
+    """A rollout function that limits its requests, as TRL's client lets it, failed with a TypeError within a step."""
+    ours, trls = (list(inspect.signature(one.chat).parameters) for one in (RolloutClient, VLLMClient))
+    assert ours[: len(trls)] == trls
 
 
 @pytest.mark.parametrize("kind", ["image", "image_pil"])
