@@ -594,11 +594,12 @@ def sync_settings(args: Any) -> "PolicySettings":
     )
 
 
-def check_reference(args: Any, peft_config: Any) -> None:
-    """Refuse a KL term whose reference would be what an initialisation has left of the base.
+def check_reference(args: Any, peft_config: Any, model: Any = None) -> None:
+    """Refuse a KL term or a teacher that would be computed with what an initialisation has left of the base.
 
     TRL computes the reference policy of a model that it has put an adapter on with the adapter disabled.
-    Source: trl/trainer/grpo_trainer.py `_generate_and_score_completions`, 1.11 to 1.16.
+    Source: trl/trainer/grpo_trainer.py `_generate_and_score_completions`, 1.11 to 1.16; for a teacher
+    trl/experimental/sdft/sdft_trainer.py `_setup_teacher_model`, and the same of SDPO, 1.16.
 
     Raises:
         UnsupportedSettingError: naming both settings.
@@ -606,13 +607,23 @@ def check_reference(args: Any, peft_config: Any) -> None:
     from trl_lora_sync.adapter.support import changes_base
 
     # Of a model that comes with its adapter, TRL's reference is a copy, which `check_other_adapters` refuses.
-    init = getattr(peft_config, "init_lora_weights", None)
+    configs = [peft_config, *getattr(model, "peft_config", {}).values()]
+    init, *others = (getattr(config, "init_lora_weights", None) for config in configs)
     # Other configurations have a `beta` of another meaning.
     if changes_base(init) and isinstance(args, trl.GRPOConfig | trl.RLOOConfig) and args.beta != 0:
         raise UnsupportedSettingError(
             f"beta={args.beta:g} cannot be used with LoraConfig(init_lora_weights={init!r}): TRL computes the "
             "reference policy with the adapter disabled, and without it the base lacks what the initialisation took "
             "out. Set beta=0, or init_lora_weights=True."
+        )
+    # Unlike a reference, a teacher is also made so of a model that comes with its adapter.
+    init, kind = next(filter(changes_base, [init, *others]), None), getattr(args, "teacher_model_kind", "live")
+    if init is not None and kind in ("base", "ema"):
+        raise UnsupportedSettingError(
+            f"teacher_model_kind={kind!r} cannot be used with LoraConfig(init_lora_weights={init!r}): TRL disables the "
+            'adapter for the teacher ("base"), or adds another one, which changes the base again ("ema"), so the '
+            'teacher\'s base lacks what the initialisation took out. Set teacher_model_kind="live", or '
+            "init_lora_weights=True."
         )
 
 

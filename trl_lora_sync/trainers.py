@@ -75,7 +75,7 @@ class LoRASyncTrainer:
         self._check_arguments(config, given)
         settings = sync_settings(config)
         check_model(given["model"], given.get("peft_config"), settings.reads, proves_groups=settings.proves_groups)
-        check_reference(config, given.get("peft_config"))
+        check_reference(config, given.get("peft_config"), given["model"])
         sync = {
             "settings": settings,
             "on_sync": self._record_sync,

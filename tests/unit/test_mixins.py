@@ -13,12 +13,14 @@ import pytest
 import trl
 from datasets import Dataset
 from make_model import make_model, make_tokenizer
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 import trl_lora_sync
 from trl_lora_sync import GRPOTrainer, LoRASyncConfig, LoRASyncTrainer, _trl
+from trl_lora_sync.config import check_reference
 from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError
 from trl_lora_sync.trl_checks import GENERATION_CLASS
+from unit.tiny import base_model
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -227,6 +229,21 @@ def test_server_that_is_asked_to_be_its_own_teacher_is_refused(folder: str) -> N
     ):
         SDFTSyncConfig(output_dir=folder, **ON_CPU, **SYNC, use_teacher_server=True, distillation_mode="topk_logits")
     SDFTSyncConfig(output_dir=folder, **ON_CPU, **SYNC)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("kind", ["base", "ema"])
+def test_teacher_whose_base_an_initialisation_has_changed_is_refused(kind: str, folder: str) -> None:
+    """TRL disables the adapter for it, or adds one that changes the base again, and the run learned from that."""
+    args = SDFTSyncConfig(output_dir=folder, **ON_CPU, **SYNC, teacher_model_kind=kind)
+    adapter = LoraConfig(init_lora_weights="pissa", r=2, target_modules=["q_proj"])
+    model = get_peft_model(base_model(), adapter)
+    for given in ({"model": "no/such/model", "peft_config": adapter}, {"model": model}):
+        with pytest.raises(UnsupportedSettingError, match=rf"teacher_model_kind='{kind}' .*'pissa'.* Set teacher_mod"):
+            SDFTSyncTrainer(**given, args=args)
+    check_reference(args, LoraConfig())
+    args.teacher_model_kind = "live"
+    check_reference(args, adapter, model)
 
 
 # Where the generation class is put
