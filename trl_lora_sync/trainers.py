@@ -10,6 +10,7 @@ import trl
 
 from trl_lora_sync import _trl
 from trl_lora_sync.config import GRPOConfig, LoRASyncConfig
+from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.trl_checks import (
     check_arguments,
     check_built,
@@ -285,9 +286,15 @@ def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     Raises:
         TypeError: as TRL's own `__init__` does.
+        UnsupportedSettingError: the class is not made of a trainer of TRL.
     """
     # TRL's signature, as `__init__` of the mixins takes anything.
-    init = next(one.__init__ for one in trl_classes(trainer_class) if "__init__" in vars(one))  # type: ignore[misc]
+    init = next((vars(one)["__init__"] for one in trl_classes(trainer_class) if "__init__" in vars(one)), None)
+    if init is None:
+        raise UnsupportedSettingError(
+            f"{trainer_class.__name__} derives from no trainer of TRL, to which LoRASyncTrainer adds adapter sync. "
+            f"Name one behind it, such as: class {trainer_class.__name__}(LoRASyncTrainer, trl.GRPOTrainer)."
+        )
     signature = inspect.signature(init)
     # None takes the place of `self`.
     given = dict(signature.bind(None, *args, **kwargs).arguments)

@@ -189,6 +189,13 @@ def test_trainer_that_does_not_sample_with_vllm_is_refused(folder: str) -> None:
         TPOSyncTrainer(model="no/such/model", args=config)
 
 
+def test_mixin_without_a_trainer_of_trl_is_refused_with_what_to_derive_from() -> None:
+    """It ended in a StopIteration without a message."""
+    mine = type("Mine", (LoRASyncTrainer,), {})
+    with pytest.raises(UnsupportedSettingError, match=r"Mine derives from no trainer of TRL.*LoRASyncTrainer, trl\."):
+        mine(model="no/such/model")
+
+
 # A teacher on a server
 
 
