@@ -22,7 +22,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from trl_lora_sync.adapter.canonical import Form
+from trl_lora_sync.adapter.canonical import Form, widened
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.groups import experts_note
 from trl_lora_sync.adapter.store import write_tensors
@@ -255,6 +255,27 @@ def test_fused_serving_refuses_a_family_whose_checkpoints_have_all_experts_in_on
     reader = AdapterReader("fused")
     with pytest.raises(UnsupportedAdapterError, match="experts of qwen3_vl_moe"):
         reader.linears(trained("qwen3-vl"))
+
+
+@pytest.mark.parametrize("serving", ["runtime", "fused"])
+def test_an_adapter_on_experts_alone_is_refused_with_what_to_add(serving: Any) -> None:
+    """Its first read ended in an IndexError without a message."""
+    reader = AdapterReader(serving, proves_groups=serving == "runtime")
+    with pytest.raises(UnsupportedAdapterError, match=r"on no linear layer.*target_modules.*One linear layer is"):
+        reader.linears(trained("qwen3", target_modules=[]))
+
+
+def test_an_adapter_that_fits_no_base_has_both_matrices_of_one_expert() -> None:
+    """Experts have every lora_A before every lora_B, and it was made of the lora_A of two of them."""
+    model = trained("qwen3", target_modules=[], target_parameters=["gate.weight", *BOTH])
+    reader = AdapterReader("fused")
+    reader.linears(model)
+    misfit = widened(reader.read(model, dtype=torch.float32)).tensors
+    expert = f"{PREFIX}{SERVED['qwen3'][0]}.0.gate_proj"
+    assert {key: tuple(tensor.shape) for key, tensor in misfit.items()} == {
+        f"{expert}.lora_A.weight": (2, HIDDEN + 1),
+        f"{expert}.lora_B.weight": (INTERMEDIATE, 2),
+    }
 
 
 def test_an_initialisation_that_changes_the_base_is_refused_for_experts() -> None:

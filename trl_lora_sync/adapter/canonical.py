@@ -305,10 +305,10 @@ def widened(adapter: CanonicalAdapter) -> CanonicalAdapter:
     Only the side that meets the hidden state is widened, because the other one may have the same size in a wider
     base, and because a server that splits layers over GPUs cuts that side to its share without checking the size.
     """
-    keys = [key for key in adapter.shapes if key.endswith((".lora_A.weight", ".lora_B.weight"))]
-    # Keys of linear layers are sorted, so lora_B of a module follows its lora_A. Experts come behind them.
-    pairs = list(zip(keys[::2], keys[1::2], strict=True))
-    key_A, key_B = next((pair for pair in pairs if _kind(pair[0]) in _READ_HIDDEN | _WRITE_HIDDEN), pairs[0])
+    keys = [key for key in adapter.shapes if key.endswith(".lora_A.weight")]
+    key_A = next((key for key in keys if _kind(key) in _READ_HIDDEN | _WRITE_HIDDEN), keys[0])
+    # By its name: only of linear layers does lora_B follow lora_A, and experts have every lora_A first.
+    key_B = key_A.replace(".lora_A.", ".lora_B.")
     wider, taller = int(_kind(key_A) not in _WRITE_HIDDEN), int(_kind(key_A) not in _READ_HIDDEN)
     shapes = {
         key_A: torch.Size((adapter.rank, adapter.shapes[key_A][1] + wider)),

@@ -604,7 +604,7 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
         # Adapters on embeddings are read as extras, and these experts as blocks.
         if adapter_name not in layer.lora_embedding_A and not (takes_experts and _is_of_experts(layer))
     ]
-    if not adapted or (not found and serving == "fused"):
+    if not adapted:
         raise UnsupportedAdapterError(
             f"The adapter {adapter_name!r} has no LoRA layer in this model, so there is nothing to serve. "
             "Check target_modules of the LoraConfig. One linear layer is needed at least."
@@ -612,6 +612,13 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
     for path, layer in adapted.items():
         if serving != "fused" and (adapter_name in layer.lora_embedding_A or is_embedding_module(path)):
             raise refuse_module(path)
+    if not found:
+        # Its file would have no `target_modules`, and no engine was tried with that.
+        raise UnsupportedAdapterError(
+            f"The adapter {adapter_name!r} is on no linear layer, but on {', '.join(without_numbers(adapted))} alone. "
+            "Add linear layers, such as q_proj, to target_modules of the LoraConfig. One linear layer is needed at "
+            "least."
+        )
     peft_model: Any = model
     if hasattr(peft_model, "get_base_model"):
         config = peft_model.peft_config[adapter_name]
