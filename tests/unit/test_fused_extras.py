@@ -5,6 +5,7 @@ The base is a Transformers model whose loading rule is a plain copy; `live/test_
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,24 @@ def test_extras_follow_the_matrices_in_one_flat_file() -> None:
     assert adapter.header + bytes_of(adapter.flat).tobytes() == save(first.tensors, metadata={"format": "pt"})
     assert (adapter.tokens, adapter.config()) == (first.tokens, first.config())
     assert all(".lora_" in key for key in widened(adapter).tensors)
+
+
+def test_what_was_replaced_since_it_was_found_is_read_as_it_is(kind: dict[str, Any]) -> None:
+    """The server sampled from the old magnitudes after `load_state_dict(assign=True)`, and from an old scaling."""
+    model, reader, fresh = trained_model(**kind), AdapterReader("fused"), AdapterReader("fused")
+    reader.linears(model)
+    reader.read(model, dtype=torch.float32)
+    trained = {name: one.detach() + 0.1 for name, one in model.named_parameters() if one.requires_grad}
+    model.load_state_dict(trained, assign=True, strict=False)
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 4.0)
+    for one in (reader, fresh):
+        one.linears(model)
+    assert all(map(is_, (one.parameter for one in reader.extras), (one.parameter for one in fresh.extras)))
+    found, expected = (one.read(model, dtype=torch.float32).tensors for one in (reader, fresh))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
 
 
 def test_a_module_that_is_not_finite_is_named() -> None:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,27 +32,34 @@ class Extra:
     Attributes:
         path: of its module in the served model.
         key: of the tensor in the file.
-        parameter: the trained one.
+        owner, name: where the trained parameter is.
         form: makes the tensor, in float32, of a value of the parameter and the dtype of the file.
-        neutral: makes the value that changes nothing in the model.
-        trial_size: how large the elements of a trial adapter's change are, before its strength. None to leave the
-            parameter out of trials.
+        neutral: makes the value that changes nothing in the model, of the parameter.
+        trial_size: how large the elements of a trial adapter's change are, before its strength, of the parameter. None
+            to leave it out of trials.
         tokens: if rows of an embedding are replaced, how many it has and which ones.
     """
 
     path: str
     key: str
-    parameter: nn.Parameter
+    owner: nn.Module
+    name: str
     form: Callable[[Tensor, torch.dtype], Tensor]
-    neutral: Callable[[], Tensor]
-    trial_size: Callable[[], float] | None = None
+    neutral: Callable[[Tensor], Tensor]
+    trial_size: Callable[[Tensor], float] | None = None
     tokens: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The trained one at this moment; `load_state_dict(assign=True)` replaces it, and no module with it."""
+        return cast("nn.Parameter", self.owner._parameters[self.name])
 
     def trial(self, strength: float, random: torch.Generator) -> Tensor:
         """A random value of the parameter that changes the model."""
-        neutral = self.neutral()
+        parameter = self.parameter
+        neutral = self.neutral(parameter)
         assert self.trial_size is not None
-        size = strength * self.trial_size()
+        size = strength * self.trial_size(parameter)
         noise = torch.randn(neutral.shape, generator=random, device=random.device, dtype=torch.float32)
         return neutral + (size * noise).to(neutral)
 
@@ -67,7 +74,8 @@ def read_extras(extras: Iterable[Extra], instead: Mapping[Any, Tensor], dtype: t
     """
     read = ExtraTensors()
     for one in extras:
-        read.tensors[one.key] = one.form(instead.get(one.parameter, one.parameter.detach()), dtype)
+        parameter = one.parameter
+        read.tensors[one.key] = one.form(instead.get(parameter, parameter.detach()), dtype)
         if one.tokens is not None:
             read.tokens[one.path] = one.tokens
     return read
@@ -75,7 +83,7 @@ def read_extras(extras: Iterable[Extra], instead: Mapping[Any, Tensor], dtype: t
 
 def neutral_extras(extras: Iterable[Extra]) -> dict[Any, Tensor]:
     """The values that change nothing, by parameter."""
-    return {one.parameter: one.neutral() for one in extras}
+    return {one.parameter: one.neutral(one.parameter) for one in extras}
 
 
 def trial_extras(extras: Iterable[Extra], strength: float, device: torch.device) -> dict[Any, Tensor]:
@@ -152,30 +160,32 @@ def _of_embedding(path: str, layer: Any, name: str) -> list[Extra]:
     Source: peft/tuners/lora/layer.py `Embedding.get_delta_weight`, 0.18 to 0.21.
     """
     # PEFT adds `(B @ A).T` to the weight. So A.T is the lora_B of the served matrix, and B.T its lora_A.
-    scaling, rank = float(layer.scaling[name]), int(layer.lora_embedding_B[name].shape[1])
-    tall, wide = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+    tall, wide = layer.lora_embedding_A, layer.lora_embedding_B
 
-    def size() -> float:
+    def size(parameter: Tensor) -> float:
         # A sum of `rank` random terms grows with the square root of the rank. The change is then as large as the
         # embedding itself. An all-zero matrix would divide by zero.
-        width = scaling * math.sqrt(rank) * (_size_of(wide) or 1.0)
+        rank = parameter.shape[0]
+        width = float(layer.scaling[name]) * math.sqrt(rank) * (_size_of(wide[name]) or 1.0)
         return _size_of(layer.get_base_layer().weight) / width
 
     return [
         Extra(
             path=path,
             key=f"{_KEY_PREFIX}{path}.lora_A.weight",
-            parameter=wide,
+            owner=wide,
+            name=name,
             form=lambda value, dtype: value.float().T,
             # The other matrix is zero then, so this one may stay as trained, and a trial changes only one of the two.
-            neutral=wide.detach,
+            neutral=torch.detach,
         ),
         Extra(
             path=path,
             key=f"{_KEY_PREFIX}{path}.lora_B.weight",
-            parameter=tall,
-            form=lambda value, dtype: value.float().T * scaling,
-            neutral=lambda: torch.zeros_like(tall),
+            owner=tall,
+            name=name,
+            form=lambda value, dtype: value.float().T * float(layer.scaling[name]),
+            neutral=torch.zeros_like,
             trial_size=size,
         ),
     ]
@@ -186,7 +196,6 @@ def _magnitude(path: str, layer: Any, name: str) -> Extra:
 
     A magnitude scales a whole row. bfloat16 rounds it by up to 0.4 %, which is more than many steps change it.
     """
-    parameter = layer.lora_magnitude_vector[name].weight
 
     def form(value: Tensor, dtype: torch.dtype) -> Tensor:
         value = value.float()
@@ -194,7 +203,7 @@ def _magnitude(path: str, layer: Any, name: str) -> Extra:
         rounded = value.to(dtype).float()
         return torch.stack([rounded, value - rounded])
 
-    def neutral() -> Tensor:
+    def neutral(parameter: Tensor) -> Tensor:
         from peft.utils.integrations import dequantize_module_weight
 
         weight: Tensor = dequantize_module_weight(layer.get_base_layer()).detach().float()
@@ -210,15 +219,15 @@ def _magnitude(path: str, layer: Any, name: str) -> Extra:
     return Extra(
         path=path,
         key=f"{_KEY_PREFIX}{path}.lora_magnitude_vector.weight",
-        parameter=parameter,
+        owner=layer.lora_magnitude_vector[name],
+        name="weight",
         form=form,
         neutral=neutral,
-        trial_size=lambda: 0.5 * _size_of(parameter),
+        trial_size=lambda parameter: 0.5 * _size_of(parameter),
     )
 
 
 def _bias(path: str, layer: Any, name: str) -> Extra:
-    parameter, scaling = layer.lora_B[name].bias, float(layer.scaling[name])
     if getattr(layer.get_base_layer(), "bias", None) is None:
         raise refuse(
             f"LoraConfig(lora_bias=True) on {path!r}",
@@ -228,18 +237,18 @@ def _bias(path: str, layer: Any, name: str) -> Extra:
     return Extra(
         path=path,
         key=f"{_KEY_PREFIX}{path}.lora_B.bias",
-        parameter=parameter,
+        owner=layer.lora_B[name],
+        name="bias",
         # PEFT scales the output of lora_B with its bias (0.21, `Linear.forward`).
-        form=lambda value, dtype: value.float() * scaling,
-        neutral=lambda: torch.zeros_like(parameter),
-        trial_size=lambda: 1.0,
+        form=lambda value, dtype: value.float() * float(layer.scaling[name]),
+        neutral=torch.zeros_like,
+        trial_size=lambda parameter: 1.0,
     )
 
 
 def _saved_module(path: str, wrapper: Any, name: str) -> list[Extra]:
-    original = dict(wrapper.original_module.named_parameters())
-    extras = []
-    for inner, parameter in wrapper.modules_to_save[name].named_parameters():
+    saved, extras = wrapper.modules_to_save[name], []
+    for inner, _ in saved.named_parameters():
         if not re.search(r"(^|\.)(weight|bias)$", inner):
             raise refuse(
                 f"LoraConfig(modules_to_save=...) with {path!r}",
@@ -250,11 +259,12 @@ def _saved_module(path: str, wrapper: Any, name: str) -> list[Extra]:
             Extra(
                 path=path,
                 key=f"{_KEY_PREFIX}{path}.{inner}",
-                parameter=parameter,
+                owner=saved.get_submodule(inner.rpartition(".")[0]),
+                name=inner.rpartition(".")[2],
                 form=_as_trained,
-                neutral=original[inner].detach,
                 # Bound as a default, because the variable of the loop has moved on when this is called.
-                trial_size=lambda parameter=parameter: _size_of(parameter),  # type: ignore[misc]
+                neutral=lambda _, inner=inner: wrapper.original_module.get_parameter(inner).detach(),  # type: ignore[misc]
+                trial_size=_size_of,
             )
         )
     return extras
@@ -272,14 +282,15 @@ def _tokens(model: Any, path: str, adapter: Any, name: str) -> list[Extra]:
             "the tokens of one",
             "Give trainable_token_indices as a list",
         )
-    parameter, indices = adapter.trainable_tokens_delta[name], tuple(int(one) for one in adapter.token_indices[name])
+    indices = tuple(int(one) for one in adapter.token_indices[name])
     return [
         Extra(
             path=path,
             key=f"{_KEY_PREFIX}{path}.token_adapter.trainable_tokens_delta",
-            parameter=parameter,
+            owner=adapter.trainable_tokens_delta,
+            name=name,
             form=_as_trained,
-            neutral=lambda: adapter.trainable_tokens_original[name].to(parameter),
+            neutral=lambda parameter: adapter.trainable_tokens_original[name].to(parameter),
             # Without `trial_size`, as the prompt of a trial need not contain any of these tokens.
             tokens=(int(adapter.get_base_layer().weight.shape[0]), indices),
         )
