@@ -1,6 +1,7 @@
 """Versions are written into the slots of an engine with vLLM's rules; the live tier has vLLM itself."""
 
 import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +20,13 @@ from torch import Tensor
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
-from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, write_adapter
+from trl_lora_sync.colocate import engine, slots
 from trl_lora_sync.engine_plugins import slot_writer
 from trl_lora_sync.engine_plugins.slot_writer import Group, SlotWriter
 from trl_lora_sync.engine_plugins.version_note import VersionNote
-from unit.tiny import lora_module
+from trl_lora_sync.errors import AdapterExportError
+from unit.tiny import canonical, lora_module
 
 BF16 = torch.bfloat16
 R, MOST, IN, OUT, SLOTS, KEPT = 2, 4, 8, 16, 2, 3
@@ -471,3 +474,41 @@ def test_a_file_that_is_being_read_is_not_written_to(served: Served) -> None:
         served.write(2)
         reading.seek(0)
         assert reading.read() == before
+
+
+# The first version in colocate mode, which vLLM loads from a file
+
+
+def load_without_room_in(full: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """What vLLM has loaded a version from, if nothing can be written to some folders."""
+    loaded: list[Path] = []
+
+    def write(folder: Path, *args: Any, **kwargs: Any) -> None:
+        if any(folder.is_relative_to(one) for one in full):
+            raise AdapterExportError("set lora_sync_dir") from OSError(28, "No space left on device")
+        write_adapter(folder, *args, **kwargs)
+
+    def add(folder: Path) -> None:
+        assert load_file(folder / "adapter_model.safetensors")
+        loaded.append(folder)
+
+    manager = SimpleNamespace(lora_index_to_id=[1], list_adapters=dict)
+    monkeypatch.setattr(slots, "write_adapter", write)
+    monkeypatch.setattr(engine, "lora_request", lambda name, adapter_id, path: Path(path))
+    monkeypatch.setattr(engine, "adapter_manager", lambda llm: manager)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(remove_lora=lambda number: None, add_lora=add))
+    slots.AdapterSlots(llm).load_file("v1", 1, canonical())
+    return loaded
+
+
+def test_version_without_room_in_shared_memory_is_loaded_from_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the 64 MB that a container has there, colocate mode did not start."""
+    [folder] = load_without_room_in(["/dev/shm"], monkeypatch)
+    assert folder.is_relative_to(tempfile.gettempdir())
+    assert not folder.parent.exists()
+
+
+def test_version_without_room_anywhere_is_an_error_about_the_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was one about vLLM, which had refused nothing, and lora_sync_dir, which this mode does not use."""
+    with pytest.raises(AdapterExportError, match=r"^The .* MB .* No space left on device.*--shm-size.*TMPDIR"):
+        load_without_room_in(["/dev/shm", tempfile.gettempdir()], monkeypatch)

@@ -22,7 +22,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.colocate.engine import Policy
-from trl_lora_sync.errors import AdapterRejectedError, VerificationError
+from trl_lora_sync.errors import AdapterExportError, AdapterRejectedError, VerificationError
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class AdapterSlots:
 
         Raises:
             AdapterRejectedError: vLLM refused it.
+            AdapterExportError: as for `_written`.
             VerificationError: the slot does not hold the bits of the adapter.
         """
         layout = adapter.layout
@@ -129,11 +130,9 @@ class AdapterSlots:
     def load_file(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Any:
         """vLLM's own way: from a file, which is deleted once it is loaded."""
         llm_engine = self._llm.llm_engine
-        # In memory, as vLLM reads the file once and right away. `mkdtemp` makes the folder private to this user.
-        folder = Path(tempfile.mkdtemp(prefix="trl-lora-sync-", dir=_SHM if _SHM.is_dir() else None))
+        folder = _written(name, adapter)
         request = engine.lora_request(name, adapter_id, str(folder / name))
         try:
-            write_adapter(folder / name, adapter, private=True)
             # Its targets are views of the slot that the number has now, and a load takes the first free slot (0.31,
             # lora/model_manager.py `activate_adapter`).
             self.copies.pop(adapter_id, None)
@@ -224,6 +223,32 @@ class AdapterSlots:
             raise VerificationError(
                 f"The slot of {name} does not hold the bits that were written to it. The last version stays active."
             )
+
+
+def _written(name: str, adapter: CanonicalAdapter) -> Path:
+    """A new private folder, in which vLLM finds the adapter under its name.
+
+    Raises:
+        AdapterExportError: there is no room for it.
+    """
+    failures = []
+    # First in memory, as vLLM reads the file once and right away. Docker gives a container 64 MB there.
+    for place in (one for one in (_SHM, Path(tempfile.gettempdir())) if one.is_dir()):
+        # `mkdtemp` makes the folder private to this user.
+        folder = Path(tempfile.mkdtemp(prefix="trl-lora-sync-", dir=place))
+        try:
+            write_adapter(folder / name, adapter, private=True)
+            return folder
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, AdapterExportError):
+                raise
+            failures.append(f"{place}: {error.__cause__ or error}")
+    raise AdapterExportError(
+        f"The {adapter.payload_bytes / 1e6:.1f} MB of the adapter cannot be written to a file for vLLM, which loads "
+        f"the first version from one ({'; '.join(failures)}). Free some space there, give the container more shared "
+        "memory (docker run --shm-size), or set TMPDIR to a folder with room."
+    )
 
 
 def _parts(manager: Any, slot: int) -> Iterator[Tensor]:
