@@ -201,6 +201,40 @@ def test_autocast_of_the_trainer_changes_nothing() -> None:
     base.unfold()
 
 
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (torch.backends, "fp32_precision", "tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32", True),
+        (torch.backends.cuda.matmul, "allow_tf32", False),
+    ],
+    ids=["new setting", "old setting", "old setting off"],
+)
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
+def test_tf32_of_the_trainer_is_off_while_an_adapter_is_folded_and_kept_afterwards(
+    flags: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `tf32=True`, torch refused to read `allow_tf32`, and no adapter could be folded."""
+    matmul, product, seen = torch.backends.cuda.matmul, folded_base.product_of, []
+
+    def noted(*matrices: Tensor) -> Tensor:
+        seen.append(matmul.fp32_precision)
+        return product(*matrices)
+
+    monkeypatch.setattr(folded_base, "product_of", noted)
+    untouched = getattr(flags, name), matmul.fp32_precision
+    try:
+        setattr(flags, name, value)
+        setting, base = matmul.fp32_precision, FoldedBase(weights_of(torch.bfloat16, "cpu"))
+        base.fold(matrices_of(torch.bfloat16, "cpu"))
+        base.unfold()
+        assert set(seen) == {"ieee"}
+        assert (getattr(flags, name), matmul.fp32_precision) == (value, setting)
+    finally:
+        setattr(flags, name, untouched[0])
+        matmul.fp32_precision = untouched[1]  # last, as the old setting sets it too
+
+
 @pytest.mark.parametrize("failing_call", [1, 2, 3])
 def test_failure_while_folding_leaves_the_weights_as_they_were(
     failing_call: int, monkeypatch: pytest.MonkeyPatch

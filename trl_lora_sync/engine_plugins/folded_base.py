@@ -290,13 +290,17 @@ def _is_uniform(pairs: Sequence[_Pair]) -> bool:
 def _plain_arithmetic(weights: Sequence[Tensor]) -> Iterator[None]:
     """The same products each time, whatever the trainer computes with at the moment: no autocast, no TF32."""
     device = weights[0].device.type if weights else "cpu"
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    matmul = torch.backends.cuda.matmul
+    # Where torch has the new flag (2.9), it refuses to read the old one after `torch.backends.fp32_precision = "tf32"`,
+    # as Transformers sets it for `tf32=True`.
+    flag, plain = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
+    before = getattr(matmul, flag)
+    setattr(matmul, flag, plain)
     try:
         with torch.no_grad(), torch.autocast(device, enabled=False):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        setattr(matmul, flag, before)
 
 
 @contextmanager
