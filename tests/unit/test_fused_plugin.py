@@ -470,6 +470,48 @@ def test_a_sleeping_server_is_not_written_to() -> None:
     run(test())
 
 
+def test_weights_of_a_sleeping_server_are_not_compared() -> None:
+    """vLLM unmaps the weights at level 1, so that reading them was an illegal memory access."""
+
+    async def test() -> None:
+        server = Server()
+        await server.ask("POST", "/sleep")
+        status, answer, _ = await server.ask("GET", ROUTE, query="compare=base")
+        assert (status, "Wake it up" in answer["error"]["message"]) == (409, True)
+        assert "equals_base" not in server.engine.events
+        assert (await server.ask("GET", ROUTE))[0] == 200  # which reads no weight
+        await server.ask("POST", "/wake_up")
+        assert (await server.ask("GET", ROUTE, query="compare=base"))[0] == 200
+
+    run(test())
+
+
+def test_server_goes_to_sleep_after_a_comparison_and_not_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM unmapped the weights while the workers read them."""
+
+    async def test() -> None:
+        server, may_end = Server(), asyncio.Event()
+        call = server.engine.collective_rpc
+
+        async def answer_late(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+            answers = await call(method, args)
+            if method == "lora_sync_equals_base":
+                await may_end.wait()
+            return answers
+
+        monkeypatch.setattr(server.engine, "collective_rpc", answer_late)
+        comparing = asyncio.create_task(server.ask("GET", ROUTE, query="compare=base"))
+        await until(lambda: "equals_base" in server.engine.events)
+        sleeping = asyncio.create_task(server.ask("POST", "/sleep"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert server.sampling == []
+        may_end.set()
+        assert (await comparing)[0] == (await sleeping)[0] == 200
+
+    run(test())
+
+
 def test_a_server_that_was_woken_for_no_part_still_sleeps() -> None:
     """vLLM reads an empty tag as the name of a part, and does not bring the weights back."""
 

@@ -80,7 +80,7 @@ class FusedMiddleware:
         # Why the weights may hold anything: set by `_undo` and `_state`, cleared by the next fuse that succeeds.
         self.broken: str | None = None
         self._is_asleep = False
-        self._weights = asyncio.Lock()  # who may touch their memory: a fuse, or vLLM's sleep
+        self._weights = asyncio.Lock()  # who may touch their memory: a fuse, a comparison, or vLLM's sleep
         logger.info("Adapters can be fused into the weights of this server, at %s.", ROUTE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,8 +127,8 @@ class FusedMiddleware:
                 succeeded = message["status"] == 200
             await send(message)
 
-        # A fuse under way ends first: vLLM unmaps the weights (`sleep` in device_allocator/cumem.py, 0.31), and a
-        # kernel that writes to them then is an illegal memory access.
+        # What is under way ends first: vLLM unmaps the weights (`sleep` in device_allocator/cumem.py, 0.31), and a
+        # kernel that reads or writes them then is an illegal memory access.
         async with self._weights:
             await self.app(scope, receive, send_and_note)
             if succeeded and path == "/sleep":
@@ -197,7 +197,9 @@ class FusedMiddleware:
         }
         if compares:
             # As a change, so that no fuse writes to the weights while they are compared.
-            async with self.gate.changing(_LOAD_TIMEOUT_S):
+            async with self.gate.changing(_LOAD_TIMEOUT_S), self._weights:
+                if self._is_asleep:
+                    raise Refused(409, "The server sleeps, and its weights cannot be compared. Wake it up first.")
                 state["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
         return state
 
