@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from trl_lora_sync.engine_plugins.fused_weights import (
     finite,
     fuse,
 )
+from trl_lora_sync.engine_plugins.pinned_memory import PinError
 
 R, IN, OUT = 2, 8, 16
 PREFIX = "base_model.model.layers.0."
@@ -312,6 +314,38 @@ def test_the_base_copy_is_no_alias() -> None:
     weight.zero_()
     assert copy.sum() == 4
     assert place == "host"
+
+
+class OnGPU(Tensor):
+    """A tensor on the CPU that `copies_of` takes for one on a GPU."""
+
+    device = torch.device("cuda")
+
+
+def test_copies_of_the_base_are_unpinned_before_they_go_if_a_later_one_cannot_be_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were freed while CUDA had them registered, and CUDA's error came up in the next forward pass."""
+    held: list[weakref.ref[Tensor]] = []
+    were_there: list[bool] = []
+
+    def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
+        if len(held) == 2:
+            raise PinError("cudaHostRegister: out of memory")
+        alive = weakref.ref(memory)
+        held.append(alive)
+        return lambda: were_there.append(alive() is not None)
+
+    monkeypatch.setattr(fused_weights, "pin", pin)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    weights = [torch.zeros(1 << 18).as_subclass(OnGPU) for _ in range(4)]  # of 1 MiB, the least that is pinned apart
+    with pytest.raises(PinError, match="out of memory"):
+        copies_of(weights, "host")
+    assert were_there == [True, True]
+    held.clear()
+    were_there.clear()
+    copies, place = copies_of(weights[:2], "host")
+    assert (len(copies), place, were_there) == (2, "host", [])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

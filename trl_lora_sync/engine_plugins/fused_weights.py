@@ -6,11 +6,11 @@ are computed in float32 and rounded once. Knows torch and no engine.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import gcd
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 import torch
@@ -21,6 +21,7 @@ from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher, Staging
 from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, fuse_with_magnitude
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content
 from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
+from trl_lora_sync.engine_plugins.pinned_memory import pin
 from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.engine_plugins.safetensors_file import ShortFileError, joined
 
@@ -408,6 +409,7 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
 
     Raises:
         MemoryError: there is no room; what to change.
+        PinError: the host's memory cannot be page-locked.
     """
     weights = list(weights)
     size = sum(weight.numel() * weight.element_size() for weight in weights)
@@ -431,16 +433,20 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
             f"free) nor the host ({available / 2**30:.1f} GiB) has room. Lower --gpu-memory-utilization, or set "
             "TRL_LORA_SYNC_FUSED_BASE=none for plain LoRA without a copy."
         )
-    return [_pinned_copy(weight) for weight in weights], "host"
+    return _pinned_copies(weights), "host"
 
 
-def _pinned_copy(weight: Tensor) -> Tensor:
-    size = weight.numel() * weight.element_size()
-    if size < _OWN_PAGES_BYTES:
-        return weight.cpu().pin_memory()
-    copy = torch.empty(weight.shape, dtype=weight.dtype)
-    # torch's own allocator of pinned memory rounds each size up to a power of two.
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    # Never undone, because the copies of the base live as long as the worker.
-    torch.cuda.check_error(runtime.cudaHostRegister(copy.data_ptr(), size, 0))
-    return copy.copy_(weight)
+def _pinned_copies(weights: list[Tensor]) -> list[Tensor]:
+    copies: list[Tensor] = []
+    with ExitStack() as unpins:
+        for weight in weights:
+            if weight.numel() * weight.element_size() < _OWN_PAGES_BYTES:
+                copies.append(weight.cpu().pin_memory())
+                continue
+            # torch's own allocator of pinned memory rounds each size up to a power of two.
+            copies.append(torch.empty(weight.shape, dtype=weight.dtype))
+            unpins.callback(pin(copies[-1], weight.device))
+            copies[-1].copy_(weight)
+        # Without an error they stay pinned, as the copies of the base live as long as the worker.
+        unpins.pop_all()
+    return copies

@@ -23,7 +23,7 @@ def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
     """Page-lock `memory` for copies from `device`.
 
     Args:
-        memory: on the CPU, starting on a page.
+        memory: on the CPU, on pages that are not pinned yet.
 
     Returns:
         What undoes it; to be called before the memory goes.
