@@ -1,5 +1,6 @@
 """Unit tier: the arithmetic of fused serving, and what is refused of an adapter's files."""
 
+import errno
 import json
 import math
 import weakref
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins import fused_weights
+from trl_lora_sync.engine_plugins import fetching, fused_weights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
 from trl_lora_sync.engine_plugins.fused_weights import (
@@ -444,3 +445,27 @@ def test_a_file_that_shrinks_after_its_head_was_read_is_refused(write: Write) ->
     head.file.write_bytes(head.file.read_bytes()[:-1])
     with pytest.raises(AdapterFileError, match="not written completely"):
         Reader(torch.device("cpu")).read("a", head)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "is_missing"),
+    [
+        (TimeoutError("Its trainer has not finished the file in 20 s."), "has not finished the file", False),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied", False),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error", False),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), "No such file", True),
+    ],
+    ids=["its trainer hangs", "not allowed", "a broken disk", "gone"],
+)
+def test_only_a_file_that_is_gone_is_called_missing_when_it_is_read(
+    error: OSError, words: str, is_missing: bool, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer whose copy hangs was reported as a missing adapter, with "(None)" for the reason."""
+
+    def read(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fetching.Fetcher, "read", read)
+    with pytest.raises(AdapterFileError, match=rf"cannot be read \(.*{words}") as caught:
+        Reader(torch.device("cpu")).read("a", read_head(str(write())))
+    assert caught.value.is_missing is is_missing

@@ -104,8 +104,8 @@ class Reader:
         """The adapter without its all-zero modules, as views of memory that is used again once the result is gone.
 
         Raises:
-            AdapterFileError: the file is gone or shorter than its header promises, is not what the trainer sent, or
-                holds NaN or infinity.
+            AdapterFileError: the file is gone, cannot be read or is shorter than its header promises, is not what the
+                trainer sent, or holds NaN or infinity.
         """
         memory = self._free_memory(adapter)
         data, content, folder = memory.staging.data, adapter.content, adapter.file.parent
@@ -118,7 +118,11 @@ class Reader:
                         name, folder, file.fileno(), adapter.head, adapter.config, adapter.note, memory.staging
                     )
         except OSError as error:
-            raise AdapterFileError(f"{adapter.file} cannot be read ({error.strerror})", is_missing=True) from error
+            # A `TimeoutError` of `unfinished.wait` has a message and no `strerror`.
+            raise AdapterFileError(
+                f"{adapter.file} cannot be read ({error.strerror or error})",
+                is_missing=isinstance(error, FileNotFoundError),
+            ) from error
         except ShortFileError as error:
             raise AdapterFileError(f"{adapter.file}: {error}") from error
         except DamagedError as error:
