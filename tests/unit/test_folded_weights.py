@@ -1,14 +1,19 @@
-"""Unit tier: fused serving without a copy of the base."""
+"""Unit tier: fused serving without a copy of the base, on a server and in colocate mode."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from trl_lora_sync.engine_plugins import folded_base
+from trl_lora_sync.colocate import in_weights
+from trl_lora_sync.engine_plugins import folded_base, folded_weights
 from trl_lora_sync.engine_plugins.folded_weights import FoldedWeights
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, Content, TensorSpan
 from trl_lora_sync.engine_plugins.fused_placement import PlacementError, WeightSlice
 from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, InPlace, copies_of, fuse
+
+from .tiny import IN, OUT, canonical, lora_module
 
 R = 4
 # As vLLM has them: q and v are rows of one parameter. Of `down` this worker has some columns.
@@ -142,6 +147,44 @@ def test_a_version_for_which_there_is_no_memory_leaves_the_base(monkeypatch: pyt
     served.write(adapter(2), PIECES)
     served.write(None, PIECES)
     assert same(weights, before)
+
+
+def no_memory(*given: object) -> None:
+    raise torch.OutOfMemoryError("no memory left")
+
+
+def test_adapter_of_other_modules_goes_into_these_after_a_write_for_which_there_was_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When it was written again, it went into the modules of the adapter before."""
+    pieces = {"q": PIECES["q"], "k": [WeightSlice("qkv", (0, 32), (0, 48), 32, 0)]}
+    weights, before = parameters(), parameters()
+    served, second = folded(weights), FusedAdapter("v2", 1.0, {"k": adapter(2, "q").matrices["q"]})
+    served.write(adapter(1, "q"), pieces)
+    with monkeypatch.context() as patch:
+        patch.setattr(folded_weights, "FoldedBase", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            served.write(second, pieces)
+    served.write(second, pieces)
+    assert torch.equal(weights["qkv"][:32], before["qkv"][:32])
+    assert not torch.equal(weights["qkv"][32:], before["qkv"][32:])
+
+
+def test_in_colocate_mode_too_it_goes_into_its_own_modules_after_such_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it was loaded again, vLLM sampled with it in the modules of the adapter before."""
+    base = {name: torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0)) for name in "qk"}
+    before = {name: weight.clone() for name, weight in base.items()}
+    monkeypatch.setattr(in_weights.placing, "served_parameters", lambda llm: base)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(reset_prefix_cache=lambda: True))
+    holder, second = in_weights.FoldedIntoSharedWeights(llm, base), canonical([lora_module("k")])
+    holder.load("v1", 1, canonical([lora_module("q")]))
+    with monkeypatch.context() as patch:
+        patch.setattr(in_weights, "FoldedBase", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            holder.load("v2", 2, second)
+    with holder.serving(holder.load("v2", 2, second)):
+        assert torch.equal(base["q"], before["q"])
+        assert not torch.equal(base["k"], before["k"])
 
 
 def test_a_write_from_elsewhere_is_noticed_and_nothing_more_is_served() -> None:

@@ -181,10 +181,11 @@ class FoldedIntoSharedWeights(AdaptersInWeights):
 
     def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
         if list(matrices) != self._modules:
-            self._modules = list(matrices)
             rank = next(iter(matrices.values()))[0].shape[0]
             # For other modules only: it compiles kernels, and sums up the bits of every weight.
-            self._folded = FoldedBase([self._base[name].data for name in self._modules], rank)
+            self._folded = FoldedBase([self._base[name].data for name in matrices], rank)
+            # Last, so that after an error the names are still those in `_folded`.
+            self._modules = list(matrices)
 
     def _merged(self, policy: Policy | None) -> AbstractContextManager[None]:
         return nullcontext() if policy is None else self._with_folded(self.matrices(policy))

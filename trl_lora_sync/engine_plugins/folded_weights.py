@@ -78,11 +78,12 @@ class FoldedWeights:
         # Kept for all adapters of the same modules, because making it reads all of their weights.
         # All-zero matrices are left out of an adapter, so versions of one run can have different modules.
         if list(adapter.matrices) != self._modules:
-            self._modules = list(adapter.matrices)
             # Made while no adapter is in the weights, because it remembers what they hold.
             self._folded = FoldedBase(
-                [part_of(self._weights[piece.owner], piece) for name in self._modules for piece in pieces[name]]
+                [part_of(self._weights[piece.owner], piece) for name in adapter.matrices for piece in pieces[name]]
             )
+            # Last, so that after an error the names are still those in `_folded`.
+            self._modules = list(adapter.matrices)
         self._folded.fold(
             [
                 _matrices_of(piece, *adapter.matrices[name], adapter.scaling)
