@@ -389,6 +389,19 @@ def test_rank_stabilised_scaling_is_known(write: Write) -> None:
 
 @pytest.mark.parametrize(
     "config",
+    [{"lora_alpha": value} for value in (math.nan, math.inf, -math.inf)]
+    + [{"r": value} for value in (0, -2, math.nan, math.inf)]
+    + [{"r": 0, "use_rslora": True}],
+    ids=str,
+)
+def test_configuration_without_a_finite_scaling_is_refused(write: Write, config: dict[str, Any]) -> None:
+    """A lora_alpha of NaN was written into the weights, and a rank of 0 was an error of the server."""
+    with pytest.raises(AdapterFileError, match=r"r=\S+ and lora_alpha=\S+,.*at least 1 and.*finite"):
+        read_head(str(write(**config)))
+
+
+@pytest.mark.parametrize(
+    "config",
     [
         {"use_dora": True},
         {"bias": "all"},

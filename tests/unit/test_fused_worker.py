@@ -1,13 +1,19 @@
 """Unit tier: the servers and layers that fused serving refuses, and what it says; with layers that look like vLLM's."""
 
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.engine_plugins import vllm_fused_worker as worker
 from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
+
+from .tiny import IN, OUT, canonical, lora_module
 
 
 def config(**changes: Any) -> Any:
@@ -134,3 +140,49 @@ def test_a_worker_of_a_wrong_server_says_so_each_time() -> None:
     for _ in range(2):
         answer = extended.lora_sync_prepare("a", "/a")
         assert (answer["ok"], answer["status"]) == (False, 422)
+
+
+class Joined(torch.nn.Linear):
+    """A linear layer of vLLM whose weight has the rows of q and of k."""
+
+    quant_method = object()
+
+
+class JoinedModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = Joined(IN, 2 * OUT, bias=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            start = {"q.weight": 0, "k.weight": OUT}[name]
+            self.qk.weight.data[start : start + OUT].copy_(weight)
+
+
+def test_copy_of_the_base_is_reported_where_it_is_after_an_adapter_that_needs_no_further_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state had "host", although the copy was on the GPU."""
+    layers, copies_of = "vllm.model_executor.layers", worker.copies_of
+    monkeypatch.setitem(
+        sys.modules, f"{layers}.linear", SimpleNamespace(LinearBase=Joined, UnquantizedLinearMethod=object)
+    )
+    monkeypatch.setitem(
+        sys.modules,
+        f"{layers}.vocab_parallel_embedding",
+        SimpleNamespace(UnquantizedEmbeddingMethod=object, VocabParallelEmbedding=torch.nn.Embedding),
+    )
+
+    def copies_on_gpu(weights: Iterable[torch.Tensor], place: str) -> tuple[list[torch.Tensor], str]:
+        copies, kept_in = copies_of(weights, place)
+        return copies, "gpu" if copies else kept_in
+
+    monkeypatch.setattr(worker, "copies_of", copies_on_gpu)
+    extended = type("Worker", (worker.FusedWorker,), {})()
+    extended.vllm_config, model = config(), JoinedModel()
+    extended.vllm_config.model_config.dtype = torch.float32
+    extended.get_model = lambda: model
+    for name in "qk":
+        write_adapter(tmp_path / name, canonical([lora_module(name)]))
+        assert extended.lora_sync_prepare(name, str(tmp_path / name))["ok"]
+        assert extended.lora_sync_state()["base_copy"] == "gpu"

@@ -15,7 +15,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -156,7 +156,14 @@ def _scaling_of(config: dict[str, Any]) -> float:
             f"The adapter is not a plain LoRA: its configuration has {strange}. Fused serving adds scaling * lora_B "
             "@ lora_A and nothing else; export the adapter with trl_lora_sync.export_adapter."
         )
-    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    rank, alpha = float(config["r"]), float(config["lora_alpha"])
+    # `json` reads NaN and Infinity as numbers, which would go into the weights.
+    if not (1 <= rank < inf and isfinite(alpha)):
+        raise AdapterFileError(
+            f"The adapter's configuration has r={config['r']} and lora_alpha={config['lora_alpha']}, which give no "
+            "scaling. r must be at least 1 and both of them finite; export the adapter with "
+            "trl_lora_sync.export_adapter."
+        )
     return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
 
 

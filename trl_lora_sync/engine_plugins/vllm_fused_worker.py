@@ -301,8 +301,10 @@ class FusedModel:
             self._folded.add(plain)
             self._kept_in = self._place
             return
-        copies, kept_in = copies_of(plain.values(), self._place)
-        self._kept_in = kept_in or self._kept_in
+        # `copies_of` returns "host" for no weights, wherever earlier copies are.
+        if not parameters:
+            return
+        copies, self._kept_in = copies_of(plain.values(), self._place)
         for (owner, weight), base in zip(plain.items(), copies, strict=True):
             # By address: tied layers are two modules with one parameter (`tie_weights`, 0.31), or one module (0.26).
             layers = [layer for layer in self._embeddings.values() if layer.weight.data_ptr() == weight.data_ptr()]
