@@ -119,6 +119,28 @@ def test_the_key_is_in_no_error_and_no_log_whatever_the_server_answers(
     assert SECRET not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "key",
+    [f"{SECRET}\n", f" {SECRET}", f"{SECRET}\n{SECRET}", f"{SECRET}\u00e9"],
+    ids=["line break", "blank", "two lines", "not ASCII"],
+)
+@pytest.mark.parametrize(("engine", "variable"), [("vllm", "VLLM_API_KEY"), ("sglang", "SGLANG_API_KEY")])
+def test_a_key_that_no_header_can_carry_is_refused_unseen_by_the_name_of_its_variable(
+    key: str, engine: str, variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """h11 quoted such a key in its error, which became the text of ours; the request was repeated as well."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv(variable, key)
+
+    with serving(lambda request: request.send()) as server, pytest.raises(ServerAuthError, match=variable) as caught:
+        Blocking(run(connect_engine(server.url, engine=engine, is_local=True, deadline=soon())))
+
+    assert {request.path for request in server.requests} <= {"/health"}
+    assert SECRET not in everything_shown(caught.value)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    assert SECRET not in caplog.text
+
+
 @pytest.mark.parametrize("user", [f"user:{SECRET}", SECRET])
 def test_a_password_in_the_url_is_refused_unseen_at_construction_and_later(user: str, tmp_path: Path) -> None:
     url = f"http://{user}@127.0.0.1:8000"

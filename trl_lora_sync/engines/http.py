@@ -20,7 +20,7 @@ import tenacity
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
 from trl_lora_sync.engines.vllm.spec import VLLM
-from trl_lora_sync.errors import LoRASyncError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupError, ServerUnreachableError
 from trl_lora_sync.runtime import spawn
 
 _ABORT_AGAIN_S = 0.2
@@ -49,6 +49,12 @@ class APIKey(httpx.Auth):
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         key = os.environ.get(self.variable)
         if key:
+            # Before h11 refuses it, in an error that quotes the key.
+            if not (key.isascii() and key.isprintable()) or key != key.strip():
+                raise ServerAuthError(
+                    f"The key in {self.variable} has a blank or a line break at an end, or a character that an HTTP "
+                    "header cannot carry. Printable ASCII characters were expected. Export the key without it."
+                )
             request.headers["Authorization"] = f"Bearer {key}"
         yield request
 
@@ -131,6 +137,7 @@ class HTTPClient:
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
             ServerSetupError: the server's certificate is not trusted.
+            ServerAuthError: the key in the environment does not fit into a header.
             DeadlineExceededError: no complete answer before the deadline.
         """
         # With no time left nothing is sent: the server would carry out a request that is not waited for.
