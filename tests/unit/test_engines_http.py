@@ -25,6 +25,7 @@ from trl_lora_sync.engines.http import (
     HTTPClient,
     is_unreachable,
     json_object,
+    may_have_acted,
     retrying,
     server_message,
 )
@@ -227,6 +228,20 @@ def test_answer_whose_head_trickles_in_is_cut_off_at_the_deadline(ask: Ask) -> N
     with serving(trickle) as server, pytest.raises(DeadlineExceededError, match=r"did not finish within 0.4 s"):
         ask(server.url, 0.4)
     assert 0.4 <= time.monotonic() - started < 20
+
+
+def test_a_request_may_have_been_carried_out_unless_it_was_refused_or_got_no_connection(ask: Ask) -> None:
+    """A lost answer counted as a refusal, and SGLang ends if it is to restore its KV cache twice, or not at all."""
+    errors: list[LoRASyncError] = []
+    with serving(lambda request: request.wait(30)) as late, serving(Request.reset) as lost, nobody_listening() as away:
+        for url, within_s in ((late.url, 1.0), (lost.url, 20.0), (away, 20.0)):
+            with pytest.raises(LoRASyncError) as caught:
+                ask(url, within_s)
+            errors.append(caught.value)
+    refused = ServerUnreachableError("HTTP 503")
+    assert [may_have_acted(one) for one in (*errors, asyncio.CancelledError(), refused)] == [
+        True, True, False, True, False,
+    ]  # fmt: skip
 
 
 def test_server_sees_that_nobody_waits_any_more(ask: Ask) -> None:

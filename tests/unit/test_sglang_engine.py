@@ -1,5 +1,6 @@
 """Unit tier: what the SGLang engine sends and reads, and how an engine is told from another."""
 
+import asyncio
 import base64
 import io
 import json
@@ -35,7 +36,7 @@ from trl_lora_sync.errors import (
     ServerAuthError,
     ServerSetupError,
 )
-from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.runtime import Blocking, Task, run
 from trl_lora_sync.testing import VERSIONS, FakeSGLang, ServerArgs, random_adapter
 from trl_lora_sync.testing.sglang_scheduler import StrictUnpickler
 from trl_lora_sync.transports import HTTPTransport
@@ -202,6 +203,36 @@ def test_an_admin_key_that_the_server_does_not_have_does_no_harm(serve: Serve, m
     monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "of another server")
     _, engine = serve(api_key="api")
     assert engine.unload("never-loaded", soon())
+
+
+# Memory
+
+
+def test_a_restore_of_the_kv_cache_that_was_interrupted_is_not_sent_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server carries it out all the same, and a second one, at the end of the run, ended the server."""
+    fake, engine = serve(enable_memory_saver=True)
+    engine.release_kv_cache(soon())
+    restored, left = threading.Event(), threading.Event()
+    restore = fake.scheduler.resume_memory
+
+    def without_an_answer(tags: list[str]) -> None:
+        restore(tags)
+        restored.set()
+        left.wait(20)
+
+    monkeypatch.setattr(fake.scheduler, "resume_memory", without_an_answer)
+    task = Task(engine.wrapped.restore_kv_cache(soon()))
+    assert restored.wait(20)
+    task.cancel()
+    left.set()
+    with pytest.raises(asyncio.CancelledError):
+        task.result()
+    assert engine.restore_kv_cache(soon())
+    group = PromptGroup(prompt=PROMPT, count=1)
+    assert engine.generate(engine.capabilities.base_model, [group], sampling(), soon())
+    assert fake.death is None
 
 
 # Fused siblings

@@ -383,6 +383,23 @@ def test_an_interrupt_while_a_server_wakes_has_the_end_wake_it_no_second_time(
     assert training.fake.host_adapters == []
 
 
+@pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation"])
+def test_a_lost_answer_to_a_release_or_a_restore_of_the_kv_cache_does_not_end_the_server(
+    run: StartRun, path: str
+) -> None:
+    """It counted as a refusal: no restore was sent before the next prompt, or a second one, and SGLang ends at both."""
+    training = run(**ASLEEP)
+    name = training.publish()
+    training.fake.drop[path] = 1
+    for _ in range(2):
+        training.sync.sleep()
+        if not training.sync.wake():
+            name = training.publish()
+        assert training.is_served(name, training.read[-1])
+    assert training.fake.drop[path] == 0
+    assert training.fake.death is None
+
+
 def test_a_server_that_restarted_asleep_gets_the_adapter_anew(run: StartRun) -> None:
     """A restore that it did not ask for would end the new server."""
     training = run(**ASLEEP)

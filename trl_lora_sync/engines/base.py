@@ -354,7 +354,7 @@ class Engine(Protocol):
 
         Raises:
             ServerSetupError: the server does not offer it.
-            ServerError: requests did not end, or the release failed; nothing was released.
+            ServerError: requests did not end, or the release failed; nothing was released, unless its answer was lost.
         """
 
     async def restore_kv_cache(self, deadline: Deadline) -> bool:

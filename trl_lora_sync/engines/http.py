@@ -20,7 +20,13 @@ import tenacity
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
 from trl_lora_sync.engines.vllm.spec import VLLM
-from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.errors import (
+    DeadlineExceededError,
+    LoRASyncError,
+    ServerAuthError,
+    ServerSetupError,
+    ServerUnreachableError,
+)
 from trl_lora_sync.runtime import spawn
 
 _ABORT_AGAIN_S = 0.2
@@ -28,6 +34,7 @@ _ABORT_AGAIN_S = 0.2
 _MAX_WORDS = 2000
 # Between requests that a gateway limits: without a `Retry-After`, twice as long each time.
 _FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
+_NO_CONNECTION = (httpx.ConnectError, httpx.ConnectTimeout)
 # httpx sets this header for `json=` only.
 _JSON = {"Content-Type": "application/json"}
 
@@ -210,7 +217,7 @@ class HTTPClient:
 
     def _our_error(self, error: httpx.RequestError, method: str, path: str, deadline: Deadline) -> LoRASyncError:
         # First, because ConnectTimeout is a TimeoutException too: such a server is down, and its answer not just late.
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        if isinstance(error, _NO_CONNECTION):
             return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
                 f"A running server was expected there. Start it on its host, for vLLM with "
@@ -392,6 +399,14 @@ def redirect_error(response: httpx.Response) -> ServerSetupError:
 def is_unreachable(error: BaseException) -> TypeGuard[ServerUnreachableError]:
     """Whether the request may simply be sent again, if sending it twice does no harm."""
     return isinstance(error, ServerUnreachableError)
+
+
+def may_have_acted(error: BaseException) -> bool:
+    """Whether the server may have carried out a request that ended in this error, as its answer was lost or is late."""
+    if isinstance(error, ServerUnreachableError):
+        cause = error.__cause__  # none for a refusal such as HTTP 503
+        return isinstance(cause, httpx.RequestError) and not isinstance(cause, _NO_CONNECTION)
+    return isinstance(error, DeadlineExceededError | asyncio.CancelledError)
 
 
 def server_message(response: httpx.Response) -> str:

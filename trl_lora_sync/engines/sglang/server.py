@@ -14,10 +14,10 @@ import httpx
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
-from trl_lora_sync.engines.http import APIKey, SizedBody, json_object, server_message, unthrottled
+from trl_lora_sync.engines.http import APIKey, SizedBody, json_object, may_have_acted, server_message, unthrottled
 from trl_lora_sync.engines.server import ServerEngine
 from trl_lora_sync.engines.sglang.spec import SGLANG
-from trl_lora_sync.errors import DeadlineExceededError, ServerError, ServerSetupError
+from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +141,11 @@ class SGLangServer(ServerEngine):
         # With no time left nothing would be sent, but the error would be the same as for a late answer, after which the
         # cache counts as released.
         deadline.remaining_s()
-        self._is_released = True  # before the request, whose answer may be late
+        self._is_released = True  # before the request, whose answer may be late or lost
         try:
             await self._control("/release_memory_occupation", {"tags": ["kv_cache"]}, deadline)
-        except ServerError:
-            self._is_released = False
+        except ServerError as error:
+            self._is_released = may_have_acted(error)
             raise
 
     async def _flush_when_idle(self, deadline: Deadline) -> None:
@@ -182,8 +182,9 @@ class SGLangServer(ServerEngine):
         deadline.remaining_s()
         try:
             await self._control("/resume_memory_occupation", {"tags": ["kv_cache"]}, deadline)
-        except (DeadlineExceededError, asyncio.CancelledError):  # an interrupt of the trainer cancels the request
-            self._is_released = False  # the server has the request and will restore; a second one is fatal
+        except (LoRASyncError, asyncio.CancelledError) as error:
+            # A server that has the request will restore, and a second one is fatal.
+            self._is_released = not may_have_acted(error)
             raise
         self._is_released = False
         return True
