@@ -2,10 +2,12 @@
 
 import shutil
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,10 +195,10 @@ class Manager:
 class Served:
     """A worker and a trainer's store."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, group: Group | None = None) -> None:
         self.tables = Tables([("q", "k"), ("o",), ("unused",)])
         self.manager = Manager(self.tables)
-        self.writer = SlotWriter(self.manager, self._loading, Group())
+        self.writer = SlotWriter(self.manager, self._loading, group or Group())
         self.store = AdapterStore(folder / "root", pinned=PinnedFilePool())
         self.numbers: dict[str, int] = {}
         self.adapters: dict[str, dict[str, Tensor]] = {}
@@ -512,3 +514,82 @@ def test_version_without_room_anywhere_is_an_error_about_the_folders(monkeypatch
     """It was one about vLLM, which had refused nothing, and lora_sync_dir, which this mode does not use."""
     with pytest.raises(AdapterExportError, match=r"^The .* MB .* No space left on device.*--shm-size.*TMPDIR"):
         load_without_room_in(["/dev/shm", tempfile.gettempdir()], monkeypatch)
+
+
+# Several workers
+
+
+@dataclass(frozen=True)
+class Threads(Group):
+    """Of two workers in threads of this process; a collective that one of them enters alone breaks the barrier."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=20))
+    entered: list[Tensor] = field(default_factory=list)
+
+    def add_up(self, numbers: Tensor) -> None:
+        self.entered.append(numbers.clone())
+        self.barrier.wait()
+        total = self.entered[-2] + self.entered[-1]
+        self.barrier.wait()  # before either of them enters the next one
+        numbers.copy_(total)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Threads, list[Served]]]:
+    """Two workers, which see the same versions in folders of their own."""
+    group = Threads()
+    with shared_folder() as folder:
+        pair = [Served(folder / str(rank), replace(group, is_last=rank == 1)) for rank in range(2)]
+        yield group, pair
+        for one in pair:
+            one.store.close()
+
+
+def added(pair: list[Served], versions: list[StoredAdapter]) -> list[Exception | None]:
+    """What each of the workers raises as it loads its version."""
+
+    def add(served: Served, stored: StoredAdapter) -> Exception | None:
+        try:
+            served.add(stored)
+        except Exception as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(add, pair, versions))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    ("hidden", "message"), [("lora_sync.json", "No adapter found for "), ("adapter_model.safetensors", "")]
+)
+def test_a_version_that_one_worker_does_not_see_yet_is_refused_by_the_whole_group(
+    pair: tuple[Threads, list[Served]], late: int, hidden: str, message: str
+) -> None:
+    """That worker raised, and the others waited for it in a collective until the timeout of gloo."""
+    group, workers = pair
+    versions = [one.write(1) for one in workers]
+    folder = versions[late].path
+    assert folder
+    (folder / hidden).rename(folder / "hidden")
+    first, last = added(workers, versions)
+    assert not group.barrier.broken
+    # The last worker alone, see `SlotWriter.add_adapter`.
+    assert first is None
+    assert last is not None
+    assert message in str(last)
+    assert not any(one.is_listed(stored) for one, stored in zip(workers, versions, strict=True))
+    (folder / "hidden").rename(folder / hidden)
+    assert added(workers, versions) == [None, None]
+    assert all(one.serves(stored) for one, stored in zip(workers, versions, strict=True))
+
+
+def test_an_adapter_without_a_note_costs_a_group_one_collective(pair: tuple[Threads, list[Served]]) -> None:
+    group, workers = pair
+    versions = [one.write(1) for one in workers]
+    for stored in versions:
+        assert stored.path
+        (stored.path / "lora_sync.json").unlink()
+    assert added(workers, versions) == [None, None]
+    assert all(one.serves(stored) for one, stored in zip(workers, versions, strict=True))
+    assert len(group.entered) == 2

@@ -15,6 +15,7 @@ in its own way, and the reason is logged.
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -186,10 +187,23 @@ class SlotWriter:
         self._notice_removals()
         number = request.lora_int_id
         is_there = number in self._tables._registered_adapters
-        note = None if is_there and not request.load_inplace else VersionNote.read(Path(request.lora_path))
-        if note is None:
+        if is_there and not request.load_inplace:
+            return bool(self._usual_add(request))
+        note = VersionNote.read(Path(request.lora_path))
+        # Counted first: a network folder may show a version late on some hosts, and a worker that fails before the
+        # collectives of `_load` would leave the others waiting there.
+        counts = torch.tensor([int(note is not None), int(note is None)])
+        self._group.add_up(counts)
+        seeing, missing = counts.tolist()
+        if not seeing:  # an adapter of another origin
             return bool(self._usual_add(request))
         try:
+            if note is None or missing:
+                # With vLLM's words for a folder that does not show, after which the trainer tries again for a while.
+                raise FileNotFoundError(
+                    f"No adapter found for {request.lora_path} by {missing} of {seeing + missing} workers. They have "
+                    "to see the folder of the trainer, and its note in it. Nothing was loaded."
+                )
             self._load(request, note)
         except Exception:
             self._remove(number)
@@ -210,23 +224,28 @@ class SlotWriter:
     # Loading
 
     def _load(self, request: Any, note: VersionNote) -> None:
-        folder = Path(request.lora_path)
+        path = Path(request.lora_path) / TENSORS_FILE
         # Open until the end, which keeps the trainer from writing to it.
-        with (folder / TENSORS_FILE).open("rb", buffering=0) as file:
-            kind = self._together(lambda: self._fetch(file.fileno(), request, note))
+        with ExitStack() as opened:
+
+            def begin() -> tuple[int, _Kind]:
+                file = opened.enter_context(path.open("rb", buffering=0)).fileno()
+                return file, self._fetch(file, request, note)
+
+            file, kind = self._together(begin)
             # All workers have plans for the same kinds, or they would meet in different collectives below.
             if kind not in self._plans:
-                self._together(lambda: self._add_usually(file.fileno(), request))
+                self._together(lambda: self._add_usually(file, request))
                 self._learn(kind, request)
                 # Once more, because finding the plan has put other values into the staging memory.
-                self._together(lambda: self._fetch(file.fileno(), request, note))
+                self._together(lambda: self._fetch(file, request, note))
             self._plans.move_to_end(kind)
             plan = self._plans[kind]
             if plan is None:
-                self._together(lambda: self._add_usually(file.fileno(), request))
+                self._together(lambda: self._add_usually(file, request))
                 self.counts["loaded by vLLM"] += 1
             else:
-                self._together(lambda: self._put(file.fileno(), kind, plan, request, note))
+                self._together(lambda: self._put(file, kind, plan, request, note))
 
     def _together(self, act: Callable[[], T]) -> T:
         """What `act` returns, if no worker of the group fails; each does the same for the same versions in turn.
