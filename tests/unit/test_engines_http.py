@@ -322,6 +322,39 @@ def test_watch_ends_a_request_that_would_wait_longer(ask: Ask, monkeypatch: pyte
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_neither_an_answer_nor_the_deadline_waits_for_a_watch(
+    answers: bool, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request ended when its health check did: up to five seconds after its answer, or after its deadline."""
+    monkeypatch.setitem(vars(TIMEOUTS), "watch_every_s", 0.05)
+    watched, waited_for, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def watch() -> None:
+        watched.set()
+        try:
+            await asyncio.sleep(20)
+            waited_for.set()
+        finally:
+            ended.set()
+
+    def answer(request: Request) -> None:
+        assert watched.wait(30)
+        if answers:
+            request.send(200, "answered")
+        else:
+            request.wait(30)
+
+    with serving(answer) as server:
+        if answers:
+            assert ask(server.url, 60.0, watch=watch).text == "answered"
+        else:
+            with pytest.raises(DeadlineExceededError, match="did not finish within 1 s"):
+                ask(server.url, 1.0, watch=watch)
+        assert ended.wait(10)
+        assert not waited_for.is_set()
+
+
 # Connections
 
 

@@ -138,7 +138,7 @@ class HTTPClient:
             content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
             headers: added to the request; for `content` that is not JSON.
             api_key: another key than the client's own.
-            watch: called every few seconds of waiting; what it raises ends the request.
+            watch: called every few seconds of waiting, and cancelled at its end; what it raises ends the request.
             abort: ends the request on the server, by a deadline; called before its connection is broken off.
 
         Raises:
@@ -151,19 +151,32 @@ class HTTPClient:
         deadline.remaining_s()
         # A separate task, because an abort goes on after this method has been left.
         sending = spawn(self._send(method, path, deadline, body, content, headers or {}, api_key or self.api_key))
+        # Beside it, because neither the answer nor the deadline may wait until a watch has ended.
+        watching: set[asyncio.Task[None]] = set() if watch is None else {spawn(self._watch(watch))}
         try:
             # httpx times each read and each write, so a peer that answers in drops is cut off here.
             # `asyncio.wait` leaves the request running at its timeout, where `wait_for` would cancel it.
-            while not (await asyncio.wait({sending}, timeout=min(deadline.left_s(), self._timeouts.watch_every_s)))[0]:
-                if deadline.is_over():
-                    raise deadline.error(f"waiting for {method} {self.base_url}{path}")
-                if watch is not None:
-                    await watch()
+            await asyncio.wait({sending, *watching}, timeout=deadline.left_s(), return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                for task in watching:
+                    if task.done():
+                        task.result()
+                raise deadline.error(f"waiting for {method} {self.base_url}{path}")
         # CancelledError as well: a server goes on sampling for as long as its client seems to wait.
         except BaseException:
             await self._give_up(sending, abort)
             raise
+        finally:
+            for task in watching:
+                task.add_done_callback(_ignore)
+                task.cancel()
         return sending.result()
+
+    async def _watch(self, watch: Callable[[], Awaitable[None]]) -> None:
+        """Ends with what `watch` raises."""
+        while True:
+            await asyncio.sleep(self._timeouts.watch_every_s)
+            await watch()
 
     async def _give_up(
         self, sending: "asyncio.Task[httpx.Response]", abort: Callable[[Deadline], Awaitable[None]] | None
@@ -284,7 +297,7 @@ class _Connections:
 
 
 def _ignore(task: "asyncio.Task[Any]") -> None:
-    """Of a request that was given up, asyncio would report an error that nothing waits for."""
+    """Of a task that was given up, asyncio would report an error that nothing waits for."""
     if not task.cancelled():
         task.exception()
 

@@ -165,9 +165,12 @@ class ServerEngine(ABC):
         abort: Callable[[Deadline], Awaitable[None]] | None = None,
     ) -> httpx.Response:
         async def send() -> httpx.Response:
-            return await self._http.request(
+            response = await self._http.request(
                 method, path, deadline, body=body, content=content, headers=headers, watch=watch, abort=abort
             )
+            # An answer ends the probe of its request, which may have been the only one for all.
+            self._health.note(response)
+            return response
 
         return self._checked(await unthrottled(send, deadline))
 
@@ -246,6 +249,11 @@ class _Health:
 
         return check
 
+    def note(self, response: httpx.Response) -> None:
+        # A refusal such as 401 or 404 is a sign of life as well.
+        if response.status_code < 500:
+            self._alive_at = time.monotonic()
+
     async def _probe(self) -> None:
         """One waiting request probes for all."""
         if self._is_probing:
@@ -253,9 +261,7 @@ class _Health:
         self._is_probing = True
         deadline = Deadline.after(self._timeouts.health_s, "The health check")
         try:
-            # A refusal such as 401 or 404 is a sign of life as well.
-            if (await self._http.request("GET", "/health", deadline)).status_code < 500:
-                self._alive_at = time.monotonic()
+            self.note(await self._http.request("GET", "/health", deadline))
         except LoRASyncError as error:
             # A failed probe lets the silence grow, and `check` decides by its length.
             logger.debug("%s", error)
