@@ -59,6 +59,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
             {"base_url": "http://gpu-1:8431", "is_local": False},
             "trl-lora-sync serve vllm M --host 0.0.0.0 --port 8431",
         ),
+        ({"base_url": "http://gpu-1", "is_local": False}, "trl-lora-sync serve vllm M --host 0.0.0.0 --port 80"),
         ({"base_url": "https://gpu-1.example/vllm", "is_local": False}, "trl-lora-sync serve vllm M"),
         (
             {"options": ["--lora-rank", "32"], "engine_options": ["--dtype", "bfloat16"]},
@@ -67,6 +68,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_command_starts_a_server_at_the_url_that_the_trainer_has(settings: dict[str, Any], command: str) -> None:
+    """For a URL without a port, which stands for port 80, it started one at port 8000."""
     assert VLLM.serve_command("M", **settings) == f"`{command}`"
 
 

@@ -83,6 +83,7 @@ class EngineSpec:
         if address.scheme == "http":  # the URL of a server behind HTTPS does not show the address it listens on
             # `serve` listens on 127.0.0.1 by default, which a trainer on another host cannot reach.
             words += [] if is_local else ["--host", "0.0.0.0"]
-            words += [] if address.port in (None, _SERVE_PORT) else ["--port", str(address.port)]
+            port = address.port or 80  # that of HTTP
+            words += [] if port == _SERVE_PORT else ["--port", str(port)]
         words += ["--", *engine_options] if engine_options else []
         return f"`{shlex.join(words)}`"
