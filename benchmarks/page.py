@@ -536,6 +536,7 @@ COLOCATE_RUNS = {
     "colocate-8b-liger-h100": "8B, 4 at a time, KV cache 3 GiB",
     "colocate-8b-24gb-h100": "8B, 4 at a time, for 24 GB, older",
     "colocate-8b-folding-h100": "8B, folding in one pass",
+    "colocate-8b-no-text-h100": "8B, tokens not decoded to text",
     "colocate-8b-h200": "8B, on an H200, `vllm_gpu_memory_utilization=0.3`",
     "colocate-8b-kv26-h100": "8B, KV cache 26 GiB",
     "colocate-0.6b-h100": "0.6B",
@@ -586,6 +587,7 @@ COLOCATE_PAIRS = (
     "colocate-8b-own-h100",
     "colocate-8b-small-h100",
     "colocate-8b-folding-h100",
+    "colocate-8b-no-text-h100",
     "colocate-8b-h200",
     "colocate-0.6b-h100",
 )
@@ -605,12 +607,15 @@ def colocate_ratios() -> str:
         theirs = arms["weights"]
         for arm, ours in arms.items():
             if arm != "weights":
-                speeds, stock = ours["tokens_per_s"], theirs["tokens_per_s"]
-                rows.append((
-                    COLOCATE_RUNS[name], f"`{arm}`", *(f"{ours[key] / theirs[key]:.3f}" for key in figures.values()),
-                    *(f"{speeds[count] / stock[count]:.3f}" if count in stock else "" for count in ("32", "256")),
-                ))  # fmt: skip
-    return markdown(("shape", "arm", *figures, "tokens/s, 32 at once", "256 at once"), rows)
+                speeds = [
+                    f"{ours[key][count] / theirs[key][count]:.3f}" if count in theirs.get(key, {}) else ""
+                    for key in ("tokens_per_s", "tokens_per_s_by_trl")
+                    for count in ("32", "256")
+                ]
+                ratios = [f"{ours[key] / theirs[key]:.3f}" for key in figures.values()]
+                rows.append((COLOCATE_RUNS[name], f"`{arm}`", *ratios, *speeds))
+    counts = ("tokens/s, 32 at once", "256 at once", "by TRL's `generate`, 32 at once", "256 at once")
+    return markdown(("shape", "arm", *figures, *counts), rows)
 
 
 def folding() -> str:
