@@ -64,6 +64,20 @@ def test_siblings_are_completed_with_the_shapes_of_the_base(tmp_path: Path) -> N
     }
 
 
+def test_siblings_that_cannot_be_completed_are_noticed(tmp_path: Path) -> None:
+    """An adapter stayed incomplete where the base's layers were unknown or had other names, and ended a server."""
+    saved(tmp_path, target_modules=["up_proj"])
+    read, up, gate = read_saved_adapter(tmp_path), "model.layers.{}.mlp.up_proj", "model.layers.{}.mlp.gate_proj"
+
+    def lacks_siblings(*names: str) -> bool:
+        return read.lacks_siblings({name.format(layer): (24, 16) for name in names for layer in (0, 1)})
+
+    assert lacks_siblings()
+    assert lacks_siblings(f"language_{up}", f"language_{gate}")
+    assert not lacks_siblings(up, gate)
+    assert not lacks_siblings(up)  # an MLP without a gate
+
+
 def test_untrained_adapter_is_known_to_be_zero(tmp_path: Path) -> None:
     model = saved(tmp_path / "trained")
     assert not read_saved_adapter(tmp_path / "trained").is_zero

@@ -1,7 +1,8 @@
 """Unit tier: one list of checks for the start, for a server that came back, and for the doctor. On SGLang's rules."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.testing import FakeSGLang, random_adapter
+from trl_lora_sync.testing import MODULES, FakeSGLang, random_adapter
 from unit.fleets import FleetRun, settings_for
 
 pytestmark = pytest.mark.outside
@@ -127,6 +128,39 @@ def test_the_doctor_gives_no_adapter_to_a_server_that_may_not_survive_it(
         assert found["adapter"][0] == "note"
         assert "crashes on an adapter that does not fit" in found["adapter"][1]
         assert not any(request.path.startswith("/load_lora_adapter") for request in fake.requests)
+
+
+@pytest.mark.parametrize(
+    ("modules", "base_model"),
+    [
+        (["v_proj"], "tiny-qwen3"),
+        (["k_proj", "v_proj"], "tiny-qwen3"),
+        (["q_proj"], "tiny-qwen3"),
+        (["up_proj"], "tiny-qwen3"),
+        (MODULES, "other/qwen3-8b"),
+        (MODULES, None),
+    ],
+)
+def test_an_adapter_that_may_not_fit_is_not_loaded_where_it_would_end_the_server(
+    modules: Sequence[str], base_model: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the base model's shapes the adapter was loaded as it was, and SGLang crashed at its first token."""
+    adapter = replace(random_adapter(SMALL, 1, rank=8, modules=modules), base_model=base_model)
+    write_adapter(tmp_path / "adapter", adapter)
+    with FakeSGLang(shapes=SMALL) as fake:
+        found = doctor(capsys, fake.base_url, "--adapter", tmp_path / "adapter", "--dir", tmp_path / "shared")
+        assert found["adapter"][0] == "note"
+        assert "--model, " in found["adapter"][1]
+        assert not any(request.path.startswith("/load_lora_adapter") for request in fake.requests)
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj"], ["gate_proj"]])
+def test_the_doctor_tries_an_adapter_that_the_server_completes_itself(
+    modules: Sequence[str], fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(tmp_path / "adapter", random_adapter(SMALL, 1, rank=8, modules=modules))
+    found = doctor(capsys, fake.base_url, "--adapter", tmp_path / "adapter", "--dir", tmp_path / "shared")
+    assert found["effect"][0] == "ok"
 
 
 def test_the_doctor_says_which_checks_it_could_not_make(fake: FakeSGLang, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, pad_packed_modules, target_modules_of
 from trl_lora_sync.adapter.flat import FlatBuffer
-from trl_lora_sync.adapter.support import changes_base, check_saved_config, is_embedding_module, refuse_module
+from trl_lora_sync.adapter.support import (
+    FUSED_LAYERS,
+    changes_base,
+    check_saved_config,
+    is_embedding_module,
+    refuse_module,
+)
 from trl_lora_sync.engine_plugins.safetensors_file import CONFIG_FILE, TENSORS_FILE
 from trl_lora_sync.errors import UnsupportedAdapterError
 
@@ -41,6 +47,18 @@ class SavedAdapter:
     @property
     def target_modules(self) -> tuple[str, ...]:
         return target_modules_of(self.modules)
+
+    def lacks_siblings(self, shapes: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether `canonical` leaves a q/k/v or gate/up that SGLang cannot serve, as `shapes` do not have its layers.
+
+        Source: SGLang adds zeros for k_proj and up_proj only, and crashes without others (srt/lora/lora.py, 0.5.23).
+        """
+        present = {module.name for module in self.modules}
+        for path, _, leaf in (name.rpartition(".") for name in present - shapes.keys()):
+            needed = next((set(group) - {"k_proj", "up_proj"} for group in FUSED_LAYERS if leaf in group), set())
+            if any(f"{path}.{sibling}" not in present for sibling in needed):
+                return True
+        return False
 
     def canonical(self, *, shapes: Mapping[str, tuple[int, int]] | None = None) -> CanonicalAdapter:
         """The form that is served, in float32.

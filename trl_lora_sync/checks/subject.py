@@ -37,6 +37,7 @@ class Expected:
         target_modules: the layers that they change.
         wider: an adapter that is one wider than the trainer's.
         trials: what to try a server with, one for each group of modules.
+        doubt: why these may not fit the server, and what to do; empty in a run.
     """
 
     base_name: str | None = None
@@ -49,6 +50,7 @@ class Expected:
     target_modules: tuple[str, ...] = ()
     wider: CanonicalAdapter | None = None
     trials: Sequence[Trial] = ()
+    doubt: str = ""
 
     @classmethod
     def of_run(cls, base: TrainedBase, adapter: CanonicalAdapter, trials: Sequence[Trial]) -> "Expected":
@@ -151,9 +153,10 @@ class Subject:
         if self.store is None:
             return "the server is elsewhere. Give --dir, a folder that it sees too."
         # vLLM survives a misfit. SGLang loads it, and crashes at the first batch with the requests of all clients.
-        if not self.served.rejects_shape_mismatch and any(finding.error for finding in self.findings):
-            return f"{self.served.engine} crashes on an adapter that does not fit. Mend the problems first."
-        return ""
+        if self.served.rejects_shape_mismatch:
+            return ""
+        doubt = "Mend the problems first." if any(finding.error for finding in self.findings) else self.expected.doubt
+        return doubt and f"{self.served.engine} crashes on an adapter that does not fit. {doubt}"
 
     @property
     def is_verified(self) -> bool:

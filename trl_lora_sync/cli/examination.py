@@ -14,6 +14,8 @@ from trl_lora_sync.runtime import run
 from trl_lora_sync.verify import PROBE_PROMPT, Scores, Trial
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
     from trl_lora_sync.adapter.saved import SavedAdapter
     from trl_lora_sync.checks.subject import Expected
@@ -147,17 +149,39 @@ def _expected(case: DoctorInput, server: "ServerHandle", scores: list[list[float
         rank=saved_rank(config) if config else None,
         target_modules=served_modules(targets) if config else (),
         trials=[_trial(saved, base, trained)] if saved else (),
+        doubt=_doubt(saved, base, server, "" if trained else unscored) if saved else "",
     )
+
+
+def _doubt(saved: "SavedAdapter", base: Path | None, server: "ServerHandle", unscored: str) -> str:
+    """Why the adapter may not fit the server, and what to do; empty if it fits as far as can be known."""
+    from trl_lora_sync.checks.server import is_same_model
+
+    served, name = server.engine.capabilities, saved.config.get("base_model_name_or_path")
+    if served.requires_packed_modules and saved.lacks_siblings(_shapes(base)):
+        return (
+            "It needs q/k/v and gate/up complete, and the shapes of what the adapter lacks are not known here. "
+            "Give --model, a folder with the base model's safetensors files."
+        )
+    # With scores of the base model, its name does not matter.
+    if unscored and not is_same_model(str(name), (served.base_model, served.base_root)):
+        return f"It serves {served.base_model!r}, not the adapter's base model, {name!r}. Not compared: {unscored}."
+    return ""
 
 
 def _trial(saved: "SavedAdapter", base: Path | None, trained: "_Trained | None") -> Trial:
     def read(form: "Form") -> "CanonicalAdapter":
-        from trl_lora_sync.adapter.saved import base_shapes
-
         # SGLang needs q/k/v and gate/up complete, and the base model has the shapes of what is missing.
-        return saved.canonical(shapes=(base_shapes(base) if base else {}) if form.packed_modules else None)
+        return saved.canonical(shapes=_shapes(base) if form.packed_modules else None)
 
     return Trial(group="saved", modules=(), read=read, scores=trained.scores if trained else None)
+
+
+@cache  # the same for all servers
+def _shapes(base: Path | None) -> "Mapping[str, tuple[int, int]]":
+    from trl_lora_sync.adapter.saved import base_shapes
+
+    return base_shapes(base) if base else {}
 
 
 class _Trained(NamedTuple):
