@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +22,9 @@ from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins import cuda_ipc
 from trl_lora_sync.engines.base import Capabilities
 from trl_lora_sync.runtime import run as run_on_loop
-from trl_lora_sync.testing import FakeSGLang, random_adapter
+from trl_lora_sync.testing import MODULES, FakeSGLang, random_adapter
 from unit.servers import Request, nobody_listening, serving
+from unit.tiny import base_model
 
 pytestmark = pytest.mark.outside
 
@@ -162,6 +163,31 @@ def test_adapter_that_no_server_serves_is_a_problem(
     code, [server] = diagnose(capsys, start().base_url, "--adapter", adapter)
     assert code == 1
     assert "There is no adapter in" in words(server, "problem")["adapter features"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "name", "said"),
+    [
+        (MODULES, "PEFT", "cannot be computed with PEFT: Error while deserializing header"),
+        (["up_proj"], "adapter", "Give --model, a folder with the base model's safetensors files."),
+    ],
+)
+def test_damaged_base_model_costs_its_comparison_and_no_other_finding(
+    modules: Sequence[str],
+    name: str,
+    said: str,
+    start: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A pointer of Git LFS in the place of the weights ended the doctor in a traceback, without a report."""
+    base_model().save_pretrained(tmp_path / "tiny-qwen3")
+    (tmp_path / "tiny-qwen3" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    write_adapter(tmp_path / "adapter", random_adapter(SMALL, 1, rank=8, modules=modules))
+    arguments = ["--adapter", tmp_path / "adapter", "--model", tmp_path / "tiny-qwen3", "--dir", tmp_path / "shared"]
+    code, servers = diagnose(capsys, start().base_url, start().base_url, *arguments)
+    assert code == 0
+    assert [said in words(server, "note")[name] for server in servers] == [True, True]
 
 
 def test_servers_with_different_base_models_are_told_apart(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

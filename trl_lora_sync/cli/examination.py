@@ -6,6 +6,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from safetensors import SafetensorError
+
 from trl_lora_sync.addresses import default_sync_dir, is_local_url
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.cli.diagnosis import Diagnosis, DoctorInput, model_folder
@@ -134,7 +136,8 @@ def _expected(case: DoctorInput, server: "ServerHandle", scores: list[list[float
     if base is not None:
         try:
             trained = _trained(base, case.adapter if saved else None)
-        except (ImportError, OSError, RuntimeError, ValueError) as error:  # a folder of another model, or of none
+        # A folder of another model, or of none, or with a damaged file.
+        except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as error:
             why = str(error).strip().partition("\n")[0]
             unscored = f"the model in {base} cannot be computed with PEFT: {why}"
     # With the first server each time: differences would add up from one server to the next.
@@ -181,7 +184,10 @@ def _trial(saved: "SavedAdapter", base: Path | None, trained: "_Trained | None")
 def _shapes(base: Path | None) -> "Mapping[str, tuple[int, int]]":
     from trl_lora_sync.adapter.saved import base_shapes
 
-    return base_shapes(base) if base else {}
+    try:
+        return base_shapes(base) if base else {}
+    except (OSError, SafetensorError):  # a damaged file; without shapes, an incomplete adapter is not loaded
+        return {}
 
 
 class _Trained(NamedTuple):
