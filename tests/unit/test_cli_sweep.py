@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from trl_lora_sync.runtime import run
 from trl_lora_sync.testing import FakeSGLang, random_adapter
 from trl_lora_sync.transports import HTTPTransport
 from unit.servers import nobody_listening
+from unit.tiny import everything_under
 
 ADAPTER = random_adapter(SMALL, 1, rank=8)
 
@@ -42,9 +43,9 @@ def live(tmp_path: Path) -> Iterator[AdapterStore]:
     store.close()
 
 
-def dead_run(root: Path) -> tuple[AdapterStore, StoredAdapter]:
+def dead_run(root: Path, servers: Sequence[str] = ()) -> tuple[AdapterStore, StoredAdapter]:
     """A run that was killed: its folder is there, and its lock is free."""
-    store = AdapterStore(root)
+    store = AdapterStore(root, servers=servers)
     stored = store.write(1, ADAPTER)
     assert store.lock is not None
     os.close(store.lock)
@@ -183,6 +184,45 @@ def test_dry_run_unloads_nothing(
     assert main(["sweep", fake.base_url, "--dir", str(tmp_path / "sync"), "--dry-run"]) == 0
     assert f"would unload {left.name}" in capsys.readouterr().out
     assert left.name in engine.loaded(soon())
+
+
+@pytest.mark.outside
+def test_dry_run_lists_what_the_sweep_then_does(
+    fake: FakeSGLang, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It announced a run of which another server may have adapters, and left out one that was killed at its start."""
+    root = tmp_path / "sync"
+    dead, left = dead_run(root)
+    engine.load(left, soon())
+    killed, _ = dead_run(root)
+    killed.directory.rename(root / f".{killed.run_id}.starting")
+    with FakeSGLang(shapes=SMALL) as other:
+        shared, _ = dead_run(root, [other.base_url])
+        before = everything_under(root)
+        assert main(["sweep", fake.base_url, "--dir", str(root), "--dry-run"]) == 0
+        announced = capsys.readouterr().out.splitlines()
+        assert everything_under(root) == before
+        assert left.name in engine.loaded(soon())
+        assert main(["sweep", fake.base_url, "--dir", str(root)]) == 0
+    done = capsys.readouterr().out.splitlines()
+    assert [line.replace("would remove", "removed").replace("would unload", "unloaded") for line in announced] == done
+    assert done == [
+        f"unloaded {left.name}",
+        f"removed .{killed.run_id}.starting",
+        f"removed {dead.run_id}",
+        f"left {shared.run_id}: a server may still have its adapters; sweep the URL of each server that it used",
+    ]
+
+
+@pytest.mark.outside
+def test_home_folder_in_dir_is_the_one_that_runs_write_to(
+    fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell does not expand `--dir=~/sync`, and nothing was found in a folder of that very name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    dead, _ = dead_run(Path("~/sync"))
+    assert main(["sweep", fake.base_url, "--dir=~/sync"]) == 0
+    assert f"removed {dead.run_id}" in capsys.readouterr().out
 
 
 def test_folder_that_is_not_there_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

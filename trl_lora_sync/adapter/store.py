@@ -446,7 +446,11 @@ def _delete_all_but(directory: Path, names: Collection[str]) -> None:
 
 
 def sweep_leftovers(
-    root: Path, unload: Callable[[str], bool | None], knows: Callable[[str], bool] = lambda base_url: True
+    root: Path,
+    unload: Callable[[str], bool | None],
+    knows: Callable[[str], bool] = lambda base_url: True,
+    *,
+    dry_run: bool = False,
 ) -> list[str]:
     """Delete the folders of runs that ended without cleaning up, never of a live one.
 
@@ -459,6 +463,7 @@ def sweep_leftovers(
             means that a server may still have it; the name is then kept for a later sweep.
         knows: whether `unload` covers the server at this URL. The names of a run that used another server as well
             are kept for a sweep that knows it.
+        dry_run: whether to delete and unload nothing. The result is then as if every unload were confirmed.
 
     Returns:
         The run ids that were swept, and of which nothing is left.
@@ -471,15 +476,18 @@ def sweep_leftovers(
         try:
             names = [version.name for version in sorted(directory.glob(f"{directory.name}-v*"))]
             # Before any file goes: vLLM ends if it reads an evicted adapter again and its files are gone.
-            left = [name for name in names if unload(name) is False]
+            left = [name for name in names if not dry_run and unload(name) is False]
             if not all(knows(base_url) for base_url in _servers_of(lock)):
                 # The server that is not covered here may have each of them.
                 left = names
+            if not left:
+                swept.append(directory.name)
+            if dry_run:
+                continue
             if left:
                 _delete_all_but(directory, left)
             else:
                 shutil.rmtree(directory, ignore_errors=True)
-                swept.append(directory.name)
         finally:
             os.close(lock)
     return swept

@@ -93,7 +93,7 @@ def sweep_folder(
     """Delete the files of dead runs; returns one line for each that was removed or left.
 
     Args:
-        unload, knows: see `sweep_leftovers`.
+        dry_run, unload, knows: see `sweep_leftovers`.
     """
     from trl_lora_sync.adapter.store import run_states, sweep_leftovers
 
@@ -101,11 +101,9 @@ def sweep_folder(
     states = run_states(folder)
     dead = [run for run, state in states.items() if state == "dead"]
     lines = [_left_alone(run, state) for run, state in states.items() if state != "dead"]
-    if dry_run:
-        return [f"would remove {run}" for run in dead] + lines
-    swept = sweep_leftovers(folder, unload, knows)
+    swept = sweep_leftovers(folder, unload, knows, dry_run=dry_run)
     return [
-        *(f"removed {run}" for run in swept),
+        *(f"{'would remove' if dry_run else 'removed'} {run}" for run in swept),
         *lines,
         *(_left_alone(run, "unconfirmed") for run in dead if run not in swept),
     ]
@@ -121,8 +119,8 @@ def sweep_server(url: str, args: Options) -> list[str]:
         return Deadline.after(args.timeout, task)
 
     is_local = is_local_url(url)
-    root = (args.dir or default_sync_dir(is_local, ".")).absolute()
     # As `AdapterStore` names it, since the path that the server lists is compared as text.
+    root = (args.dir or default_sync_dir(is_local, ".")).expanduser().absolute()
     seen_as = (args.server_dir or str(root)).rstrip("/")
     engine = runtime.run(
         connect_engine(url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"), serving="auto")
