@@ -200,6 +200,14 @@ def test_vllm_that_mixes_up_slots_gets_one(version: str, slots: str) -> None:
     assert bool(found.notes) == (slots == "1")
 
 
+def test_more_slots_than_one_are_refused_for_vllm_that_mixes_them_up() -> None:
+    """The note promised one slot, while the typed two won."""
+    with pytest.raises(UsageError, match=r"--max-loras 2 cannot be used with vLLM 0.25.0"):
+        launch("0.25.0", "--max-loras", "2")
+    assert launch("0.25.0", "--max-loras", "1").command[-2:] == ("--max-loras", "1")
+    assert launch("0.25.0", "--max-loras", "2", is_fused=True).command
+
+
 def test_vllm_keeps_as_many_versions_in_memory_as_the_trainer_keeps_and_two_more() -> None:
     assert values(launch("0.31.0", keep=5))["--max-cpu-loras"] == ["7"]
 
@@ -803,6 +811,42 @@ def test_key_is_handed_on_and_never_shown(
     assert "printed without its keys" in captured.err
     [(_, command, _)] = seen
     assert list(command[-len(extra) :]) == extra
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "extra", "flag"),
+    [
+        ("vllm", "0.31.0", ["--max-cpu", "1"], "--max-cpu-loras"),
+        ("vllm", "0.31.0", ["--max-cpu-loras", "4", "--max_cpu=1"], "--max-cpu-loras"),
+        ("vllm", "0.31.0", ["-as", "2"], "-asc"),
+        ("vllm", "0.31.0", ["--api-key", "k", "--hf-tok", "k"], "--hf-token"),
+        ("sglang", "0.5.23", ["--max-loras", "1"], "--max-loras-per-batch"),
+    ],
+)
+def test_beginning_of_a_flag_that_is_checked_is_refused(engine: str, version: str, extra: list[str], flag: str) -> None:
+    """The engines take it for the whole flag, which the checks then did not find."""
+    with pytest.raises(UsageError, match=f"abbreviates {flag}, .* Type {flag}."):
+        launch(version, *extra, engine=engine)
+
+
+@pytest.mark.parametrize(
+    "extra", [["--max-model-len", "512"], ["--ssl-keyfile", "f"], ["--dp", "1"], ["--see", "1"], ["--", "-1"]]
+)
+def test_whole_flag_that_begins_another_is_taken_and_shown(extra: list[str]) -> None:
+    for engine, version in (("vllm", "0.31.0"), ("sglang", "0.5.23")):
+        assert launch(version, *extra, engine=engine).shell_line().endswith(" ".join(extra))
+
+
+@pytest.mark.outside
+def test_key_behind_the_beginning_of_its_flag_is_never_shown(
+    environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was printed in the command, because only whole flags were looked for."""
+    for dashes in ([], ["--"]):
+        assert main(["serve", "vllm", "M", "--python", str(environment), *dashes, "--api-k", "sk-1"]) == 2
+    captured = capsys.readouterr()
+    assert "sk-" not in captured.out + captured.err
+    assert "[key]" in captured.err
 
 
 @pytest.mark.outside

@@ -14,6 +14,8 @@ _ON = ("1", "true", "yes", "on")
 _TARGET_MODULES = "--lora-target-modules"
 # Flags of the engines whose values are printed nowhere.
 _SECRET = frozenset({"--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password"})
+# Flags of the engines with which a longer flag in the checks begins (vLLM 0.31, SGLang 0.5.15).
+_BEGINNINGS = ("--ssl-keyfile",)
 # What both engines call the layers that they make of several.
 _STACKED = dict(zip(("qkv_proj", "gate_up_proj"), FUSED_LAYERS, strict=True))
 
@@ -84,10 +86,23 @@ class EngineArguments:
                 self._values[name].append(argument)
 
     def has(self, *names: str) -> bool:
+        """Whether a flag of `names` was typed.
+
+        Raises:
+            UsageError: the beginning of one was typed, which the engine would take for it.
+        """
+        for typed in self._values:
+            flag = next((name for name in names if _may_mean(typed, name)), None)
+            if flag is not None and typed not in names:
+                raise UsageError(
+                    f"{typed} abbreviates {flag}, and arguments are checked by their full names only. Type {flag}."
+                )
         return any(name in self._values for name in names)
 
     def get(self, *names: str) -> str | None:
-        """The first value of the flag that goes by `names`, if it is there."""
+        """The first value of the flag that goes by `names`, if it is there; raises what `has` does."""
+        if not self.has(*names):
+            return None
         return next((self._values[name][0] for name in names if self._values.get(name)), None)
 
     def number(self, *names: str, default: int) -> int:
@@ -157,7 +172,7 @@ def without_keys(arguments: Sequence[str]) -> list[str]:
         if argument.startswith("-"):
             name, has_value, _ = argument.partition("=")
             # Up to the next flag, as vLLM's --api-key takes several keys (0.31).
-            is_secret = name.replace("_", "-") in _SECRET
+            is_secret = any(_may_mean(name.replace("_", "-"), flag) for flag in _SECRET)
             shown.append(f"{name}=[key]" if is_secret and has_value else argument)
         else:
             shown.append("[key]" if is_secret else argument)
@@ -165,7 +180,7 @@ def without_keys(arguments: Sequence[str]) -> list[str]:
 
 
 def key_notes(given: "EngineArguments", advice: str) -> list[str]:
-    if not any(given.has(flag) for flag in _SECRET):
+    if not given.has(*_SECRET):
         return []
     return [
         f"the command is printed without its keys. The list of processes shows them to all users of this host{advice}"
@@ -184,6 +199,12 @@ def port_notes(host: str, key: str, environ: Mapping[str, str] | None) -> list[s
         f"the server listens on {host}. Every client that reaches it can load adapters, and so make it read any "
         f"folder. Keep the port private, and set a key with {key}."
     ]
+
+
+def _may_mean(name: str, flag: str) -> bool:
+    """Whether an engine may take `name` for `flag`."""
+    # Both parsers are argparse's, which takes the beginning of a flag for the flag (vLLM 0.31, SGLang 0.5.15).
+    return name == flag or (flag.startswith(name) and name not in ("-", "--", *_BEGINNINGS))
 
 
 def _is_number(argument: str) -> bool:

@@ -46,6 +46,12 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
     slots = request.keep + 1 if has_written_slots else 2
     if installed.parsed() < _ONE_SLOT_BELOW and not request.is_fused:
         slots = 1
+        typed = given.number("--max-loras", default=slots)
+        if typed > slots:
+            raise UsageError(
+                f"--max-loras {typed} cannot be used with vLLM {installed.version}, which may mix up adapters that are "
+                "loaded while requests run. Leave it out, or use vLLM 0.26 or later."
+            )
         notes.append(
             f"vLLM {installed.version} may mix up adapters that are loaded while requests run if it has two slots, so "
             "it gets one (--max-loras 1). vLLM 0.26 has the fix."
