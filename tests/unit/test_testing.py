@@ -1,12 +1,17 @@
 """Unit tier: what other people's tests import, used as they do."""
 
 import ast
+import queue
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from contract.served import SMALL
@@ -18,7 +23,9 @@ import trl_lora_sync.testing
 from trl_lora_sync.adapter.export import read_adapter
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, ServerUnreachableError
 from trl_lora_sync.testing import (
+    FakeSGLang,
     ModelPolicy,
+    ToyPolicy,
     in_memory_engines,
     random_adapter,
     serving_sglang,
@@ -105,6 +112,44 @@ def test_a_served_model_computes_what_peft_does(model: Path) -> None:
     assert found == pytest.approx([float(expected[place, token]) for place, token in enumerate(ids[1:])], abs=1e-4)
     base = policy.logprobs(None, 1.0, ids[:1], ids[1:])
     assert max(abs(a - b) for a, b in zip(found, base, strict=True)) > 0.05
+
+
+class SlowPolicy(ToyPolicy):
+    """A base model whose forward passes end when they may."""
+
+    def __init__(self) -> None:
+        super().__init__(SMALL, 0)
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def logits_of(self, patch: Any, context: Any) -> Any:
+        self.began.set()
+        assert self.may_end.wait(30)
+        return super().logits_of(patch, context)
+
+
+@pytest.mark.outside
+def test_a_sample_that_runs_at_a_restart_ends_in_the_server_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in the new server, which counted one request too few from then on, and never ended a pause."""
+    policy, ends = SlowPolicy(), queue.Queue[str | None]()
+    with FakeSGLang(shapes=SMALL, policy=policy) as fake, ThreadPoolExecutor() as pool:
+        fake.edit_output = lambda output: ends.put(fake.death)
+        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+        sample = pool.submit(httpx.post, f"{fake.base_url}/generate", json=body, timeout=30)
+        assert policy.began.wait(30)
+        wait_until = fake.wait_until
+
+        def wait(is_so: Callable[[], bool]) -> None:
+            policy.may_end.set()
+            wait_until(is_so)
+
+        monkeypatch.setattr(fake, "wait_until", wait)
+        restarted = pool.submit(fake.restart)
+        # In case that a restart does not wait.
+        restarted.add_done_callback(lambda _: policy.may_end.set())
+        assert ends.get(timeout=30) == "stopped"
+        restarted.result(30)
+        assert isinstance(sample.exception(30), httpx.TransportError)
+        assert httpx.post(f"{fake.base_url}/pause_generation", json={"mode": "abort"}, timeout=30).status_code == 200
 
 
 @pytest.mark.outside

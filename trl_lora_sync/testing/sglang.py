@@ -131,7 +131,7 @@ class FakeSGLang:
         self._cond = threading.Condition(threading.RLock())
         self._http: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
-        self._sockets: set[socket.socket] = set()
+        self._sockets: set[socket.socket] = set()  # of all handlers that have not ended
         # The system chooses one at the first start, and a restart uses it again.
         self._port = 0
         self._holding: str | None = None
@@ -157,7 +157,7 @@ class FakeSGLang:
 
     def start(self) -> "FakeSGLang":
         self.death = None
-        self._http = _Server(("127.0.0.1", self._port), _handler(self))
+        self._http = _Server(self)
         self._port = self._http.server_port
         # By default `serve_forever` looks twice a second for its end, and each `stop` would wait for that.
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -174,7 +174,7 @@ class FakeSGLang:
         if http is not None:
             http.shutdown()
             http.server_close()
-        # A copy, as handlers remove their sockets meanwhile.
+        # A copy, as sockets whose handlers end are removed meanwhile.
         for open_socket in list(self._sockets):
             with contextlib.suppress(OSError):
                 # Not `close`, by which another thread that reads from the socket would not be woken.
@@ -185,6 +185,8 @@ class FakeSGLang:
         self.stop()
         if self._thread is not None:
             self._thread.join(5)
+        # A sample ends after its forward pass only, and would change the state of the new process then.
+        self.wait_until(lambda: not self._sockets)
         self._reset()
         self.start()
 
@@ -1075,6 +1077,20 @@ class _Server(ThreadingHTTPServer):
     # Python's default is 5, and one generation opens up to 64 connections at once.
     request_queue_size = 128
 
+    def __init__(self, fake: FakeSGLang) -> None:
+        super().__init__(("127.0.0.1", fake._port), _handler(fake))
+        self._fake = fake
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        # Not in the handler's thread, which may begin after `stop` has broken the open connections.
+        connection, address = super().get_request()
+        self._fake._sockets.add(connection)
+        return connection, address
+
+    def shutdown_request(self, request: Any) -> None:
+        self._fake._sockets.discard(request)
+        super().shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # clients that leave are part of the tests
 
@@ -1086,12 +1102,7 @@ def _handler(fake: FakeSGLang) -> type[BaseHTTPRequestHandler]:
         # Headers and body are two writes, of which the second would wait until the client has confirmed the first.
         disable_nagle_algorithm = True
 
-        def setup(self) -> None:
-            super().setup()
-            fake._sockets.add(self.connection)
-
         def finish(self) -> None:
-            fake._sockets.discard(self.connection)
             with contextlib.suppress(OSError):
                 super().finish()
 
