@@ -14,13 +14,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from contract.served import SMALL
+from contract.served import PROMPT, SMALL, sampling, soon
 from make_model import make_model
 from support.models import lora, peft_model, randomize_adapter
 from support.trainers import grpo_trainer, steps_of
 
 import trl_lora_sync.testing
 from trl_lora_sync.adapter.export import read_adapter
+from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.errors import AdapterRejectedError, GenerationError, ServerUnreachableError
 from trl_lora_sync.testing import (
     FakeSGLang,
@@ -86,6 +87,16 @@ def test_an_engine_in_memory_refuses_another_models_adapter(run: InMemoryRun) ->
     wide = random_adapter(trl_lora_sync.testing.Shapes(), 1, rank=8)
     with pytest.raises(AdapterRejectedError, match="does not fit the base model"):
         run.sync.publish(wide)
+
+
+@pytest.mark.parametrize("regex", ["[^,]{3}", r"\D{2}\W\S", r"[^\D]{3}"])
+def test_a_sample_keeps_to_characters_that_are_excluded(regex: str, run: InMemoryRun) -> None:
+    """One excluded character, or the opposite of a category, ended in an error of the engine."""
+    assert run.sync.active is not None
+    group = PromptGroup(prompt=PROMPT, count=4)
+    [found] = run.sync.generate(run.sync.active.name, [group], sampling(regex=regex), soon())
+    texts = [run.engines[0].args.text_of(completion.token_ids) for completion in found]
+    assert all(re.fullmatch(regex, text) for text in texts), texts
 
 
 def test_memory_that_is_released_cannot_be_sampled_from(tmp_path: Path) -> None:

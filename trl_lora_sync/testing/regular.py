@@ -13,6 +13,7 @@ _CATEGORIES = {
     "CATEGORY_SPACE": frozenset(" \t\n\r\f\v"),
     "CATEGORY_WORD": frozenset(c for c in _ANY if c.isalnum() or c == "_"),
 }
+_CATEGORIES |= {name.replace("_", "_NOT_"): _ANY - characters for name, characters in _CATEGORIES.items()}
 
 
 class Regular:
@@ -60,6 +61,9 @@ class Regular:
     def _one(self, operation: str, value: Any, at: int) -> int:
         if operation == "LITERAL":
             return self._edge(at, frozenset(chr(value)))
+        # What `[^x]` is parsed to.
+        if operation == "NOT_LITERAL":
+            return self._edge(at, _ANY - {chr(value)})
         if operation == "ANY":
             return self._edge(at, _ANY)
         if operation == "IN":
@@ -84,7 +88,7 @@ class Regular:
             at = self._sequence(tree, at)
         # A fresh state, so that a repetition leads back to here and not into what comes before.
         end = self._edge(at, None)
-        if most is _parser.MAXREPEAT or most > sys.maxsize:
+        if most is _parser.MAXREPEAT:
             self._edges[self._sequence(tree, end)].append((None, end))
             return end
         # Each optional repetition is a copy that may be left out, as an automaton does not count.
@@ -106,5 +110,5 @@ def _characters(items: list[tuple[Any, Any]]) -> frozenset[str]:
             found.update(map(chr, range(value[0], value[1] + 1)))
         else:
             found |= _CATEGORIES[str(value)]
-    # Of printable ASCII: with all of Unicode, `[^x]` would be a set of a million characters.
+    # Of printable ASCII: with all of Unicode, `[^xy]` would be a set of a million characters.
     return frozenset(_ANY - found if negated else found)
