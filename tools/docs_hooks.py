@@ -1,7 +1,7 @@
 """Parts of the documentation that are made from the code when it is built, so that they cannot go stale.
 
-A page says `<!-- made: NAME -->` where one of `MADE` goes: the support table, the settings, the messages of all errors,
-the help of each command, and SECURITY.md, which is thus written once.
+A page has `<!-- made: NAME -->` where one of `MADE` goes, behind words for who reads the file itself: the support table,
+the settings, the messages of all errors, the help of each command, and SECURITY.md, which is thus written once.
 """
 
 import ast
@@ -25,7 +25,8 @@ from trl_lora_sync.versions import PEFT, TRL
 
 PACKAGE = Path(errors.__file__).parent
 _HELP_WIDTH = "80"  # as much as a page shows without scrolling; typer takes it from the terminal otherwise
-_MARK = re.compile(r"<!-- made: ([a-z-]+) -->")
+# With what a reader of the file itself sees in its place.
+_MARK = re.compile(r"(?:\*[^*\n]+\* )?<!-- made: ([a-z-]+) -->")
 
 # What the engines do with an adapter as PEFT saves it, where that is not the right thing. Read in their sources for
 # vLLM 0.22 to 0.33 and SGLang 0.5.11 to 0.5.23; the patterns were run on vLLM 0.31.

@@ -496,6 +496,16 @@ def test_target_modules_of_vllm_are_warned_of_if_nothing_is_known_of_the_adapter
     assert any("silently ignores" in note for note in launch("0.31.0", "--lora-target-modules", "q_proj").notes)
 
 
+def test_keys_that_sglang_does_not_read_are_noted() -> None:
+    """The server had no key, and the trainer's was taken by it without a word, so it seemed to be guarded."""
+    env = {"SGLANG_API_KEY": "k"}
+    [note] = launch("0.5.22", engine="sglang", env=env).notes
+    assert note.startswith("SGLang does not read SGLANG_API_KEY")
+    assert not launch("0.5.22", "--config", "keys.yaml", engine="sglang", env=env).notes
+    notes = launch("0.5.22", "--api-key", "k", engine="sglang", env=env).notes
+    assert not any("does not read" in one for one in notes)
+
+
 def test_old_sglang_says_that_nobody_may_sample_with_n() -> None:
     assert any("n > 1" in note for note in launch("0.5.21", engine="sglang").notes)
     assert not launch("0.5.22", engine="sglang").notes

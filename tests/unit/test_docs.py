@@ -49,6 +49,14 @@ def test_marks_are_replaced_by_what_they_stand_for() -> None:
     assert made.endswith("| after")
 
 
+def test_a_reader_of_the_files_sees_where_a_part_is_made() -> None:
+    """Tables that README links to were not there, without a word."""
+    lines = [line for page in PAGES for line in page.read_text().splitlines() if "<!-- made: " in line]
+    assert len(lines) == len(docs_hooks.MADE) + 1  # one of them is on two pages
+    assert all("`make docs`" in line for line in lines)
+    assert not any("make docs" in docs_hooks.on_page_markdown(line)[:40] for line in lines)
+
+
 def test_support_table_has_every_field_of_the_installed_peft() -> None:
     table = docs_hooks.support_table()
     known = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))

@@ -126,6 +126,9 @@ def test_readme_names_the_versions_that_the_code_knows() -> None:
     for known in ENGINE_VERSIONS:
         [row] = re.findall(rf"^\| {known.title} .*$", README, re.MULTILINE)
         assert all(version in row for version in known.run)
+    changelog = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    [run] = re.findall(r"Run on vLLM (.*); the others are known from their source", changelog)
+    assert all(version in run for known in ENGINE_VERSIONS for version in known.run)
 
 
 def test_documentation_names_the_oldest_python_of_the_metadata() -> None:

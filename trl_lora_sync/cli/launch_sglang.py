@@ -47,8 +47,20 @@ def plan_sglang(installed: Installed, request: ServerRequest, environ: Mapping[s
         given.get("--host") or request.host, "--api-key", environ if not given.has("--api-key") else None
     )
     notes += key_notes(given, ".")
+    notes += _notes_of_unread_keys(given, environ)
     program = (str(installed.python), "-m", "sglang.launch_server", "--model-path", request.model)
     return LaunchCommand(command=(*program, *given.missing(flags), *request.extra), notes=tuple(notes))
+
+
+def _notes_of_unread_keys(given: EngineArguments, environ: Mapping[str, str]) -> list[str]:
+    # Names of the trainer's side (`engines/sglang`). SGLang takes its keys as arguments only (0.5.15, server_args.py).
+    names = [name for name in ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY") if environ.get(name)]
+    if not names or any(given.has(flag) for flag in ("--api-key", "--admin-api-key", "--config")):
+        return []
+    return [
+        f"SGLang does not read {' and '.join(names)}, so this server has no key. Write api-key and admin-api-key into "
+        "a YAML file that only you can read, and end the command with: -- --config FILE"
+    ]
 
 
 def _check_sglang(

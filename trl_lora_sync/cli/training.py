@@ -24,7 +24,7 @@ _EPILOG = """\
 \b
 Example:
   trl-lora-sync {} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my/prompts {}\\
-      --use_peft --lora_r 16 --lora_target_modules all-linear --output_dir out \\
+      --use_peft --lora_r 16 --lora_dropout 0 --lora_target_modules all-linear --output_dir out \\
       --use_vllm --vllm_mode server --vllm_server_base_url http://localhost:8000 --vllm_sync_strategy lora_adapter
 """
 # What the example of each command has besides.
