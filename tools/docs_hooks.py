@@ -1,6 +1,6 @@
 """Parts of the documentation that are made from the code when it is built, so that they cannot go stale.
 
-A page has `<!-- made: NAME -->` where one of `MADE` goes, behind words for who reads the file itself: the support table,
+A page has `<!-- made: NAME -->` where one of `MADE` goes, behind words for a reader of the file: the support table,
 the settings, the messages of all errors, the help of each command, and SECURITY.md, which is thus written once.
 """
 
