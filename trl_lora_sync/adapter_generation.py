@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: Tensor | None = None  # fingerprint of this process's part of the active version
-        self._looked_at: int | None = None  # how many models accelerate had wrapped then
+        self._looked_at: list[ReferenceType[nn.Module]] | None = None  # what accelerate had wrapped then
         self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
         # Last, as TRL's `__init__` ends with `_init_vllm` (1.11 to 1.16), which uses all of these.
         super().__init__(*args, **kwargs)

@@ -9,6 +9,7 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from accelerate import Accelerator
@@ -165,9 +166,13 @@ def outermost(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return wrappers[-1] if wrappers else model
 
 
-def models_prepared(accelerator: Accelerator) -> int:
-    """How many models accelerate has wrapped so far; FSDP2 shards a model without another object around it."""
-    return len(accelerator._models)
+def models_prepared(accelerator: Accelerator) -> list[ReferenceType[nn.Module]]:
+    """What accelerate holds as wrapped: wrappers, and models that FSDP2 shards without another object around them.
+
+    Their number would not do: a teacher is wrapped before the start, and `train` drops it and wraps the student.
+    """
+    # An `id` may be given again to a wrapper of the next training; a reference to a dead object equals no other.
+    return [ref(model) for model in accelerator._models]
 
 
 def check_launcher(accelerator: Accelerator) -> None:

@@ -26,9 +26,16 @@ import trl_lora_sync.distributed
 from support.launch import end_process, run_each
 from support.models import base_weights, lora, nf4, peft_model, randomize_adapter, same_tensors
 from support.policies import distance, sample, token_ids
-from support.trainers import grpo_trainer, steps_of
+from support.trainers import grpo_trainer, prompts, steps_of, sync_fields
 from support.two_processes import Outcome, attempt
-from trl_lora_sync import GRPOTrainer, RLOOConfig, RLOOTrainer, export_adapter
+from trl_lora_sync import (
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    export_adapter,
+)
 from trl_lora_sync.adapter.export import remember_initial_adapter
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.metrics import SyncReport
@@ -55,14 +62,16 @@ FSDP: dict[str, dict[str, Any]] = {
 QLORA = "-qlora"
 # RLOO instead of GRPO.
 WITH_RLOO = "-rloo"
+# Distillation from a teacher in the trainer, which is wrapped before the model is.
+WITH_TEACHER = "-distillation"
 # An initialisation that takes the initial adapter out of the base weights.
 WITH_PISSA = "-pissa"
 # Whose 4-bit weights are floating-point numbers to FSDP, which it shards.
 AS_NUMBERS = ("fsdp1-orig", "fsdp2")
 
 
-class FSDPTrainer(GRPOTrainer):
-    """A trainer that runs real FSDP on the CPU.
+class OnCPU:
+    """A mixin for a trainer that runs real FSDP on the CPU.
 
     accelerate takes FSDP for GPUs only and goes on with DDP without one (state.py, 1.15); torch's FSDP runs on gloo. So
     accelerate's state is told what it would find with GPUs; everything else is accelerate's and torch's own.
@@ -77,6 +86,14 @@ class FSDPTrainer(GRPOTrainer):
         PartialState().distributed_type = DistributedType.FSDP
         state.device = PartialState().device = torch.device("cpu")  # FSDP1 takes "cpu:0" for another device
         self.is_fsdp_enabled = True
+
+
+class FSDPTrainer(OnCPU, GRPOTrainer):
+    """GRPO."""
+
+
+class FSDPDistillationTrainer(OnCPU, DistillationTrainer):
+    """Distillation."""
 
 
 class Traffic(TorchDispatchMode):
@@ -148,16 +165,22 @@ def make_trainer(way: str, folder: Path, url: str, model: Path, **changes: Any) 
     if way.endswith(WITH_PISSA):
         config |= {"peft_config": lora(init_lora_weights="pissa")}
         way = way.removesuffix(WITH_PISSA)
+    has_teacher, way = way.endswith(WITH_TEACHER), way.removesuffix(WITH_TEACHER)
     is_qlora, way = way.endswith(QLORA), way.removesuffix(QLORA)
     if is_qlora:
         config |= four_bit(torch.bfloat16 if way in AS_NUMBERS else torch.uint8)
     if way in FSDP:
         trainer_class = FSDPTrainer
-        FSDPTrainer.plugin = FullyShardedDataParallelPlugin(**FSDP[way])
+        OnCPU.plugin = FullyShardedDataParallelPlugin(**FSDP[way])
     elif way.startswith("zero"):
         # accelerate drops DeepSpeed when it is told to use the CPU; it takes the CPU when there is nothing else.
         config |= {"use_cpu": False, "ddp_backend": "gloo"}
         without_compiled_parts()
+    if has_teacher:
+        args = DistillationConfig(**sync_fields(url, folder, **config))
+        fields = {"args": args, "train_dataset": prompts(), "peft_config": lora()}
+        # Of the same checkpoint, which differs from the student by its adapter.
+        return FSDPDistillationTrainer(model=str(model), teacher_model=str(model), **fields)
     return grpo_trainer(url, model, folder, trainer_class=trainer_class, **config)
 
 
@@ -269,7 +292,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     seen["published"] = attempt(published)
     seen["verified"] = attempt(verified)
     seen["disproved"] = attempt(disproved)
-    if way.removesuffix(QLORA).removesuffix(WITH_PISSA) in FSDP:
+    if way.removesuffix(QLORA).removesuffix(WITH_PISSA).removesuffix(WITH_TEACHER) in FSDP:
         seen["saved"] = attempt(saved)
     seen["refused"] = attempt(refused)
     seen["after_refusal"] = attempt(sampled)
