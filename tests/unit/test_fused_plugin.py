@@ -441,6 +441,31 @@ def test_forgetting_the_version_in_the_weights_brings_the_base_back() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("is_load", [True, False], ids=["of a load", "of a request"])
+def test_an_unload_waits_for_the_change_that_brings_its_version(is_load: bool) -> None:
+    """It was confirmed while the version was on its way, which stayed in the weights for good."""
+
+    async def test() -> None:
+        server = Server()
+        if not is_load:
+            await server.load("v1")
+            await server.load("v2")
+        server.engine.is_busy = True
+        changing: asyncio.Task[Any] = asyncio.create_task(server.load("v1") if is_load else server.sample("v1"))
+        await until(lambda: server.engine.paused)
+        unloading = asyncio.create_task(server.ask("DELETE", f"{ROUTE}/v1"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        server.engine.is_busy = False
+        assert (await changing)[0] == 200
+        status, answer, _ = await unloading
+        assert (status, answer["deleted"], answer["current"]) == (200, True, BASE)
+        assert server.engine.active == [None, None]
+        assert "v1" not in server.middleware.adapters
+
+    run(test())
+
+
 def test_a_pause_of_a_client_is_not_ended() -> None:
     async def test() -> None:
         server = Server()

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.requests import Request
@@ -79,6 +80,9 @@ class FusedMiddleware:
         self.gate = WeightsLock(BASE)
         # Why the weights may hold anything: set by `_undo` and `_state`, cleared by the next fuse that succeeds.
         self.broken: str | None = None
+        self._coming: str | None = None  # what a change that runs puts into the weights
+        # One load or unload of a name at a time, as on vLLM's own routes. An entry lasts while a request holds it.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._is_asleep = False
         self._weights = asyncio.Lock()  # who may touch their memory: a fuse, a comparison, or vLLM's sleep
         logger.info("Adapters can be fused into the weights of this server, at %s.", ROUTE)
@@ -174,10 +178,15 @@ class FusedMiddleware:
         if not rest and request.method == "GET":
             return await self._state(engine, compares=request.query_params.getlist("compare") == ["base"])
         check_name(name)
+        lock = self._locks.setdefault(name, asyncio.Lock())
         if request.method in ("PUT", "POST"):
-            return await self._load(engine, name, await _content_of(request))
+            body = await _content_of(request)
+            async with lock:
+                return await self._load(engine, name, body)
         if request.method == "DELETE":
-            return await self._forget(engine, name)
+            # An unload that overtook the load would find nothing, and the version would stay once it is loaded.
+            async with lock:
+                return await self._forget(engine, name)
         raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
 
     async def _state(self, engine: Any, *, compares: bool) -> dict[str, Any]:
@@ -232,7 +241,8 @@ class FusedMiddleware:
         }
 
     async def _forget(self, engine: Any, name: str) -> dict[str, Any]:
-        if self.gate.current == name:
+        # A request for the version may be bringing it into the weights; that holds no lock of the name.
+        if name in (self.gate.current, self._coming):
             async with self.gate.changing(_LOAD_TIMEOUT_S):
                 # Looked at once more: another request may have changed the weights during the wait.
                 if self.gate.current == name:
@@ -243,7 +253,11 @@ class FusedMiddleware:
 
     async def _change(self, engine: Any, name: str) -> None:
         path = self.adapters[name] if name != BASE else None
-        await self._fuse(engine, name, path, _CHANGE_TIMEOUT_S)
+        self._coming = name
+        try:
+            await self._fuse(engine, name, path, _CHANGE_TIMEOUT_S)
+        finally:
+            self._coming = None
 
     async def _fuse(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
         """Put an adapter, or the base for no path, into the weights of all workers, or leave them as they are.
