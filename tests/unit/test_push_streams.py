@@ -19,7 +19,7 @@ from trl_lora_sync.engine_plugins.vllm_push import DIRECTORY_VARIABLE, ROUTE, ST
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline
 from trl_lora_sync.engines.vllm import push
 from trl_lora_sync.engines.vllm.push import PushedAdapters, SafetensorsBody
-from trl_lora_sync.errors import ServerError
+from trl_lora_sync.errors import ServerError, ServerUnreachableError
 
 pytestmark = pytest.mark.outside  # real connections
 
@@ -57,6 +57,7 @@ class Link:
     Attributes:
         requests: methods, in order.
         after_post: what becomes of the answer that names the port.
+        address: where the server's side of the connection is.
         headers: replaced in each PUT.
     """
 
@@ -65,6 +66,10 @@ class Link:
         self.requests: list[str] = []
         self.after_post: Change | None = None
         self.headers: dict[str, str] = {}
+        self.address = "127.0.0.1"
+
+    async def _at_address(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.middleware(scope | {"server": (self.address, 8000)}, receive, send)
 
     async def _no_app(self, scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("nothing is passed on")
@@ -76,9 +81,11 @@ class Link:
         sent = dict(headers or {}) | (self.headers if method == "PUT" else {})
         if content is not None:
             sent["Content-Length"] = str(len(content))
-        transport = httpx.ASGITransport(app=self.middleware)
+        transport = httpx.ASGITransport(app=self._at_address)
         async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
             response = await client.request(method, path, content=content, headers=sent)
+        if response.status_code == 503:
+            raise ServerUnreachableError("as an engine reads this status")
         return await self.after_post(response) if method == "POST" and self.after_post else response
 
 
@@ -171,6 +178,24 @@ def test_a_port_that_cannot_be_reached_is_tried_once(link: Link, caplog: pytest.
     asyncio.run(test())
     assert link.requests == ["POST", "PUT", "PUT"]
     assert "in HTTP requests only, which is slower: its port 1 cannot be reached" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("address", "is_slower"), [("::ffff:127.0.0.1", False), ("/run/vllm.sock", True)], ids=["IPv4 as IPv6", "a socket"]
+)
+def test_a_push_succeeds_at_an_address_that_cannot_be_bound_as_it_is(
+    link: Link, caplog: pytest.LogCaptureFixture, address: str, is_slower: bool
+) -> None:
+    """Each push ended with HTTP 503, as if the server was down, to a vLLM that listens on `::` for one."""
+    caplog.set_level("INFO")
+    link.address = address
+
+    async def test() -> None:
+        await (await connected(link)).push(stored(adapter()), soon(5))
+
+    asyncio.run(test())
+    assert link.requests == ["POST", "PUT"]
+    assert ("No port can be opened for the upload" in caplog.text) == is_slower
 
 
 @pytest.mark.parametrize("sent", [b"x" * 33, b""], ids=["another secret", "nothing"])

@@ -114,7 +114,8 @@ class PushMiddleware:
             incoming = IncomingStreams(upload, (scope.get("server") or ("127.0.0.1", 0))[0], streams)
         except OSError as error:
             upload.abort()
-            raise Refused(503, f"No port can be opened for the upload ({error.strerror}).") from error
+            # Not 503, as of a server that is down: the trainer then sends it in one HTTP request.
+            raise Refused(500, f"No port can be opened for the upload ({error.strerror}).") from error
         self._incoming[incoming.token] = incoming
         # For a trainer that never sends the `PUT`, which removes the token otherwise.
         asyncio.get_running_loop().call_later(UPLOAD_TIMEOUT_S, self._give_up, incoming.token)

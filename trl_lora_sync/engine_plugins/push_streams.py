@@ -45,6 +45,8 @@ class IncomingStreams:
     def __init__(self, upload: Upload, address: str, streams: int) -> None:
         self.upload = upload
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
+        # An IPv4 client of a server that listens on `::`; a socket for IPv6 alone cannot be bound to that form.
+        address = address.removeprefix("::ffff:")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         # On this address only, so that the port is not open on other networks of the host.
         self._listener = socket.create_server((address, 0), family=family)
