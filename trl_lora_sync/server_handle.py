@@ -137,6 +137,7 @@ class ServerHandle:
         if self._engine is not None:
             # A new engine counts from zero, and reports need the sum of the run.
             self._retries_before += self._engine.retries
+            engine.take_over(self._engine)
             await self._engine.close()  # as soon as its requests have ended
         self._engine = engine
         self.is_asleep = False

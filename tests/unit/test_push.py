@@ -13,14 +13,18 @@ from support.bodies import bytes_of_body, checksum_of
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.vllm_push import PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline
 from trl_lora_sync.engines.vllm.push import PushedAdapters, SafetensorsBody
 from trl_lora_sync.errors import ServerError, ServerSetupError, ServerUnreachableError
+from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.origin import install_command, install_elsewhere
-from trl_lora_sync.runtime import Blocking
+from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.server_handle import ServerHandle
 from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
 from unit.fleets import settings_for
+from unit.servers import Request, serving
 
 R, IN, OUT = 2, 8, 16
 URL = "http://gpu-1:8000"
@@ -202,6 +206,52 @@ def test_a_server_that_is_gone_does_not_make_deleting_fail() -> None:
     pushed.push(stored(1), soon())
     pushed.retire("v1", soon())
     assert server.requests == ["PUT v1", "DELETE v1"]
+
+
+def test_files_whose_deletion_was_not_answered_go_with_the_next_unload() -> None:
+    """After a short outage they stayed on the server for good."""
+    server = Server()
+    pushed = connected(server)
+    for version in range(1, 5):
+        pushed.push(stored(version), soon())
+        pushed.confirm(f"v{version}")
+    pushed.retire("v1", soon())
+    server.answers = [(0, None)]
+    pushed.retire("v2", soon())
+    server.requests.clear()
+
+    pushed.retire("v3", soon())
+
+    assert server.requests == ["DELETE v1", "DELETE v2"]
+
+
+@pytest.mark.outside
+def test_files_that_a_connection_left_behind_go_with_the_next_unload_of_its_successor(tmp_path: Path) -> None:
+    """A server that was taken back kept them for good, because the new connection did not know of them."""
+    statuses, deleted = [503], []
+
+    def answer(request: Request) -> None:
+        if request.command == "DELETE":
+            deleted.append(request.path.rpartition("/")[2])
+            request.send(statuses.pop() if statuses else 200, {})
+        elif request.path == "/v1/models":
+            request.send(200, {"data": [{"id": "base", "root": "base"}]})
+        elif request.path == ROUTE:
+            request.send(200, {"protocol": PROTOCOL, "max_bytes": 10_000})
+        else:
+            request.send(200, {"version": "0.31.0"})
+
+    with serving(answer) as listening:
+        address = ServerAddress(base_url=listening.url, is_local=True)
+        settings = settings_for([], tmp_path, engine="vllm", servers=(address,))
+        server = ServerHandle(address, settings, VersionLedger(keep=1))
+        run(server.connect(soon()))
+        run(server.engine.unload("v1", soon()))
+        run(server.connect(soon()))
+        run(server.engine.unload("v2", soon()))
+        run(server.disconnect())
+
+    assert deleted == ["v1", "v1", "v2"]
 
 
 # The choice

@@ -303,6 +303,9 @@ class Engine(Protocol):
     async def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         """Unload a name. A missing one counts as unloaded; returns False instead of raising on any failure."""
 
+    def take_over(self, before: "Engine") -> None:
+        """Delete later what `before`, an earlier connection to the same server, has left to delete there."""
+
     async def loaded(self, deadline: Deadline) -> dict[str, str]:
         """The adapters the server would serve: name to path."""
 

@@ -314,6 +314,9 @@ class InMemoryEngine:
         self.is_asleep = False
         return True
 
+    def take_over(self, before: Engine) -> None:
+        """See `Engine`."""
+
     async def close(self) -> None:
         """See `Engine`."""
 

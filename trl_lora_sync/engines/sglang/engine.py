@@ -29,6 +29,7 @@ from trl_lora_sync.engines.base import (
     Capabilities,
     Completion,
     Deadline,
+    Engine,
     PromptGroup,
     Sampling,
     Timeouts,
@@ -277,6 +278,9 @@ class SGLangEngine(SGLangServer):
                 "an adapter whose shapes do not fit its base model; look at its log, and serve the model that is "
                 f"being trained. {error}"
             ) from error
+
+    def take_over(self, before: Engine) -> None:
+        """See `Engine`. Nothing is left: SGLang keeps adapters in the memory of its process only."""
 
     async def unload(self, adapter_name: str, deadline: Deadline) -> bool:
         """See `Engine`."""

@@ -34,6 +34,7 @@ from trl_lora_sync.engines.base import (
     Capabilities,
     Completion,
     Deadline,
+    Engine,
     PromptGroup,
     Sampling,
     Timeouts,
@@ -291,6 +292,11 @@ class VLLMEngine(ServerEngine):
         # Only now: files of a version that is not confirmed are deleted with its unload, as no request can need them.
         self._pushed.confirm(adapter.name)
         return loaded
+
+    def take_over(self, before: Engine) -> None:
+        """See `Engine`."""
+        if isinstance(before, VLLMEngine):
+            self._pushed.take_over(before._pushed)
 
     async def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
         """Send an adapter to the server's host and return where the server keeps it, see `PushedAdapters`."""

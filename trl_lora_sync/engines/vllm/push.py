@@ -78,6 +78,7 @@ class PushedAdapters:
         self._pushed: dict[str, None] = {}
         self._loaded: dict[str, None] = {}
         self._retired: dict[str, None] = {}
+        self._overdue: dict[str, None] = {}
 
     async def connect(self, deadline: Deadline) -> bool:
         """Find out whether the server takes pushes."""
@@ -95,6 +96,11 @@ class PushedAdapters:
                 if isinstance(offer.get("streams"), int) and self._base_url.startswith("http://"):
                     self._streams = min(_STREAMS, offer["streams"])
         return self._max_bytes is not None
+
+    def take_over(self, before: "PushedAdapters") -> None:
+        """Delete what an earlier connection to the same server has left to delete."""
+        # With its last unload, which was before this connection. A DELETE of a missing name is harmless.
+        self._overdue |= before._overdue | before._retired
 
     async def push(self, adapter: StoredAdapter, deadline: Deadline) -> str:
         """Send an adapter's tensors; sending the same again succeeds.
@@ -211,23 +217,23 @@ class PushedAdapters:
         if self._max_bytes is None:
             return
         if adapter_name in self._loaded:
-            over = list(self._retired)
+            self._overdue |= self._retired
             del self._loaded[adapter_name]
             self._retired = {adapter_name: None}
         else:
             self._pushed.pop(adapter_name, None)
-            over = [adapter_name]
+            self._overdue[adapter_name] = None
         if not self._loaded:
-            over += self._retired
+            self._overdue |= self._retired
             self._retired = {}
-        for name in dict.fromkeys(over):
-            await self._delete(name, deadline)
-
-    async def _delete(self, adapter_name: str, deadline: Deadline) -> None:
-        try:
-            await self._send("DELETE", f"{ROUTE}/{adapter_name}", deadline)
-        except LoRASyncError as error:
-            logger.info("The files of %s stay on the server until it ends: %s", adapter_name, error)
+        for name in list(self._overdue):
+            try:
+                await self._send("DELETE", f"{ROUTE}/{name}", deadline)
+            except LoRASyncError as error:
+                # Each further one would wait for the same server.
+                logger.info("The files of %s stay on the server for now: %s", name, error)
+                return
+            self._overdue.pop(name, None)
 
     async def _retried(self, send: Callable[[], Awaitable[httpx.Response]], deadline: Deadline) -> httpx.Response:
         """Repeated while the server is unreachable: it answers a push that it has carried out already as before."""
