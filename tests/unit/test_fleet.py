@@ -17,6 +17,7 @@ import trl_lora_sync.server_handle
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline, Engine, PromptGroup
 from trl_lora_sync.engines.connect import reason_to_be_down
+from trl_lora_sync.engines.vllm.fused import VLLMFusedEngine
 from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterRejectedError,
@@ -31,6 +32,7 @@ from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, InMemoryEngine, in_memory_engines
 from unit.fleets import GROUPS, FleetRun, InMemoryRun, settings_for, small_adapter
+from unit.servers import serving
 
 pytestmark = pytest.mark.outside
 
@@ -771,6 +773,21 @@ def test_a_server_that_is_dropped_while_it_recovers_is_checked_by_the_sync_that_
     assert training.publish().servers == 1
     restart_with_another_base(training.fakes[1])
     assert training.publish().servers == 1
+
+
+def test_a_fused_server_that_stays_busy_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of other clients there ended the run, as an adapter that does not fit."""
+    busy = {"error": {"message": "3 other requests were still being answered after 9 s, and so on"}}
+    with serving(lambda request: request.send(409, busy)) as listening, in_memory_engines(2, shapes=SMALL) as engines:
+        begun = InMemoryRun(engines, tmp_path, on_server_loss="drop")
+        fused = VLLMFusedEngine(listening.url, is_local=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(engines[1], "load", fused.load)
+            assert begun.sync.publish(small_adapter(2)).servers == 1
+        assert begun.samples_from(2)
+        assert begun.sync.publish(small_adapter(3)).servers == 2
+        begun.sync.shutdown()
+        run_on_loop(fused.close())
 
 
 @pytest.mark.usefixtures("no_patience")

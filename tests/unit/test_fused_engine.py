@@ -16,6 +16,7 @@ from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterNotVisibleError,
     AdapterRejectedError,
+    DeadlineExceededError,
     GenerationError,
     ServerAuthError,
     ServerSetupError,
@@ -35,6 +36,7 @@ STORED = StoredAdapter(
     target_modules=("q_proj",),
     payload_bytes=10,
 )
+BUSY = {"error": {"message": "3 other requests were still being answered after 9 s, and so on"}}
 COMPLETION = {
     "model": "base",
     "choices": [
@@ -138,7 +140,11 @@ def test_a_load_gives_the_server_a_time_to_wait_that_ends_before_ours() -> None:
     [
         ((200, {"current": "a-v2", "path": "/sync/a-v1"}), AdapterRejectedError, "holds.*a-v2"),
         ((200, {"current": "a-v1", "path": "/other"}), AdapterRejectedError, "holds.*/other"),
-        ((409, {"error": {"message": "3 other requests were still"}}), AdapterRejectedError, "3 other requests"),
+        ((409, BUSY), DeadlineExceededError, "other clients.*3 other requests"),
+        ((409, {"error": {"message": "The engine was still busy after 9 s."}}), DeadlineExceededError, "still busy"),
+        ((409, {"error": {"message": "because requests still use it."}}), DeadlineExceededError, "still use it"),
+        ((409, {"error": {"message": "The server sleeps, and"}}), ServerSetupError, r"curl -X POST http\S+/wake_up"),
+        ((409, {"error": {"message": "a-v1 is registered already"}}), AdapterRejectedError, "registered already"),
         ((422, {"error": {"message": "The adapter holds NaN"}}), AdapterRejectedError, "holds NaN"),
         ((422, {"error": {"message": "it was not written completely"}}), AdapterNotVisibleError, "cut off or damaged"),
         ((404, {"error": {"message": "No adapter found for /sync"}}), AdapterNotVisibleError, "lora_sync_server_dir"),

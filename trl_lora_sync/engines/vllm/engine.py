@@ -325,7 +325,7 @@ class VLLMEngine(ServerEngine):
             )
         return loaded
 
-    def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> ServerError:
+    def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> LoRASyncError:
         if "No adapter found" in message and adapter.content is not None:
             return ServerSetupError(
                 f"{self.base_url} does not find the adapter at {adapter.server_path!r}, where its answer to the push "

@@ -19,13 +19,17 @@ from trl_lora_sync.engines.vllm.engine import VLLMEngine, paths_by_name
 from trl_lora_sync.errors import (
     AdapterNotVisibleError,
     AdapterRejectedError,
-    ServerError,
+    DeadlineExceededError,
+    LoRASyncError,
     ServerSetupError,
     WrongPolicyError,
 )
 
 # So that the server gives up before we do, and reports why.
 _SHARE_FOR_WAITING = 0.9
+# Words of `engine_plugins.weights_lock` and of `fused_middleware`, in their refusals with HTTP 409.
+_BUSY = ("other requests were still being answered", "engine was still busy", "requests still use it")
+_ASLEEP = "server sleeps"
 
 
 class VLLMFusedEngine(VLLMEngine):
@@ -86,13 +90,26 @@ class VLLMFusedEngine(VLLMEngine):
             )
         return _adapters_in(answer)
 
-    def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> ServerError:
+    def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> LoRASyncError:
         # The words of `safetensors_file.ShortFileError`, which the workers pass on.
         if "not written completely" in message:
             return AdapterNotVisibleError(
                 f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
                 f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} "
                 f"The server answered: {message!r}"
+            )
+        # Not as a rejection, because nothing is wrong with the adapter, and the fleet may go on without this server.
+        if status == 409 and any(words in message for words in _BUSY):
+            return DeadlineExceededError(
+                f"{self.base_url} did not put the adapter {adapter.name!r} into its weights, because it still answers "
+                "requests of other clients. Fused serving changes the weights only while no request runs. End these "
+                f"requests, or raise lora_sync_timeout to wait longer. The server answered: {message!r}"
+            )
+        if status == 409 and _ASLEEP in message:
+            return ServerSetupError(
+                f"The vLLM server at {self.base_url} is asleep, so the adapter {adapter.name!r} cannot be put into its "
+                f"weights. It must be awake while it is synced. Run `curl -X POST {self.base_url}/wake_up`, and keep "
+                f"other clients from sending /sleep. The server answered: {message!r}"
             )
         return super()._load_error(adapter, status, message)
 
