@@ -135,6 +135,14 @@ def test_a_load_gives_the_server_a_time_to_wait_that_ends_before_ours() -> None:
     assert 0 < body["timeout_s"] < 20
 
 
+def test_a_load_with_days_to_wait_asks_for_a_time_that_the_server_accepts() -> None:
+    """With a lora_sync_timeout of 96,000 s and more, the server refused every load."""
+    with serving(Fused()) as server:
+        connected(server).load(STORED, Deadline.after(1e6, "the test"))
+    [body] = [seen.body for seen in server.requests if seen.path == f"{ROUTE}/a-v1"]
+    assert body["timeout_s"] < 86400  # see `FusedMiddleware`
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [

@@ -27,6 +27,8 @@ from trl_lora_sync.errors import (
 
 # So that the server gives up before we do, and reports why.
 _SHARE_FOR_WAITING = 0.9
+# The server refuses a day and more.
+_LONGEST_WAIT_S = 86399.0
 # Words of `engine_plugins.weights_lock` and of `fused_middleware`, in their refusals with HTTP 409.
 _BUSY = ("other requests were still being answered", "engine was still busy", "requests still use it")
 _ASLEEP = "server sleeps"
@@ -75,7 +77,8 @@ class VLLMFusedEngine(VLLMEngine):
         return _adapters_in(json_object(await self._get(ROUTE, deadline), ServerSetupError))
 
     async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
-        body = {"path": adapter.server_path, "timeout_s": deadline.remaining_s() * _SHARE_FOR_WAITING}
+        wait_s = min(deadline.remaining_s() * _SHARE_FOR_WAITING, _LONGEST_WAIT_S)
+        body = {"path": adapter.server_path, "timeout_s": wait_s}
         # Unlike vLLM's own route, this one accepts a repeated request, if the adapter is in the weights already.
         response = await self._request("PUT", f"{ROUTE}/{adapter.name}", deadline, body=body)
         message = server_message(response)
