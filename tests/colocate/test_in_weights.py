@@ -245,6 +245,20 @@ def test_evaluation_samples_the_policy_of_the_moment(trainer: Any) -> None:
     trainer.model.eval()
 
 
+def test_weights_that_do_not_start_from_the_checkpoint_are_refused(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were compared with the base that they had been written over, which lacks the same."""
+    base = in_weights.placing.base_weights
+
+    def reduced(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        return {name: torch.nn.Parameter(weight.detach() * 0.5) for name, weight in base(model).items()}
+
+    monkeypatch.setattr(in_weights.placing, "base_weights", reduced)
+    with pytest.raises(VerificationError, match="computes something else with trial"):
+        colocate_trainer(base_model, tmp_path, lora_sync_serving="fused")
+
+
 # What cannot be shared
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from make_model import make_model, make_tokenizer
 from peft import LoraConfig
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl, trl_checks
@@ -205,6 +206,29 @@ def test_trl_that_samples_in_another_way_is_refused(
     monkeypatch.setattr(f"trl.generation.vllm_generation.VLLMGeneration.{method}", changed)
     with pytest.raises(UnsupportedTRLError, match=words):
         trl_checks.check_colocate()
+
+
+# Serving
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_fused_serving_is_refused_if_the_initialisation_has_changed_the_trainers_base(
+    init: str,
+    arguments: dict[str, Any],
+    make: Callable[..., GRPOConfig],
+    install: Callable[[str, str], None],
+    llm: None,
+) -> None:
+    """The difference to the initial adapter was added to a base that lacks that adapter, and was sampled from."""
+    install("vllm", "0.31.0")
+    make_model(Path(arguments["model"]), num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8)
+    arguments |= {
+        "args": make(lora_sync_serving="fused"),
+        "peft_config": LoraConfig(r=2, init_lora_weights=init, task_type="CAUSAL_LM"),
+        "processing_class": make_tokenizer(),
+    }
+    with pytest.raises(UnsupportedSettingError, match=r'"fused" cannot .* initialisation .* Set .*="runtime"'):
+        GRPOTrainer(**arguments)
 
 
 # A base that may be shared

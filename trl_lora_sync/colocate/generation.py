@@ -62,6 +62,7 @@ class ColocateGeneration(AdapterGeneration):
         self.active: Policy | None = None
         self.layout: Any = None
         self.is_verified = False
+        self._served_base: Sequence[float] = ()  # of `PROBE_PROMPT`, by vLLM's base before anything was written to it
         self._shared: SharedBase | None = None
         self._received: torch.Tensor | None = None  # memory for the adapter that process 0 sends
         super().__init__(*args, **kwargs)
@@ -115,6 +116,12 @@ class ColocateGeneration(AdapterGeneration):
             raise _no_fused("the launcher shards the trainer's base model, from which the served weights are computed")
         if shared_base.is_quantised(self.model):
             raise _no_fused("the base model is quantised, and an adapter cannot be added to quantised weights")
+        if self._initial:
+            # The difference to the initial adapter belongs on the checkpoint's weights.
+            raise _no_fused(
+                "the initialisation has taken the initial adapter out of the trainer's base, from which the served "
+                "weights are computed"
+            )
 
     def _reason_against_sharing(self) -> str | None:
         """**Collective.** Why vLLM needs a second copy of the base, as far as it shows before vLLM starts.
@@ -198,8 +205,8 @@ class ColocateGeneration(AdapterGeneration):
         return all(gather_object([found.proves]))
 
     def _check_base(self, base: TrainedBase) -> None:
-        served = engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT)
-        gap = base_gap(base, served)
+        self._served_base = engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT)
+        gap = base_gap(base, self._served_base)
         if gap.is_suspicious:
             raise VerificationError(
                 f"vLLM has loaded {self.model.name_or_path!r}, and computes other log-probabilities with it than the "
@@ -220,7 +227,8 @@ class ColocateGeneration(AdapterGeneration):
             VerificationError: it is something else.
         """
         served = Scores(
-            base=engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT),
+            # Of the start: a base that was overwritten with other weights would be as far off as the adapter on it.
+            base=self._served_base,
             adapted=engine.prompt_logprobs(self.llm, self.gate, policy, PROBE_PROMPT),
         )
         found = compare(served, trained, tolerance=self.settings.verify_tolerance)
