@@ -226,6 +226,24 @@ def test_request_before_the_first_sync_is_refused_where_other_processes_must_tak
     assert samples_policy(trainer)
 
 
+def test_kv_cache_can_be_given_back_after_an_answer(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps a finished request until its next step, and refuses to release the memory until then."""
+    llm = trainer.vllm_generation.llm
+    core = llm.llm_engine.engine_core.engine_core
+    discarded: list[tuple[str, ...]] = []
+    # A CPU build has no memory to discard, but vLLM's rule comes before that.
+    monkeypatch.setattr(core.model_executor, "discard", discarded.append)
+    monkeypatch.setattr(llm.llm_engine.vllm_config.model_config, "enable_sleep_mode", True)
+    memory = engine.KVCacheMemory(llm)
+    memory.release()
+    for _ in range(2):
+        with memory.there():
+            assert is_exact(trainer.model, answered(llm, ASKED))
+    memory.restore()
+    assert discarded == [("kv_cache",)] * 3
+    assert samples_policy(trainer)
+
+
 # The prefix cache
 
 

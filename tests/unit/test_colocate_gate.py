@@ -1,4 +1,4 @@
-"""Unit tier: the gate that decides which policy a request to an engine in this process is for."""
+"""Unit tier: the gate that decides which policy a request to an engine in this process is for, and its KV cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trl_lora_sync.colocate.engine import Policy, SamplingGate
+from trl_lora_sync.colocate.engine import KVCacheMemory, Policy, SamplingGate
 from trl_lora_sync.errors import WrongPolicyError
 
 REQUEST = SimpleNamespace(lora_name="version-3", lora_int_id=1)
@@ -152,3 +152,70 @@ def test_syncs_within_what_comes_before_a_call_are_not_part_of_it() -> None:
         gate.check(asked)
     assert seen == [OTHER_REQUEST]
     assert asked.lora_request is REQUEST
+
+
+# The memory of the KV cache
+
+
+class SleepingEngine:
+    """By the rules of vLLM 0.31, which is also its own core and scheduler here."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+        self.engine_core = SimpleNamespace(engine_core=self)
+        self.scheduler = self
+        self.batch_queue: list[str] = []
+        self.finished: set[str] = set()
+        self.is_paused = self.is_released = False
+        self.errors: list[Exception] = []
+
+    def has_requests(self) -> bool:
+        return bool(self.finished)
+
+    def step(self) -> None:
+        self.finished.clear()
+        self.batch_queue.clear()
+
+    def sleep(self, level: int) -> None:
+        self.is_paused = True
+
+    def release_kv_cache_memory(self) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        if not self.is_paused or self.has_requests() or self.batch_queue:
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        self.is_released = True
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.is_paused = self.is_released = False
+
+    def sample(self) -> None:
+        assert not self.is_paused
+        assert not self.is_released
+        # Both are left behind the last answer.
+        self.finished.add("0")
+        self.batch_queue.append("0")
+
+
+def test_memory_is_given_back_after_each_call_whatever_the_scheduler_has_left_over() -> None:
+    """A finished request that no later step had removed ended the first call in a RuntimeError."""
+    sleeping = SleepingEngine()
+    memory = KVCacheMemory(SimpleNamespace(llm_engine=sleeping))
+    memory.release()
+    for _ in range(2):
+        with memory.there():
+            sleeping.sample()
+        assert sleeping.is_released
+
+
+def test_call_after_a_release_that_failed_half_way_is_sampled() -> None:
+    """The scheduler stayed paused, and the next call waited for it."""
+    sleeping = SleepingEngine()
+    memory = KVCacheMemory(SimpleNamespace(llm_engine=sleeping))
+    memory.release()
+    sleeping.errors.append(RuntimeError("no memory left"))
+    with pytest.raises(RuntimeError, match="no memory left"), memory.there():
+        sleeping.sample()
+    with memory.there():
+        sleeping.sample()
+    assert sleeping.is_released

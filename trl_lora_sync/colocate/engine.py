@@ -10,7 +10,9 @@ What is relied on, in a process with `distributed_executor_backend="external_lau
 - of the adapter manager: `.modules` (layers by name), `.packed_modules` (the names that one layer joins),
   `.lora_index_to_id`, and of a layer `set_lora(index, lora_a, lora_b)`, `lora_a_stacked`, `lora_b_stacked`.
 - `llm_engine.vllm_config`, and that the tokens are drawn with torch's own generator of the device.
-- for `vllm_enable_sleep_mode`: see `KVCacheMemory`.
+- for `vllm_enable_sleep_mode`: see `KVCacheMemory`; from 0.31 on `llm_engine.sleep(level=0)`, `.wake_up(tags)`,
+  `.step()`, `.release_kv_cache_memory()`, and of `llm_engine.engine_core.engine_core` `.scheduler.has_requests()` and
+  `.batch_queue`.
 """
 
 import importlib.util
@@ -423,15 +425,22 @@ class KVCacheMemory:
 
     def release(self) -> None:
         """Give it back; nothing if that is done already, or vLLM runs without a sleep mode."""
-        if self._is_released or not self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+        llm_engine = self._llm.llm_engine
+        if self._is_released or not llm_engine.vllm_config.model_config.enable_sleep_mode:
             return
-        if hasattr(self._llm.llm_engine, "release_kv_cache_memory"):  # 0.31 to 0.33
-            # The release requires a completed pause (0.31, v1/engine/core.py). Level 0 pauses, and moves no memory.
-            self._llm.llm_engine.sleep(level=0)
-            self._llm.llm_engine.release_kv_cache_memory()
+        if hasattr(llm_engine, "release_kv_cache_memory"):  # 0.31 to 0.33
+            # The release requires a completed pause (0.31, v1/engine/core.py). Level 0 pauses, and moves no memory. A
+            # request that has finished counts until the next step, which in this process nothing else makes.
+            core = llm_engine.engine_core.engine_core
+            while core.scheduler.has_requests() or core.batch_queue:
+                llm_engine.step()
+            # Before both, so that after an error in the second `restore` ends the pause.
+            self._is_released = True
+            llm_engine.sleep(level=0)
+            llm_engine.release_kv_cache_memory()
         else:
             self._unmap()
-        self._is_released = True
+            self._is_released = True
 
     def restore(self) -> None:
         """Take it back, empty."""
