@@ -53,6 +53,8 @@ from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, sh
 from trl_lora_sync.verify import PROBE_PROMPT, ImageProbe, ReadAdapter, Scores, TrainedBase, Trial
 
 Score = Callable[[dict[Any, Tensor], Prompt], list[float]]
+# Of the bits of the matrices and extras, not waited for, and the scalings, which PEFT keeps beside them as numbers.
+Fingerprint = tuple[Tensor, tuple[float, ...]]
 
 
 class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
@@ -87,7 +89,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self.reader = AdapterReader(settings.reads, proves_groups=settings.proves_groups)
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
-        self._published: Tensor | None = None  # fingerprint of this process's part of the active version
+        self._published: Fingerprint | None = None  # of this process's part of the active version
         self._looked_at: list[ReferenceType[nn.Module]] | None = None  # what accelerate had wrapped then
         self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
         # Last, as TRL's `__init__` ends with `_init_vllm` (1.11 to 1.16), which uses all of these.
@@ -122,14 +124,15 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             if self._initial:
                 print(initial_note(sum(one.nbytes for one in self._initial.values())), flush=True)
 
-    def _fingerprint(self, linears: Sequence[nn.Linear]) -> Tensor:
-        """Of this process's part of the adapter, at this moment; not waited for."""
+    def _fingerprint(self, linears: Sequence[nn.Linear]) -> Fingerprint:
+        """Of this process's part of the adapter, at this moment."""
         tensors = [linear.weight for linear in linears]
         if self._sharded:
             shards = shards_of(linears, outermost(self.accelerator, self.model))
             tensors = [weight if shard is None else shard.values for weight, shard in zip(tensors, shards, strict=True)]
         # Extras are whole, because `linears` refuses a sharded model that has any.
-        return self.reader.fingerprints.of([*tensors, *(one.parameter for one in self.reader.extras)])
+        bits = self.reader.fingerprints.of([*tensors, *(one.parameter for one in self.reader.extras)])
+        return bits, self.reader.scalings()
 
     def _has_changed(self) -> bool:
         """**Collective.** Whether the adapter differs from the published one, on any process.
@@ -151,8 +154,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self.reader.check()
         if self.settings.samples_older:
             return False
-        # As numbers, since the model may have been moved to another device.
-        return self._published is None or self._fingerprint(linears).tolist() != self._published.tolist()
+        if self._published is None:
+            return True
+        (bits, scalings), (published_bits, published_scalings) = self._fingerprint(linears), self._published
+        # The bits as numbers, since the model may have been moved to another device.
+        return scalings != published_scalings or bits.tolist() != published_bits.tolist()
 
     def _sync_if_changed(self) -> None:
         """For what samples on process 0 alone, such as a rollout function.

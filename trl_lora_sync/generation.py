@@ -11,9 +11,8 @@ from itertools import groupby
 from typing import Any
 
 from accelerate.utils import gather_object
-from torch import Tensor
 
-from trl_lora_sync.adapter_generation import AdapterGeneration
+from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import models_prepared, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
@@ -111,7 +110,7 @@ class LoRASyncGeneration(AdapterGeneration):
         self.active_name, self._published = report.adapter_name, published
         self.on_sync(report)
 
-    def _publish_again(self, timer: PhaseTimer) -> tuple[SyncReport, Tensor] | None:
+    def _publish_again(self, timer: PhaseTimer) -> tuple[SyncReport, Fingerprint] | None:
         """Publish what was read for the version before, and look at the model only while the servers load.
 
         To look at an 8B model takes as long as the rest of the trainer's part of a sync.
@@ -129,7 +128,7 @@ class LoRASyncGeneration(AdapterGeneration):
             adapter = self.reader.read_again(self.model, dtype=self.dtype, form=self.sync.form)
         if adapter is None:
             return None
-        noted: list[Tensor] = []
+        noted: list[Fingerprint] = []
 
         def look() -> None:
             linears = self.linears()
@@ -144,10 +143,10 @@ class LoRASyncGeneration(AdapterGeneration):
         except _ChangedModelError:
             return None
 
-    def _look_and_publish(self, timer: PhaseTimer) -> tuple[SyncReport, Tensor]:
+    def _look_and_publish(self, timer: PhaseTimer) -> tuple[SyncReport, Fingerprint]:
         """**Collective.** The report, and the fingerprint of this process's part of the version."""
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
-        noted: list[Tensor] = []
+        noted: list[Fingerprint] = []
 
         def note() -> None:
             noted[:] = [self._fingerprint(self.reader.last_linears)]

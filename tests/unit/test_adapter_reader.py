@@ -47,6 +47,19 @@ def test_new_scaling_is_read() -> None:
     assert any(not torch.equal(after.tensors[key], tensor) for key, tensor in before.tensors.items())
 
 
+@pytest.mark.parametrize("module", ["v_proj", "embed_tokens"])
+def test_scaling_of_every_kind_of_layer_is_among_those_that_are_compared(module: str) -> None:
+    """A scaling that changes alone is a change of the adapter, and no matrix shows it."""
+    model, reader = lora_model(target_modules=["q_proj", "v_proj", "embed_tokens"]), AdapterReader("fused")
+    reader.linears(model)
+    layer = next(one for name, one in model.named_modules() if name.endswith(module))
+    before = reader.scalings()
+    layer.set_scale("default", 0.25)
+    assert sorted(set(before) ^ set(reader.scalings())) == [0.375]
+    layer.set_scale("default", 1)
+    assert reader.scalings() == before
+
+
 def test_adapter_that_was_replaced_under_the_same_name_is_read() -> None:
     reader, model = AdapterReader(), lora_model(target_modules=["q_proj"])
     read(reader, model)

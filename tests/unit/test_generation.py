@@ -7,13 +7,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from make_model import make_model
+from peft.helpers import rescale_adapter_scale
 from PIL import Image
+from support.models import lora, randomize_adapter
+from support.policies import is_policy_of, sample, token_ids
+from support.trainers import grpo_trainer
 from trl.generation.vllm_client import VLLMClient
 
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.generation import group_rows
+from trl_lora_sync.testing import in_memory_engines
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), max_size=30)
 
@@ -131,3 +137,26 @@ def test_images_in_messages_become_data_urls(kind: str) -> None:
 )
 def test_other_messages_stay_as_they_are(message: dict) -> None:
     assert openai_messages([message]) == [message]
+
+
+@pytest.mark.outside
+def test_scaling_that_changes_for_a_while_is_published_and_so_is_its_return(tmp_path: Path) -> None:
+    """The matrices stay the same, and completions came from a policy that the trainer did not have at the moment."""
+    model, versions = make_model(tmp_path / "tiny"), []
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, tmp_path, peft_config=lora(target_modules=["q_proj", "v_proj"]))
+        trainer.model.eval()
+        randomize_adapter(trainer.model, seed=1, std=0.3)
+
+        def samples_policy() -> bool:
+            rows = sample(trainer.vllm_generation, [token_ids(1)])
+            versions.append(trainer.vllm_generation.active_name.rpartition("-")[2])
+            return is_policy_of(trainer.model, rows)
+
+        assert samples_policy()
+        with rescale_adapter_scale(trainer.model, 0.5):
+            assert samples_policy()
+            assert samples_policy()
+        assert samples_policy()
+        assert versions == ["v1", "v2", "v2", "v3"]
+        trainer.vllm_generation.close()

@@ -184,6 +184,7 @@ class AdapterReader:
         self.fingerprints = Fingerprints()
         self._tree: ModuleTree | None = None
         self._layers: list[_Layer] = []
+        self._scaled: list[Any] = []  # all of PEFT's layers with the adapter
         self._has_initial = False
         self.last_linears: list[nn.Linear] = []
         self._adapter_name = ""
@@ -202,6 +203,7 @@ class AdapterReader:
             # First: if a layer is refused below, `read_again` may not repeat what was read of the layers before.
             self._modules = self._checked = None
             self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
+            self._scaled = list(_adapted(model, adapter_name).values())
             self._has_initial = any(layer.initial is not None for layer in self._layers)
             self._experts = _find_experts(model, adapter_name, self._serving)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
@@ -235,6 +237,10 @@ class AdapterReader:
             if one.trial_size is not None:
                 found.setdefault(group_of(one.path), {}).setdefault(one.path, ())
         return found
+
+    def scalings(self) -> tuple[float, ...]:
+        """Of all layers of the last `linears` at this moment, embeddings and experts included."""
+        return tuple(float(layer.scaling[self._adapter_name]) for layer in self._scaled)
 
     def check(self) -> None:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
