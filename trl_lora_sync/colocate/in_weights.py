@@ -180,6 +180,13 @@ class FoldedIntoSharedWeights(AdaptersInWeights):
         self._modules: Sequence[str] = ()
 
     def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
+        with _changes_noticed():
+            self._choose_modules(matrices)
+
+    def _choose_modules(self, matrices: Matrices) -> None:
+        """Make `_folded` that of the modules of an adapter, with nothing in the weights."""
+        if self._folded.is_folded:  # taking it out has failed before
+            self._folded.unfold()
         if list(matrices) != self._modules:
             rank = next(iter(matrices.values()))[0].shape[0]
             # For other modules only: it compiles kernels, and sums up the bits of every weight.
@@ -192,17 +199,23 @@ class FoldedIntoSharedWeights(AdaptersInWeights):
 
     @contextmanager
     def _with_folded(self, matrices: Matrices) -> Iterator[None]:
-        try:
-            if self._folded.is_folded:  # taking it out has failed before
-                self._folded.unfold()
-            self._folded.fold([matrices[name] for name in self._modules])
+        with _changes_noticed():
+            # A version of other modules may have been loaded since, and refused.
+            self._choose_modules(matrices)
+            self._folded.fold(list(matrices.values()))
             try:
                 yield
             finally:
                 self._folded.unfold()
-        except BaseChangedError as error:
-            raise WrongPolicyError(
-                f"The frozen weights that trainer and vLLM share are not what they were: {error}. Something wrote to "
-                "them. Start the run again from its last checkpoint, with "
-                'vllm_colocate_base="own" if it happens again.'
-            ) from error
+
+
+@contextmanager
+def _changes_noticed() -> Iterator[None]:
+    try:
+        yield
+    except BaseChangedError as error:
+        raise WrongPolicyError(
+            f"The frozen weights that trainer and vLLM share are not what they were: {error}. Something wrote to "
+            "them. Start the run again from its last checkpoint, with "
+            'vllm_colocate_base="own" if it happens again.'
+        ) from error
