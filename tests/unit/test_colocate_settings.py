@@ -16,7 +16,7 @@ from peft import LoraConfig
 from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl, trl_checks
 from trl_lora_sync.colocate import engine, placing, shared_base
 from trl_lora_sync.config import sync_settings
-from trl_lora_sync.errors import UnsupportedSettingError, UnsupportedTRLError
+from trl_lora_sync.errors import UnsupportedSettingError, UnsupportedTRLError, WrongPolicyError
 from trl_lora_sync.settings import ColocateSettings
 from unit.tiny import lora_model
 
@@ -308,6 +308,28 @@ def test_the_frozen_adapter_of_a_reference_policy_is_not_taken_for_weights_of_th
     before = placing.base_weights(model)
     model.add_adapter("ref", model.peft_config["default"])
     assert placing.base_weights(model).keys() == before.keys()
+
+
+def test_weights_that_came_apart_are_connected_if_they_are_equal_and_named_if_they_are_not() -> None:
+    """One weight with other values left all of them apart without an error, and vLLM sampled from another base."""
+    model = lora_model()
+    weights = placing.base_weights(model)
+    views = {name: weight.detach().clone() for name, weight in weights.items()}
+    shared = shared_base.SharedBase(weights, views)
+    shared.connect(model, torch.device("cpu"))
+    changed, equal, untouched = list(weights)[1:4]
+    for name in (changed, equal):
+        weights[name].data = weights[name].detach().clone()
+    weights[changed].data[0, 0] += 1
+    value = weights[changed].detach().clone()
+    with pytest.raises(WrongPolicyError, match=rf"{changed!r} .*other values .*vllm_colocate_base=\"own\""):
+        shared.reconnect()
+    assert torch.equal(weights[changed], value)
+    assert not torch.equal(views[changed], value)
+    assert all(weights[name].data_ptr() == views[name].data_ptr() for name in (equal, untouched))
+    weights[changed].data.copy_(views[changed])
+    shared.reconnect()
+    assert weights[changed].data_ptr() == views[changed].data_ptr()
 
 
 def test_model_of_a_trainer_is_loaded_into_host_memory_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:

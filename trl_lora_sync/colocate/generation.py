@@ -248,7 +248,7 @@ class ColocateGeneration(AdapterGeneration):
         """
         timer = PhaseTimer()
         if self._shared is not None:
-            self._shared.reconnect()
+            run_on_all(self.accelerator, self._shared.reconnect)
         read = self._gather_adapter(timer)
         with timer.phase("gather"):
             # Before what is waited for, so that the device computes it while the layers are checked.

@@ -13,7 +13,7 @@ from torch import nn
 
 from trl_lora_sync.colocate import placing
 from trl_lora_sync.engine_plugins.fused_placement import PlacementError
-from trl_lora_sync.errors import UnsupportedSettingError
+from trl_lora_sync.errors import UnsupportedSettingError, WrongPolicyError
 
 # With `"auto"` a checkpoint may still be in float32, which `reason_against` finds once the model is loaded.
 _HALF = (torch.bfloat16, torch.float16, "bfloat16", "float16", "auto")
@@ -156,12 +156,26 @@ class SharedBase:
             self._weights[name].data = view
 
     def reconnect(self) -> None:
-        """Connect again what was copied meanwhile, as `model.to` does from the device `cpu` to `cpu:0` (torch 2.13)."""
-        apart = [name for name, view in self.views.items() if self._weights[name].data_ptr() != view.data_ptr()]
-        # Weights that were changed meanwhile stay apart: connecting them would discard the change without an error.
-        if apart and placing.first_difference(self.views, self._weights) is None:
-            for name in apart:
-                self._weights[name].data = self.views[name]
+        """Connect again what was copied meanwhile, as `model.to` does from the device `cpu` to `cpu:0` (torch 2.13).
+
+        Raises:
+            WrongPolicyError: the trainer computes with other values than vLLM. These stay as they are, because
+                connecting them would discard them.
+        """
+        different = []
+        for name, view in self.views.items():
+            if self._weights[name].data_ptr() == view.data_ptr():
+                continue
+            if placing.first_difference({name: view}, self._weights) is None:
+                self._weights[name].data = view
+            else:
+                different.append(name)
+        if different:
+            raise WrongPolicyError(
+                f"The trainer's frozen weight {different[0]!r} holds other values than vLLM's, with which it was "
+                "shared, so samples would come from another policy. Do not merge the adapter or cast the model during "
+                'a run, or set vllm_colocate_base="own".'
+            )
 
 
 def refusal(reason: str) -> UnsupportedSettingError:
