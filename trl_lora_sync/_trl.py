@@ -12,6 +12,7 @@ Read on TRL 1.11 to 1.16; the tests run on each. What we rely on:
   on the GPU for a moment before vLLM loads its own.
 - in colocate mode: `LLM`, a global of `trl.generation.vllm_generation`, of which `_init_vllm()` builds `.llm`, and
   `.llm.generate(...)`, which `generate` samples with; `.tensor_parallel_size`, and `._llm_weights_sleeping` (1.14 on).
+- `_tool_call_loop(...)` of the trainers that have tools, which samples on some processes only, and syncs on none.
 - what `VLLMGeneration.__init__` stores under the names of its parameters, and that it calls `_init_vllm()` afterwards.
 - `vllm_generation`, `_metrics` and one of `LAST_SYNC_FIELDS` of a trainer, which exist on instances only.
 - with `lora_sync_overlap`: `Trainer.get_batch_samples(epoch_iterator, num_batches, device)` of Transformers, and of a

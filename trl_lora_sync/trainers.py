@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import trl
@@ -175,6 +175,12 @@ class LoRASyncTrainer:
             masked = {OVERLAP_MASKED: _trl.masked_share(self)}
             _trl.record_metrics(self, batch.figures.metrics() | masked, latest=frozenset())
         return inputs
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `_tool_call_loop`, which samples only on the processes that still have a tool call."""
+        is_colocated = self._syncs_adapters and self.args.vllm_mode == "colocate"
+        with self.vllm_generation.tool_turns() if is_colocated else nullcontext():
+            return super()._tool_call_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _following_prompts(self) -> list[list[int]] | None:
         """The token ids of this process's prompts in the next batch that is sampled; None if there is none."""

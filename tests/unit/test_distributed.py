@@ -1,13 +1,27 @@
-"""One decision for all processes, seen from a single one; several processes are in tests/distributed."""
+"""One decision for all processes, mostly seen from a single one; several processes are in tests/distributed."""
 
+import datetime
+import multiprocessing
+import os
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import trl
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from make_model import make_model
+from support.colocate import colocate_trainer
+from trl.generation import vllm_generation
 
+from trl_lora_sync import LoRASyncTrainer
+from trl_lora_sync.colocate import engine
+from trl_lora_sync.colocate.engine import Policy, SamplingGate
+from trl_lora_sync.colocate.generation import ColocateGeneration
 from trl_lora_sync.distributed import (
     check_launcher,
     check_layouts,
@@ -189,3 +203,71 @@ def test_processes_that_start_differently_are_refused_only_where_nothing_makes_t
     check_same_start(processes(sync_module_states=True), (1, 2))
     check_same_start(processes(cpu_ram_efficient_loading=True), (1, 2))
     check_same_start(processes(), (1, 2))
+
+
+# Turns after tool calls, in colocate mode
+
+TURNS = (2, 1)  # of each process
+
+
+class LoopingTrainer(trl.GRPOTrainer):  # type: ignore[misc]
+    """Takes so many turns in the place where TRL calls tools."""
+
+    def _tool_call_loop(self, turns: int) -> list[list[int]]:
+        return [self.vllm_generation.generate([[5, 6]], None, 1)[1][0] for _ in range(turns)]
+
+
+class LoopingSyncTrainer(LoRASyncTrainer, LoopingTrainer):
+    """The same with adapter sync."""
+
+
+def start_engine(self: Any) -> None:
+    """In the place of `_init_vllm`: what samples is a function that answers one token for each row."""
+
+    def generate(rows: list[Any], **_: Any) -> list[Any]:
+        return [SimpleNamespace(prompt_token_ids=[5], outputs=[SimpleNamespace(token_ids=[7])]) for _ in rows]
+
+    self.dtype, self.gate, self.llm = torch.float32, SamplingGate(lambda: None), SimpleNamespace(generate=generate)
+    self.holder = SimpleNamespace(load=lambda *_: Policy("version", 1, None), check=lambda _: None)
+
+
+def take_turns(index: int, model: Path, folder: Path, results: Any) -> None:
+    """What one of two processes does, before both gather how long their completions are."""
+    torch.set_num_threads(1)  # a fork has none of the threads that torch has started
+    os.environ |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": str(index), "LOCAL_RANK": str(index)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # accelerate asks for them, and the store is a file
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the tests before
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=index, world_size=2, timeout=datetime.timedelta(seconds=30)
+    )
+    trainer = colocate_trainer(model, folder / str(index), trainer_class=LoopingSyncTrainer, lora_sync_verify="off")
+    trainer.vllm_generation.generate([[1], [2]], None, 2)
+    completions = trainer._tool_call_loop(TURNS[index])
+    results.send((index, completions, trainer.accelerator.gather(torch.tensor([10 + index])).tolist()))
+
+
+@pytest.mark.outside
+def test_a_process_may_take_more_turns_with_tools_than_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited in a collective of its own while the others gathered lengths, where TRL's own colocate mode runs."""
+    monkeypatch.setattr(engine, "installed_version", lambda: "0.31.0")
+    monkeypatch.setattr(ColocateGeneration, "_init_vllm", start_engine)
+    for name, value in {"LLM": None, "SamplingParams": dict, "extract_logprobs": lambda _: (None, None)}.items():
+        monkeypatch.setattr(vllm_generation, name, value, raising=False)
+    model, context = make_model(tmp_path / "model"), multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    children = [context.Process(target=take_turns, args=(index, model, tmp_path, sender)) for index in (0, 1)]
+    for child in children:
+        child.start()
+    try:
+        for child in children:
+            child.join(60)
+        assert [child.exitcode for child in children] == [0, 0]
+        results = sorted(receiver.recv() for _ in children)
+        assert results == [(index, [[7]] * TURNS[index], [10, 11]) for index in (0, 1)]
+    finally:
+        for child in children:
+            child.kill()
+            child.join(30)

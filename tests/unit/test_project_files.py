@@ -34,6 +34,7 @@ PRIVATE_USES = {
 # Private names of TRL, vLLM and Transformers, which the package overrides or reads, and tests too.
 NAMES_OF_OTHERS = {
     "_apply_adapters", "_attn_implementation", "_heartbeat", "_init_vllm", "_lora_model_cls", "_sync_weight",
+    "_tool_call_loop",
 }  # fmt: skip
 
 

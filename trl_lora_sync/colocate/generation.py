@@ -65,6 +65,7 @@ class ColocateGeneration(AdapterGeneration):
         self._served_base: Sequence[float] = ()  # of `PROBE_PROMPT`, by vLLM's base before anything was written to it
         self._shared: SharedBase | None = None
         self._received: torch.Tensor | None = None  # memory for the adapter that process 0 sends
+        self._is_alone = False  # whether the other processes may not take part in what is sampled
         super().__init__(*args, **kwargs)
 
     # If the weights were discarded, TRL pushes them again before it generates. Here they never are.
@@ -362,18 +363,33 @@ class ColocateGeneration(AdapterGeneration):
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any = None
     ) -> Any:
-        """**Collective.** TRL's `generate`, from the active version; arguments and result are TRL's."""
-        if self.active_name is None or self._has_changed():
-            self.sync_weights()
-        # On all, as TRL's `generate` is collective under tensor parallelism, and would wait for a process that failed
-        # here.
-        run_on_all(self.accelerator, self._check_active)
+        """**Collective**, but for `tool_turns`. TRL's `generate`, from the active version, with TRL's arguments."""
+        if not self._is_alone:
+            if self.active_name is None or self._has_changed():
+                self.sync_weights()
+            # On all, as TRL's `generate` is collective under tensor parallelism, and would wait for a process that
+            # failed here.
+            run_on_all(self.accelerator, self._check_active)
         timer = PhaseTimer()
         sample = super().generate
         with self._without_text():
-            answer = run_on_all(self.accelerator, lambda: sample(prompts, images, num_generations, profiler))
+            if self._is_alone:
+                # The gate refuses it if the adapter has changed, or if vLLM no longer holds the active version.
+                answer = sample(prompts, images, num_generations, profiler)
+            else:
+                answer = run_on_all(self.accelerator, lambda: sample(prompts, images, num_generations, profiler))
         self._generate_s = (self._generate_s or 0.0) + timer.total_s()
         return answer
+
+    @contextmanager
+    def tool_turns(self) -> Iterator[None]:
+        """What is sampled in the block are turns after tool calls, which a process takes while the others may not."""
+        # TRL's `generate` has a collective only if an engine runs in several processes (1.11 to 1.16).
+        self._is_alone = self.accelerator.num_processes > 1 and self.tensor_parallel_size == 1
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     @contextmanager
     def _without_text(self) -> Iterator[None]:
