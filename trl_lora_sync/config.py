@@ -188,7 +188,8 @@ class LoRASyncConfig:
         metadata={
             "help": "Number of batches that the servers sample ahead, `0` or `1`. With `1`, they sample each batch "
             "while the trainer works on the one before, so the policy it comes from is one generation batch older. "
-            "For `GRPOTrainer` and its subclasses, with `vllm_importance_sampling_correction=True`."
+            "For `GRPOTrainer`, and subclasses whose loss has the correction that "
+            "`vllm_importance_sampling_correction=True` computes."
         },
     )
 

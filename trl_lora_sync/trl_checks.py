@@ -229,6 +229,12 @@ def check_overlap(trainer_class: type) -> None:
             f"{trainer_class.__name__} cannot be used with lora_sync_overlap=1: it is for GRPOTrainer and its "
             "subclasses, which correct for samples of an earlier policy. Set lora_sync_overlap=0."
         )
+    if not _corrects(trainer_class):
+        raise UnsupportedSettingError(
+            f"{trainer_class.__name__} cannot be used with lora_sync_overlap=1: its loss does not apply the correction "
+            'for samples of an earlier policy, which is inputs["importance_sampling_ratio"]. Multiply by it in '
+            "_compute_loss, or set lora_sync_overlap=0."
+        )
     changes: list[str] = []
     for where, owner, name, parameters in (
         (f"of Transformers {transformers.__version__}", transformers.Trainer, "get_batch_samples", _TAKING_PARAMETERS),
@@ -240,6 +246,21 @@ def check_overlap(trainer_class: type) -> None:
     if not changes:
         changes += _overlap_changes()
     _raise_if_changed(changes)
+
+
+def _corrects(trainer_class: type) -> bool:
+    """Whether the loss of a subclass of GRPO's trainer is GRPO's, or has the importance sampling ratio."""
+    for one in trainer_class.__mro__[: trainer_class.__mro__.index(trl.GRPOTrainer)]:
+        # GMPO's loss has no ratio (1.16).
+        if "_compute_loss" in vars(one):
+            tree = _function_tree(inspect.unwrap(vars(one)["_compute_loss"]))
+            nodes = list(ast.walk(tree)) if tree is not None else []
+            if any(isinstance(node, ast.Constant) and node.value == "importance_sampling_ratio" for node in nodes):
+                return True
+            # The next class decides if its loss is called.
+            if not any(isinstance(node, ast.Attribute) and node.attr == "_compute_loss" for node in nodes):
+                return False
+    return True
 
 
 def _overlap_changes() -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Unit tier: batches sampled ahead on several fake servers, the lease on their version, and how all of that ends."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang
 from trl_lora_sync.trl_checks import check_overlap
 from unit.fleets import GROUPS, FleetRun, settings_for
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+from trl.experimental.gmpo import GMPOTrainer
 
 pytestmark = pytest.mark.outside
 
@@ -307,6 +311,27 @@ def test_a_trainer_that_is_no_subclass_of_grpo_is_refused() -> None:
         check_overlap(Other)
     check_overlap(GRPOTrainer)
     assert issubclass(GRPOConfig, LoRASyncConfig)
+
+
+def test_a_subclass_whose_loss_does_not_apply_the_correction_is_refused() -> None:
+    """GMPO trained on samples of an earlier policy as if they were of the newest."""
+
+    class GMPO(LoRASyncTrainer, GMPOTrainer):  # type: ignore[misc]
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            return super()._compute_loss(model, inputs)
+
+    class Same(GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            return super()._compute_loss(model, inputs)
+
+    class Correcting(GMPO):
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            return (inputs["importance_sampling_ratio"] * inputs["advantages"]).mean()
+
+    with pytest.raises(UnsupportedSettingError, match="GMPO cannot be used with lora_sync_overlap=1: its loss does"):
+        check_overlap(GMPO)
+    check_overlap(Same)
+    check_overlap(Correcting)
 
 
 @pytest.mark.parametrize(
