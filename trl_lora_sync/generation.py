@@ -4,6 +4,7 @@ Takes the place of TRL's own generation object and keeps its contract, on every 
 prompts go in and completions come out in the order of the rows.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import models_prepared, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.finalizer import Finalizer
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
@@ -61,6 +63,8 @@ class LoRASyncGeneration(AdapterGeneration):
         self._sync: AdapterSync | None = None
         self.overlap: Overlap | None = None
         self._batch: TrainingBatch | None = None  # with overlap, what is being sampled
+        self._waking = threading.RLock()  # a rollout function may sample in threads
+        self._is_lost = False  # whether a server lost the active version with its KV cache
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -107,7 +111,7 @@ class LoRASyncGeneration(AdapterGeneration):
         timer = PhaseTimer()
         report, published = self._publish_again(timer) or self._look_and_publish(timer)
         # After the publish: an error leaves the version before active, on every process.
-        self.active_name, self._published = report.adapter_name, published
+        self.active_name, self._published, self._is_lost = report.adapter_name, published, False
         self.on_sync(report)
 
     def _publish_again(self, timer: PhaseTimer) -> tuple[SyncReport, Fingerprint] | None:
@@ -272,7 +276,25 @@ class LoRASyncGeneration(AdapterGeneration):
         return not self.settings.frees_kv_cache or run_on_main(self.accelerator, self._wake)
 
     def _wake(self) -> bool:
-        return self.sync.wake()
+        with self._waking:
+            # Until a sync succeeds, as a second call finds the servers awake.
+            self._is_lost = not self.sync.wake() or self._is_lost
+            return not self._is_lost
+
+    def _sync_if_changed(self) -> None:
+        """See `AdapterGeneration`; servers that sleep are woken."""
+        super()._sync_if_changed()
+        if self.active_name is None or not self.settings.frees_kv_cache:
+            return
+        with self._waking:
+            if self._wake():
+                return
+            if self.accelerator.num_processes > 1:
+                raise LoRASyncError(
+                    "A server has lost the active version with its KV cache, which it released between two steps. Call "
+                    "trainer.vllm_generation.sync_weights() on every process before sampling on one."
+                )
+            self.sync_weights()
 
     def sleep(self) -> None:
         """Let the server give back its KV cache while the trainer works. Not collective, never fails."""

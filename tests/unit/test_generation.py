@@ -3,23 +3,27 @@
 import inspect
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from make_model import make_model
 from peft.helpers import rescale_adapter_scale
 from PIL import Image
 from support.models import lora, randomize_adapter
-from support.policies import is_policy_of, sample, token_ids
+from support.policies import distance, is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer
 from trl.generation.vllm_client import VLLMClient
 
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.images import data_url
+from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.generation import group_rows
-from trl_lora_sync.testing import in_memory_engines
+from trl_lora_sync.testing import ModelPolicy, in_memory_engines
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), max_size=30)
 
@@ -160,3 +164,47 @@ def test_scaling_that_changes_for_a_while_is_published_and_so_is_its_return(tmp_
         assert samples_policy()
         assert versions == ["v1", "v2", "v2", "v3"]
         trainer.vllm_generation.close()
+
+
+# Servers that are asleep
+
+
+@pytest.mark.outside  # the configuration looks whether the server's address is of this host
+@pytest.mark.parametrize("keeps_adapters", [True, False])
+def test_what_a_client_samples_wakes_the_servers(
+    keeps_adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout function or a callback sampled from a server without a KV cache, and the run ended."""
+    policy = ModelPolicy(make_model(tmp_path / "model"))
+    with in_memory_engines(1, tmp_path / "model", policy=policy, shapes=policy.shapes) as [engine]:
+        trainer = grpo_trainer(
+            engine.base_url, tmp_path / "model", tmp_path, vllm_server_sleep="kv_cache", lora_sync_verify="off"
+        )
+        generation, restore = trainer.vllm_generation, engine.restore_kv_cache
+
+        async def restored(deadline: Any) -> bool:
+            if not keeps_adapters:
+                engine.restart()
+            await restore(deadline)
+            return keeps_adapters
+
+        monkeypatch.setattr(engine, "restore_kv_cache", restored)
+        generation.sync_weights()
+        name = generation.active_name
+
+        def is_policy() -> bool:
+            found = generation.vllm_client.generate([[1, 2, 3]], max_tokens=6)
+            logprobs = torch.tensor([place[0] for place in found["logprobs"][0]])
+            return bool(distance(trainer.model, [([1, 2, 3], found["completion_ids"][0], logprobs)]).max() < 1e-3)
+
+        generation.sleep()
+        if not keeps_adapters:
+            with monkeypatch.context() as patch:
+                patch.setattr(Accelerator, "num_processes", 2)
+                for _ in range(2):  # the second finds the server awake
+                    with pytest.raises(LoRASyncError, match=r"KV cache.*sync_weights\(\) on every process"):
+                        is_policy()
+        assert is_policy()
+        assert (generation.active_name == name) == keeps_adapters
+        assert is_policy()
+        generation.close()
