@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.support import (
     check_active_adapters,
     check_model,
@@ -287,6 +288,18 @@ def test_frozen_reference_adapter_beside_the_active_one_is_not_judged() -> None:
     model = lora_model()
     model.add_adapter("ref", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     check_model(model, None)
+
+
+@pytest.mark.parametrize("field", [{"bias": "lora_only"}, {"bias": "all"}, {"layer_replication": [(0, 2), (1, 2)]}])
+def test_adapter_beside_the_active_one_that_left_its_change_in_the_base_is_refused(field: dict[str, Any]) -> None:
+    """Trained biases stay in the base layers when another adapter is activated, and the server samples without them."""
+    model = lora_model(**field)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("second")
+    name = next(iter(field))
+    for check in (lambda: check_model(model, None), lambda: AdapterReader().linears(model)):
+        with pytest.raises(UnsupportedAdapterError, match=f"The adapter 'default' with {name}=.* Merge it"):
+            check()
 
 
 def test_two_active_adapters_are_refused_by_name() -> None:

@@ -353,7 +353,7 @@ def check_active_adapters(active: Iterable[str]) -> str:
 
 
 def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
-    """Refuse an adapter beside the active one if its initialisation has changed the base.
+    """Refuse an adapter beside the active one if it has changed the base.
 
     Raises:
         UnsupportedAdapterError: the base is not the checkpoint's, whatever the active adapter is.
@@ -369,6 +369,16 @@ def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
                 'Leave it out. TRL adds "ref" to a PeftModel unless beta=0; give the trainer the base model and '
                 "peft_config instead, or set beta=0",
             )
+        # These stay in the base as well: `set_adapter` takes neither trained biases nor replicated layers out of it.
+        for field in ("bias", "layer_replication"):
+            value = getattr(config, field, None)
+            if name != active and value not in (None, "none", []):
+                raise refuse(
+                    f"The adapter {name!r} with {field}={value!r}, which is not the active one,",
+                    "PEFT keeps that in the base layers that the active one is computed with, so the server's base "
+                    "differs from the trainer's",
+                    "Merge it into the base model, save that and serve it, and train a new adapter on it",
+                )
 
 
 def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
