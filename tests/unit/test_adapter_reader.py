@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from torch import nn
 
 from trl_lora_sync.adapter import export
@@ -140,6 +141,34 @@ def test_new_values_are_read_again_without_a_look_at_the_model(monkeypatch: pyte
     expected = read_adapter(model, dtype=torch.float32)
     assert all(torch.equal(tensor, expected.tensors[key]) for key, tensor in found.tensors.items())
     assert is_as_read(reader, model)
+
+
+def test_scaling_that_is_a_tensor_is_read_at_each_sync() -> None:
+    """A layer that was prepared for hot-swapping is scaled in place, and the old scaling was published ever after."""
+    reader, model = AdapterReader(), lora_model()
+    read(reader, model)
+    prepare_model_for_compiled_hotswap(model)
+    assert_reads_what_is_there(reader, model)
+    model.base_model.model.model.layers[1].self_attn.q_proj.scale_layer(4.0)
+    assert not is_as_read(reader, model)
+    assert_reads_what_is_there(reader, model)
+
+
+def test_layer_that_computes_with_another_adapter_as_well_is_refused() -> None:
+    """The model named one active adapter, and the layers added two, of which the server got one."""
+    reader, model = AdapterReader(), lora_model()
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    read(reader, model)
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj
+    for active in (["default", "other"], "other"):
+        layer.set_adapter(active)
+        for refused in (reader.is_as_read, lambda: lora_linears(model), lambda: AdapterReader().linears(model)):
+            with pytest.raises(UnsupportedAdapterError, match=r"q_proj' .* has other active adapters .*set_adapter"):
+                refused()
+    model.set_adapter("default")
+    assert_reads_what_is_there(reader, model)
+    # Of an adapter that is not the active one, nothing is expected of the layers.
+    assert read_adapter(model, dtype=torch.float32, adapter_name="other").rank == 3
 
 
 @pytest.mark.parametrize("change", ["layer", "matrix", "scaling", "adapter"])

@@ -257,7 +257,7 @@ class AdapterReader:
                 raise _strange(f"{expert.path}.{expert.parameter}", expert.layer, oddity)
 
     def _look(self) -> list[object]:
-        """All on which it depends what the linear layers compute, but for the values of the matrices.
+        """All on which it depends what the linear layers compute, but for the values of tensors.
 
         Taken from many layers at once, which is faster than to check each.
         """
@@ -271,6 +271,7 @@ class AdapterReader:
             *map(dict.get, map(attrgetter("lora_variant"), layers), name),
             *map(attrgetter("merged"), layers),
             *map(attrgetter("disable_adapters"), layers),
+            *map(attrgetter("active_adapter"), layers),
         ]
 
     def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> Sequence[LoRAModule]:
@@ -280,6 +281,9 @@ class AdapterReader:
         if gathered or self._has_initial:
             return _read(self._layers, gathered)
         if self._modules is None:
+            # PEFT changes such a scaling in place, which `_look` does not see (0.21, utils/hotswap.py).
+            if any(layer.has_tensor_scaling for layer in self._layers):
+                return _read(self._layers, None)
             # A tuple, as `FlatBuffer` keeps its copies only for the very tuple that it was given before.
             self._modules = tuple(_read(self._layers, None))
         return self._modules
@@ -431,12 +435,14 @@ class _Layer:
     Attributes:
         path: of the layer in the served model.
         matrices: the modules whose weights are `lora_A` and `lora_B`.
+        is_active: whether the model computes with this adapter alone, as far as the model itself knows.
     """
 
     path: str
     layer: Any
     adapter_name: str
     matrices: tuple[Any, Any]
+    is_active: bool
     serving: Serving = "runtime"
 
     def check(self) -> None:
@@ -471,7 +477,15 @@ class _Layer:
             return "is merged into the base weights at the moment (call model.unmerge_adapter() first)"
         if layer.disable_adapters:
             return "is disabled at the moment (call model.enable_adapter_layers() first)"
+        # A call of the layer's own `set_adapter` leaves the model's name as it was.
+        if self.is_active and list(layer.active_adapters) != [self.adapter_name]:
+            return f"has other active adapters at the moment (call model.set_adapter({self.adapter_name!r}) first)"
         return None
+
+    @property
+    def has_tensor_scaling(self) -> bool:
+        """Whether the scaling is a tensor, as after PEFT's `prepare_model_for_compiled_hotswap`."""
+        return isinstance(self.layer.scaling[self.adapter_name], Tensor)
 
     @property
     def initial(self) -> LoRAModule | None:
@@ -626,7 +640,9 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
             "least."
         )
     peft_model: Any = model
+    is_active = False
     if hasattr(peft_model, "get_base_model"):
+        is_active = list(peft_model.active_adapters) == [adapter_name]
         config = peft_model.peft_config[adapter_name]
         check_adapted_modules(peft_model.get_base_model(), adapted, config, proves_groups=proves_groups)
     names = ServedNames.of(model)
@@ -639,6 +655,7 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
             layer=layer,
             adapter_name=adapter_name,
             matrices=_matrices(layer, adapter_name),
+            is_active=is_active,
             serving=serving,
         )
         for path, layer in found
