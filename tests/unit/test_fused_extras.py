@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trl_lora_sync.adapter.canonical import widened
 from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
@@ -244,6 +244,7 @@ def test_a_module_that_is_not_finite_is_named() -> None:
         ({"modules_to_save": ["lm_head"], "tied": True}, "ties both"),
         ({"lora_bias": True, "target_modules": ["q_proj", "down_proj"]}, r"down_proj.*the layer has no bias"),
         ({"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}, "scales the columns"),
+        ({"use_dora": True, "target_modules": r".*\.(q_proj|embed_tokens)"}, "scales the columns"),
         ({"target_modules": ["embed_tokens"]}, "One linear layer is needed at least"),
     ],
 )
@@ -251,6 +252,21 @@ def test_what_the_servers_weights_cannot_be_is_refused(lora: dict[str, Any], wor
     model = trained_model(**lora)
     with pytest.raises(UnsupportedAdapterError, match=words):
         AdapterReader("fused").linears(model)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"target_modules": ["query_key_value", "word_embeddings"]},
+        {"target_modules": ["query_key_value"], "modules_to_save": ["word_embeddings"]},
+    ],
+)
+def test_a_tied_embedding_is_found_by_what_the_model_uses_it_for(lora: dict[str, Any]) -> None:
+    """Under a name that is not Llama's, PEFT trained the embedding alone and the server changed the head as well."""
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2)
+    tied = get_peft_model(BloomForCausalLM(config), LoraConfig(**lora, task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedAdapterError, match="ties both"):
+        AdapterReader("fused").linears(tied)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "DoRA and PiSSA"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trl_lora_sync.adapter.canonical import ExtraTensors
 from trl_lora_sync.adapter.initial import initial_of
 from trl_lora_sync.adapter.names import ServedNames, trained_path
-from trl_lora_sync.adapter.support import is_embedding_module, refuse
+from trl_lora_sync.adapter.support import is_embedding_module, refuse, refuse_scaled_embedding
 from trl_lora_sync.errors import UnsupportedAdapterError
 
 _KEY_PREFIX = "base_model.model."
@@ -107,19 +107,25 @@ def find_extras(model: Any, adapter_name: str, layers: Mapping[str, Any]) -> lis
     found: list[Extra] = []
     for path, layer in layers.items():
         served = names.served(path)
+        is_scaled = adapter_name in getattr(layer, "lora_magnitude_vector", {})
         if adapter_name in layer.lora_embedding_A:
+            if is_scaled:
+                raise refuse_scaled_embedding()
             found += _of_embedding(served, layer, adapter_name)
-        if adapter_name in getattr(layer, "lora_magnitude_vector", {}):
+        if is_scaled:
             found.append(_magnitude(served, layer, adapter_name))
         if adapter_name in layer.lora_B and getattr(layer.lora_B[adapter_name], "bias", None) is not None:
             found.append(_bias(served, layer, adapter_name))
-    changes_embeddings = any(map(is_embedding_module, layers))
+    # Also by what the model uses a module for, as Bloom's embedding has another name.
+    ends = _ends(model) if _is_tied(model) else set()
+    changes_embeddings = any(is_embedding_module(path) or layer in ends for path, layer in layers.items())
     # These wrappers are not LoRA layers, so `layers` lacks them.
     for path, wrapper in model.named_modules():
         if isinstance(wrapper, ModulesToSaveWrapper) and adapter_name in wrapper.modules_to_save:
             saved = _saved_module(names.served(trained_path(path)), wrapper, adapter_name)
             # Of this wrapper only, as `found` may hold tokens, which PEFT trains in both weights of a tied model.
             changes_embeddings |= any(is_embedding_module(one.path) for one in saved)
+            changes_embeddings |= any(module in ends for module in wrapper.modules())
             found += saved
         if isinstance(wrapper, TrainableTokensWrapper):
             found += _tokens(model, names.served(trained_path(path)), wrapper.token_adapter, adapter_name)
@@ -131,6 +137,11 @@ def find_extras(model: Any, adapter_name: str, layers: Mapping[str, Any]) -> lis
         )
     _check_distinct(found)
     return found
+
+
+def _ends(model: Any) -> set[Any]:
+    """The embedding and the output head, as PEFT has wrapped them."""
+    return {getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")}
 
 
 def _is_tied(model: Any) -> bool:

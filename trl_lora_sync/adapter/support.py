@@ -262,11 +262,16 @@ def _check_together(config: Any) -> None:
     """Refuse DoRA on an embedding, whose magnitudes are of its columns (peft/tuners/lora/dora.py, 0.18 to 0.21)."""
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
     if config.use_dora and any(is_embedding_module(name) and "lm_head" not in name for name in targets):
-        raise refuse(
-            "LoraConfig(use_dora=True) with an embedding as a target",
-            "PEFT scales the columns of its weight, and a server the rows",
-            "Leave one of them out",
-        )
+        raise refuse_scaled_embedding()
+
+
+def refuse_scaled_embedding() -> UnsupportedAdapterError:
+    """For DoRA on an embedding. A regular expression that finds one is known in the model only (`adapter.extras`)."""
+    return refuse(
+        "LoraConfig(use_dora=True) with an embedding as a target",
+        "PEFT scales the columns of its weight, and a server the rows",
+        "Leave one of them out",
+    )
 
 
 def check_saved_config(saved: Mapping[str, Any], serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
