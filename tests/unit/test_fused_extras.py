@@ -14,13 +14,20 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from trl_lora_sync.adapter.canonical import widened
 from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
 from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
 from trl_lora_sync.adapter.store import write_adapter
-from trl_lora_sync.adapter.support import check_model
+from trl_lora_sync.adapter.support import check_model, supported_features
 from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_placement import trace_weight_slices
 from trl_lora_sync.engine_plugins.fused_weights import InPlace, Reader, Target, fuse
@@ -267,6 +274,25 @@ def test_a_tied_embedding_is_found_by_what_the_model_uses_it_for(lora: dict[str,
     tied = get_peft_model(BloomForCausalLM(config), LoraConfig(**lora, task_type="CAUSAL_LM"))
     with pytest.raises(UnsupportedAdapterError, match="ties both"):
         AdapterReader("fused").linears(tied)
+
+
+@pytest.mark.parametrize("targets", [["c_attn"], ["c_attn", "lm_head"]])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_weights_that_are_kept_transposed_are_refused_before_any_version_is(targets: list[str]) -> None:
+    """The server refused each version, with the advice to export what `export_adapter` had written."""
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, tie_word_embeddings=False))
+    model = get_peft_model(base, LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedAdapterError, match=r'c_attn.*fan_in_fan_out.*lora_sync_serving="runtime"'):
+        AdapterReader("fused").linears(model)
+    assert supported_features("fused")["fan_in_fan_out"].startswith("not on Conv1D")
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_fan_in_fan_out_on_linear_layers_is_served(write: Write) -> None:
+    """PEFT takes it back there, so an adapter of a Llama is served whatever its configuration had."""
+    model, served = trained_model(fan_in_fan_out=True), Served(base_model())
+    served.fuse(write(model))
+    assert (logits(served.model) - logits(model)).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "DoRA and PiSSA"])

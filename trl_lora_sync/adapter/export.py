@@ -645,6 +645,15 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
         is_active = list(peft_model.active_adapters) == [adapter_name]
         config = peft_model.peft_config[adapter_name]
         check_adapted_modules(peft_model.get_base_model(), adapted, config, proves_groups=proves_groups)
+        # Here and not in `check_peft_config`, as PEFT sets the field for a Conv1D and unsets it for a Linear.
+        for path, layer in found:
+            if serving == "fused" and (config.fan_in_fan_out or getattr(layer, "fan_in_fan_out", False)):
+                raise refuse(
+                    f"A LoRA adapter on {path!r} with fan_in_fan_out=True",
+                    "a server with fused serving adds it to weights as a Linear keeps them, and a Conv1D, such as "
+                    "GPT-2's, keeps its weight transposed",
+                    'Unset fan_in_fan_out unless the layer is a Conv1D, or set lora_sync_serving="runtime"',
+                )
     names = ServedNames.of(model)
     if takes_experts:
         # Before the layers are checked below: without its mark a router counts as a layer that is not linear.

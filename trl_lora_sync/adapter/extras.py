@@ -218,8 +218,6 @@ def _magnitude(path: str, layer: Any, name: str) -> Extra:
         from peft.utils.integrations import dequantize_module_weight
 
         weight: Tensor = dequantize_module_weight(layer.get_base_layer()).detach().float()
-        if getattr(layer, "fan_in_fan_out", False):
-            weight = weight.T
         if (initial := initial_of(layer.lora_A[name])) is not None:
             lora_A, lora_B = (one.to(weight) for one in (initial.lora_A, initial.lora_B))
             # PEFT begins with the norms of base and adapter together (tuners/lora/dora.py `update_layer`, 0.21).
