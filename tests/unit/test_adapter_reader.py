@@ -171,6 +171,16 @@ def test_layer_that_computes_with_another_adapter_as_well_is_refused() -> None:
     assert read_adapter(model, dtype=torch.float32, adapter_name="other").rank == 3
 
 
+def test_another_adapter_that_was_active_for_a_while_is_no_change() -> None:
+    """The teacher of SDPO made each sync publish two versions, of which the first was withdrawn."""
+    reader, model = AdapterReader(), lora_model()
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    read(reader, model)
+    model.set_adapter("other")
+    model.set_adapter("default")
+    assert reader.is_as_read()
+
+
 @pytest.mark.parametrize("change", ["layer", "matrix", "scaling", "adapter"])
 def test_look_shows_that_what_was_read_again_is_not_what_the_model_computes_with(change: str) -> None:
     reader, model, other = AdapterReader(), lora_model(), lora_model()

@@ -3,6 +3,7 @@
 Knows PEFT's layers, but no launcher: tensors of the model that are sharded must be given whole.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -271,7 +272,7 @@ class AdapterReader:
             *map(dict.get, map(attrgetter("lora_variant"), layers), name),
             *map(attrgetter("merged"), layers),
             *map(attrgetter("disable_adapters"), layers),
-            *map(attrgetter("active_adapter"), layers),
+            *map(_active_names, layers),
         ]
 
     def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> Sequence[LoRAModule]:
@@ -510,6 +511,12 @@ def _strange(path: str, layer: Any, oddity: str) -> UnsupportedAdapterError:
         "is not what the trainer computes and no server could serve it exactly. Use plain LoRA on linear "
         f"layers, {WEIGHTS_WAY_OUT}."
     )
+
+
+def _active_names(layer: Any) -> str:
+    # One object for equal names, as `check` compares by identity. PEFT's `set_adapter` makes a new list at each call,
+    # as for the teacher of SDPO and back.
+    return sys.intern("\n".join(layer.active_adapters))
 
 
 def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None) -> list[LoRAModule]:
