@@ -187,6 +187,13 @@ def test_in_colocate_mode_too_it_goes_into_its_own_modules_after_such_an_error(m
         assert not torch.equal(base["k"], before["k"])
 
 
+def shared_holder(base: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> in_weights.FoldedIntoSharedWeights:
+    """Of a vLLM that serves these weights."""
+    monkeypatch.setattr(in_weights.placing, "served_parameters", lambda llm: base)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(reset_prefix_cache=lambda: True))
+    return in_weights.FoldedIntoSharedWeights(llm, base)
+
+
 @pytest.mark.parametrize(("first", "second"), [("qk", "q"), ("q", "qk"), ("q", "k")])
 def test_version_stays_in_its_modules_after_one_of_other_modules_was_loaded_and_failed(
     first: str, second: str, monkeypatch: pytest.MonkeyPatch
@@ -194,9 +201,7 @@ def test_version_stays_in_its_modules_after_one_of_other_modules_was_loaded_and_
     """It was folded by the modules of the version that had failed: a part of it without an error, or a KeyError."""
     base = {name: torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0)) for name in "qkv"}
     before = {name: weight.clone() for name, weight in base.items()}
-    monkeypatch.setattr(in_weights.placing, "served_parameters", lambda llm: base)
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(reset_prefix_cache=lambda: True))
-    holder = in_weights.FoldedIntoSharedWeights(llm, base)
+    holder = shared_holder(base, monkeypatch)
     active = holder.load("v1", 1, canonical([lora_module(name) for name in first]))
     holder.load("v2", 2, canonical([lora_module(name) for name in second]))
     for _ in range(2):
@@ -211,9 +216,7 @@ def test_version_that_could_not_be_taken_out_is_taken_out_before_one_of_other_mo
     """It stayed in the weights, which were then taken for the base."""
     base = {name: torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0)) for name in "qk"}
     before = {name: weight.clone() for name, weight in base.items()}
-    monkeypatch.setattr(in_weights.placing, "served_parameters", lambda llm: base)
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(reset_prefix_cache=lambda: True))
-    holder = in_weights.FoldedIntoSharedWeights(llm, base)
+    holder = shared_holder(base, monkeypatch)
     active = holder.load("v1", 1, canonical([lora_module("q")]))
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError), holder.serving(active):
         patch.setattr(folded_base, "add_to", no_memory)

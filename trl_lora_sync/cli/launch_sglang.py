@@ -55,7 +55,7 @@ def plan_sglang(installed: Installed, request: ServerRequest, environ: Mapping[s
 def _notes_of_unread_keys(given: EngineArguments, environ: Mapping[str, str]) -> list[str]:
     # Names of the trainer's side (`engines/sglang`). SGLang takes its keys as arguments only (0.5.15, server_args.py).
     names = [name for name in ("SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY") if environ.get(name)]
-    if not names or any(given.has(flag) for flag in ("--api-key", "--admin-api-key", "--config")):
+    if not names or given.has("--api-key", "--admin-api-key", "--config"):
         return []
     return [
         f"SGLang does not read {' and '.join(names)}, so this server has no key. Write api-key and admin-api-key into "

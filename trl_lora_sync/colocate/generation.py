@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -371,13 +372,10 @@ class ColocateGeneration(AdapterGeneration):
             # failed here.
             run_on_all(self.accelerator, self._check_active)
         timer = PhaseTimer()
-        sample = super().generate
+        sample = partial(super().generate, prompts, images, num_generations, profiler)
         with self._without_text():
-            if self._is_alone:
-                # The gate refuses it if the adapter has changed, or if vLLM no longer holds the active version.
-                answer = sample(prompts, images, num_generations, profiler)
-            else:
-                answer = run_on_all(self.accelerator, lambda: sample(prompts, images, num_generations, profiler))
+            # Alone, the gate refuses it if the adapter has changed, or if vLLM no longer holds the active version.
+            answer = sample() if self._is_alone else run_on_all(self.accelerator, sample)
         self._generate_s = (self._generate_s or 0.0) + timer.total_s()
         return answer
 
