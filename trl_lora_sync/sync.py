@@ -220,7 +220,7 @@ class AdapterSync:
 
         Args:
             probe: log-probabilities of `PROBE_PROMPT`, for servers that need to be verified.
-            sent: set once the version is on its way to the servers, or cannot be written.
+            sent: set once nothing of the version needs this process any more, or it cannot be written.
             done: what came of `meanwhile`; no version is activated before it has succeeded.
             deadline: of the whole sync.
             is_final: whether such a server may go unverified if there is no probe.
@@ -236,7 +236,7 @@ class AdapterSync:
         except BaseException:
             sent.set()
             raise
-        asyncio.get_running_loop().call_later(_SENT_AFTER_S, sent.set)
+        spawn(self._note_sent(stored, sent, deadline))
         async with self._withdrawn_on_error(stored):
             with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
                 server_load_s = await self.fleet.load(stored, deadline)
@@ -252,6 +252,18 @@ class AdapterSync:
         self.fleet.note_activation()
         self._retirement = asyncio.get_running_loop().call_later(_RETIRED_AFTER_S, self._retire_now)
         return self._report(stored, timer, server_load_s, evidence)
+
+    async def _note_sent(self, stored: StoredAdapter, sent: threading.Event, deadline: Deadline) -> None:
+        try:
+            await asyncio.sleep(_SENT_AFTER_S)
+            if stored.is_awaited:
+                # The thread that has copied the file needs Python's lock to end the wait of the workers, and got it
+                # after the look only: 5 ms after it had begun a copy of 175 MB.
+                await self.transport.finish(deadline)
+        except LoRASyncError:
+            logger.debug("The file of %s was not complete in time; its load says so as well.", stored.name)
+        finally:
+            sent.set()
 
     def _report(
         self,

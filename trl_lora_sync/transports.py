@@ -53,6 +53,9 @@ class Transport(Protocol):
         After a `close` it gets ready again: an evaluation after the training publishes once more.
         """
 
+    async def finish(self, deadline: Deadline | None = None) -> None:
+        """Wait until what was written is complete; arguments and errors as for `open`."""
+
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         """Once servers have loaded a version, see that what they read is what was written.
 
@@ -159,6 +162,9 @@ class DiskTransport:
         # The file thread calls this when the call ends, so the files are gone before any later call.
         if not writing.cancelled() and writing.exception() is None:
             self.store.delete(writing.result())
+
+    async def finish(self, deadline: Deadline | None = None) -> None:
+        await self._wait(self._files.submit(self.store.finish), deadline)
 
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
         await self._wait(self._files.submit(lambda: self.store.check(stored, adapter)), deadline)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,48 @@ def test_what_fails_beside_the_load_leaves_the_version_before_and_nothing_of_the
     assert training.sync.active is not None
     assert training.sync.active.name == name
     assert fake.host_adapters == [name]
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_the_model_is_looked_at_once_no_server_waits_for_the_file_any_more(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch, is_awaited: bool
+) -> None:
+    """The look had kept the thread that completes the file waiting for Python's lock."""
+    training = run()
+    transport = training.sync.transport
+    write, complete, looks = transport.write, [], []
+
+    async def write_the_rest_later(*args: Any) -> StoredAdapter:
+        return replace(await write(*args), is_awaited=is_awaited)
+
+    async def finish(deadline: Deadline) -> None:
+        await asyncio.sleep(0.2)
+        complete.append(True)
+
+    monkeypatch.setattr(transport, "write", write_the_rest_later)
+    monkeypatch.setattr(transport, "finish", finish)
+    training.sync.publish(training.read_next(training.sync.form), meanwhile=lambda: looks.append(list(complete)))
+    assert looks == [[True] if is_awaited else []]
+
+
+def test_the_model_is_looked_at_although_the_file_is_not_complete_in_time(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = run()
+    transport = training.sync.transport
+    write, looks = transport.write, []
+
+    async def write_the_rest_later(*args: Any) -> StoredAdapter:
+        return replace(await write(*args), is_awaited=True)
+
+    async def finish(deadline: Deadline) -> None:
+        raise deadline.error("the file system hangs")
+
+    monkeypatch.setattr(transport, "write", write_the_rest_later)
+    monkeypatch.setattr(transport, "finish", finish)
+    # Whether it is an error is the load's business, and this one succeeds.
+    training.sync.publish(training.read_next(training.sync.form), meanwhile=lambda: looks.append(True))
+    assert looks == [True]
 
 
 def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_killed(

@@ -71,6 +71,7 @@ class PinnedFile:
         self.size = size
         self.device = device
         self.is_shared = shared is not None
+        self.is_awaited = False
         self._copying: Wait | None = None
         # Undone from the last to the first: workers drop the file, and pages are unlocked before they are unmapped.
         with contextlib.ExitStack() as undo:
@@ -89,12 +90,14 @@ class PinnedFile:
 
     def fill(self, header: bytes, flat: Tensor) -> None:
         """Write `header` and then `flat`, which together are as large as the pinned file."""
+        self.is_awaited = False
         self._map[: len(header)] = header
         copy_to_host(self.memory[len(header) :].view(flat.dtype), flat)
         self._end()
 
-    def begin(self, header: bytes, begin_copy: Callable[[Tensor], Wait]) -> None:
+    def begin(self, header: bytes, begin_copy: Callable[[Tensor], Wait], *, is_awaited: bool) -> None:
         """Write `header`, and begin to fill what follows it; readers wait for `finish`."""
+        self.is_awaited = is_awaited
         self._map[: len(header)] = header
         self._copying = begin_copy(self.memory[len(header) :])
         # Early enough: no path of a version leads to the pinned file until `AdapterStore.write` moves it there.
@@ -273,7 +276,7 @@ class PinnedFilePool:
                 # First, and the file is filled from `memory`: workers that read the GPU do not wait for the file, so
                 # the next export may overwrite `flat` before the file is complete.
                 memory.fill(flat)
-                pinned.begin(header, memory.copy_to)
+                pinned.begin(header, memory.copy_to, is_awaited=False)
                 return str(memory.offer.number)
         except IPCError as error:
             # For the rest of the run, or each sync would try it and log it again.
@@ -283,7 +286,7 @@ class PinnedFilePool:
         if self._readers_wait:
             # From `flat` itself, which the next export overwrites: a load ends after this copy, as workers and
             # `ServerHandle.load` wait for the file, and a version that fails is deleted after `finish`.
-            pinned.begin(header, lambda target: begin_copy_to_host(target.view(flat.dtype), flat))
+            pinned.begin(header, lambda target: begin_copy_to_host(target.view(flat.dtype), flat), is_awaited=True)
         else:
             pinned.fill(header, flat)
         return ""

@@ -60,6 +60,7 @@ class StoredAdapter:
         has_checksum: whether a worker can compare its tensors with those on the trainer's device.
         is_unfinished: whether its file of tensors may still be on its way from the trainer's GPU, see
             `engine_plugins.unfinished`.
+        is_awaited: whether a load has to wait for that, as workers cannot read the GPU.
         has_stacked_experts: as for `CanonicalAdapter`.
     """
 
@@ -73,6 +74,7 @@ class StoredAdapter:
     content: CanonicalAdapter | None = None
     has_checksum: bool = False
     is_unfinished: bool = False
+    is_awaited: bool = False
     has_stacked_experts: bool = False
 
 
@@ -281,6 +283,7 @@ class AdapterStore:
             server_path=f"{self.server_root}/{self.run_id}/{stored.name}",
             has_checksum=(stored.path / NOTE_FILE).exists(),
             is_unfinished=pinned is not None and pinned.is_unfinished,
+            is_awaited=pinned is not None and pinned.is_awaited,
         )
 
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
