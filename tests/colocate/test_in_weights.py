@@ -3,6 +3,7 @@
 The tests of one way share a trainer. Each begins with an adapter of its own.
 """
 
+import gc
 import itertools
 import os
 import signal
@@ -167,6 +168,35 @@ def test_failed_sync_leaves_the_previous_version_in_force(
     assert generation.active_name == active, "the previous version was loaded again"
     change(trainer)
     assert samples_policy(trainer)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_no_more_versions_are_in_memory_than_are_needed(
+    trainer: Any, way: str, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    generation = trainer.vllm_generation
+    for _ in range(2):
+        change(trainer)
+        generation.sync_weights()
+        assert samples_policy(trainer)
+    if is_refused:
+        change(trainer)
+        with monkeypatch.context() as patch, pytest.raises(contradicted(trainer, patch)):
+            generation.sync_weights()
+        generation.sync_weights()
+    elements = sum(value.numel() for name, value in trainer.model.named_parameters() if "lora_" in name)
+    count = _memories_of(elements)
+    generation.close()
+    # What it is read into; where it is not in slots, what is sampled from; with a second base, the next version too.
+    assert count - _memories_of(elements) == {"fused": 3, "fused, shared": 2, "runtime, shared": 1}[way]
+    assert samples_policy(trainer)
+
+
+def _memories_of(elements: int) -> int:
+    """How many pieces of memory of a size there are behind all tensors."""
+    gc.collect()
+    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.Tensor]
+    return len({one.data_ptr() for one in storages if one.nbytes() == elements * 4})
 
 
 # Base weights

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -264,6 +264,7 @@ class ColocateGeneration(AdapterGeneration):
         evidence = None if trained is None else self._verify(policy, trained, timer)
         # Only now, on all of them: until here, a failure on any process leaves the last version active on each.
         self.gate.policy, self.gate.is_ready = policy, True
+        self.holder.activate(policy)
         self.active, self.active_name, self._published = policy, policy.name, current
         self.layout = adapter.layout
         # `is_verified`, and whether there is evidence, agree on all processes: all enter the collective, or none.
@@ -426,6 +427,9 @@ class ColocateGeneration(AdapterGeneration):
         self.holder.release()
         self._received = None
         self.reader.release()
+        # The recorded work of the reader had memory that torch keeps apart, for nothing else, until this call.
+        with suppress(RuntimeError):  # as after an error of CUDA, which the training has raised
+            torch.cuda.empty_cache()
 
 
 def _no_fused(why: str) -> UnsupportedSettingError:

@@ -91,6 +91,10 @@ class AdaptersInWeights(ABC):
         self._names.clear()
 
     @abstractmethod
+    def activate(self, policy: Policy) -> None:
+        """From now on only this adapter is sampled from, until the next call; the others may be dropped."""
+
+    @abstractmethod
     def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
         """Do what does not have to wait until it is sampled from."""
 
@@ -115,6 +119,9 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         super().release()
         # They hold the matrices of the adapters that were just dropped.
         self._launches.forget()
+
+    def activate(self, policy: Policy) -> None:
+        """Nothing has to be done: the launches that are known read from the memory of both adapters."""
 
     def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
         self._is_transposed = is_transposed
@@ -172,12 +179,43 @@ class MergedIntoOwnWeights(AdaptersInWeights):
 
 
 class FoldedIntoSharedWeights(AdaptersInWeights):
-    """Trainer and vLLM share the weights, so an adapter is in them only while vLLM samples."""
+    """Trainer and vLLM share the weights, so an adapter is in them only while vLLM samples.
+
+    Between syncs the memory of one adapter is held. The next one takes its place, and the active one is set aside until
+    that is active. Making the views of an 8B adapter for other memory at each sync would take as long as the sync.
+    """
 
     def __init__(self, llm: Any, base: Mapping[str, Tensor]) -> None:
         super().__init__(llm, base)
         self._folded = FoldedBase([])
         self._modules: Sequence[str] = ()
+        self._active: Policy | None = None
+        self._aside: CanonicalAdapter | None = None  # a copy of the active one while another one has its memory
+
+    def load(self, name: str, adapter_id: int, adapter: CanonicalAdapter) -> Policy:
+        number = 0 if self._active is None else self._active.adapter_id
+        active = self._held.get(number)  # not there if the version before this one was refused, see `matrices`
+        if active is not None and active.layout == adapter.layout:
+            self._aside = replace(active, flat=active.flat.clone())
+            self._held[adapter_id], self._matrices[adapter_id] = self._held.pop(number), self._matrices.pop(number)
+        return super().load(name, adapter_id, adapter)
+
+    def activate(self, policy: Policy) -> None:
+        self._active, self._aside = policy, None
+        for number in self._held.keys() - {policy.adapter_id}:
+            del self._held[number], self._matrices[number]
+
+    def matrices(self, policy: Policy) -> Matrices:
+        if self._aside is not None and policy == self._active:
+            # The version that took its place was refused, so nothing samples from that.
+            self._held = {policy.adapter_id: self._aside}
+            self._matrices = {policy.adapter_id: modules_of(self._aside.tensors)}
+            self._aside = None
+        return super().matrices(policy)
+
+    def release(self) -> None:
+        super().release()
+        self._active = self._aside = None
 
     def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
         with _changes_noticed():

@@ -100,6 +100,9 @@ class AdapterSlots:
         """Nothing has to be done: vLLM finds the slot by the number in each request."""
         yield
 
+    def activate(self, policy: Policy) -> None:
+        """Nothing has to be done: vLLM keeps both slots."""
+
     def check(self, policy: Policy) -> None:
         """Make sure that a slot still holds what was written to it.
 
