@@ -537,6 +537,7 @@ COLOCATE_RUNS = {
     "colocate-8b-24gb-h100": "8B, 4 at a time, for 24 GB, older",
     "colocate-8b-folding-h100": "8B, folding in one pass",
     "colocate-8b-no-text-h100": "8B, tokens not decoded to text",
+    "colocate-8b-256x128-h100": "8B, 256 completions of 128 tokens, 32 at a time",
     "colocate-8b-h200": "8B, on an H200, `vllm_gpu_memory_utilization=0.3`",
     "colocate-8b-kv26-h100": "8B, KV cache 26 GiB",
     "colocate-0.6b-h100": "0.6B",
@@ -588,6 +589,7 @@ COLOCATE_PAIRS = (
     "colocate-8b-small-h100",
     "colocate-8b-folding-h100",
     "colocate-8b-no-text-h100",
+    "colocate-8b-256x128-h100",
     "colocate-8b-h200",
     "colocate-0.6b-h100",
 )
