@@ -261,7 +261,7 @@ class AdapterSync:
                 # after the look only: 5 ms after it had begun a copy of 175 MB.
                 await self.transport.finish(deadline)
         except LoRASyncError:
-            logger.debug("The file of %s was not complete in time; its load says so as well.", stored.name)
+            logger.debug("The file of %s is not complete yet, and its load still waits for that.", stored.name)
         finally:
             sent.set()
 
