@@ -540,6 +540,7 @@ COLOCATE_RUNS = {
     "colocate-8b-256x128-h100": "8B, 256 completions of 128 tokens, 32 at a time",
     "colocate-8b-h200": "8B, on an H200, `vllm_gpu_memory_utilization=0.3`",
     "colocate-8b-kv26-h100": "8B, KV cache 26 GiB",
+    "colocate-8b-kv26-liger-h100": "8B, 2 at a time, KV cache 26 GiB",
     "colocate-0.6b-h100": "0.6B",
     "colocate-0.6b-sleep-h100": "0.6B, `vllm_enable_sleep_mode`, on a busy host",
     "colocate-32b-h100": "32B, 8 x 128 tokens, not compiled",
