@@ -36,6 +36,7 @@ SYNC_RUNS = {
     "vs-weights-0.6b-2xh100": "6",
     "vs-weights-8b-2xh200": "7, two H200",
     "vs-weights-8b-2xh100": "8",
+    "vs-weights-8b-file-2xh100": "9",
 }
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
