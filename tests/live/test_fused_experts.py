@@ -6,13 +6,13 @@ vLLM on a CPU has no kernels for adapters on experts at run time (0.31); with fu
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import httpx
 import pytest
 from conftest import FUSED_KEY
 from peft import LoraConfig
+from support.learning import EndsOnce, reward_rose_by
 from support.models import base_weights, randomize_adapter, same_tensors
 from support.moe import make_tiny
 from support.policies import distance, sample, token_ids
@@ -128,10 +128,11 @@ def test_the_reward_of_a_run_that_trains_experts_rises(
         in capfd.readouterr().out
     )
     base = base_weights(trainer.model)
+    has_risen = reward_rose_by(0.15)
+    trainer.add_callback(EndsOnce(has_risen))
     trainer.train()
     steps = steps_of(trainer)
-    rewards = [step["reward"] for step in steps]
-    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.15
+    assert has_risen(steps), [step["reward"] for step in steps]
     assert all(step["lora_sync/verified"] == 1 for step in steps)
     assert all(step["sampling/sampling_logp_difference/mean"] < EXACT for step in steps)
     assert distance(trainer.model, sample(trainer.vllm_generation, PROMPTS)).mean() < EXACT

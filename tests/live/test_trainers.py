@@ -13,12 +13,12 @@ import pytest
 import torch
 from make_model import make_model
 from support.kinds import KINDS
+from support.learning import EndsOnce
 from support.models import base_weights, peft_model, randomize_adapter, same_tensors
 from support.policies import is_policy_of, sample, token_ids
 from support.processes import run
 from support.servers import Proxy, adapters_on
 from support.trainers import METRICS, steps_of, sync_fields
-from transformers import TrainerCallback
 from vllm_server import VLLMServer
 
 TESTS = Path(__file__).parents[1]
@@ -87,16 +87,6 @@ def test_each_trainer_samples_from_its_adapter(kind: str, make: Make, base_model
 
     assert is_policy_of(trainer.model, rows)
     assert not is_policy_of(peft_model(base_model), rows)
-
-
-class EndsOnce(TrainerCallback):
-    """Ends a training as soon as it has learned something."""
-
-    def __init__(self, has_learned: Callable[[list[dict[str, Any]]], bool]) -> None:
-        self._has_learned = has_learned
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= self._has_learned(state.log_history)
 
 
 @pytest.mark.slow
