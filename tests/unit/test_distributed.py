@@ -228,7 +228,9 @@ def start_engine(self: Any) -> None:
         return [SimpleNamespace(prompt_token_ids=[5], outputs=[SimpleNamespace(token_ids=[7])]) for _ in rows]
 
     self.dtype, self.gate, self.llm = torch.float32, SamplingGate(lambda: None), SimpleNamespace(generate=generate)
-    self.holder = SimpleNamespace(load=lambda *_: Policy("version", 1, None), check=lambda _: None)
+    self.holder = SimpleNamespace(
+        load=lambda *_: Policy("version", 1, None), check=lambda _: None, activate=lambda _: None
+    )
 
 
 def take_turns(index: int, model: Path, folder: Path, results: Any) -> None:
