@@ -25,7 +25,8 @@ from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.groups import experts_note, sees_images, without_numbers
 from trl_lora_sync.adapter.modalities import vision_exclusion
-from trl_lora_sync.adapter.names import unwrapped_path
+from trl_lora_sync.adapter.names import trained_path, unwrapped_path
+from trl_lora_sync.adapter.support import check_other_parameters
 from trl_lora_sync.distributed import (
     check_launcher,
     check_same_start,
@@ -205,10 +206,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
         Raises:
             UnsupportedSettingError: what was sharded cannot be put together again as it was.
+            UnsupportedAdapterError: more than the adapter is trained.
         """
         prepared = models_prepared(self.accelerator)
         # Looked up at each sync, as accelerate wraps the model in `train`, after the start has read it.
         if self._looked_at != prepared:
+            # In `train` as well, whose optimizer takes all that is to be trained by then.
+            trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            check_other_parameters(map(trained_path, trained))
             check_quantised(self.model, self.accelerator.device)
             self._sharded = is_sharded(self.model)
             self._base_logprobs = None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from make_model import make_model
 from peft.helpers import rescale_adapter_scale
 from PIL import Image
-from support.models import lora, randomize_adapter
+from support.models import lora, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer
 from trl.generation.vllm_client import VLLMClient
@@ -21,7 +21,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.images import data_url
-from trl_lora_sync.errors import LoRASyncError
+from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError
 from trl_lora_sync.generation import group_rows
 from trl_lora_sync.testing import ModelPolicy, in_memory_engines
 
@@ -164,6 +164,30 @@ def test_scaling_that_changes_for_a_while_is_published_and_so_is_its_return(tmp_
         assert samples_policy()
         assert versions == ["v1", "v2", "v2", "v3"]
         trainer.vllm_generation.close()
+
+
+# What is trained beside the adapter
+
+
+def unfreeze_norms(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(True)
+
+
+@pytest.mark.outside
+def test_base_weights_that_are_trained_beside_the_adapter_are_refused(tmp_path: Path) -> None:
+    """The servers kept the checkpoint's norms, and every sync was reported as verified."""
+    model = peft_model(make_model(tmp_path / "model"))
+    refused = pytest.raises(UnsupportedAdapterError, match=r"that trains 'model.*norm.weight' and \d+ more.*Freeze all")
+    with in_memory_engines(model_path=tmp_path / "model") as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, tmp_path, peft_config=None)
+        # After the checks of the start, but the optimizer takes them as well.
+        unfreeze_norms(trainer.model)
+        with refused:
+            trainer.train()
+        with refused:
+            grpo_trainer(engine.base_url, model, tmp_path, peft_config=None)
 
 
 # Servers that are asleep

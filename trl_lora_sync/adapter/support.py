@@ -386,6 +386,30 @@ def check_other_adapters(configs: Mapping[str, Any], active: str) -> None:
                 )
 
 
+def check_other_parameters(trained: Iterable[str]) -> None:
+    """Refuse a model that trains something beside its adapters.
+
+    Args:
+        trained: the names of all parameters that are trained.
+
+    Raises:
+        UnsupportedAdapterError: a parameter of the base model is among them.
+    """
+    others = [name for name in trained if not any(map(_is_of_adapter, name.split(".")))]
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise refuse(
+            f"A model that trains {others[0]!r}{more} beside the adapter",
+            "the server keeps the checkpoint's base, and after the first step it would sample from another policy",
+            "Freeze all but the adapter, with requires_grad_(False)",
+        )
+
+
+def _is_of_adapter(part: str) -> bool:
+    """Whether a part of a parameter's name is of an adapter of PEFT, or of FSDP1, which joins parameters of a kind."""
+    return part.startswith("lora_") or part in ("modules_to_save", "trainable_tokens_delta", "_flat_param")
+
+
 def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, proves_groups: bool = False) -> None:
     """Refuse what the trainer was given, a model or its name and a PEFT configuration, before anything is loaded.
 
