@@ -232,8 +232,8 @@ def check_overlap(trainer_class: type) -> None:
     if not _corrects(trainer_class):
         raise UnsupportedSettingError(
             f"{trainer_class.__name__} cannot be used with lora_sync_overlap=1: its loss does not apply the correction "
-            'for samples of an earlier policy, which is inputs["importance_sampling_ratio"]. Multiply by it in '
-            "_compute_loss, or set lora_sync_overlap=0."
+            'for samples of an earlier policy, which is inputs["importance_sampling_ratio"]. Multiply by it there, '
+            "or set lora_sync_overlap=0."
         )
     changes: list[str] = []
     for where, owner, name, parameters in (
@@ -250,17 +250,41 @@ def check_overlap(trainer_class: type) -> None:
 
 def _corrects(trainer_class: type) -> bool:
     """Whether the loss of a subclass of GRPO's trainer is GRPO's, or has the importance sampling ratio."""
-    for one in trainer_class.__mro__[: trainer_class.__mro__.index(trl.GRPOTrainer)]:
-        # GMPO's loss has no ratio (1.16).
-        if "_compute_loss" in vars(one):
-            tree = _function_tree(inspect.unwrap(vars(one)["_compute_loss"]))
-            nodes = list(ast.walk(tree)) if tree is not None else []
-            if any(isinstance(node, ast.Constant) and node.value == "importance_sampling_ratio" for node in nodes):
-                return True
-            # The next class decides if its loss is called.
-            if not any(isinstance(node, ast.Attribute) and node.attr == "_compute_loss" for node in nodes):
-                return False
+    classes = trainer_class.__mro__[: trainer_class.__mro__.index(trl.GRPOTrainer)]
+    # Transformers calls `compute_loss`, and TRL's calls `_compute_loss` (1.11 to 1.16).
+    for one in (one for one in classes if "compute_loss" in vars(one)):
+        nodes = _nodes_reached(one, "compute_loss")
+        if not _calls(nodes, "compute_loss", "_compute_loss"):
+            return _has_ratio(nodes)
+    for one in (one for one in classes if "_compute_loss" in vars(one)):
+        nodes = _nodes_reached(one, "_compute_loss")
+        # GMPO's loss has no ratio (1.16). The next class decides if its loss is called.
+        if _has_ratio(nodes) or not _calls(nodes, "_compute_loss"):
+            return _has_ratio(nodes)
     return True
+
+
+def _calls(nodes: list[ast.AST], *methods: str) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr in methods for node in nodes)
+
+
+def _has_ratio(nodes: list[ast.AST]) -> bool:
+    return any(isinstance(node, ast.Constant) and node.value == "importance_sampling_ratio" for node in nodes)
+
+
+def _nodes_reached(owner: type, method: str) -> list[ast.AST]:
+    """The nodes of a method, and of all methods of the same class that these name."""
+    nodes: list[ast.AST] = []
+    left, seen = [method], set()
+    while left:
+        name = left.pop()
+        if name not in seen and name in vars(owner):
+            seen.add(name)
+            tree = _function_tree(inspect.unwrap(vars(owner)[name]))
+            found = list(ast.walk(tree)) if tree is not None else []
+            nodes += found
+            left += [node.attr for node in found if isinstance(node, ast.Attribute)]
+    return nodes
 
 
 def _overlap_changes() -> Iterator[str]:

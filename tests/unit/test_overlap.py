@@ -334,6 +334,38 @@ def test_a_subclass_whose_loss_does_not_apply_the_correction_is_refused() -> Non
     check_overlap(Correcting)
 
 
+def test_a_loss_that_takes_the_place_of_trls_is_looked_at_under_either_name() -> None:
+    """Transformers calls `compute_loss`, and only TRL's calls `_compute_loss`."""
+
+    class Own(GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.weighted(inputs)
+
+        def weighted(self, inputs: Any) -> Any:
+            return inputs["advantages"].mean()
+
+    class Correcting(Own):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.weighted(inputs)
+
+        def weighted(self, inputs: Any) -> Any:
+            return (inputs["importance_sampling_ratio"] * inputs["advantages"]).mean()
+
+    class Logging(GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            print(inputs["importance_sampling_ratio"])
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    class LoggingGMPO(Logging, GMPOTrainer):  # type: ignore[misc]
+        pass
+
+    for one in (Own, LoggingGMPO):
+        with pytest.raises(UnsupportedSettingError, match=f"{one.__name__} cannot be used .*: its loss does not apply"):
+            check_overlap(one)
+    check_overlap(Correcting)
+    check_overlap(Logging)
+
+
 @pytest.mark.parametrize(
     ("name", "function", "words"),
     [
