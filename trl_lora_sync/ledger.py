@@ -62,6 +62,10 @@ class VersionLedger:
             if url == base_url and name not in adapter_names:
                 del self._held[url, name]
 
+    def has_any(self, base_url: str) -> bool:
+        """Whether a server may have a version of this run."""
+        return any(url == base_url for url, _ in self._held)
+
     def overdue(self, base_url: str) -> list[str]:
         """The names whose unload a server has not confirmed."""
         # Without the names in UNLOADING, whose unload is queued or runs already.

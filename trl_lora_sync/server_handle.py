@@ -232,7 +232,9 @@ class ServerHandle:
         if self.state is ServerState.LOST:
             self.state = ServerState.RECOVERING
         try:
-            await wait_until_up(self.base_url, is_local=self.address.is_local, deadline=deadline)
+            await wait_until_up(
+                self.base_url, is_local=self.address.is_local, deadline=deadline, is_asleep=self.is_asleep
+            )
             # After a short outage the same process may answer. If it has all versions, it is not checked again.
             loaded = await self.engine.loaded(deadline)
             self.ledger.note_listed(self.base_url, loaded)
@@ -242,6 +244,10 @@ class ServerHandle:
             # After an AdapterLostError another process may run there, whatever it lists. So it may on an excluded
             # server: a load that failed may have been carried out, by a process that had just replaced the one before.
             if not is_complete or self.is_excluded or isinstance(self.last_error, AdapterLostError):
+                # First, as connecting and the checks sample, which ends an SGLang process that is asleep. A process
+                # that lists a version may be the same as before the loss.
+                if self.ledger.has_any(self.base_url):
+                    await self.wake(deadline)
                 await self.connect(deadline)
                 # Checked before any load: SGLang crashes on an adapter that does not fit its base model.
                 if checks is not None:
@@ -286,7 +292,9 @@ class ServerHandle:
 
     async def reason_to_be_down(self) -> ServerUnreachableError | None:
         """Why it does not answer now; None if it does."""
-        return await reason_to_be_down(self.base_url, is_local=self.address.is_local, timeouts=self._timeouts)
+        return await reason_to_be_down(
+            self.base_url, is_local=self.address.is_local, timeouts=self._timeouts, is_asleep=self.is_asleep
+        )
 
     async def readmit(self, checks: RunChecks | None, stored: StoredAdapter, deadline: Deadline) -> None:
         """Take an excluded server back with a new version if it is up; never fails, as the others go on without it."""

@@ -69,8 +69,8 @@ def run(tmp_path: Path) -> Iterator[StartRun]:
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers are looked at once, and the time to wait for them is then said to be over."""
 
-    async def look(base_url: str, *, is_local: bool, deadline: Deadline) -> None:
-        reason = await reason_to_be_down(base_url, is_local=is_local, timeouts=TIMEOUTS)
+    async def look(base_url: str, *, deadline: Deadline, **options: Any) -> None:
+        reason = await reason_to_be_down(base_url, timeouts=TIMEOUTS, **options)
         if reason is not None:
             raise deadline.error() from reason
 
@@ -837,6 +837,37 @@ def test_a_server_that_went_away_asleep_makes_the_next_generation_publish_anew(
     assert training.sync.wake()
     assert training.is_policy_of(training.generate())
     assert all(fake.death is None for fake in training.fakes)
+
+
+def test_a_server_that_was_away_while_it_slept_is_woken_before_anything_is_sampled_there(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for its health, for which SGLang samples a token; without its KV cache, that ends it."""
+    training = run(**ASLEEP)
+    training.publish()
+    training.sync.sleep()
+    training.fakes[1].stop()
+    on_first_wait(monkeypatch, training.fakes[1].start)  # the same process, as after an outage of the network
+    assert training.sync.wake() is False
+    training.publish()
+    assert training.sync.wake()
+    assert training.is_policy_of(training.generate())
+    assert all(fake.death is None for fake in training.fakes)
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_an_excluded_server_that_sleeps_is_woken_before_it_is_checked(run: StartRun) -> None:
+    """Its health, and the prompts that the checks score, ended an SGLang server whose KV cache was released."""
+    training = run(**ASLEEP, on_server_loss="drop")
+    training.publish()
+    training.sync.sleep()
+    training.fakes[1].stop()
+    assert training.sync.wake() is False
+    assert training.publish().servers == 1
+    training.fakes[1].start()  # the same process
+    assert training.publish().servers == 2
+    assert training.fakes[1].death is None
+    assert training.is_policy_of(training.generate())
 
 
 # Pausing

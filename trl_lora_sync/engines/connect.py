@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # 502 and 504 come from a gateway. On /health vLLM answers 503 once its engine has ended (0.26, 0.31), and SGLang
 # after 20 s of a pause, because its check samples a token (0.5.11 to 0.5.23).
 _STILL_STARTING = frozenset({502, 503, 504})
+# Any answer shows that a server is up, so neither route needs a key. For the first one SGLang samples a token.
+_HEALTH, _MODELS = "/health", "/v1/models"
 
 
 async def connect_engine(
@@ -82,24 +84,29 @@ async def _is_fused(spec: EngineSpec, base_url: str, is_local: bool, deadline: D
         await http.close()
 
 
-async def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline) -> None:
+async def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, is_asleep: bool = False) -> None:
     """Wait until a server answers at `base_url`.
+
+    Args:
+        is_asleep: whether its KV cache may be released; nothing is sampled then.
 
     Raises:
         ServerUnreachableError: no answer came before the deadline.
     """
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
     try:
-        await _wait_until_up(http, deadline)
+        await _wait_until_up(http, deadline, _MODELS if is_asleep else _HEALTH)
     finally:
         await http.close()
 
 
-async def reason_to_be_down(base_url: str, *, is_local: bool, timeouts: Timeouts) -> ServerUnreachableError | None:
-    """Why a server does not answer now, or None if it does, or is only slow to."""
+async def reason_to_be_down(
+    base_url: str, *, is_local: bool, timeouts: Timeouts, is_asleep: bool = False
+) -> ServerUnreachableError | None:
+    """Why a server does not answer now, or None if it does, or is only slow to; arguments as of `wait_until_up`."""
     http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts)
     try:
-        await _probe(http, Deadline.after(timeouts.probe_s, f"Probing {base_url}"))
+        await _probe(http, Deadline.after(timeouts.probe_s, f"Probing {base_url}"), _MODELS if is_asleep else _HEALTH)
     except ServerUnreachableError as error:
         return error
     except LoRASyncError:  # it is busy, so it is there
@@ -109,7 +116,7 @@ async def reason_to_be_down(base_url: str, *, is_local: bool, timeouts: Timeouts
     return None
 
 
-async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
+async def _wait_until_up(http: HTTPClient, deadline: Deadline, route: str = _HEALTH) -> None:
     seen: ServerUnreachableError | None = None
 
     def may_repeat(error: BaseException) -> bool:
@@ -125,7 +132,7 @@ async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
     try:
         async for attempt in retrying(deadline, may_repeat):
             with attempt:
-                await _probe(http, deadline)
+                await _probe(http, deadline, route)
     except DeadlineExceededError as late:
         # The last attempt began just before the deadline. Only an earlier one knows why nothing answers.
         if seen is None:
@@ -133,9 +140,8 @@ async def _wait_until_up(http: HTTPClient, deadline: Deadline) -> None:
         raise seen from late
 
 
-async def _probe(http: HTTPClient, deadline: Deadline) -> None:
-    # No key guards this route: vLLM guards other prefixes, and SGLang leaves /health open.
-    response = await http.request("GET", "/health", deadline)
+async def _probe(http: HTTPClient, deadline: Deadline, route: str) -> None:
+    response = await http.request("GET", route, deadline)
     if response.status_code in _STILL_STARTING:
         raise ServerUnreachableError(
             f"The server at {http.base_url} is starting or out of order (HTTP {response.status_code})."

@@ -400,6 +400,7 @@ class FakeSGLang:
     def _health(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
         """entrypoints/http_server.py `health_generate`: generates a token, so it fails after 20 s of a pause (all)."""
         self._wait(connection, lambda: self._pause_mode is None, 20.0)
+        self.scheduler.check_awake()
         return (200 if self._pause_mode is None else 503), ""
 
     def _model_info(self, body: Any, query: Any, connection: socket.socket) -> tuple[int, Any]:
