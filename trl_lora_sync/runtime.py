@@ -191,6 +191,12 @@ def run(coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], object] | Non
     return task.result()
 
 
+def wait_for(event: threading.Event) -> None:
+    """Wait for an event as `run` waits, so that an error which another thread raises in this one ends it."""
+    while not event.wait(_POLL_S):
+        pass
+
+
 def from_another_loop(coroutine: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
     """Run a coroutine on the loop here. The future belongs to the caller's loop, and cancels it if it is cancelled."""
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, _our_loop()))

@@ -23,7 +23,7 @@ from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.runtime import run, spawn
+from trl_lora_sync.runtime import run, spawn, wait_for
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport, transport_for
 from trl_lora_sync.verify import ReadAdapter, Scores, TrainedBase, Trial, VerificationResult
@@ -193,7 +193,7 @@ class AdapterSync:
         def beside() -> None:
             # Not beside the writing, which uses the same device.
             # `_publish` sets it even if it fails, and its deadline bounds this wait.
-            sent.wait()
+            wait_for(sent)
             try:
                 if meanwhile is not None:
                     meanwhile()

@@ -92,17 +92,22 @@ def interrupt_main_thread(training: FleetRun) -> None:
 
 def interrupt_other_thread(training: FleetRun) -> None:
     """An asynchronous exception, as notebooks and Ray raise it, in a generation of another thread."""
+    raise_in_another_thread(lambda: generate_for_long(training), lambda: wait_until_generating(training))
+
+
+def raise_in_another_thread(act: Callable[[], object], wait: Callable[[], object]) -> None:
+    """Raise an exception in a thread that does `act`, after `wait`, which must end `act`."""
     raised: list[type[BaseException]] = []
 
-    def generate() -> None:
+    def do() -> None:
         try:
-            generate_for_long(training)
+            act()
         except BaseException as error:
             raised.append(type(error))
 
-    thread = threading.Thread(target=generate)
+    thread = threading.Thread(target=do)
     thread.start()
-    wait_until_generating(training)
+    wait()
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     thread.join(GENERATION_S)
     assert raised == [SystemExit]
@@ -132,6 +137,24 @@ def test_an_interrupt_ends_a_generation_at_once_and_the_servers_abort_it(
     training.sync.close()
     assert time.monotonic() - started < AT_ONCE_S
     assert training.adapters() == [[]] * servers
+
+
+def test_an_exception_from_another_thread_ends_a_sync_whose_files_are_not_written_yet(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came once they were, which on a file system that hangs is after `lora_sync_timeout`."""
+    training = run()
+    writing = threading.Event()
+
+    async def hang(*args: Any) -> StoredAdapter:
+        writing.set()
+        await asyncio.sleep(GENERATION_S)
+        raise AssertionError("the sync went on")
+
+    monkeypatch.setattr(training.sync.transport, "write", hang)
+    started = time.monotonic()
+    raise_in_another_thread(training.publish, lambda: writing.wait(30))
+    assert time.monotonic() - started < AT_ONCE_S
 
 
 @pytest.mark.parametrize("interrupt", [interrupt_main_thread, interrupt_other_thread])
