@@ -190,6 +190,20 @@ def test_damaged_base_model_costs_its_comparison_and_no_other_finding(
     assert [said in words(server, "note")[name] for server in servers] == [True, True]
 
 
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"hello world"])
+def test_damaged_base_model_in_the_form_of_torch_costs_its_comparison_as_well(
+    content: bytes, start: Start, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a damaged safetensors file did; this one ended the doctor in a traceback."""
+    base_model().config.save_pretrained(tmp_path / "tiny-qwen3")
+    (tmp_path / "tiny-qwen3" / "pytorch_model.bin").write_bytes(content)
+    code, [server] = diagnose(
+        capsys, start().base_url, "--adapter", adapter, "--model", tmp_path / "tiny-qwen3", "--dir", tmp_path / "shared"
+    )
+    assert code == 0
+    assert "has a file of weights that is damaged" in words(server, "note")["PEFT"]
+
+
 def test_servers_with_different_base_models_are_told_apart(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     same = [start(seed=0).base_url, start(seed=0).base_url]
     code, servers = diagnose(capsys, f"{same[0]}, {same[1]}/v1")  # as in vllm_server_base_url

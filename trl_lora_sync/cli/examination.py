@@ -4,6 +4,7 @@ import shlex
 import warnings
 from functools import cache, partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError
@@ -140,6 +141,9 @@ def _expected(case: DoctorInput, server: "ServerHandle", scores: list[list[float
         except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as error:
             why = str(error).strip().partition("\n")[0]
             unscored = f"the model in {base} cannot be computed with PEFT: {why}"
+        # Errors of torch for a .bin file that is empty, or of another kind. Their messages are about pickles.
+        except (EOFError, LookupError, UnpicklingError) as error:
+            unscored = f"the model in {base} has a file of weights that is damaged ({type(error).__name__})"
     # With the first server each time: differences would add up from one server to the next.
     peer = (scores[0], _SPREAD_OF_PEER) if scores else None
     targets = saved.target_modules if saved else config.get("target_modules")
