@@ -132,7 +132,12 @@ class Task(Generic[T]):
         self._loop = _our_loop()
         self._outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._task: asyncio.Task[T] | None = None
-        self._loop.call_soon_threadsafe(self._begin, coroutine)
+        try:
+            self._loop.call_soon_threadsafe(self._begin, coroutine)
+        # An interrupt, most likely as the loop is woken. Otherwise the coroutine would go on, and could not be ended.
+        except BaseException:
+            self.cancel()
+            raise
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self._task = self._loop.create_task(coroutine)

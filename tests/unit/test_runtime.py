@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from support.waiting import happens
@@ -66,6 +67,29 @@ def test_a_cancelled_task_ends_and_cleans_up() -> None:
     assert ended == ["clean"]
     with pytest.raises(asyncio.CancelledError):
         task.result()
+
+
+def test_an_interrupt_while_a_coroutine_is_being_started_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on with nobody who waits for it, and a sync left its version on the servers."""
+    call_soon, interrupts = asyncio.BaseEventLoop.call_soon_threadsafe, [KeyboardInterrupt()]
+    me, went_on = threading.get_ident(), threading.Event()
+
+    def interrupted(*args: Any) -> asyncio.Handle:
+        handle = call_soon(*args)
+        # To wake the loop, the thread has left the interpreter, so signals and other threads' exceptions come here.
+        if interrupts and threading.get_ident() == me:
+            raise interrupts.pop()
+        return handle
+
+    async def work() -> None:
+        await asyncio.sleep(0.1)
+        went_on.set()
+
+    run(double(1))  # the loop has been started
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(work())
+    assert not went_on.wait(0.5)
 
 
 def test_results_in_parallel_are_in_order_and_at_most_so_many_run_at_once() -> None:
