@@ -134,17 +134,18 @@ class ServerHandle:
         except ServerSetupError:
             await engine.close()  # which nothing else refers to
             raise
-        if self._engine is not None:
-            # A new engine counts from zero, and reports need the sum of the run.
-            self._retries_before += self._engine.retries
-            engine.take_over(self._engine)
-            await self._engine.close()  # as soon as its requests have ended
-        self._engine = engine
+        before, self._engine = self._engine, engine
         self.is_asleep = False
         self.require_verification()
         # A server that was lost gets ready in `_readmit`, after its checks.
         if self.state is ServerState.CONNECTING:
             self.state = ServerState.READY
+        if before is not None:
+            # A new engine counts from zero, and reports need the sum of the run.
+            self._retries_before += before.retries
+            engine.take_over(before)
+            # Last, as an interrupt during this wait may leave nothing half done.
+            await before.close()  # as soon as its requests have ended
 
     def note_checked(self, found: Subject) -> None:
         """It has passed all checks."""

@@ -26,6 +26,7 @@ from trl_lora_sync.errors import (
     VerificationError,
 )
 from trl_lora_sync.ledger import VersionLedger
+from trl_lora_sync.runtime import Task
 from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.server_handle import ServerHandle, ServerState
 from trl_lora_sync.settings import ServerAddress
@@ -460,6 +461,32 @@ def handle_of(fake: FakeSGLang, root: Path) -> ServerHandle:
     server = ServerHandle(address, settings_for([fake], root), VersionLedger(keep=2))
     run_on_loop(server.connect(soon()))
     return server
+
+
+def test_a_connection_that_is_interrupted_counts_no_retry_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The retries of the connection before had been added up, while it stayed and counted them as well. The new one
+    was in nobody's hands, and so never closed."""
+    with FakeSGLang(shapes=SMALL) as fake:
+        server = handle_of(fake, tmp_path)
+        fake.canned["/v1/models"] = [(503, "busy")]
+        run_on_loop(server.engine.loaded(soon()))
+        assert server.retries == 1
+        closing = threading.Event()
+
+        async def hang() -> None:
+            closing.set()
+            await asyncio.sleep(WAIT_S)
+
+        before = server.engine
+        monkeypatch.setattr(before, "close", hang)
+        connecting = Task(server.connect(soon()))
+        assert closing.wait(WAIT_S)
+        connecting.cancel()
+        assert server.engine is not before
+        assert server.retries == 1
+        run_on_loop(server.disconnect())
 
 
 def test_an_adapter_that_is_lost_again_and_again_is_an_error(tmp_path: Path) -> None:
