@@ -21,7 +21,7 @@ from trl_lora_sync.dispatch import Worker, dispatch
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import DeadlineExceededError, GenerationError, LoRASyncError
 from trl_lora_sync.ledger import Holding, VersionLedger
-from trl_lora_sync.runtime import each, in_parallel, offload, run
+from trl_lora_sync.runtime import cancelled, each, in_parallel, offload, run, spawn
 from trl_lora_sync.server_handle import ServerHandle, ServerState, is_loss
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import Transport
@@ -179,26 +179,24 @@ class Fleet:
             await server.load_new(stored, deadline)
             seconds[self.servers.index(server)] = time.perf_counter() - started
 
-        # Raises nothing, as `in_parallel` would cancel the loads on the servers in service. The sync waits for it, for
-        # half of the time that is left at most.
+        # Raises nothing, so it ends no load on a server in service. The sync waits for it, for half of the time that is
+        # left at most.
         async def load_on_excluded(server: ServerHandle) -> None:
             await server.readmit(self._checks, stored, deadline)
             if not server.is_excluded:
                 seconds[self.servers.index(server)] = time.perf_counter() - started
 
-        excluded = [server for server in self.servers if server.is_excluded]
-        patience = deadline
-        if self.settings.on_server_loss == "drop" and len(self.in_service) > 1:
+        in_service, patience = self.in_service, deadline
+        if self.settings.on_server_loss == "drop" and len(in_service) > 1:
             # The servers that are left need time for what follows.
             patience = Deadline.after(deadline.remaining_s() / 2, f"{deadline.task}, half of it for lost servers,")
-        # Not `each`: a refusal by a server in service ends the wait for excluded ones.
-        await in_parallel(
-            lambda act: act(),
-            [
-                partial(self._on_all_or_none, self.in_service, load, deadline, patience),
-                *(partial(load_on_excluded, server) for server in excluded),
-            ],
-        )
+        readmitting = [spawn(load_on_excluded(server)) for server in self.servers if server.is_excluded]
+        try:
+            await self._on_all_or_none(in_service, load, deadline, patience)
+            await asyncio.gather(*readmitting)
+        finally:
+            # A refusal by a server in service ends the wait for excluded ones.
+            await cancelled(readmitting)
         return dict(sorted(seconds.items()))
 
     @property
