@@ -397,12 +397,9 @@ def changed_share(trainer: Any, model: Path) -> float:
                 if name in layers:
                     layer = layers[name]
                     layer = layer.full_tensor() if hasattr(layer, "full_tensor") else layer  # FSDP2's
-                    original = tensors.get_tensor(name)
-                    # Some rows at a time, so that this is not the most memory that an arm takes.
-                    for expected, found in zip(original.split(1024), layer.split(1024), strict=True):
-                        # accelerate has FSDP2 keep float32 in mixed precision.
-                        bits = found.to(original.dtype).view(torch.int16)
-                        changed += int((expected.to(layer.device).view(torch.int16) != bits).sum())
+                    original = tensors.get_tensor(name).to(layer.device)
+                    # accelerate has FSDP2 keep float32 in mixed precision.
+                    changed += int((original.view(torch.int16) != layer.to(original.dtype).view(torch.int16)).sum())
                     total += original.numel()
     return changed / total
 

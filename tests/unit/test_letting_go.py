@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -355,45 +355,52 @@ def test_what_fails_beside_the_load_leaves_the_version_before_and_nothing_of_the
     assert fake.host_adapters == [name]
 
 
+def look_beside(
+    training: FleetRun,
+    monkeypatch: pytest.MonkeyPatch,
+    look: Callable[[], object],
+    finish: Callable[[Deadline], Awaitable[None]],
+    *,
+    is_awaited: bool = True,
+) -> None:
+    """Publish a version that `finish` completes, and `look` beside the load."""
+    transport = training.sync.transport
+    write = transport.write
+
+    async def write_the_rest_later(*args: Any) -> StoredAdapter:
+        return replace(await write(*args), is_awaited=is_awaited)
+
+    monkeypatch.setattr(transport, "write", write_the_rest_later)
+    monkeypatch.setattr(transport, "finish", finish)
+    training.sync.publish(training.read_next(training.sync.form), meanwhile=look)
+
+
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_the_model_is_looked_at_once_no_server_waits_for_the_file_any_more(
     run: StartRun, monkeypatch: pytest.MonkeyPatch, is_awaited: bool
 ) -> None:
     """The look had kept the thread that completes the file waiting for Python's lock."""
-    training = run()
-    transport = training.sync.transport
-    write, complete, looks = transport.write, [], []
-
-    async def write_the_rest_later(*args: Any) -> StoredAdapter:
-        return replace(await write(*args), is_awaited=is_awaited)
+    complete: list[bool] = []
+    looks: list[list[bool]] = []
 
     async def finish(deadline: Deadline) -> None:
         await asyncio.sleep(0.2)
         complete.append(True)
 
-    monkeypatch.setattr(transport, "write", write_the_rest_later)
-    monkeypatch.setattr(transport, "finish", finish)
-    training.sync.publish(training.read_next(training.sync.form), meanwhile=lambda: looks.append(list(complete)))
+    look_beside(run(), monkeypatch, lambda: looks.append(list(complete)), finish, is_awaited=is_awaited)
     assert looks == [[True] if is_awaited else []]
 
 
 def test_the_model_is_looked_at_although_the_file_is_not_complete_in_time(
     run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = run()
-    transport = training.sync.transport
-    write, looks = transport.write, []
-
-    async def write_the_rest_later(*args: Any) -> StoredAdapter:
-        return replace(await write(*args), is_awaited=True)
+    looks: list[bool] = []
 
     async def finish(deadline: Deadline) -> None:
         raise deadline.error("the file system hangs")
 
-    monkeypatch.setattr(transport, "write", write_the_rest_later)
-    monkeypatch.setattr(transport, "finish", finish)
     # Whether it is an error is the load's business, and this one succeeds.
-    training.sync.publish(training.read_next(training.sync.form), meanwhile=lambda: looks.append(True))
+    look_beside(run(), monkeypatch, lambda: looks.append(True), finish)
     assert looks == [True]
 
 
