@@ -21,7 +21,7 @@ TIMEOUT_S = 120.0
 EXACT = 1e-4
 SHARDED = ("fsdp2", "zero3")
 MULTI_GPU = ("--multi_gpu",)
-ZERO3 = ("--use_deepspeed", "--zero_stage", "3")
+ZERO2, ZERO3 = (("--use_deepspeed", "--zero_stage", stage) for stage in "23")
 # The arguments of accelerate launch.
 WAYS = {
     "ddp": MULTI_GPU,
@@ -29,6 +29,7 @@ WAYS = {
     "fsdp2": MULTI_GPU,
     "ddp+tp2+fused": MULTI_GPU,
     "ddp+fused+shared": MULTI_GPU,
+    "zero2": ZERO2,
     "zero3": ZERO3,
 }
 
