@@ -15,7 +15,7 @@ STEP_PROMPT_TOKENS = 64
 HAS_SERVING = any(field.name == "serving" for field in fields(SyncSettings))
 
 
-def why_left_out(name: str, device: str, gpus: int) -> str | None:
+def why_left_out(name: str, device: str, gpus: int, workers: int = 1) -> str | None:
     """Why an arm cannot run here."""
     if name == "fused" and not HAS_SERVING:
         return "this version of the package cannot serve fused weights"
@@ -23,7 +23,8 @@ def why_left_out(name: str, device: str, gpus: int) -> str | None:
         return None
     if device == "cpu":
         return "vLLM's weight transfer for other processes runs on NCCL, which needs CUDA"
-    return "NCCL needs one GPU for the trainer and another for the server" if gpus < 2 else None
+    is_apart = gpus > 1 and workers == 1
+    return None if is_apart else "NCCL needs one GPU for the trainer and others for the server"
 
 
 def server_kind(arm: str) -> str:

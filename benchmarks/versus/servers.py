@@ -62,6 +62,7 @@ class ServerSpec:
         lora_rank: the largest rank it takes; 0 where the server reserves nothing for it.
         kv_bytes: of its KV cache.
         number: tells equal servers apart.
+        workers: that share it by tensor parallelism, each on another GPU, the trainer's included.
     """
 
     kind: str
@@ -70,11 +71,13 @@ class ServerSpec:
     lora_rank: int = 0
     kv_bytes: int = 0
     number: int = 0
+    workers: int = 1
 
     @property
     def name(self) -> str:
         parts = [self.kind, self.shape]
-        return "-".join(parts + [f"r{self.lora_rank}"] * bool(self.lora_rank) + [str(self.number)] * bool(self.number))
+        parts += [f"r{self.lora_rank}"] * bool(self.lora_rank) + [f"tp{self.workers}"] * (self.workers > 1)
+        return "-".join(parts + [str(self.number)] * bool(self.number))
 
     def memory_bytes(self) -> int:
         """About what it takes of a GPU."""
@@ -306,7 +309,7 @@ class ServerPool:
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
-                env=server_environment(gpu, profiles),
+                env=server_environment([gpu] if spec.workers == 1 else [*self._gpus], profiles),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -355,6 +358,8 @@ def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) ->
         # The share is only looked at, as the KV cache is given.
         common += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(spec.kv_bytes)]
         common += ["--max-num-seqs", str(_MAX_SEQS)]
+    if spec.workers > 1:
+        common += ["--tensor-parallel-size", str(spec.workers)]
     if spec.kind == "weights":
         program = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(spec.model)]
         flags = ["--host", "127.0.0.1", "--port", str(port), "--logprobs-mode", "processed_logprobs"]
@@ -364,7 +369,7 @@ def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) ->
     return [*ours, "--python", str(python), "--", *common]
 
 
-def server_environment(gpu: int, profiles: Path) -> dict[str, str]:
+def server_environment(gpus: Sequence[int], profiles: Path) -> dict[str, str]:
     """The environment of a server, whose processes leave their profiles in a folder when they are asked to."""
     benchmarks = ROOT / "benchmarks"
     ours = map(str, [ROOT, benchmarks, benchmarks / "versus" / "in_server"])
@@ -376,10 +381,10 @@ def server_environment(gpu: int, profiles: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
     }
-    if gpu == HOST:
+    if HOST in gpus:
         return env | CPU_ENV
     # FlashInfer would compile its sampler with nvcc at the first request.
-    return env | {"CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def gpus_here(work: Path | None) -> dict[int, int]:
