@@ -155,7 +155,7 @@ class Comparison:
         if "steps" in self.wanted:
             tokens = max(tokens, args.completions * (STEP_PROMPT_TOKENS + args.completion_tokens + BLOCK_TOKENS))
         self.kv_bytes = min(tokens * token_bytes, MOST_KV_BYTES.get(shape, sys.maxsize))
-        left_out = {name: why for name in args.arms if (why := why_left_out(name, self.device, gpus, args.workers))}
+        left_out = {name: why for name in args.arms if (why := why_left_out(name, self.device, gpus, args.tensor_parallel))}
         self.arms = tuple(name for name in args.arms if name not in left_out)
         results.put(left_out, "shapes", shape, "left_out")
         for name, why in left_out.items():
@@ -217,7 +217,7 @@ class Comparison:
             lora_rank=rank if kind == "runtime" else 0,
             kv_bytes=self.kv_bytes if decodes and not number else min(self.kv_bytes, GIB),
             number=number,
-            workers=self.args.workers,
+            workers=self.args.tensor_parallel,
         )
 
     def groups(self, rank: int) -> list[Group]:
@@ -482,7 +482,7 @@ def parse_args() -> argparse.Namespace:
     add("--micro-batch", type=int, default=8, help="completions that the trainer computes at once (default: 8)")
     add("--steps", type=int, default=3, help="GRPO steps of each arm that count, after one that does not (default: 3)")
     add("--fleet", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of servers (default: 1 2 3 4)")
-    add("--workers", type=int, default=1, help="of each server, by tensor parallelism; on all GPUs (default: 1)")
+    add("--tensor-parallel", type=int, default=1, help="workers of each server, on all GPUs (default: 1)")
     add("--budget-s", type=float, default=NO_BUDGET_S, help="stop in good time before so many seconds have passed")
     add("--again", action="store_true", help="measure also what the file has already")
     add("--keep", action="store_true", help="leave the servers running for a further run with the same --work")
