@@ -1,5 +1,7 @@
 """Workers read the newest version from the memory of the trainer's GPU; by a stand-in, and on a GPU by CUDA itself."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -20,6 +23,7 @@ from support.shared_memory import shared_folder
 from support.waiting import happens
 from torch import Tensor
 
+from trl_lora_sync.adapter import pinned_files
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
@@ -92,7 +96,7 @@ def is_complete(stored: StoredAdapter) -> bool:
     assert stored.path
     with (stored.path / FILE).open("rb") as file:
         try:
-            unfinished.wait(file.fileno(), 0)
+            unfinished.wait(file.fileno(), patience_s=0)
         except TimeoutError:
             return False
     return True
@@ -251,12 +255,92 @@ def test_an_offer_of_another_form_is_no_reason_to_fail(
 
 def test_a_file_that_nobody_finishes_is_given_up(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as writer, (tmp_path / "file").open("rb") as reader:
-        unfinished.wait(reader.fileno(), 0)
+        unfinished.wait(reader.fileno(), patience_s=0)
         unfinished.begin(writer.fileno())
         with pytest.raises(TimeoutError, match="has not finished the file"):
-            unfinished.wait(reader.fileno(), 0.01)
+            unfinished.wait(reader.fileno(), patience_s=0.01)
     with (tmp_path / "file").open("rb") as reader:
-        unfinished.wait(reader.fileno(), 0)  # the writer has closed it, as it does when it dies
+        unfinished.wait(reader.fileno(), patience_s=0)  # the writer has closed it, as it does when it dies
+
+
+def test_a_reader_waits_for_its_part_of_a_file_only(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as writer, (tmp_path / "file").open("rb") as reader:
+        assert unfinished.begin(writer.fileno())
+        unfinished.end(writer.fileno(), 100)
+        unfinished.wait(reader.fileno(), 0, 100, patience_s=0)
+        for start, size in [(0, 101), (100, 1), (500, 10), (0, 0)]:
+            with pytest.raises(TimeoutError):
+                unfinished.wait(reader.fileno(), start, size, patience_s=0)
+        unfinished.end(writer.fileno())
+        unfinished.wait(reader.fileno(), patience_s=0)
+
+
+def test_a_worker_copies_each_part_once_the_trainer_has(served: OnOneHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.trainer.refuses_to_share = True
+    served.publish(1)
+    size = flat(2).payload_bytes // 4 + 1
+    copied = [threading.Event() for _ in range(4)]
+    left = iter(copied)
+
+    def begin_copy(target: Tensor, source: Tensor) -> Callable[[], object]:
+        target.copy_(source)
+        return partial(next(left).wait, 20)
+
+    monkeypatch.setattr(unfinished, "PART_BYTES", size)
+    monkeypatch.setattr(pinned_files, "begin_copy_to_host", begin_copy)
+    stored = served.write(2)
+    expected, stage = flat(2).flat.view(torch.uint8), served.writer.stage
+    with ThreadPoolExecutor(2) as pool:
+        finishing, loading = pool.submit(served.store.finish), pool.submit(served.add, stored)
+        for number, one in enumerate(copied):
+            has = number * size
+            assert happens(lambda has=has: torch.equal(stage[:has], expected[:has]))  # type: ignore[misc]
+            assert not torch.equal(stage[has:], expected[has:])
+            assert not loading.done()
+            one.set()
+        finishing.result(20)
+        loading.result(20)
+    assert served.serves(stored)
+    assert served.writer.counts["mapped"] == 3  # the first version twice, as vLLM loads it before
+
+
+def test_a_trainer_that_ends_within_a_version_leaves_no_worker_waiting(
+    served: OnOneHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.trainer.refuses_to_share = True
+    served.publish(1)
+    ended = threading.Event()
+    monkeypatch.setattr(pinned_files, "begin_copy_to_host", lambda target, source: partial(ended.wait, 20))
+    stored = served.write(2)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(served.add, stored)
+        with pytest.raises(TimeoutError):
+            loading.result(0.2)
+        # Its descriptors and mappings, and so its locks, go with the process; here the store stands for that.
+        ended.set()
+        served.store.close()
+        with pytest.raises(ValueError, match="is damaged"):
+            loading.result(20)
+    assert not served.is_listed(stored)
+
+
+def test_without_such_locks_a_file_is_complete_when_it_is_found(
+    served: OnOneHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = fcntl.fcntl
+
+    def refusing(file: int, command: int, argument: bytes | int = 0) -> bytes | int:
+        if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return call(file, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
+    served.trainer.refuses_to_share = True
+    for seed in (1, 2, 3):
+        stored = served.write(seed)
+        assert not stored.is_unfinished
+        served.add(stored)
+        assert served.serves(stored)
 
 
 def test_there_is_a_reason_where_there_is_no_gpu() -> None:

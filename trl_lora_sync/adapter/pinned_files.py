@@ -72,7 +72,7 @@ class PinnedFile:
         self.device = device
         self.is_shared = shared is not None
         self.is_awaited = False
-        self._copying: Wait | None = None
+        self._copying: list[tuple[int, Wait]] = []
         # Undone from the last to the first: workers drop the file, and pages are unlocked before they are unmapped.
         with contextlib.ExitStack() as undo:
             self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, _MODE)
@@ -95,27 +95,41 @@ class PinnedFile:
         copy_to_host(self.memory[len(header) :].view(flat.dtype), flat)
         self._end()
 
-    def begin(self, header: bytes, begin_copy: Callable[[Tensor], Wait], *, is_awaited: bool) -> None:
-        """Write `header`, and begin to fill what follows it; readers wait for `finish`."""
+    def begin(
+        self, header: bytes, begin_copy: Callable[[Tensor, int], Wait], *, part_bytes: int, is_awaited: bool
+    ) -> None:
+        """Write `header`, and begin to fill what follows it; readers wait for `finish`.
+
+        Args:
+            begin_copy: begins to fill memory with what is so many bytes after the header.
+            part_bytes: readers get what follows the header in parts of this size, each as soon as it is complete.
+        """
+        do_wait = unfinished.begin(self._file)
         self.is_awaited = is_awaited
         self._map[: len(header)] = header
-        self._copying = begin_copy(self.memory[len(header) :])
-        # Early enough: no path of a version leads to the pinned file until `AdapterStore.write` moves it there.
-        unfinished.begin(self._file)
+        start = len(header)
+        for part in torch.split(self.memory[len(header) :], part_bytes):
+            copying = begin_copy(part, start - len(header))
+            start += len(part)
+            self._copying.append((start, copying))
+        if not do_wait:
+            self.finish()
 
     @property
     def is_unfinished(self) -> bool:
         """Whether `finish` is still to come."""
-        return self._copying is not None
+        return bool(self._copying)
 
     def finish(self) -> None:
         """Wait for what `begin` began, if it did. Never fails, but after an error readers go on waiting."""
         # Taken first, so that a copy that has failed is reported once.
-        copying, self._copying = self._copying, None
-        if copying is None:
+        copying, self._copying = self._copying, []
+        if not copying:
             return
         try:
-            copying()
+            for size, wait in copying:
+                wait()
+                unfinished.end(self._file, size)
         except Exception:
             logger.exception("An adapter version could not be copied from the GPU to %s.", self.path)
         else:
@@ -276,7 +290,7 @@ class PinnedFilePool:
                 # First, and the file is filled from `memory`: workers that read the GPU do not wait for the file, so
                 # the next export may overwrite `flat` before the file is complete.
                 memory.fill(flat)
-                pinned.begin(header, memory.copy_to, is_awaited=False)
+                pinned.begin(header, memory.copy_to, part_bytes=flat.nbytes, is_awaited=False)
                 return str(memory.offer.number)
         except IPCError as error:
             # For the rest of the run, or each sync would try it and log it again.
@@ -286,7 +300,12 @@ class PinnedFilePool:
         if self._readers_wait:
             # From `flat` itself, which the next export overwrites: a load ends after this copy, as workers and
             # `ServerHandle.load` wait for the file, and a version that fails is deleted after `finish`.
-            pinned.begin(header, lambda target: begin_copy_to_host(target.view(flat.dtype), flat), is_awaited=True)
+            data = flat.view(torch.uint8)
+
+            def begin_copy(target: Tensor, start: int) -> Wait:
+                return begin_copy_to_host(target, data[start : start + len(target)])
+
+            pinned.begin(header, begin_copy, part_bytes=unfinished.PART_BYTES, is_awaited=True)
         else:
             pinned.fill(header, flat)
         return ""

@@ -103,9 +103,9 @@ class GPUMemory:
         # Waits, because no stream of this process orders the reads of workers in other processes.
         self._driver.copy(self.device, self._address, flat.data_ptr(), flat.nbytes)()
 
-    def copy_to(self, target: Tensor) -> Wait:
-        """Begin to copy the beginning to `target`, in host memory; the result waits until that is done."""
-        return self._driver.copy(self.device, target.data_ptr(), self._address, target.nbytes)
+    def copy_to(self, target: Tensor, start: int = 0) -> Wait:
+        """Begin to copy what is there from `start` on to `target`, in host memory; the result waits for the end."""
+        return self._driver.copy(self.device, target.data_ptr(), self._address + start, target.nbytes)
 
     def free(self) -> None:
         """To be called once, and after all workers have closed it."""

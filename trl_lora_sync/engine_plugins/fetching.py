@@ -91,17 +91,15 @@ class Fetcher:
             if is_there:
                 self.counts["from GPU"] += 1
                 return
-        # For the file only: memory of a GPU is filled before a note names it, and its copy to the file may still go on.
-        unfinished.wait(file)
-        socket_path = folder / note.files if note.files else None
-        with self.timed("fetch from file"), self._mapped(file, socket_path) as mapped:
-            if mapped is not None:
-                into.data.copy_(mapped[head.start : head.start + head.size], non_blocking=True)
+        with self.timed("fetch from file"):
+            if note.files and self._copy_mapped(file, folder / note.files, head.start, into.data):
                 self.counts["mapped"] += 1
             else:
+                # Only here: memory of a GPU is filled before a note names it, and its copy to the file may go on.
+                unfinished.wait(file)
                 self.read(file, head.start, into.data)
                 self.counts["read"] += 1
-            found = into.checksum()  # waits until the mapping is not used any more
+            found = into.checksum()
         if found != note.checksum:
             raise DamagedError(
                 f"The file of {name!r} {DAMAGED}its tensors have the checksum {found}, and the trainer sent "
@@ -121,13 +119,18 @@ class Fetcher:
             return False
         return into.checksum() == note.checksum  # else a later version is there, and the file decides
 
-    @contextmanager
-    def _mapped(self, file: int, socket_path: Path | None) -> Iterator[Tensor | None]:
-        if socket_path is None:
-            yield None
-        else:
-            with self.files.mapped(file, socket_path) as found:
-                yield found
+    def _copy_mapped(self, file: int, socket_path: Path, start: int, into: Tensor) -> bool:
+        """Copy what a trainer's file has from `start` on, each part once it is complete; False if it is not mapped."""
+        for part in torch.split(into, unfinished.PART_BYTES):
+            # Outside of the block, which keeps the mapping of a trainer that is gone, and with that its lock.
+            unfinished.wait(file, start, len(part))
+            with self.files.mapped(file, socket_path) as mapped:
+                if mapped is None:
+                    return False
+                part.copy_(mapped[start : start + len(part)], non_blocking=True)
+                self._finish_copies()
+            start += len(part)
+        return True
 
     def read(self, file: int, start: int, into: Tensor) -> None:
         """Fill memory from a file with several threads, by its descriptor and from `start` on; compares nothing.
@@ -153,4 +156,9 @@ class Fetcher:
         finally:
             # After an error too: no thread may write to the memory, and no copy from it be under way, any more.
             parts.close()
+            self._finish_copies()
+
+    def _finish_copies(self) -> None:
+        """Wait until no memory of the host is copied from any more."""
+        if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

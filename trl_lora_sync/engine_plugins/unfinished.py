@@ -1,48 +1,69 @@
-"""A file that others may find while it is being written: its writer holds a lock, and every reader waits for that.
+"""A file that others may find while it is being written: its writer holds a lock on what is still to come.
 
-The kernel releases the lock with the writer's last descriptor, so readers do not wait for a process that is gone.
+Readers wait for the part that they need. The kernel releases the lock with the writer's last descriptor, so readers do
+not wait for a process that is gone.
+
+Locks of open files (fcntl(2), `F_OFD_SETLK`): unlike those of flock(2) they have ranges, and unlike the other ones of
+fcntl(2) they do not end when the process closes any descriptor of the file.
 """
 
+import errno
 import fcntl
+import struct
 import time
 
+PART_BYTES = 32 << 20
+"""A file is written and read in parts of so much: large against the start of a copy, which takes some 10 us."""
 # Copying a large adapter from a GPU takes some tens of milliseconds.
 _PATIENCE_S = 20.0
-# flock(2) has no timeout, so the lock is tried again; short against the copy that is waited for.
+# A wait for such a lock has no timeout, so it is looked at again; short against the copy that is waited for.
 _PAUSE_S = 0.0002
+# `struct flock` of 64 bit: type, whence, start, length (0 to the end, however far that is), process (always 0 here).
+_FLOCK = struct.Struct("hhqqi4x")
 
 
-def begin(file: int) -> None:
-    """Have readers wait, from here on until `end`."""
-    # Never contended: a reader finds the file only after `AdapterStore.write` has moved it, which comes later. Not the
-    # locks of fcntl(2), which end when the process closes any descriptor of the file.
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def begin(file: int) -> bool:
+    """Have readers wait, from here on until `end`; False where the kernel has no such locks, as in some sandboxes."""
+    # Never contended: a reader finds the file only after `AdapterStore.write` has moved it, which comes later.
+    return _call(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK)) is not None
 
 
-def end(file: int) -> None:
-    """The file is complete."""
-    fcntl.flock(file, fcntl.LOCK_UN)
+def end(file: int, size: int = 0) -> None:
+    """The first `size` bytes are complete; 0 for all of the file."""
+    _call(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, 0, size))
 
 
-def wait(file: int, patience_s: float = _PATIENCE_S) -> None:
-    """Return once the file is complete; at once for a file without such a writer.
+def wait(file: int, start: int = 0, size: int = 0, *, patience_s: float = _PATIENCE_S) -> None:
+    """Return once a part of the file is complete; at once for a file without such a writer.
 
     Args:
         file: opened by its path, because a lock belongs to an open file.
+        start, size: of the part, in bytes; by default all of the file.
 
     Raises:
         TimeoutError: its writer hangs.
     """
     given_up_at = time.monotonic() + patience_s
-    while True:
-        try:
-            # Shared, so that several workers do not wait for each other.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > given_up_at:
-                raise TimeoutError(f"Its trainer has not finished the file in {patience_s:g} s.") from None
-            time.sleep(_PAUSE_S)
-        else:
-            # At once, as `begin` does not wait for readers when the file is written again.
-            fcntl.flock(file, fcntl.LOCK_UN)
-            return
+    while _is_locked(file, start, size):
+        if time.monotonic() > given_up_at:
+            raise TimeoutError(f"Its trainer has not finished the file in {patience_s:g} s.")
+        time.sleep(_PAUSE_S)
+
+
+def _is_locked(file: int, start: int, size: int) -> bool:
+    found = _call(file, fcntl.F_OFD_GETLK, _lock(fcntl.F_RDLCK, start, size))
+    return found is not None and _FLOCK.unpack(found)[0] != fcntl.F_UNLCK
+
+
+def _lock(kind: int, start: int = 0, size: int = 0) -> bytes:
+    return _FLOCK.pack(kind, 0, start, size, 0)
+
+
+def _call(file: int, command: int, lock: bytes) -> bytes | None:
+    """The answer of fcntl(2); None if the kernel does not know the command."""
+    try:
+        return fcntl.fcntl(file, command, lock)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return None
+        raise

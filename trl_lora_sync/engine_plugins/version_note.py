@@ -10,8 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 
 NOTE_FILE = "lora_sync.json"
-NOTE_FORM = "2"
-"""Of `VersionNote`; to be changed with it, as trainer and server are installed apart."""
+NOTE_FORM = "3"
+"""Of `VersionNote` and of the locks of `unfinished`; to be changed with them, as trainer and server are installed
+apart."""
 DAMAGED = "is damaged: "
 """In the message with which a worker refuses a version that is not what the trainer sent."""
 
