@@ -37,6 +37,9 @@ SYNC_RUNS = {
     "vs-weights-8b-2xh200": "7, two H200",
     "vs-weights-8b-2xh100": "8",
     "vs-weights-8b-file-2xh100": "9",
+    "vs-weights-8b-parts-2xh200": "10, two H200",
+    "vs-weights-32b-file-2xh200": "11, two H200",
+    "vs-weights-8b-tp2-2xh200": "12, two H200, two workers a server",
 }
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
@@ -66,13 +69,27 @@ def parts_of_syncs() -> str:
         for shape, measured in read(name)["shapes"].items():
             for rank, found in measured["ranks"].items():
                 arms = found["sync"]
-                stock_s = arms["weights"]["median"]["sync_s"]
+                # Servers with a worker on each GPU leave no GPU to the trainer alone, which TRL's own sync needs.
+                stock_s = arms["weights"]["median"]["sync_s"] if "weights" in arms else None
                 for arm, one in arms.items():
                     parts = [_ms(one["split"][f"{part}_s"]) for part in ("gather", "write", "load")]
                     sync_s = one["median"]["sync_s"]
-                    ratio = f"{sync_s / stock_s:.2f}"
+                    ratio = f"{sync_s / stock_s:.2f}" if stock_s else ""
                     rows.append((about, shape.upper(), rank, f"`{arm}`", *parts, _ms(sync_s), ratio))
     return markdown(("run", "shape", "rank", "arm", "gather ms", "write ms", "load ms", "sync ms", "/ `weights`"), rows)
+
+
+def steps_with_syncs() -> str:
+    """Whole GRPO steps of each arm, which take turns."""
+    arms = read("vs-weights-8b-steps-2xh200")["shapes"]["8b"]["ranks"]["32"]["steps"]
+    stock_s = arms["weights"]["median"]["step_s"]
+    rows = []
+    for arm, found in arms.items():
+        median = found["median"]
+        parts = [f"{median[part]:.1f}" for part in ("generate_s", "train_s", "step_s")]
+        ratio = f"{median['step_s'] / stock_s:.2f}"
+        rows.append((f"`{arm}`", str(len(found["samples"])), _ms(median["sync_s"]), *parts, ratio))
+    return markdown(("arm", "steps", "sync ms", "generation s", "training s", "step s", "/ `weights`"), rows)
 
 
 def several_servers() -> str:
@@ -724,6 +741,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "vs-weights-summary": versus_summary,
     "parts-of-syncs": parts_of_syncs,
     "several-servers": several_servers,
+    "steps-with-syncs": steps_with_syncs,
     "overlap": overlap,
     "async-grpo": async_grpo,
     "default-runs": default_runs,

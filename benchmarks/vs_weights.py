@@ -155,7 +155,8 @@ class Comparison:
         if "steps" in self.wanted:
             tokens = max(tokens, args.completions * (STEP_PROMPT_TOKENS + args.completion_tokens + BLOCK_TOKENS))
         self.kv_bytes = min(tokens * token_bytes, MOST_KV_BYTES.get(shape, sys.maxsize))
-        left_out = {name: why for name in args.arms if (why := why_left_out(name, self.device, gpus, args.tensor_parallel))}
+        reasons = {name: why_left_out(name, self.device, gpus, args.tensor_parallel) for name in args.arms}
+        left_out = {name: why for name, why in reasons.items() if why}
         self.arms = tuple(name for name in args.arms if name not in left_out)
         results.put(left_out, "shapes", shape, "left_out")
         for name, why in left_out.items():
