@@ -102,7 +102,7 @@ class PinnedFile:
 
         Args:
             begin_copy: begins to fill memory with what is so many bytes after the header.
-            part_bytes: readers get what follows the header in parts of this size, each as soon as it is complete.
+            part_bytes: size of the parts in which readers get what follows the header, each once it is complete.
         """
         do_wait = unfinished.begin(self._file)
         self.is_awaited = is_awaited
@@ -154,6 +154,10 @@ class PinnedFile:
 
     def move(self, path: Path) -> None:
         self.path.rename(path)
+        self.path = path
+
+    def note_moved(self, path: Path) -> None:
+        """Its path is another one by now, as its folder was renamed."""
         self.path = path
 
     def is_at(self, path: Path) -> bool:
@@ -362,7 +366,7 @@ class PinnedFilePool:
         # Until then the copy from the GPU may still write to it.
         pinned.finish()
         # `store.write_adapter` renames the folder after the file was moved into it, so the old path is outdated.
-        pinned.path = file
+        pinned.note_moved(file)
         try:
             if not pinned.is_at(file):
                 raise FileNotFoundError(file)

@@ -3,8 +3,8 @@
 Readers wait for the part that they need. The kernel releases the lock with the writer's last descriptor, so readers do
 not wait for a process that is gone.
 
-Locks of open files (fcntl(2), `F_OFD_SETLK`): unlike those of flock(2) they have ranges, and unlike the other ones of
-fcntl(2) they do not end when the process closes any descriptor of the file.
+Locks of open files (fcntl(2), `F_OFD_SETLK`) have ranges, unlike locks of flock(2), and do not end when the process
+closes any descriptor of the file, unlike the other locks of fcntl(2).
 """
 
 import errno
