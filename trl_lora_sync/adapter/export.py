@@ -127,16 +127,14 @@ def read_adapter(
     dtype: torch.dtype,
     adapter_name: str | None = None,
     packed_modules: bool = False,
-    gathered: Mapping[nn.Module, Tensor] | None = None,
 ) -> CanonicalAdapter:
     """Copy an adapter of the model in canonical form, on its device; arguments and errors as for `export_adapter`.
 
     Args:
         packed_modules: whether to complete q/k/v and gate/up with zeros.
-        gathered: whole weights of the `lora_linears` that are sharded.
     """
     adapter_name = _checked_name(model, adapter_name)
-    modules = collect_modules(model, adapter_name, gathered)
+    modules = collect_modules(model, adapter_name)
     # A new buffer, as the result belongs to the caller.
     return _export(model, adapter_name, modules, FlatBuffer(), dtype, packed_modules, NO_EXTRAS)
 
@@ -384,18 +382,13 @@ def lora_linears(model: "PeftModel") -> list[nn.Linear]:
     return [matrix for layer in find_layers(model, _checked_name(model, None)) for matrix in layer.matrices]
 
 
-def collect_modules(
-    model: nn.Module, adapter_name: str, gathered: Mapping[nn.Module, Tensor] | None = None
-) -> list[LoRAModule]:
+def collect_modules(model: nn.Module, adapter_name: str) -> list[LoRAModule]:
     """List the layers that carry `adapter_name`, in model order, with the scaling PEFT applies to each.
-
-    Args:
-        gathered: as for `read_adapter`.
 
     Raises:
         UnsupportedAdapterError: a layer computes something other than `scaling * lora_B @ lora_A`.
     """
-    return _read(find_layers(model, adapter_name), gathered)
+    return _read(find_layers(model, adapter_name))
 
 
 def remember_initial_adapter(
@@ -519,7 +512,7 @@ def _active_names(layer: Any) -> str:
     return sys.intern("\n".join(layer.active_adapters))
 
 
-def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None) -> list[LoRAModule]:
+def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
     # A difference to an initial adapter takes several small operations for each layer.
     with one_cpu_thread():
         return [layer.read(gathered or {}) for layer in layers]

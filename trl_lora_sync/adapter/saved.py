@@ -15,7 +15,7 @@ from torch import Tensor
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, pad_packed_modules, target_modules_of
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.support import (
-    FUSED_LAYERS,
+    PACKED_LAYERS,
     changes_base,
     check_saved_config,
     is_embedding_module,
@@ -55,7 +55,9 @@ class SavedAdapter:
         """
         present = {module.name for module in self.modules}
         for path, _, leaf in (name.rpartition(".") for name in present - shapes.keys()):
-            needed = next((set(group) - {"k_proj", "up_proj"} for group in FUSED_LAYERS if leaf in group), set())
+            needed = next(
+                (set(group) - {"k_proj", "up_proj"} for group in PACKED_LAYERS.values() if leaf in group), set()
+            )
             if any(f"{path}.{sibling}" not in present for sibling in needed):
                 return True
         return False

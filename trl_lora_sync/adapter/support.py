@@ -24,7 +24,6 @@ _WHY_NO_EMBEDDINGS = (
 )
 PACKED_LAYERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that the engines serve as one, by the name of that one. SGLang needs all of a group in an adapter, or none."""
-FUSED_LAYERS = tuple(PACKED_LAYERS.values())
 _EMBEDDING_MODULES = frozenset({"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out"})
 WEIGHTS_WAY_OUT = (
     'or set vllm_sync_strategy="weights", which merges the adapter and sends every weight: that needs vLLM in the '

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_lora_sync.adapter.support import FUSED_LAYERS
+from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.cli.console import UsageError
 
 # vLLM 0.31 and SGLang 0.5.15 take the first two for yes, and some variables of SGLang the third. A word too many
@@ -16,8 +16,6 @@ _TARGET_MODULES = "--lora-target-modules"
 _SECRET = frozenset({"--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password"})
 # Flags of the engines with which a longer flag in the checks begins (vLLM 0.31, SGLang 0.5.15).
 _BEGINNINGS = ("--ssl-keyfile",)
-# What both engines call the layers that they make of several.
-_STACKED = dict(zip(("qkv_proj", "gate_up_proj"), FUSED_LAYERS, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ class EngineArguments:
         # One part of a stacked layer is enough, as both engines then adapt the whole layer.
         # Source: `is_in_target_modules` in vllm/lora/utils.py (0.26 and 0.31), and `get_normalized_target_modules` in
         # sglang/srt/lora/utils.py (0.5.15).
-        covered = typed.union(*(parts for whole, parts in _STACKED.items() if typed & {whole, *parts}))
+        covered = typed.union(*(parts for whole, parts in PACKED_LAYERS.items() if typed & {whole, *parts}))
         missing = [name for name in request.modules if name not in covered]
         if missing:
             raise UsageError(

@@ -2,18 +2,18 @@
 
 import json
 import re
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from trl_lora_sync.adapter.groups import group_of, sees_images
-from trl_lora_sync.adapter.support import FUSED_LAYERS
+from trl_lora_sync.adapter.support import PACKED_LAYERS
 from trl_lora_sync.cli.console import UsageError
 
 # Names that only modules which see images have, in Qwen2.5-VL, Qwen3-VL and Gemma3.
 _VISION_NAMES = frozenset({"qkv", "linear_fc1", "linear_fc2", "fc1", "fc2"})
-_MAX_HEAD_BYTES = 64 << 20
 # The linear layers of Llama, Qwen, Mistral, Gemma and the like.
 USUAL_MODULES: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -42,7 +42,7 @@ def served_modules(targets: str | Sequence[str] | None) -> tuple[str, ...]:
     if targets is None or isinstance(targets, str):  # "all-linear", or a pattern that only the model resolves
         return USUAL_MODULES
     names = {name.rpartition(".")[2] for name in targets}
-    for group in FUSED_LAYERS:
+    for group in PACKED_LAYERS.values():
         if names & set(group):
             names |= set(group)
     # In the usual order, as a set has none and the names are printed in commands.
@@ -75,10 +75,7 @@ def adapts_experts(saved: dict[str, Any]) -> bool:
 def _keys_in(file: Path) -> list[str]:
     """The names of the tensors in a safetensors file; none if it is damaged."""
     try:
-        with file.open("rb") as opened:
-            # The format: the length of the head in 8 bytes, little-endian, then the head as JSON.
-            (length,) = struct.unpack("<Q", opened.read(8))
-            # The length is the file's own claim, which may be any number in a damaged one.
-            return list(json.loads(opened.read(min(length, _MAX_HEAD_BYTES))))
-    except (OSError, ValueError, struct.error):
+        with safe_open(file, framework="np") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError):
         return []

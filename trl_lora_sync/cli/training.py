@@ -58,7 +58,7 @@ def run(
         bool, Option(_ALL, help="also show all flags of TRL, which takes some seconds to load")
     ] = False,
 ) -> None:
-    """LaunchCommand the script of `trl_lora_sync.scripts` that has the command's name."""
+    """Launch the script of `trl_lora_sync.scripts` that has the command's name."""
     name = str(ctx.info_name)
     arguments = [*(() if config is None else ("--config", config)), *ctx.args]
     settings = {} if config is None else _read_config(config)
