@@ -10,15 +10,12 @@ from typing import Protocol, TypeVar
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers
-from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline, Timeouts
 from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.origin import install_command, install_elsewhere
 from trl_lora_sync.runtime import BlockingThread
 from trl_lora_sync.settings import ServerAddress, SyncSettings
-
-# Clean-up is worth waiting for, but not for long.
-CLEAN_UP_S = 5.0
 
 T = TypeVar("T")
 
@@ -90,6 +87,7 @@ class DiskTransport:
 
     Args:
         servers, pinned, has_checksums: see `AdapterStore`.
+        timeouts: `close_s` bounds how long a clean-up is waited for.
 
     Attributes:
         store: what the thread writes with.
@@ -103,7 +101,9 @@ class DiskTransport:
         servers: Sequence[str] = (),
         pinned: PinnedFilePool | None = None,
         has_checksums: bool = False,
+        timeouts: Timeouts = TIMEOUTS,
     ) -> None:
+        self._timeouts = timeouts
         self.store = AdapterStore(
             root, server_root=server_root, servers=servers, pinned=pinned, has_checksums=has_checksums
         )
@@ -184,8 +184,8 @@ class DiskTransport:
         await self._clean_up(lambda: self.store.close(names))
 
     async def _clean_up(self, act: Callable[[], None]) -> None:
-        # Done as soon as the file system answers again.
-        await asyncio.wait({asyncio.wrap_future(self._files.submit(act))}, timeout=CLEAN_UP_S)
+        # Not waited for as long as it takes: it is done as soon as the file system answers again.
+        await asyncio.wait({asyncio.wrap_future(self._files.submit(act))}, timeout=self._timeouts.close_s)
 
 
 class DiskAndHTTPTransport(DiskTransport):
@@ -241,14 +241,19 @@ def transport_for(
     """
     servers = [server.base_url for server in settings.servers]
     if all(sends_content):
-        return HTTPTransport(settings.root, servers=servers)
+        return HTTPTransport(settings.root, servers=servers, timeouts=settings.timeouts)
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
     # A worker learns of the shared files and the GPU's memory from a version's note, which holds a checksum.
     pinned = PinnedFilePool(shares=has_checksums, shares_gpu=has_checksums) if is_on_gpu and are_local else None
     return kind(
-        settings.root, server_root=settings.server_root, servers=servers, pinned=pinned, has_checksums=has_checksums
+        settings.root,
+        server_root=settings.server_root,
+        servers=servers,
+        pinned=pinned,
+        has_checksums=has_checksums,
+        timeouts=settings.timeouts,
     )
 
 

@@ -326,7 +326,7 @@ def test_requests_that_are_cancelled_wherever_they_are_hold_nobody_up() -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert (server.middleware.gate.running, server.middleware.gate.waiting) == (0, [])
+            assert (server.middleware.lock.running, server.middleware.lock.waiting) == (0, [])
             assert (await server.load("v1"))[0] == (await server.load("v2"))[0] == 200
             assert not server.engine.paused
             assert server.middleware.broken is None
@@ -592,7 +592,7 @@ def test_what_would_change_the_base_is_refused(path: str) -> None:
 def test_routes_that_sample_nothing_are_never_held_back(path: str) -> None:
     async def test() -> None:
         server = Server()
-        async with server.middleware.gate.changing(1.0):
+        async with server.middleware.lock.changing(1.0):
             assert (await server.ask("POST", path))[0] == 200
 
     run(test())

@@ -11,7 +11,7 @@ import torch
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore
-from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.base import Deadline, Timeouts
 from trl_lora_sync.errors import AdapterExportError, DeadlineExceededError
 from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.transports import DiskAndHTTPTransport, DiskTransport, HTTPTransport
@@ -79,10 +79,8 @@ def test_what_is_written_too_late_is_deleted_again(transport: Blocking, hang: Ha
     assert sorted(path.name for path in transport.directory.iterdir()) == [third.path.name, "owner.json"]
 
 
-def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(
-    transport: Blocking, hang: Hang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trl_lora_sync.transports.CLEAN_UP_S", 0.1)
+def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(tmp_path: Path, hang: Hang) -> None:
+    transport = Blocking(DiskTransport(tmp_path / "sync", timeouts=Timeouts(close_s=0.1)))
     with pytest.raises(DeadlineExceededError):
         transport.write(1, adapter(), soon(0.2))
     started = time.monotonic()

@@ -249,6 +249,10 @@ class SamplingGate:
         self._is_open = False
         self._is_trusted = False
 
+    def activate(self, policy: Policy | None) -> None:
+        """Let requests pass for this policy from now on, or none with None."""
+        self.policy, self.is_ready = policy, policy is not None
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """For one call that samples; calls inside it are part of it."""

@@ -263,7 +263,7 @@ class ColocateGeneration(AdapterGeneration):
         # Not before every process has loaded it, see `_prove`.
         evidence = None if trained is None else self._verify(policy, trained, timer)
         # Only now, on all of them: until here, a failure on any process leaves the last version active on each.
-        self.gate.policy, self.gate.is_ready = policy, True
+        self.gate.activate(policy)
         self.holder.activate(policy)
         self.active, self.active_name, self._published = policy, policy.name, current
         self.layout = adapter.layout
@@ -423,7 +423,8 @@ class ColocateGeneration(AdapterGeneration):
 
     def close(self) -> None:
         """Withdraw the active version; the next `generate` loads the adapter again. Not collective, never fails."""
-        self.active_name, self.active, self.gate.is_ready, self.gate.policy = None, None, False, None
+        self.active_name, self.active = None, None
+        self.gate.activate(None)
         self.holder.release()
         self._received = None
         self.reader.release()

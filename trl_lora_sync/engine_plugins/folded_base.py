@@ -59,6 +59,11 @@ class FoldedRows:
         """Of what is kept."""
         return self.values.nbytes + (0 if self.places is None else self.places.nbytes)
 
+    def move_to_host(self) -> None:
+        """Have what is kept in the host's memory."""
+        self.values = self.values.cpu()
+        self.places = None if self.places is None else self.places.cpu()
+
     def take_out(self) -> None:
         """Write back what the rows held before, bit for bit; after an error they hold the adapter still."""
         if self.places is None:
@@ -83,6 +88,10 @@ class FoldedGroup:
     table: "Table"
     weights: range
     kept: "Kept"
+
+    def move_to_host(self) -> None:
+        """Have what is kept in the host's memory."""
+        self.kept = self.kept.to("cpu")
 
     def take_out(self, sums: Tensor) -> None:
         """As for `FoldedRows`; adds the sums of the weights' bits afterwards to `sums`."""
@@ -177,7 +186,7 @@ class FoldedBase:
             self._kept_bytes += folded.kept.nbytes
             if self._kept_bytes > self._device_bytes:
                 # The group is in the list already: if the host has no memory either, `unfold` still takes it out.
-                folded.kept = folded.kept.to("cpu")
+                folded.move_to_host()
         # Otherwise `_fold_at_once` could not do the same, with one launch for all weights and its words on the device.
         if len(groups) == 1 and not rest and self._kept_bytes <= self._device_bytes:
             self._expected = counts[0]
@@ -222,7 +231,7 @@ class FoldedBase:
         # What may fail for want of memory comes before the write, so that an error leaves the rows unchanged.
         kept_bytes = self._kept_bytes + kept.nbytes
         if kept_bytes > self._device_bytes:
-            kept.values, kept.places = kept.values.cpu(), None if kept.places is None else kept.places.cpu()
+            kept.move_to_host()
         add_to(weight, lora_A, lora_B, 1.0)  # all of the rows, or none if it fails
         self._folded.append(kept)
         self._kept_bytes = kept_bytes

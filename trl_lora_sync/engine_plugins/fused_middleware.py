@@ -77,7 +77,7 @@ class FusedMiddleware:
         self.app = app
         # In this process only, which is why `_engine_of` refuses more than one API server.
         self.adapters: dict[str, str] = {}
-        self.gate = WeightsLock(BASE)
+        self.lock = WeightsLock(BASE)
         # Why the weights may hold anything: set by `_undo` and `_state`, cleared by the next fuse that succeeds.
         self.broken: str | None = None
         self._coming: str | None = None  # what a change that runs puts into the weights
@@ -160,7 +160,7 @@ class FusedMiddleware:
                     raise Refused(404, f"The model `{name}` does not exist any more: {refused.message}") from refused
                 raise
 
-        async with self.gate.sampling(wanted, change, _CHANGE_TIMEOUT_S) as current:
+        async with self.lock.sampling(wanted, change, _CHANGE_TIMEOUT_S) as current:
             # Inside the gate, as a change that this request has waited for may have failed, or repaired the weights.
             if self.broken is not None:
                 raise Refused(500, self.broken)
@@ -190,10 +190,10 @@ class FusedMiddleware:
         raise Refused(405, f"PUT and DELETE are offered here, and GET {ROUTE}.")
 
     async def _state(self, engine: Any, *, compares: bool) -> dict[str, Any]:
-        before = self.gate.finished_changes
+        before = self.lock.finished_changes
         workers = _good(await _call(engine, "lora_sync_state"))
         # The workers' answers belong to `current` only if no change happened while they were on their way.
-        current, is_unchanged = self.gate.current, before is not None and before == self.gate.finished_changes
+        current, is_unchanged = self.lock.current, before is not None and before == self.lock.finished_changes
         if is_unchanged and self.broken is None and any((worker["active"] or BASE) != current for worker in workers):
             self.broken = f"The workers hold {[worker['active'] for worker in workers]} instead of {current!r}."
         state = {
@@ -206,7 +206,7 @@ class FusedMiddleware:
         }
         if compares:
             # As a change, so that no fuse writes to the weights while they are compared.
-            async with self.gate.changing(_LOAD_TIMEOUT_S), self._weights:
+            async with self.lock.changing(_LOAD_TIMEOUT_S), self._weights:
                 if self._is_asleep:
                     raise Refused(409, "The server sleeps, and its weights cannot be compared. Wake it up first.")
                 state["compared"] = _good(await _call(engine, "lora_sync_equals_base"))
@@ -220,13 +220,13 @@ class FusedMiddleware:
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 86400:
             raise Refused(400, "timeout_s must be a number of seconds.")
         started = time.perf_counter()
-        async with self.gate.changing(timeout_s):
+        async with self.lock.changing(timeout_s):
             waited_s = time.perf_counter() - started
             # Read inside, as a load that was ahead in the line may have registered the name.
             known = self.adapters.get(name)
             if known not in (None, path):
                 raise Refused(409, f"{name} is registered already, with the path {known}. A name is used once.")
-            if self.gate.current == name and self.broken is None:
+            if self.lock.current == name and self.broken is None:
                 seconds = {}  # a request that is repeated because its answer was lost
             else:
                 seconds = await self._fuse(engine, name, path, timeout_s)
@@ -235,19 +235,19 @@ class FusedMiddleware:
         return {
             "name": name,
             "path": path,
-            "current": self.gate.current,
+            "current": self.lock.current,
             "adapters": dict(self.adapters),
             "seconds": {"wait": waited_s, **seconds},
         }
 
     async def _forget(self, engine: Any, name: str) -> dict[str, Any]:
         # A request for the version may be bringing it into the weights; that holds no lock of the name.
-        if name in (self.gate.current, self._coming):
-            async with self.gate.changing(_LOAD_TIMEOUT_S):
+        if name in (self.lock.current, self._coming):
+            async with self.lock.changing(_LOAD_TIMEOUT_S):
                 # Looked at once more: another request may have changed the weights during the wait.
-                if self.gate.current == name:
+                if self.lock.current == name:
                     await self._change(engine, BASE)
-        return {"name": name, "deleted": self.adapters.pop(name, None) is not None, "current": self.gate.current}
+        return {"name": name, "deleted": self.adapters.pop(name, None) is not None, "current": self.lock.current}
 
     # Changing the weights, while no request is sampled
 
@@ -293,7 +293,8 @@ class FusedMiddleware:
                     await self._undo(engine, error)
                     raise
                 # Inside the pause: if resuming the engine fails, the record still matches the weights.
-                self.gate.current, self.broken = name, None
+                self.lock.note(name)
+                self.broken = None
         done = time.perf_counter()
         # The slowest worker counts, as all of them do each step at the same time.
         seconds = {

@@ -36,7 +36,7 @@ class WeightsLock:
     """See the module.
 
     Attributes:
-        current: what the weights hold; set by the code that changes them.
+        current: what the weights hold.
         running: how many requests sample.
         waiting: the requests that do not sample yet, in the order of their turns.
     """
@@ -47,6 +47,10 @@ class WeightsLock:
         self._is_changing = False
         self._changes = 0
         self.waiting: list[_Waiting] = []
+
+    def note(self, current: str) -> None:
+        """The weights hold this now; called by the code that changes them, while nothing samples."""
+        self.current = current
 
     @property
     def finished_changes(self) -> int | None:

@@ -17,7 +17,10 @@ from trl_lora_sync.errors import DeadlineExceededError
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """A point in time that all steps of one task share; on the monotonic clock, so it survives clock jumps."""
+    """A point in time that all steps of one task share; on the monotonic clock, so it survives clock jumps.
+
+    Not `asyncio.timeout_at`, which Python 3.10 lacks, and after which its error would not name the task.
+    """
 
     ends_at: float
     budget_s: float
@@ -74,7 +77,8 @@ class Timeouts:
         unstuck_s: for checking that an unload which was stuck has ended.
         undo_s: for undoing a failed release of the KV cache.
         idle_s: for a server to become idle after its last answer is out.
-        close_s: for everything together at the end of a run, and for unloads that something else waits for.
+        close_s: for everything together at the end of a run, for deleting files, and for unloads that something else
+            waits for.
     """
 
     connect_s: float = 10.0
