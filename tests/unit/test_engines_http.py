@@ -698,12 +698,18 @@ def test_garbage_collection_is_as_before_after_an_answer_was_read(was_enabled: b
         gc.enable()
 
 
+def test_a_server_whose_gateway_limits_requests_is_up() -> None:
+    with serving(lambda request: request.send(429, Retry_After="3600")) as server:
+        run(connect.wait_until_up(server.url, is_local=True, deadline=soon()))
+        assert len(server.requests) == 1
+
+
 def test_a_server_that_never_came_up_is_named_though_the_last_attempt_outlived_the_deadline(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([ServerUnreachableError("Nobody answers. Start it."), DeadlineExceededError("too late")])
 
-    async def request(*args: object) -> httpx.Response:
+    async def request(*args: object, is_probe: bool) -> httpx.Response:
         raise next(answers)
 
     monkeypatch.setattr(HTTPClient, "request", request)

@@ -19,7 +19,7 @@ from support.waiting import happens
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, PromptGroup
-from trl_lora_sync.engines.http import unthrottled
+from trl_lora_sync.engines.http import NO_KEY, HTTPClient
 from trl_lora_sync.errors import GenerationError
 from trl_lora_sync.runtime import in_parallel, spawn
 from trl_lora_sync.runtime import run as run_on_loop
@@ -189,7 +189,7 @@ def test_a_request_that_fails_ends_the_others_at_once(run: StartRun) -> None:
     fake.wait_until(lambda: not fake.running)
 
 
-def test_a_request_that_fails_ends_the_pauses_of_limited_ones_at_once() -> None:
+def test_a_request_that_fails_ends_the_pauses_of_limited_ones_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause of `Retry-After` was slept to its end."""
     limited = httpx.Response(429, headers={"Retry-After": "300"}, request=httpx.Request("POST", "http://server"))
     ended: list[type[BaseException]] = []
@@ -197,13 +197,15 @@ def test_a_request_that_fails_ends_the_pauses_of_limited_ones_at_once() -> None:
     async def pauses() -> None:
         is_pausing = asyncio.Event()
 
-        async def send() -> httpx.Response:
+        async def send(*request: object) -> httpx.Response:
             is_pausing.set()
             return limited
 
+        monkeypatch.setattr(HTTPClient, "_send", send)
+
         async def wait() -> None:
             try:
-                await unthrottled(send, soon(600))
+                await HTTPClient("http://server", api_key=NO_KEY, is_local=True).request("POST", "/", soon(600))
             except BaseException as error:
                 ended.append(type(error))
                 raise

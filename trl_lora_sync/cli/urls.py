@@ -63,7 +63,8 @@ def check_listening(url: str, timeout_s: float, advice: str) -> None:
     try:
         while True:
             try:
-                run(client.request("GET", "/health", Deadline.after(patience_s, f"Connecting to {url}")))
+                deadline = Deadline.after(patience_s, f"Connecting to {url}")
+                run(client.request("GET", "/health", deadline, is_probe=True))
                 return
             except DeadlineExceededError:
                 return  # it is there, and slow

@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from httpx import Auth
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, Timeouts
-from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying, unthrottled
+from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying
 from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.engines.spec import EngineSpec
@@ -78,8 +78,7 @@ async def _is_fused(spec: EngineSpec, base_url: str, is_local: bool, deadline: D
     http = HTTPClient(base_url, api_key=APIKey(spec.api_key_variable), is_local=is_local)
     try:
         # With the key of the engine, which is known by now: the fused routes check keys themselves.
-        response = await unthrottled(lambda: http.request("GET", spec.fused_route, deadline), deadline)
-        return response.status_code == 200
+        return (await http.request("GET", spec.fused_route, deadline)).status_code == 200
     finally:
         await http.close()
 
@@ -141,7 +140,7 @@ async def _wait_until_up(http: HTTPClient, deadline: Deadline, route: str = _HEA
 
 
 async def _probe(http: HTTPClient, deadline: Deadline, route: str) -> None:
-    response = await http.request("GET", route, deadline)
+    response = await http.request("GET", route, deadline, is_probe=True)
     if response.status_code in _STILL_STARTING:
         raise ServerUnreachableError(
             f"The server at {http.base_url} is starting or out of order (HTTP {response.status_code})."
@@ -161,8 +160,7 @@ async def recognise(http: HTTPClient, deadline: Deadline) -> EngineSpec:
     keys = [APIKey(spec.api_key_variable) for spec in (SGLANG, VLLM)]
 
     async def status_of(route: str, key: Auth) -> int:
-        response = await unthrottled(lambda: http.request("GET", route, deadline, api_key=key), deadline)
-        return response.status_code
+        return (await http.request("GET", route, deadline, api_key=key)).status_code
 
     for key in (NO_KEY, *keys):
         status = await status_of(SGLANG.own_route, key)

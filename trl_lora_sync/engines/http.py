@@ -81,6 +81,9 @@ NO_KEY = httpx.Auth()
 class HTTPClient:
     """Requests to one server, all of them on the one event loop.
 
+    Attributes:
+        alive_at: when the server last answered with another status than HTTP 5xx, on the monotonic clock.
+
     Args:
         base_url: such as `http://127.0.0.1:8000`, without a trailing slash.
         api_key: read from the environment at each request, or `NO_KEY`.
@@ -90,6 +93,7 @@ class HTTPClient:
     def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         self.base_url = base_url
         self.api_key = api_key
+        self.alive_at = 0.0
         self._timeouts = timeouts
         # None for a scheme is a direct connection, whatever proxies the environment names.
         self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
@@ -128,8 +132,9 @@ class HTTPClient:
         api_key: httpx.Auth | None = None,
         watch: Callable[[], Awaitable[None]] | None = None,
         abort: Callable[[Deadline], Awaitable[None]] | None = None,
+        is_probe: bool = False,
     ) -> httpx.Response:
-        """Send one request, once, and return whatever the server answers.
+        """Send one request, once, and return whatever the server answers; after HTTP 429 it is sent again.
 
         If it is cancelled, or ends in an error, its connection is broken off.
 
@@ -140,37 +145,47 @@ class HTTPClient:
             api_key: another key than the client's own.
             watch: called every few seconds of waiting, and cancelled at its end; what it raises ends the request.
             abort: ends the request on the server, by a deadline; called before its connection is broken off.
+            is_probe: whether any answer will do, HTTP 429 included.
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete.
             ServerSetupError: the server's certificate is not trusted.
             ServerAuthError: the key in the environment does not fit into a header.
-            DeadlineExceededError: no complete answer before the deadline.
+            DeadlineExceededError: no complete answer before the deadline, or a gateway wants a pause beyond it.
         """
-        # With no time left nothing is sent: the server would carry out a request that is not waited for.
-        deadline.remaining_s()
-        # A separate task, because an abort goes on after this method has been left.
-        sending = spawn(self._send(method, path, deadline, body, content, headers or {}, api_key or self.api_key))
-        # Beside it, because neither the answer nor the deadline may wait until a watch has ended.
-        watching: set[asyncio.Task[None]] = set() if watch is None else {spawn(self._watch(watch))}
-        try:
-            # httpx times each read and each write, so a peer that answers in drops is cut off here.
-            # `asyncio.wait` leaves the request running at its timeout, where `wait_for` would cancel it.
-            await asyncio.wait({sending, *watching}, timeout=deadline.left_s(), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            # With no time left nothing is sent: the server would carry out a request that is not waited for.
+            deadline.remaining_s()
+            # A separate task, because an abort goes on after this method has been left.
+            sending = spawn(self._send(method, path, deadline, body, content, headers or {}, api_key or self.api_key))
+            # Beside it, because neither the answer nor the deadline may wait until a watch has ended.
+            watching: set[asyncio.Task[None]] = set() if watch is None else {spawn(self._watch(watch))}
+            try:
+                # httpx times each read and each write, so a peer that answers in drops is cut off here.
+                # `asyncio.wait` leaves the request running at its timeout, where `wait_for` would cancel it.
+                await asyncio.wait({sending, *watching}, timeout=deadline.left_s(), return_when=asyncio.FIRST_COMPLETED)
+                if not sending.done():
+                    for task in watching:
+                        if task.done():
+                            task.result()
+                    raise deadline.error(f"waiting for {method} {self.base_url}{path}")
+            # CancelledError as well: a server goes on sampling for as long as its client seems to wait.
+            except BaseException:
+                await self._give_up(sending, abort)
+                raise
+            finally:
                 for task in watching:
-                    if task.done():
-                        task.result()
-                raise deadline.error(f"waiting for {method} {self.base_url}{path}")
-        # CancelledError as well: a server goes on sampling for as long as its client seems to wait.
-        except BaseException:
-            await self._give_up(sending, abort)
-            raise
-        finally:
-            for task in watching:
-                task.add_done_callback(_ignore)
-                task.cancel()
-        return sending.result()
+                    task.add_done_callback(_ignore)
+                    task.cancel()
+            response = sending.result()
+            if response.status_code < 500:
+                self.alive_at = time.monotonic()
+            if response.status_code != 429 or is_probe:
+                return response
+            # The request was refused and not carried out, so repeating it is always harmless.
+            pause_s = _pause_s(response, pause_s, deadline)
+            await asyncio.sleep(pause_s)
 
     async def _watch(self, watch: Callable[[], Awaitable[None]]) -> None:
         """Ends with what `watch` raises."""
@@ -361,26 +376,21 @@ async def _no_sleep(seconds: float) -> None:
     """The pause was made before the time was looked at."""
 
 
-async def unthrottled(send: Callable[[], Awaitable[httpx.Response]], deadline: Deadline) -> httpx.Response:
-    """The answer of `send`, called again after the pause in `Retry-After` for as long as requests are limited.
-
-    A request that was refused with HTTP 429 has not been carried out, so repeating it is always harmless.
+def _pause_s(limited: httpx.Response, before_s: float, deadline: Deadline) -> float:
+    """How long to wait after HTTP 429: as `Retry-After` wants it, or twice as long as before.
 
     Raises:
         DeadlineExceededError: the pause would outlast the deadline.
     """
-    pause_s = _FIRST_PAUSE_S
-    while (response := await send()).status_code == 429:
-        wanted_s = _retry_after_s(response)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if wanted_s is None else wanted_s
-        if pause_s >= deadline.left_s():
-            raise deadline.error(
-                f"{response.request.url} limits the rate of requests, with HTTP 429 and a pause of {pause_s:g} s. "
-                "Raise the limit of the gateway in front of the server, or give vllm_server_base_url the server's own "
-                f"URL. The server answered: {server_message(response)!r}"
-            )
-        await asyncio.sleep(pause_s)
-    return response
+    wanted_s = _retry_after_s(limited)
+    pause_s = min(2 * before_s, _LONGEST_PAUSE_S) if wanted_s is None else wanted_s
+    if pause_s >= deadline.left_s():
+        raise deadline.error(
+            f"{limited.request.url} limits the rate of requests, with HTTP 429 and a pause of {pause_s:g} s. "
+            "Raise the limit of the gateway in front of the server, or give vllm_server_base_url the server's own "
+            f"URL. The server answered: {server_message(limited)!r}"
+        )
+    return pause_s
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:

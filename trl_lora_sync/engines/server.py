@@ -23,7 +23,6 @@ from trl_lora_sync.engines.http import (
     redirect_error,
     retrying,
     server_message,
-    unthrottled,
 )
 from trl_lora_sync.engines.spec import EngineSpec
 from trl_lora_sync.errors import (
@@ -79,8 +78,9 @@ class ServerEngine(ABC):
         self._retries += 1
 
     async def loaded(self, deadline: Deadline) -> dict[str, str]:
+        models = models_in(await self._get("/v1/models", deadline))
         # Adapters have their base model as the parent, and base models have none.
-        return {model["id"]: str(model.get("root")) for model in await self._models(deadline) if model.get("parent")}
+        return {model["id"]: str(model.get("root")) for model in models if model.get("parent")}
 
     async def adapters_ran_at(self, deadline: Deadline) -> float | None:
         """See `Engine`."""
@@ -102,12 +102,8 @@ class ServerEngine(ABC):
             await self._http.start_afresh()
             raise
 
-    async def _models(self, deadline: Deadline) -> list[dict[str, Any]]:
-        content = json_object(await self._get("/v1/models", deadline), ServerSetupError)
-        return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
-
-    async def _until_visible(self, load: Callable[[], Awaitable[dict[str, str]]], deadline: Deadline) -> dict[str, str]:
-        """Load, again after a broken connection, and for a while if the server does not see the files yet."""
+    def _until_visible(self, deadline: Deadline) -> tenacity.AsyncRetrying:
+        """Attempts to load: again after a broken connection, and for a while if the server does not see the files."""
         grace_s = self.local_visibility_grace_s if self._is_local else self._timeouts.visibility_s
         grace = Deadline.after(grace_s, "waiting for the directory to appear")
         # Short, because the fleet waits for longer outages, and then checks whether the server was restarted.
@@ -118,22 +114,19 @@ class ServerEngine(ABC):
                 isinstance(error, AdapterNotVisibleError) and not grace.is_over()
             )
 
-        async for attempt in retrying(deadline, may_repeat, on_repeat=self._count_retry):
-            with attempt:
-                loaded = await load()
-        return loaded
+        return retrying(deadline, may_repeat, on_repeat=self._count_retry)
 
     # Requests
 
-    async def _get(self, path: str, deadline: Deadline) -> httpx.Response:
-        """A GET that is repeated while the server is unreachable; only success comes back."""
+    async def _get(self, path: str, deadline: Deadline) -> dict[str, Any]:
+        """The JSON object at `path`."""
         response = await self._retried("GET", path, deadline)
         if response.status_code != 200:
             raise ServerSetupError(
                 f"{self.base_url}{path} answered HTTP {response.status_code}, so this is not {self.spec.description}. "
                 f"Correct vllm_server_base_url or vllm_server_engine. The server answered: {server_message(response)!r}"
             )
-        return response
+        return json_object(response, ServerSetupError)
 
     async def _retried(
         self, method: str, path: str, deadline: Deadline, *, body: Any = None, headers: dict[str, str] | None = None
@@ -142,7 +135,9 @@ class ServerEngine(ABC):
         async for attempt in self._retrying(deadline):
             with attempt:
                 # A watch for each attempt: the silence of an ended process must not count against its successor.
-                response = await self._request(method, path, deadline, body=body, headers=headers, watch=self._watch())
+                watch = self._watch()
+                answer = await self._http.request(method, path, deadline, body=body, headers=headers, watch=watch)
+                response = self._checked(answer)
         return response
 
     def _retrying(self, deadline: Deadline) -> tenacity.AsyncRetrying:
@@ -161,18 +156,11 @@ class ServerEngine(ABC):
         body: Any = None,
         content: SizedBody | None = None,
         headers: dict[str, str] | None = None,
-        watch: Callable[[], Awaitable[None]] | None = None,
-        abort: Callable[[Deadline], Awaitable[None]] | None = None,
     ) -> httpx.Response:
-        async def send() -> httpx.Response:
-            response = await self._http.request(
-                method, path, deadline, body=body, content=content, headers=headers, watch=watch, abort=abort
-            )
-            # An answer ends the probe of its request, which may have been the only one for all.
-            self._health.note(response)
-            return response
-
-        return self._checked(await unthrottled(send, deadline))
+        """Not repeated, and not watched: for what changes something on the server."""
+        return self._checked(
+            await self._http.request(method, path, deadline, body=body, content=content, headers=headers)
+        )
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 401:
@@ -230,7 +218,6 @@ class _Health:
         self._http = http
         self._timeouts = timeouts
         self._is_probing = False
-        self._alive_at = 0.0
 
     def watch(self) -> Callable[[], Awaitable[None]]:
         """A function to call now and then while waiting; raises ServerUnreachableError for a dead server."""
@@ -238,8 +225,9 @@ class _Health:
 
         async def check() -> None:
             await self._probe()
+            # Any answer is a sign of life: that of a request cancels its probe, which may be the only one for all.
             # Probes are sent only while a request waits, so the last sign of life may be older than this request.
-            silent_s = time.monotonic() - max(waiting_since, self._alive_at)
+            silent_s = time.monotonic() - max(waiting_since, self._http.alive_at)
             if silent_s > self._timeouts.lifeless_after_s:
                 raise ServerUnreachableError(
                     f"{self._http.base_url} has shown no sign of life for {silent_s:.0f} s (no answer from /health) "
@@ -249,11 +237,6 @@ class _Health:
 
         return check
 
-    def note(self, response: httpx.Response) -> None:
-        # A refusal such as 401 or 404 is a sign of life as well.
-        if response.status_code < 500:
-            self._alive_at = time.monotonic()
-
     async def _probe(self) -> None:
         """One waiting request probes for all."""
         if self._is_probing:
@@ -261,13 +244,18 @@ class _Health:
         self._is_probing = True
         deadline = Deadline.after(self._timeouts.health_s, "The health check")
         try:
-            self.note(await self._http.request("GET", "/health", deadline))
+            await self._http.request("GET", "/health", deadline, is_probe=True)
         except LoRASyncError as error:
             # A failed probe lets the silence grow, and `check` decides by its length.
             logger.debug("%s", error)
         finally:
             # After a cancellation too, or no other request would ever probe.
             self._is_probing = False
+
+
+def models_in(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of an answer to /v1/models."""
+    return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
 
 
 def logprobs_mode(sharp: float | None, flat: float | None) -> str:

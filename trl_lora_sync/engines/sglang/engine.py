@@ -34,7 +34,7 @@ from trl_lora_sync.engines.base import (
     Sampling,
     Timeouts,
 )
-from trl_lora_sync.engines.http import json_object, server_message
+from trl_lora_sync.engines.http import server_message
 from trl_lora_sync.engines.images import data_urls
 from trl_lora_sync.engines.server import logprobs_mode
 from trl_lora_sync.engines.sglang.completions import Sample, one_token_per_image, read_completion, sampling_params
@@ -91,8 +91,8 @@ class SGLangEngine(SGLangServer):
     # Connecting
 
     async def connect(self, deadline: Deadline) -> Capabilities:
-        model = json_object(await self._get("/model_info", deadline), ServerSetupError)
-        server = json_object(await self._get("/server_info", deadline), ServerSetupError)
+        model = await self._get("/model_info", deadline)
+        server = await self._get("/server_info", deadline)
         self._base_root = str(model.get("model_path") or server.get("served_model_name"))
         self._check_setup(server)
         base_model = str(server.get("served_model_name") or model.get("model_path"))
@@ -179,7 +179,10 @@ class SGLangEngine(SGLangServer):
         if self._stuck_unload and not await self._has_recovered(deadline):
             raise AdapterRejectedError(self._stuck_words())
         async with self._distrusting_connections():
-            return await self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+            async for attempt in self._until_visible(deadline):
+                with attempt:
+                    loaded = await self._load_once(adapter, deadline)
+        return loaded
 
     def _check_fits(self, adapter: StoredAdapter) -> None:
         served = self.capabilities
@@ -459,7 +462,7 @@ class SGLangEngine(SGLangServer):
             with attempt:
                 # New ones for each attempt: an id that the server still knows is refused as a duplicate (0.5.17).
                 ids = _request_ids(body)
-                response = await self._request(
+                answer = await self._http.request(
                     "POST",
                     "/generate",
                     deadline,
@@ -467,6 +470,7 @@ class SGLangEngine(SGLangServer):
                     watch=self._watch(),
                     abort=partial(self._abort, ids),
                 )
+                response = self._checked(answer)
         return response
 
     async def _abort(self, request_ids: Sequence[str], deadline: Deadline) -> None:

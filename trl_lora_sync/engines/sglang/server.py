@@ -7,15 +7,14 @@ sampled with in between: SGLang asserts all three, and a failed assertion ends i
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import httpx
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
-from trl_lora_sync.engines.http import APIKey, SizedBody, json_object, may_have_acted, server_message, unthrottled
-from trl_lora_sync.engines.server import ServerEngine
+from trl_lora_sync.engines.http import APIKey, SizedBody, may_have_acted, server_message
+from trl_lora_sync.engines.server import ServerEngine, models_in
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError
 
@@ -80,7 +79,8 @@ class SGLangServer(ServerEngine):
 
     async def _max_model_len(self, deadline: Deadline) -> int | None:
         # `/server_info` gives the flag --context-length, which is null unless it was set.
-        base = next((model for model in await self._models(deadline) if not model.get("parent")), {})
+        models = models_in(await self._get("/v1/models", deadline))
+        base = next((model for model in models if not model.get("parent")), {})
         longest = base.get("max_model_len")
         return longest if isinstance(longest, int) else None
 
@@ -107,7 +107,7 @@ class SGLangServer(ServerEngine):
             await asyncio.sleep(_POLL_S)
 
     async def _running_requests(self, deadline: Deadline) -> int:
-        loads = json_object(await self._get("/v1/loads?include=core", deadline), ServerError).get("loads", [])
+        loads = (await self._get("/v1/loads?include=core", deadline)).get("loads", [])
         try:
             return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
         except (KeyError, TypeError, ValueError) as error:
@@ -216,8 +216,7 @@ class SGLangServer(ServerEngine):
         if content is not None and self._version < _ADMIN_TENSORS_FROM:
             keys.reverse()
         for key in keys:
-            send = partial(self._http.request, "POST", path, deadline, body=body, content=content, api_key=key)
-            response = await unthrottled(send, deadline)
+            response = await self._http.request("POST", path, deadline, body=body, content=content, api_key=key)
             if response.status_code != 401:
                 break
         return self._checked(response)

@@ -40,7 +40,7 @@ from trl_lora_sync.engines.base import (
     Timeouts,
 )
 from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_message
-from trl_lora_sync.engines.server import ServerEngine, logprobs_mode
+from trl_lora_sync.engines.server import ServerEngine, logprobs_mode, models_in
 from trl_lora_sync.engines.vllm.completions import (
     FORCES,
     PROMPT_LOGPROBS,
@@ -103,7 +103,7 @@ class VLLMEngine(ServerEngine):
     # Connecting
 
     async def connect(self, deadline: Deadline) -> Capabilities:
-        version = str(json_object(await self._get("/version", deadline), ServerSetupError).get("version", "unknown"))
+        version = str((await self._get("/version", deadline)).get("version", "unknown"))
         base = await self._base_model(deadline)
         self._base_root = str(base.get("root") or base["id"])
         # Before the capabilities are put together, of which it reads some from the headers of its answer.
@@ -128,7 +128,7 @@ class VLLMEngine(ServerEngine):
         return self._capabilities
 
     async def _base_model(self, deadline: Deadline) -> dict[str, Any]:
-        models = await self._models(deadline)
+        models = models_in(await self._get("/v1/models", deadline))
         base = next((model for model in models if not model.get("parent")), None)
         if base is None:
             raise ServerSetupError(
@@ -288,7 +288,9 @@ class VLLMEngine(ServerEngine):
         if adapter.server_path is None:
             adapter = replace(adapter, server_path=await self.push(adapter, deadline))
         async with self._distrusting_connections():
-            loaded = await self._until_visible(lambda: self._load_once(adapter, deadline), deadline)
+            async for attempt in self._until_visible(deadline):
+                with attempt:
+                    loaded = await self._load_once(adapter, deadline)
         # Only now: files of a version that is not confirmed are deleted with its unload, as no request can need them.
         self._pushed.confirm(adapter.name)
         return loaded

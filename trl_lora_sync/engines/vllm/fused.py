@@ -74,7 +74,7 @@ class VLLMFusedEngine(VLLMEngine):
     # Adapters
 
     async def loaded(self, deadline: Deadline) -> dict[str, str]:
-        return _adapters_in(json_object(await self._get(ROUTE, deadline), ServerSetupError))
+        return _adapters_in(await self._get(ROUTE, deadline))
 
     async def _load_once(self, adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         wait_s = min(deadline.remaining_s() * _SHARE_FOR_WAITING, _LONGEST_WAIT_S)
