@@ -171,33 +171,25 @@ class Fleet:
         Raises:
             LoRASyncError: the first error of any server that may not be excluded.
         """
-        seconds: dict[int, float] = {}
         # One start for all, so the seconds of a server contain the wait for its recovery.
         started = time.perf_counter()
-
-        async def load(server: ServerHandle) -> None:
-            await server.load_new(stored, deadline)
-            seconds[self.servers.index(server)] = time.perf_counter() - started
-
-        # Raises nothing, so it ends no load on a server in service. The sync waits for it, for half of the time that is
-        # left at most.
-        async def load_on_excluded(server: ServerHandle) -> None:
-            await server.readmit(self._checks, stored, deadline)
-            if not server.is_excluded:
-                seconds[self.servers.index(server)] = time.perf_counter() - started
-
         in_service, patience = self.in_service, deadline
         if self.settings.on_server_loss == "drop" and len(in_service) > 1:
             # The servers that are left need time for what follows.
             patience = Deadline.after(deadline.remaining_s() / 2, f"{deadline.task}, half of it for lost servers,")
-        readmitting = [spawn(load_on_excluded(server)) for server in self.servers if server.is_excluded]
+        # Raises nothing, so it ends no load on a server in service. The sync waits for it, for half of the time that is
+        # left at most.
+        excluded = [server for server in self.servers if server.is_excluded]
+        readmitting = [spawn(server.readmit(self._checks, stored, deadline)) for server in excluded]
         try:
-            await self._on_all_or_none(in_service, load, deadline, patience)
+            await self._on_all_or_none(in_service, lambda server: server.load_new(stored, deadline), deadline, patience)
             await asyncio.gather(*readmitting)
         finally:
             # A refusal by a server in service ends the wait for excluded ones.
             await cancelled(readmitting)
-        return dict(sorted(seconds.items()))
+        return {
+            index: server.loaded_at - started for index, server in enumerate(self.servers) if not server.is_excluded
+        }
 
     @property
     def needs_verification(self) -> bool:

@@ -243,21 +243,6 @@ def watch(readable: socket.socket, act: Callable[[], None]) -> Callable[[], None
     return stop
 
 
-async def ended(work: Coroutine[Any, Any, T], patience_s: float) -> T:
-    """What `work` returns or raises; if this is cancelled, `work` gets so many seconds to end by itself first.
-
-    For a load: servers complete it in any case, so the unload that follows must not overtake it.
-    """
-    task = spawn(work)
-    try:
-        # Without the shield, a cancellation of the caller would reach `work` at its current await.
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task}, timeout=patience_s)
-        await cancelled([task])
-        raise
-
-
 async def in_parallel(act: Callable[[T], Awaitable[R]], items: Sequence[T], at_most: int | None = None) -> list[R]:
     """Call `act` for each item, `at_most` at a time, and return the results in the order of the items.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
 )
 from trl_lora_sync.ledger import Holding, VersionLedger
-from trl_lora_sync.runtime import ended, offload, spawn
+from trl_lora_sync.runtime import cancelled, offload, spawn
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.transports import is_sent_content
 from trl_lora_sync.verify import PROBE_PROMPT, Scores, VerificationResult, compare
@@ -56,6 +57,7 @@ class ServerHandle:
     Attributes:
         state: where it is, see `ServerState`.
         last_error: the error by which it was lost; None if it is not.
+        loaded_at: when it had taken its last version, by `time.perf_counter`.
         base_logprobs: of `PROBE_PROMPT`, as its base model computed them when it was last checked.
         is_verified: whether this process of the server has been seen to sample from an adapter it was sent.
         sends_content: whether adapters go to it over HTTP.
@@ -70,6 +72,7 @@ class ServerHandle:
         self.address = address
         self.state = ServerState.CONNECTING
         self.last_error: LoRASyncError | None = None
+        self.loaded_at = 0.0
         self.base_logprobs: list[float] = []
         self.is_verified = False
         self.sends_content = False
@@ -280,7 +283,7 @@ class ServerHandle:
     async def _reload(self, stored: StoredAdapter, deadline: Deadline, needs_active: bool) -> None:
         try:
             await self.load(stored, deadline)
-            await self.warm_up(stored, deadline)
+            await self.engine.warm_up(stored, deadline)
         except AdapterRejectedError as error:
             self.ledger.note(self.base_url, stored.name, Holding.GONE)
             if needs_active:
@@ -339,8 +342,9 @@ class ServerHandle:
         if active is not None and has_active and active.name not in loaded:
             self.ledger.note_listed(self.base_url, loaded)
             raise AdapterLostError(f"{self.base_url} no longer knows {active.name!r}; it was restarted.")
-        await self.warm_up(stored, deadline)
+        await self.engine.warm_up(stored, deadline)
         self.note_success()
+        self.loaded_at = time.perf_counter()
 
     async def load(self, stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
         """Load a version, awake and inside a pause if there is to be one; result and errors as of `Engine.load`."""
@@ -352,13 +356,18 @@ class ServerHandle:
         if stored.is_unfinished and not self.engine.capabilities.checks_payload:
             await offload(partial(_wait_for_file, stored))  # as its workers do not wait
         async with self._paused(deadline):
-            # An unload that overtook it would find no such name, and the name would stay.
-            loaded = await ended(self.engine.load(self.form_of(stored), deadline), self._timeouts.wait_for_abort_s)
+            loading = spawn(self.engine.load(self.form_of(stored), deadline))
+            try:
+                # Without the shield, a cancellation of this would reach the load at its current await.
+                loaded = await asyncio.shield(loading)
+            except asyncio.CancelledError:
+                # A server completes it in any case, and an unload that overtook it would find no such name, which would
+                # then stay.
+                await asyncio.wait({loading}, timeout=self._timeouts.wait_for_abort_s)
+                await cancelled([loading])
+                raise
         self.ledger.note(self.base_url, stored.name, Holding.LOADED)
         return loaded
-
-    async def warm_up(self, stored: StoredAdapter, deadline: Deadline) -> None:
-        await self.engine.warm_up(self.form_of(stored), deadline)
 
     @asynccontextmanager
     async def _paused(self, deadline: Deadline) -> AsyncIterator[None]:

@@ -17,7 +17,7 @@ async def is_sampled_from(subject: Subject, deadline: Deadline, offer: Offer) ->
     try:
         # By the handle, whose ledger then has the name, so that it is unloaded whatever the checks find.
         await subject.server.load(stored, deadline)
-        await subject.server.warm_up(stored, deadline)
+        await subject.engine.warm_up(stored, deadline)
         # On vLLM `warm_up` does nothing, so this is the first use.
         await subject.engine.generate(stored.name, [_PROMPT], _SAMPLING, deadline)
     # It shows that the path is wrong, and nothing of the base model.
