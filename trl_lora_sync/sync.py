@@ -43,6 +43,33 @@ class VerificationDueError(LoRASyncError):
     """A server has to be verified, and nothing was computed to verify it with. Never leaves this module."""
 
 
+class _Beside:
+    """What the trainer's thread does while the servers load; see `AdapterSync.publish`.
+
+    Attributes:
+        may_begin: set once nothing of the version needs this process any more, or it cannot be written.
+        done: its outcome; no version is activated before it has succeeded.
+    """
+
+    def __init__(self, act: Callable[[], object] | None) -> None:
+        self._act = act
+        self.may_begin = threading.Event()
+        self.done: Future[None] = Future()
+
+    def __call__(self) -> None:
+        # Not beside the writing, which uses the same device.
+        # `_publish` sets the event even if it fails, and its deadline bounds this wait.
+        wait_for(self.may_begin)
+        try:
+            if self._act is not None:
+                self._act()
+        # Not an interrupt, after which `run` cancels `_publish` together with its wait for `done`.
+        except Exception as error:  # raised by `_publish`, as a load that is broken off may outlive its unload
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+
 class AdapterSync:
     """Keeps all servers on the newest accepted version of one adapter."""
 
@@ -168,50 +195,22 @@ class AdapterSync:
         # While no server needs to be verified, a version costs no forward pass of the trainer. If a server comes back
         # during the sync, the attempt is withdrawn, and repeated with scores.
         if score is not None and not self.needs_verification:
+            beside = _Beside(meanwhile)
             try:
-                return self._attempt(adapter, None, timer, meanwhile, deadline, is_final=False)
+                return run(self._publish(adapter, None, timer, beside, deadline, is_final=False), beside)
             except VerificationDueError as error:
                 logger.warning("%s", error)
         with timer.phase("verify"):
             probe = score() if score is not None and self.needs_verification else None
-        return self._attempt(adapter, probe, timer, meanwhile, deadline)
-
-    def _attempt(
-        self,
-        adapter: CanonicalAdapter,
-        probe: Scores | None,
-        timer: PhaseTimer,
-        meanwhile: Callable[[], object] | None,
-        deadline: Deadline,
-        *,
-        is_final: bool = True,
-    ) -> SyncReport:
-        """Arguments and errors as of `_publish`."""
-        sent = threading.Event()
-        done: Future[None] = Future()
-
-        def beside() -> None:
-            # Not beside the writing, which uses the same device.
-            # `_publish` sets it even if it fails, and its deadline bounds this wait.
-            wait_for(sent)
-            try:
-                if meanwhile is not None:
-                    meanwhile()
-            # Not an interrupt, after which `run` cancels `_publish` together with its wait for `done`.
-            except Exception as error:  # raised by `_publish`, as a load that is broken off may outlive its unload
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        return run(self._publish(adapter, probe, timer, sent, done, deadline, is_final=is_final), beside)
+        beside = _Beside(meanwhile)
+        return run(self._publish(adapter, probe, timer, beside, deadline, is_final=True), beside)
 
     async def _publish(
         self,
         adapter: CanonicalAdapter,
         probe: Scores | None,
         timer: PhaseTimer,
-        sent: threading.Event,
-        done: "Future[None]",
+        beside: _Beside,
         deadline: Deadline,
         *,
         is_final: bool,
@@ -220,8 +219,6 @@ class AdapterSync:
 
         Args:
             probe: log-probabilities of `PROBE_PROMPT`, for servers that need to be verified.
-            sent: set once nothing of the version needs this process any more, or it cannot be written.
-            done: what came of `meanwhile`; no version is activated before it has succeeded.
             deadline: of the whole sync.
             is_final: whether such a server may go unverified if there is no probe.
 
@@ -234,13 +231,13 @@ class AdapterSync:
             with timer.phase("write"):
                 stored = await self._write(adapter, deadline)
         except BaseException:
-            sent.set()
+            beside.may_begin.set()
             raise
-        spawn(self._note_sent(stored, sent, deadline))
+        spawn(self._note_sent(stored, beside.may_begin, deadline))
         async with self._withdrawn_on_error(stored):
             with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
                 server_load_s = await self.fleet.load(stored, deadline)
-            await asyncio.wrap_future(done)
+            await asyncio.wrap_future(beside.done)
             with timer.phase("verify"):
                 # After the load: before it, files that are damaged later would pass.
                 if self.settings.verify != "off" and not self._is_compared(stored):
