@@ -307,19 +307,44 @@ def test_cancelled_task_sends_no_further_request_but_for_clean_up() -> None:
         client.close()
 
 
-def test_watch_ends_a_request_that_would_wait_longer(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_health_check_ends_a_request_that_would_wait_longer(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(vars(TIMEOUTS), "watch_every_s", 0.05)
-    asked: list[float] = []
+    monkeypatch.setitem(vars(TIMEOUTS), "lifeless_after_s", 0.2)
 
-    async def watch() -> None:
-        asked.append(time.monotonic())
-        if len(asked) == 3:
-            raise ServerUnreachableError("it is dead")
+    def answer(request: Request) -> None:
+        if request.path == "/health":
+            request.send(503)
+        else:
+            request.wait(30)
 
     started = time.monotonic()
-    with serving(lambda request: request.wait(30)) as server, pytest.raises(ServerUnreachableError, match="it is dead"):
-        ask(server.url, 20.0, watch=watch)
-    assert time.monotonic() - started < 10
+    with serving(answer) as server:
+        with pytest.raises(ServerUnreachableError, match="no sign of life"):
+            ask(server.url, 20.0, is_watched=True)
+        assert time.monotonic() - started < 10
+        assert [request.path for request in server.requests].count("/health") > 1
+
+
+def test_a_request_waits_on_while_health_checks_are_answered(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a gateway that limits requests: a check is not repeated then, and any answer will do."""
+    monkeypatch.setitem(vars(TIMEOUTS), "watch_every_s", 0.05)
+    monkeypatch.setitem(vars(TIMEOUTS), "lifeless_after_s", 1.0)
+    enough = threading.Event()
+
+    def answer(request: Request) -> None:
+        if request.path == "/health":
+            request.send(429, Retry_After="3600")
+            if time.monotonic() - started > 2.0:
+                enough.set()
+        else:
+            assert enough.wait(30)
+            request.send(200, "answered")
+
+    started = time.monotonic()
+    with serving(answer) as server:
+        assert ask(server.url, 60.0, is_watched=True).text == "answered"
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -328,17 +353,16 @@ def test_neither_an_answer_nor_the_deadline_waits_for_a_watch(
 ) -> None:
     """A request ended when its health check did: up to five seconds after its answer, or after its deadline."""
     monkeypatch.setitem(vars(TIMEOUTS), "watch_every_s", 0.05)
-    watched, waited_for, ended = threading.Event(), threading.Event(), threading.Event()
-
-    async def watch() -> None:
-        watched.set()
-        try:
-            await asyncio.sleep(20)
-            waited_for.set()
-        finally:
-            ended.set()
+    monkeypatch.setitem(vars(TIMEOUTS), "health_s", 20.0)
+    watched, ended = threading.Event(), threading.Event()
 
     def answer(request: Request) -> None:
+        if request.path == "/health":
+            watched.set()
+            # Nothing comes before the connection is closed, at the latest after `health_s`.
+            request.connection.recv(1)
+            ended.set()
+            return
         assert watched.wait(30)
         if answers:
             request.send(200, "answered")
@@ -347,12 +371,11 @@ def test_neither_an_answer_nor_the_deadline_waits_for_a_watch(
 
     with serving(answer) as server:
         if answers:
-            assert ask(server.url, 60.0, watch=watch).text == "answered"
+            assert ask(server.url, 60.0, is_watched=True).text == "answered"
         else:
             with pytest.raises(DeadlineExceededError, match="did not finish within 1 s"):
-                ask(server.url, 1.0, watch=watch)
+                ask(server.url, 1.0, is_watched=True)
         assert ended.wait(10)
-        assert not waited_for.is_set()
 
 
 # Connections

@@ -1,12 +1,13 @@
 """One HTTP client for all engines: a deadline for every request, keys that are never shown, transport errors as ours.
 
-Knows nothing of any engine's routes.
+Of all routes it knows only /health, which both engines have.
 """
 
 import asyncio
 import contextlib
 import email.utils
 import json
+import logging
 import os
 import ssl
 import time
@@ -28,6 +29,8 @@ from trl_lora_sync.errors import (
     ServerUnreachableError,
 )
 from trl_lora_sync.runtime import spawn
+
+logger = logging.getLogger(__name__)
 
 _ABORT_AGAIN_S = 0.2
 # A proxy may answer with a whole page, and these words go into an error.
@@ -81,9 +84,6 @@ NO_KEY = httpx.Auth()
 class HTTPClient:
     """Requests to one server, all of them on the one event loop.
 
-    Attributes:
-        alive_at: when the server last answered with another status than HTTP 5xx, on the monotonic clock.
-
     Args:
         base_url: such as `http://127.0.0.1:8000`, without a trailing slash.
         api_key: read from the environment at each request, or `NO_KEY`.
@@ -93,12 +93,13 @@ class HTTPClient:
     def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         self.base_url = base_url
         self.api_key = api_key
-        self.alive_at = 0.0
         self._timeouts = timeouts
         # None for a scheme is a direct connection, whatever proxies the environment names.
         self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
         self._certificates = _certificates()
         self._connections = _Connections(self._new_client)
+        self._is_probing = False
+        self._alive_at = 0.0  # on the monotonic clock, of an answer with another status than HTTP 5xx
 
     def _new_client(self) -> httpx.AsyncClient:
         # Follows no redirects, which is the default of httpx: `redirect_error` explains why none may be followed.
@@ -130,7 +131,7 @@ class HTTPClient:
         content: SizedBody | None = None,
         headers: Mapping[str, str] | None = None,
         api_key: httpx.Auth | None = None,
-        watch: Callable[[], Awaitable[None]] | None = None,
+        is_watched: bool = False,
         abort: Callable[[Deadline], Awaitable[None]] | None = None,
         is_probe: bool = False,
     ) -> httpx.Response:
@@ -143,12 +144,12 @@ class HTTPClient:
             content: encoded JSON in chunks, instead of `body`; its length is that of all chunks.
             headers: added to the request; for `content` that is not JSON.
             api_key: another key than the client's own.
-            watch: called every few seconds of waiting, and cancelled at its end; what it raises ends the request.
+            is_watched: whether the server's health is checked while its answer is waited for.
             abort: ends the request on the server, by a deadline; called before its connection is broken off.
             is_probe: whether any answer will do, HTTP 429 included.
 
         Raises:
-            ServerUnreachableError: no connection, or it broke before the answer was complete.
+            ServerUnreachableError: no connection, or it broke before the answer was complete; or the server is dead.
             ServerSetupError: the server's certificate is not trusted.
             ServerAuthError: the key in the environment does not fit into a header.
             DeadlineExceededError: no complete answer before the deadline, or a gateway wants a pause beyond it.
@@ -160,7 +161,7 @@ class HTTPClient:
             # A separate task, because an abort goes on after this method has been left.
             sending = spawn(self._send(method, path, deadline, body, content, headers or {}, api_key or self.api_key))
             # Beside it, because neither the answer nor the deadline may wait until a watch has ended.
-            watching: set[asyncio.Task[None]] = set() if watch is None else {spawn(self._watch(watch))}
+            watching: set[asyncio.Task[None]] = {spawn(self._watch())} if is_watched else set()
             try:
                 # httpx times each read and each write, so a peer that answers in drops is cut off here.
                 # `asyncio.wait` leaves the request running at its timeout, where `wait_for` would cancel it.
@@ -180,18 +181,49 @@ class HTTPClient:
                     task.cancel()
             response = sending.result()
             if response.status_code < 500:
-                self.alive_at = time.monotonic()
+                self._alive_at = time.monotonic()
             if response.status_code != 429 or is_probe:
                 return response
             # The request was refused and not carried out, so repeating it is always harmless.
             pause_s = _pause_s(response, pause_s, deadline)
             await asyncio.sleep(pause_s)
 
-    async def _watch(self, watch: Callable[[], Awaitable[None]]) -> None:
-        """Ends with what `watch` raises."""
+    async def _watch(self) -> None:
+        """Check the server's health until the answer is there; raises ServerUnreachableError for a dead server.
+
+        vLLM (0.22 to 0.33) closes its port on SIGTERM, but keeps the connections of open requests, which it never
+        answers. A process that is stopped or swapped out looks the same. So without this, a dead server would be
+        noticed when the deadline of a generation is over.
+        """
+        # For each request: the silence of an ended process must not count against its successor.
+        waiting_since = time.monotonic()
         while True:
             await asyncio.sleep(self._timeouts.watch_every_s)
-            await watch()
+            await self._probe()
+            # Any answer is a sign of life: that of a request cancels its probe, which may be the only one for all.
+            # Probes are sent only while a request waits, so the last sign of life may be older than this request.
+            silent_s = time.monotonic() - max(waiting_since, self._alive_at)
+            if silent_s > self._timeouts.lifeless_after_s:
+                raise ServerUnreachableError(
+                    f"{self.base_url} has shown no sign of life for {silent_s:.0f} s (no answer from /health) "
+                    "while it was to answer a request. The server has been stopped, has crashed or hangs; look at its "
+                    "log. Restart it, and resume the run from its last checkpoint."
+                )
+
+    async def _probe(self) -> None:
+        """One waiting request probes for all."""
+        if self._is_probing:
+            return
+        self._is_probing = True
+        try:
+            deadline = Deadline.after(self._timeouts.health_s, "The health check")
+            await self.request("GET", "/health", deadline, is_probe=True)
+        except LoRASyncError as error:
+            # A failed probe lets the silence grow, and `_watch` decides by its length.
+            logger.debug("%s", error)
+        finally:
+            # After a cancellation too, or no other request would ever probe.
+            self._is_probing = False
 
     async def _give_up(
         self, sending: "asyncio.Task[httpx.Response]", abort: Callable[[Deadline], Awaitable[None]] | None

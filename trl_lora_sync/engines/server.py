@@ -3,10 +3,8 @@
 Knows the routes that both have, and no way of sampling.
 """
 
-import logging
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -36,8 +34,6 @@ from trl_lora_sync.errors import (
     WrongPolicyError,
 )
 
-logger = logging.getLogger(__name__)
-
 # vLLM answers 503 while it is paused; a gateway answers with any of them for a server that is down.
 _TRANSIENT_STATUSES = frozenset({502, 503, 504})
 
@@ -59,7 +55,6 @@ class ServerEngine(ABC):
         self._timeouts = timeouts
         self._api_key = APIKey(self.spec.api_key_variable)
         self._http = HTTPClient(base_url, api_key=self._api_key, is_local=is_local, timeouts=timeouts)
-        self._health = _Health(self._http, timeouts)
         self._capabilities: Capabilities | None = None
         self._base_root: str | None = None  # the base that the server was started with, once known
         self._retries = 0
@@ -134,18 +129,20 @@ class ServerEngine(ABC):
         """For reading and for sampling, which do no harm again: repeated while the server is down or busy."""
         async for attempt in self._retrying(deadline):
             with attempt:
-                # A watch for each attempt: the silence of an ended process must not count against its successor.
-                watch = self._watch()
-                answer = await self._http.request(method, path, deadline, body=body, headers=headers, watch=watch)
-                response = self._checked(answer)
+                response = self._checked(
+                    await self._http.request(
+                        method, path, deadline, body=body, headers=headers, is_watched=self._is_watched
+                    )
+                )
         return response
 
     def _retrying(self, deadline: Deadline) -> tenacity.AsyncRetrying:
         return retrying(deadline, is_unreachable, at_most_s=self._timeouts.retry_s, on_repeat=self._count_retry)
 
-    def _watch(self) -> Callable[[], Awaitable[None]] | None:
-        """What to call now and then while an answer is waited for; raises for a dead server."""
-        return self._health.watch()
+    @property
+    def _is_watched(self) -> bool:
+        """Whether its health can be checked while an answer is waited for."""
+        return True
 
     async def _request(
         self,
@@ -204,53 +201,6 @@ class ServerEngine(ABC):
     @abstractmethod
     def _key_words(self, path: str) -> str:
         """Which key the server refused at `path`, and what to export."""
-
-
-class _Health:
-    """Whether a server still lives, checked while a request waits for its answer.
-
-    vLLM (0.22 to 0.33) closes its port on SIGTERM, but keeps the connections of open requests, which it
-    never answers. A process that is stopped or swapped out looks the same. So without this, a dead server would be
-    noticed when the deadline of a generation is over.
-    """
-
-    def __init__(self, http: HTTPClient, timeouts: Timeouts) -> None:
-        self._http = http
-        self._timeouts = timeouts
-        self._is_probing = False
-
-    def watch(self) -> Callable[[], Awaitable[None]]:
-        """A function to call now and then while waiting; raises ServerUnreachableError for a dead server."""
-        waiting_since = time.monotonic()
-
-        async def check() -> None:
-            await self._probe()
-            # Any answer is a sign of life: that of a request cancels its probe, which may be the only one for all.
-            # Probes are sent only while a request waits, so the last sign of life may be older than this request.
-            silent_s = time.monotonic() - max(waiting_since, self._http.alive_at)
-            if silent_s > self._timeouts.lifeless_after_s:
-                raise ServerUnreachableError(
-                    f"{self._http.base_url} has shown no sign of life for {silent_s:.0f} s (no answer from /health) "
-                    "while it was to answer a request. The server has been stopped, has crashed or hangs; look at its "
-                    "log. Restart it, and resume the run from its last checkpoint."
-                )
-
-        return check
-
-    async def _probe(self) -> None:
-        """One waiting request probes for all."""
-        if self._is_probing:
-            return
-        self._is_probing = True
-        deadline = Deadline.after(self._timeouts.health_s, "The health check")
-        try:
-            await self._http.request("GET", "/health", deadline, is_probe=True)
-        except LoRASyncError as error:
-            # A failed probe lets the silence grow, and `check` decides by its length.
-            logger.debug("%s", error)
-        finally:
-            # After a cancellation too, or no other request would ever probe.
-            self._is_probing = False
 
 
 def models_in(content: dict[str, Any]) -> list[dict[str, Any]]:

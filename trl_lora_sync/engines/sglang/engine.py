@@ -467,7 +467,7 @@ class SGLangEngine(SGLangServer):
                     "/generate",
                     deadline,
                     body={**body, "rid": ids if _is_batch(body) else ids[0]},
-                    watch=self._watch(),
+                    is_watched=self._is_watched,
                     abort=partial(self._abort, ids),
                 )
                 response = self._checked(answer)

@@ -6,7 +6,6 @@ sampled with in between: SGLang asserts all three, and a failed assertion ends i
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -199,9 +198,10 @@ class SGLangServer(ServerEngine):
 
     # Requests
 
-    def _watch(self) -> Callable[[], Awaitable[None]] | None:
+    @property
+    def _is_watched(self) -> bool:
         # SGLang's health check samples a token, which waits while it is paused and kills it without its KV cache.
-        return None if self._is_paused or self._is_released else super()._watch()
+        return not (self._is_paused or self._is_released)
 
     async def _admin(
         self, path: str, deadline: Deadline, *, body: Any = None, content: SizedBody | None = None
