@@ -195,13 +195,13 @@ def test_a_request_that_fails_ends_the_pauses_of_limited_ones_at_once(monkeypatc
     ended: list[type[BaseException]] = []
 
     async def pauses() -> None:
-        is_pausing = asyncio.Event()
+        is_answered = asyncio.Event()
 
-        async def send(*request: object) -> httpx.Response:
-            is_pausing.set()
+        async def send(*request: object, **options: object) -> httpx.Response:
+            is_answered.set()
             return limited
 
-        monkeypatch.setattr(HTTPClient, "_send", send)
+        monkeypatch.setattr(httpx.AsyncClient, "request", send)
 
         async def wait() -> None:
             try:
@@ -211,7 +211,8 @@ def test_a_request_that_fails_ends_the_pauses_of_limited_ones_at_once(monkeypatc
                 raise
 
         async def fail() -> None:
-            await is_pausing.wait()
+            await is_answered.wait()
+            await asyncio.sleep(0.1)  # nothing else runs on the loop, so the pause has begun
             raise GenerationError("refused")
 
         await in_parallel(lambda act: act(), [wait, fail])
