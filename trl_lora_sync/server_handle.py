@@ -396,24 +396,21 @@ class ServerHandle:
         if self._engine is not None:
             # Before the task gets its turn: at the end of a run, `unneeded` must list a name whose turn never came.
             self.ledger.note(self.base_url, adapter_name, Holding.UNLOADING)
-        return spawn(self._unload_in_turn(adapter_name, deadline))
+        return spawn(self._unload(adapter_name, deadline))
 
-    async def _unload_in_turn(self, adapter_name: str, deadline: Deadline | None) -> bool:
+    async def _unload(self, adapter_name: str, deadline: Deadline | None) -> bool:
         # SGLang holds one lock for a whole unload (`lora_update_lock`, 0.5.11 to 0.5.23), so a second request would
         # only wait there. asyncio's locks are fair: `let_go` relies on the order of the turns.
         async with self._unloads:
-            return await self._unload(adapter_name, deadline)
-
-    async def _unload(self, adapter_name: str, deadline: Deadline | None) -> bool:
-        if self._engine is None:
-            return True
-        deadline = deadline or Deadline.after(self._timeouts.unload_s, f"Unloading {adapter_name}")
-        is_confirmed = False
-        # With the names that were not confirmed before. A missing name counts as unloaded, so repeating is harmless.
-        for name in dict.fromkeys([*self.ledger.overdue(self.base_url), adapter_name]):
-            # An excluded server gets no request; `_serve_again` unloads what it missed.
-            is_confirmed = not self.is_excluded and await self.engine.unload(name, deadline)
-            self.ledger.note(self.base_url, name, Holding.GONE if is_confirmed else Holding.UNCONFIRMED)
+            if self._engine is None:
+                return True
+            deadline = deadline or Deadline.after(self._timeouts.unload_s, f"Unloading {adapter_name}")
+            is_confirmed = False
+            # With the names that were not confirmed before. A missing name counts as unloaded: repeating is harmless.
+            for name in dict.fromkeys([*self.ledger.overdue(self.base_url), adapter_name]):
+                # An excluded server gets no request; `_serve_again` unloads what it missed.
+                is_confirmed = not self.is_excluded and await self.engine.unload(name, deadline)
+                self.ledger.note(self.base_url, name, Holding.GONE if is_confirmed else Holding.UNCONFIRMED)
         if not is_confirmed:
             logger.info("%s did not confirm the unload of %s; training is not affected.", self.base_url, adapter_name)
         return is_confirmed

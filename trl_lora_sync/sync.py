@@ -228,8 +228,10 @@ class AdapterSync:
         try:
             # Of the sync before, if its timer has not fired yet: the timer below takes its place in `_retirement`.
             self._retire_now()
+            version = self._next_version
+            self._next_version += 1  # a name is never used again, not even after a failure
             with timer.phase("write"):
-                stored = await self._write(adapter, deadline)
+                stored = await self.transport.write(version, adapter, deadline)
         except BaseException:
             beside.may_begin.set()
             raise
@@ -288,11 +290,6 @@ class AdapterSync:
             verify_gap_max=max(one.gap_max for one in evidence) if evidence else None,
             is_verified=self._is_verified(),
         )
-
-    async def _write(self, adapter: CanonicalAdapter, deadline: Deadline) -> StoredAdapter:
-        version = self._next_version
-        self._next_version += 1  # a name is never used again, not even after a failure
-        return await self.transport.write(version, adapter, deadline)
 
     def _is_compared(self, stored: StoredAdapter) -> bool:
         """Whether every server has compared what it holds of a version with what was sent; more than its files show."""

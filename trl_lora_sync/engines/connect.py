@@ -3,8 +3,6 @@
 import logging
 from pkgutil import resolve_name
 
-from httpx import Auth
-
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, Timeouts
 from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying
 from trl_lora_sync.engines.registry import ENGINES
@@ -159,16 +157,13 @@ async def recognise(http: HTTPClient, deadline: Deadline) -> EngineSpec:
     """
     keys = [APIKey(spec.api_key_variable) for spec in (SGLANG, VLLM)]
 
-    async def status_of(route: str, key: Auth) -> int:
-        return (await http.request("GET", route, deadline, api_key=key)).status_code
-
     for key in (NO_KEY, *keys):
-        status = await status_of(SGLANG.own_route, key)
+        status = (await http.request("GET", SGLANG.own_route, deadline, api_key=key)).status_code
         # vLLM guards /v1 and a few other prefixes (serve/middleware/authenticate.py, 0.31), so it answers 404 here.
         if status != 401:
             return SGLANG if status == 200 else VLLM
     # With each key 401: a gateway may refuse routes that it does not know, and pass on vLLM's.
-    if await status_of(VLLM.own_route, keys[1]) == 200:
+    if (await http.request("GET", VLLM.own_route, deadline, api_key=keys[1])).status_code == 200:
         return VLLM
     raise ServerAuthError(
         f"{http.base_url} answers nothing without another key, so the engine is unknown. In the trainer's "

@@ -135,7 +135,7 @@ class HTTPClient:
         abort: Callable[[Deadline], Awaitable[None]] | None = None,
         is_probe: bool = False,
     ) -> httpx.Response:
-        """Send one request, once, and return whatever the server answers; after HTTP 429 it is sent again.
+        """Send one request, and return whatever the server answers. It is sent again after HTTP 429 only.
 
         If it is cancelled, or ends in an error, its connection is broken off.
 

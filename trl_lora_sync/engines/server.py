@@ -97,8 +97,8 @@ class ServerEngine(ABC):
             await self._http.start_afresh()
             raise
 
-    def _until_visible(self, deadline: Deadline) -> tenacity.AsyncRetrying:
-        """Attempts to load: again after a broken connection, and for a while if the server does not see the files."""
+    def _attempts_to_load(self, deadline: Deadline) -> tenacity.AsyncRetrying:
+        """More than one after a broken connection, and for a while if the server does not see the files yet."""
         grace_s = self.local_visibility_grace_s if self._is_local else self._timeouts.visibility_s
         grace = Deadline.after(grace_s, "waiting for the directory to appear")
         # Short, because the fleet waits for longer outages, and then checks whether the server was restarted.

@@ -179,7 +179,7 @@ class SGLangEngine(SGLangServer):
         if self._stuck_unload and not await self._has_recovered(deadline):
             raise AdapterRejectedError(self._stuck_words())
         async with self._distrusting_connections():
-            async for attempt in self._until_visible(deadline):
+            async for attempt in self._attempts_to_load(deadline):
                 with attempt:
                     loaded = await self._load_once(adapter, deadline)
         return loaded

@@ -288,7 +288,7 @@ class VLLMEngine(ServerEngine):
         if adapter.server_path is None:
             adapter = replace(adapter, server_path=await self.push(adapter, deadline))
         async with self._distrusting_connections():
-            async for attempt in self._until_visible(deadline):
+            async for attempt in self._attempts_to_load(deadline):
                 with attempt:
                     loaded = await self._load_once(adapter, deadline)
         # Only now: files of a version that is not confirmed are deleted with its unload, as no request can need them.
