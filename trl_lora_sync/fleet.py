@@ -177,8 +177,8 @@ class Fleet:
         if self.settings.on_server_loss == "drop" and len(in_service) > 1:
             # The servers that are left need time for what follows.
             patience = Deadline.after(deadline.remaining_s() / 2, f"{deadline.task}, half of it for lost servers,")
-        # Raises nothing, so it ends no load on a server in service. The sync waits for it, for half of the time that is
-        # left at most.
+        # `readmit` raises nothing, so it ends no load on a server in service. The sync waits for it, for half of the
+        # time that is left at most.
         excluded = [server for server in self.servers if server.is_excluded]
         readmitting = [spawn(server.readmit(self._checks, stored, deadline)) for server in excluded]
         try:

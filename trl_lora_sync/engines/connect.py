@@ -47,12 +47,9 @@ async def connect_engine(
         ServerSetupError: what answers is not a server that adapter sync can work with.
     """
     # Without a key, as the engine is not known yet: a key of one engine may not go to a server of another.
-    http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts)
-    try:
+    async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts) as http:
         await _wait_until_up(http, deadline)
         spec = await recognise(http, deadline) if engine == "auto" else ENGINES[engine]
-    finally:
-        await http.close()
     if serving == "fused" and not spec.fused_engine:
         raise ServerSetupError(
             f"{base_url} runs {spec.versions.title}, which cannot add an adapter to its weights while it runs. Set "
@@ -73,12 +70,9 @@ async def connect_engine(
 async def _is_fused(spec: EngineSpec, base_url: str, is_local: bool, deadline: Deadline) -> bool:
     if not spec.fused_route:
         return False
-    http = HTTPClient(base_url, api_key=APIKey(spec.api_key_variable), is_local=is_local)
-    try:
-        # With the key of the engine, which is known by now: the fused routes check keys themselves.
+    # With the key of the engine, which is known by now: the fused routes check keys themselves.
+    async with HTTPClient(base_url, api_key=APIKey(spec.api_key_variable), is_local=is_local) as http:
         return (await http.request("GET", spec.fused_route, deadline)).status_code == 200
-    finally:
-        await http.close()
 
 
 async def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, is_asleep: bool = False) -> None:
@@ -90,26 +84,22 @@ async def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, is
     Raises:
         ServerUnreachableError: no answer came before the deadline.
     """
-    http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local)
-    try:
+    async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local) as http:
         await _wait_until_up(http, deadline, _MODELS if is_asleep else _HEALTH)
-    finally:
-        await http.close()
 
 
 async def reason_to_be_down(
     base_url: str, *, is_local: bool, timeouts: Timeouts, is_asleep: bool = False
 ) -> ServerUnreachableError | None:
     """Why a server does not answer now, or None if it does, or is only slow to; arguments as of `wait_until_up`."""
-    http = HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts)
+    deadline = Deadline.after(timeouts.probe_s, f"Probing {base_url}")
     try:
-        await _probe(http, Deadline.after(timeouts.probe_s, f"Probing {base_url}"), _MODELS if is_asleep else _HEALTH)
+        async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts) as http:
+            await _probe(http, deadline, _MODELS if is_asleep else _HEALTH)
     except ServerUnreachableError as error:
         return error
-    except LoRASyncError:  # it is busy, so it is there
-        return None
-    finally:
-        await http.close()
+    except LoRASyncError:
+        pass  # it is busy, so it is there
     return None
 
 

@@ -117,6 +117,12 @@ class HTTPClient:
         old, self._connections = self._connections, _Connections(self._new_client)
         await old.retire()
 
+    async def __aenter__(self) -> "HTTPClient":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Close all connections, and that of a running request once it has ended."""
         await self.start_afresh()

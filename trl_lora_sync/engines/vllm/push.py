@@ -9,12 +9,13 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
+import tenacity
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.store import StoredAdapter
@@ -82,7 +83,7 @@ class PushedAdapters:
 
     async def connect(self, deadline: Deadline) -> bool:
         """Find out whether the server takes pushes."""
-        response = await self._retried(lambda: self._send("GET", ROUTE, deadline), deadline)
+        response: httpx.Response = await self._retrying(deadline)(self._send, "GET", ROUTE, deadline)
         if response.status_code == 403:
             logger.warning("%s takes no adapters over HTTP: %s", self._base_url, server_message(response))
         if response.status_code != 200:
@@ -133,7 +134,7 @@ class PushedAdapters:
     async def _deliver(self, path: str, body: "SafetensorsBody", deadline: Deadline) -> httpx.Response:
         if self._streams and len(body) >= STREAMS_FROM_BYTES:
             try:
-                return await self._retried(lambda: self._deliver_in_streams(path, body, deadline), deadline)
+                return await self._retrying(deadline)(self._deliver_in_streams, path, body, deadline)
             except _NoStreamsError as error:
                 # For the rest of the run: a port that a firewall drops would cost each push `_CONNECT_S`.
                 self._streams = 0
@@ -141,7 +142,7 @@ class PushedAdapters:
         # In the thread for long calls, because all bytes are read.
         checksum = await offload(body.checksum)
         headers = {"Content-Type": "application/octet-stream", CHECKSUM_HEADER: checksum}
-        return await self._retried(lambda: self._send("PUT", path, deadline, content=body, headers=headers), deadline)
+        return await self._retrying(deadline)(self._send, "PUT", path, deadline, content=body, headers=headers)
 
     async def _deliver_in_streams(self, path: str, body: "SafetensorsBody", deadline: Deadline) -> httpx.Response:
         """See `engine_plugins.push_streams`.
@@ -235,12 +236,9 @@ class PushedAdapters:
                 return
             self._overdue.pop(name, None)
 
-    async def _retried(self, send: Callable[[], Awaitable[httpx.Response]], deadline: Deadline) -> httpx.Response:
-        """Repeated while the server is unreachable: it answers a push that it has carried out already as before."""
-        async for attempt in retrying(deadline, is_unreachable, at_most_s=self._timeouts.retry_s):
-            with attempt:
-                response = await send()
-        return response
+    def _retrying(self, deadline: Deadline) -> tenacity.AsyncRetrying:
+        """While the server is unreachable: it answers a push that it has carried out already as before."""
+        return retrying(deadline, is_unreachable, at_most_s=self._timeouts.retry_s)
 
     def _push_error(self, adapter: StoredAdapter, response: httpx.Response) -> ServerError:
         message = server_message(response)
