@@ -24,7 +24,7 @@ from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.runtime import cancelled, each, in_parallel, offload, run, spawn
 from trl_lora_sync.server_handle import ServerHandle, ServerState, is_loss
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.transports import Transport
+from trl_lora_sync.transports import DiskTransport
 from trl_lora_sync.verify import Scores, Trial, VerificationResult
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Fleet:
         await each(self.servers, lambda server: server.connect(deadline(server)))
 
     async def check(
-        self, expected: Expected, transport: Transport, deadline: Deadline, trials: Sequence[Trial]
+        self, expected: Expected, transport: DiskTransport, deadline: Deadline, trials: Sequence[Trial]
     ) -> None:
         """Make all checks on every server.
 
@@ -107,7 +107,7 @@ class Fleet:
         for server, found in zip(self.servers, await self._checks.require(self.servers, deadline, trials), strict=True):
             server.note_checked(found)
 
-    async def sweep(self, transport: Transport, deadline: Deadline) -> list[str]:
+    async def sweep(self, transport: DiskTransport, deadline: Deadline) -> list[str]:
         """Remove what dead runs left in the transport's folder and on these servers; returns their run ids."""
         silent: set[ServerHandle] = set()  # skipped from then on, so that the start is held up once only
         unload_s = self.settings.timeouts.close_s
@@ -413,7 +413,7 @@ class Fleet:
                 is_loss=lambda error: is_kept and is_loss(error) and not deadline.is_over(),
                 recover=partial(self._recover, server, deadline),
                 speed=server.speed,
-                is_away=is_kept and server.state is not ServerState.READY,
+                is_lost=is_kept and server.state is not ServerState.READY,
             )
             for server in self.in_service
         }

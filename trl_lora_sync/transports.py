@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
@@ -18,65 +18,6 @@ from trl_lora_sync.runtime import BlockingThread
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 
 T = TypeVar("T")
-
-
-class Transport(Protocol):
-    """Holds the versions of one run until the servers need them no longer."""
-
-    @property
-    def run_id(self) -> str:
-        """What the names of all versions begin with; another one after a `close` that kept names."""
-
-    @property
-    def where(self) -> str:
-        """Where versions are kept, in words."""
-
-    async def open(self, deadline: Deadline | None = None) -> None:
-        """Get ready; does nothing if it is ready already.
-
-        Args:
-            deadline: how long to wait; None for as long as it takes.
-
-        Raises:
-            AdapterExportError: versions could not be kept there.
-            DeadlineExceededError: the file system hangs.
-        """
-
-    async def write(
-        self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
-    ) -> StoredAdapter:
-        """Keep a version under a unique name; arguments and errors as for `open`.
-
-        After a `close` it gets ready again: an evaluation after the training publishes once more.
-        """
-
-    async def finish(self, deadline: Deadline | None = None) -> None:
-        """Wait until what was written is complete; arguments and errors as for `open`."""
-
-    async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
-        """Once servers have loaded a version, see that what they read is what was written.
-
-        Args:
-            adapter: what the version was made from.
-            deadline: as for `open`.
-
-        Raises:
-            VerificationError: it is not.
-        """
-
-    def prepare(self) -> None:
-        """Prepare for the next version between syncs; returns at once, and never fails."""
-
-    async def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
-        """Release a version, but its name only if no server has it any more; never fails."""
-
-    async def sweep(
-        self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
-    ) -> list[str]:
-        """Remove what dead runs left behind, see `sweep_leftovers`."""
-
-    async def close(self, names: Collection[str] = ()) -> None:
-        """Release everything but the names that a server may still have; never fails, and may be called again."""
 
 
 class DiskTransport:
@@ -111,6 +52,7 @@ class DiskTransport:
 
     @property
     def run_id(self) -> str:
+        """What the names of all versions begin with; another one after a `close` that kept names."""
         return self.store.run_id
 
     @property
@@ -123,15 +65,29 @@ class DiskTransport:
 
     @property
     def where(self) -> str:
+        """Where versions are kept, in words."""
         seen = "" if self.store.is_seen_alike else f" (the server sees {self.store.server_root})"
         return f"{self.directory}{seen}"
 
     async def open(self, deadline: Deadline | None = None) -> None:
+        """Get ready; does nothing if it is ready already.
+
+        Args:
+            deadline: how long to wait; None for as long as it takes.
+
+        Raises:
+            AdapterExportError: versions could not be kept there.
+            DeadlineExceededError: the file system hangs.
+        """
         await self._wait(self._files.submit(self.store.open), deadline)
 
     async def write(
         self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
     ) -> StoredAdapter:
+        """Keep a version under a unique name; arguments and errors as for `open`.
+
+        After a `close` it gets ready again: an evaluation after the training publishes once more.
+        """
         return await self._keep(lambda: self.store.write(version, adapter), deadline)
 
     async def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline | None) -> StoredAdapter:
@@ -164,23 +120,37 @@ class DiskTransport:
             self.store.delete(writing.result())
 
     async def finish(self, deadline: Deadline | None = None) -> None:
+        """Wait until what was written is complete; arguments and errors as for `open`."""
         await self._wait(self._files.submit(self.store.finish), deadline)
 
     async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+        """Once servers have loaded a version, see that what they read is what was written.
+
+        Args:
+            adapter: what the version was made from.
+            deadline: as for `open`.
+
+        Raises:
+            VerificationError: it is not.
+        """
         await self._wait(self._files.submit(lambda: self.store.check(stored, adapter)), deadline)
 
     def prepare(self) -> None:
+        """Prepare for the next version between syncs; returns at once, and never fails."""
         self._files.submit(self.store.prepare)
 
     async def delete(self, stored: StoredAdapter, *, keep_name: bool = False) -> None:
+        """Release a version, but its name only if no server has it any more; never fails."""
         await self._clean_up(lambda: self.store.delete(stored, keep_name=keep_name))
 
     async def sweep(
         self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
     ) -> list[str]:
+        """Remove what dead runs left behind, see `sweep_leftovers`."""
         return await self._wait(self._files.submit(lambda: sweep_leftovers(self.root, unload, knows)), deadline)
 
     async def close(self, names: Collection[str] = ()) -> None:
+        """Release everything but the names that a server may still have; never fails, and may be called again."""
         await self._clean_up(lambda: self.store.close(names))
 
     async def _clean_up(self, act: Callable[[], None]) -> None:
@@ -231,7 +201,7 @@ def _with_content(
 
 def transport_for(
     settings: SyncSettings, sends_content: list[bool], *, is_on_gpu: bool, has_checksums: bool = False
-) -> Transport:
+) -> DiskTransport:
     """The transport that suits every server.
 
     Args:

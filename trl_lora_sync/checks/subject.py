@@ -15,7 +15,7 @@ from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.errors import LoRASyncError, ServerSetupError
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.mixed_batches import SharedCPUServerError
-from trl_lora_sync.transports import Transport
+from trl_lora_sync.transports import DiskTransport
 from trl_lora_sync.verify import PROBE_PROMPT, BaseGap, Scores, TrainedBase, Trial, VerificationResult, mean_distance
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class TrialStore:
         clean_up_s: how long the unload of an adapter is waited for.
     """
 
-    def __init__(self, transport: Transport, ledger: VersionLedger, *, clean_up_s: float) -> None:
+    def __init__(self, transport: DiskTransport, ledger: VersionLedger, *, clean_up_s: float) -> None:
         self._transport = transport
         self._ledger = ledger
         self._clean_up_s = clean_up_s
@@ -162,7 +162,7 @@ class Subject:
     def is_verified(self) -> bool:
         """Whether every trial was a proof."""
         # Without any trial there is nothing that proves it, and `all` of nothing is true.
-        return bool(self.evidence) and all(one.proves for one in self.evidence)
+        return bool(self.evidence) and all(one.confirms for one in self.evidence)
 
     def other_base(self, evidence: str, message: str = "") -> ServerSetupError:
         served, name = self.served, self.expected.base_name
