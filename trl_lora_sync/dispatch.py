@@ -33,14 +33,14 @@ class Worker(Generic[T]):
         recover: waits until the worker is back. False if it is gone for good; its error otherwise. Cancelled once the
             work is done.
         speed: samples per second in earlier calls, if known; `dispatch` measures it again.
-        is_away: whether it has to recover first.
+        is_lost: whether it has to recover first.
     """
 
     do: Callable[[list[int], int], Awaitable[list[T]]]
     is_loss: Callable[[BaseException], bool]
     recover: Callable[[], Awaitable[bool]]
     speed: float | None = None
-    is_away: bool = False
+    is_lost: bool = False
     under_way: int = 0
     completed: int = 0
     last_completed_at: float = 0.0
@@ -76,7 +76,7 @@ class _Dispatch(Generic[T]):
         started = time.monotonic()
         try:
             for worker in self._workers:
-                if worker.is_away:
+                if worker.is_lost:
                     self._start_recovery(worker)
             while len(self._results) < len(self._samples):
                 self._hand_out()
@@ -94,7 +94,7 @@ class _Dispatch(Generic[T]):
         return [self._results[index] for index in range(len(self._samples))]
 
     def _hand_out(self) -> None:
-        able = [worker for worker in self._workers if not worker.is_away]
+        able = [worker for worker in self._workers if not worker.is_lost]
         # From all samples and not from what is left: a limit is how much a worker may have under way at any moment.
         limits = quotas(sum(self._samples), [worker.speed for worker in able])
         while self._waiting:
@@ -122,7 +122,7 @@ class _Dispatch(Generic[T]):
             worker = self._recoveries.pop(ended)
             # Raises the error of a recovery, which ends all work: without this worker the caller may not go on.
             if ended.result():
-                worker.is_away = False
+                worker.is_lost = False
             else:
                 self._workers.remove(worker)
             return
@@ -139,13 +139,13 @@ class _Dispatch(Generic[T]):
             # To the front, in their order, as they have waited longest.
             self._waiting.extendleft(reversed(indices))
             # All parts of a worker fail with it, and it recovers once.
-            if not worker.is_away and worker in self._workers:
+            if not worker.is_lost and worker in self._workers:
                 self._start_recovery(worker)
         else:
             raise error
 
     def _start_recovery(self, worker: Worker[T]) -> None:
-        worker.is_away = True
+        worker.is_lost = True
         self._recoveries[asyncio.ensure_future(worker.recover())] = worker
 
     def _measure(self, started: float) -> None:

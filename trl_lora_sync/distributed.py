@@ -230,7 +230,7 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _words_of(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # the other processes must hear of the failure all the same
@@ -246,6 +246,6 @@ def sendable(outcome: tuple[Any, BaseException | None], process_index: int = 0) 
         pickle.loads(pickle.dumps(error))
     except Exception:
         return None, RemoteProcessError(
-            f"Process {process_index} failed with {type(error).__name__}: {_words_of(error)}"
+            f"Process {process_index} failed with {type(error).__name__}: {_message_of(error)}"
         )
     return None, error

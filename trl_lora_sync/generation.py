@@ -212,12 +212,12 @@ class LoRASyncGeneration(AdapterGeneration):
         # Images go along even if None, because other processes may have some. Shares may differ in length.
         timer = PhaseTimer()
         following = self._batch.following if self._batch else None
-        shares = gather_object([(prompts, images or [None] * len(prompts), following)])
-        completions, figures = run_on_main(self.accelerator, lambda: self._sample(shares, profiler))
+        batches = gather_object([(prompts, images or [None] * len(prompts), following)])
+        completions, figures = run_on_main(self.accelerator, lambda: self._sample(batches, profiler))
         self._generate_s = (self._generate_s or 0.0) + timer.total_s()
         if self._batch:
             self._batch.figures = figures
-        start = sum(len(rows) for rows, *_ in shares[: self.accelerator.process_index])
+        start = sum(len(rows) for rows, *_ in batches[: self.accelerator.process_index])
         mine = completions[start : start + len(prompts)]
         # None in RLOO, which does not use them (trainer/rloo_trainer.py, TRL 1.16).
         with_logprobs = self.logprobs is not None
@@ -302,16 +302,17 @@ class LoRASyncGeneration(AdapterGeneration):
             self._sync.sleep()
 
     def _sample(
-        self, shares: list[tuple[list[list[int]], list[Any], list[list[int]] | None]], profiler: Any
+        self, batches: list[tuple[list[list[int]], list[Any], list[list[int]] | None]], profiler: Any
     ) -> tuple[list[Completion], BatchFigures | None]:
         assert self.overlap is not None
         assert self.active_name is not None
         groups = group_rows(
-            [row for rows, *_ in shares for row in rows], [image for _, images, _ in shares for image in images]
+            [row for rows, *_ in batches for row in rows],
+            [image for _, images, _ in batches for image in images],
         )
         with profiler or nullcontext():
             if self._batch is not None:
-                answers = self.overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in shares]))
+                answers = self.overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in batches]))
             else:
                 answers = self.sync.generate(self.active_name, groups, self._sampling(), self._generation_deadline())
         return [completion for answer in answers for completion in answer], self.overlap.figures
@@ -348,13 +349,13 @@ def _generation_deadline(settings: SyncSettings) -> Deadline:
     return Deadline.after(settings.generation_timeout_s, "Generation (lora_sync_generation_timeout)")
 
 
-def _following_groups(shares: list[list[list[int]] | None]) -> list[PromptGroup] | None:
+def _following_groups(batches: list[list[list[int]] | None]) -> list[PromptGroup] | None:
     """The batch to sample ahead, of the prompts of all processes; None if one of them does not know its own."""
     rows: list[list[int]] = []
-    for share in shares:
-        if share is None:
+    for following in batches:
+        if following is None:
             return None
-        rows += share
+        rows += following
     return group_rows(rows, [None] * len(rows))
 
 

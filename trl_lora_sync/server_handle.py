@@ -10,7 +10,7 @@ from enum import Enum
 from functools import partial
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.checks.adapter import contradiction
+from trl_lora_sync.checks.adapter import mismatch_error
 from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Subject
 from trl_lora_sync.engine_plugins import unfinished
@@ -454,9 +454,9 @@ class ServerHandle:
         tolerance = self.settings.verify_tolerance
         evidence = compare(Scores(base=self.base_logprobs, adapted=adapted), trained, tolerance=tolerance)
         if evidence.is_mismatch:
-            raise contradiction(self.base_url, stored.name, evidence, tolerance)
+            raise mismatch_error(self.base_url, stored.name, evidence, tolerance)
         # A proof holds until `require_verification`, as a later version may be too small to prove anything.
-        self.is_verified = self.is_verified or evidence.proves
+        self.is_verified = self.is_verified or evidence.confirms
         return evidence
 
     # Memory between steps

@@ -3,6 +3,12 @@
 Runs on process 0 only and knows neither TRL nor PEFT nor HTTP. Versioned names make pausing the servers and flushing
 their caches needless: no request can meet a half-loaded adapter, and no cache entry of one version fits another.
 
+A server that refuses a version ends the sync on all servers. A lost server is waited for until the deadline. With
+`lora_sync_on_server_loss="drop"` the run then goes on without it, and each later sync probes it and loads the new
+version there (`Fleet.load`). What a lost server was sampling is sampled again, there or elsewhere. An interrupt cancels
+the sync, which withdraws the version. `close` runs after `train()`, and `shutdown` when the interpreter exits or the
+trainer is garbage (`finalizer`). `_prepare` removes what a killed trainer left on servers and in the folder.
+
 The trainer's threads call the methods without `async`; what they start runs on the event loop of `runtime`.
 """
 
@@ -25,7 +31,7 @@ from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.runtime import run, spawn, wait_for
 from trl_lora_sync.settings import SyncSettings
-from trl_lora_sync.transports import Transport, transport_for
+from trl_lora_sync.transports import DiskTransport, transport_for
 from trl_lora_sync.verify import ReadAdapter, Scores, TrainedBase, Trial, VerificationResult
 
 logger = logging.getLogger(__name__)
@@ -77,14 +83,14 @@ class AdapterSync:
         self.settings = settings
         self.ledger = VersionLedger(settings.keep)
         self.fleet = Fleet(settings, self.ledger)
-        self._transport: Transport | None = None
+        self._transport: DiskTransport | None = None
         self._next_version = 1
         self._retries_reported = 0
         self._retirement: asyncio.TimerHandle | None = None  # what is to come of the last sync
         self._layout: object = None  # names and shapes of the tensors that servers were verified with
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> DiskTransport:
         if self._transport is None:
             raise LoRASyncError("The servers are not connected; start() comes first.")
         return self._transport

@@ -169,7 +169,7 @@ class VerificationResult:
         return not self.deviation <= self.tolerance  # NaN contradicts
 
     @property
-    def proves(self) -> bool:
+    def confirms(self) -> bool:
         """Whether a server that ignored the adapter would have been found out."""
         # Such a server has a change of zero, so its deviation is the whole of `trained_change`.
         return not self.is_mismatch and self.trained_change > self.tolerance

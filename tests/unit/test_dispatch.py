@@ -184,7 +184,7 @@ def test_a_worker_that_is_away_at_the_start_is_given_nothing_before_it_is_back()
     async def check(indices: list[int]) -> None:
         assert is_back.is_set(), "it was away"
 
-    hand = Hand(check, recover=recover, is_away=True)
+    hand = Hand(check, recover=recover, is_lost=True)
     assert done([hand], [1, 1]) == [0, 10]
 
 
@@ -199,7 +199,7 @@ def test_nobody_waits_for_a_recovery_that_has_become_needless() -> None:
             raise
         return False
 
-    assert done([Hand(recover=recover, is_away=True), Hand()], [1] * 4) == [0, 10, 20, 30]
+    assert done([Hand(recover=recover, is_lost=True), Hand()], [1] * 4) == [0, 10, 20, 30]
     assert ended == [asyncio.CancelledError]
 
 

@@ -48,7 +48,7 @@ def judged(*, served_times: float = 1.0, times: float = 1.0, noise: float = 1.0,
 
 def test_the_same_adapter_up_to_rounding_is_proved() -> None:
     evidence = judged()
-    assert evidence.proves
+    assert evidence.confirms
     assert not evidence.is_mismatch
     assert evidence.gap_mean == pytest.approx(sum(map(abs, NOISE)) / 4)
     assert evidence.gap_max == pytest.approx(0.02)
@@ -59,12 +59,12 @@ def test_the_same_adapter_up_to_rounding_is_proved() -> None:
 def test_another_change_is_found_out(served_times: float) -> None:
     evidence = judged(served_times=served_times)
     assert evidence.is_mismatch
-    assert not evidence.proves
+    assert not evidence.confirms
 
 
 def test_an_adapter_that_is_zero_neither_proves_nor_contradicts() -> None:
     evidence = judged(times=0.0)
-    assert not evidence.proves
+    assert not evidence.confirms
     assert not evidence.is_mismatch
 
 
@@ -76,7 +76,7 @@ def test_a_zero_adapter_that_changes_the_served_model_is_found_out() -> None:
 def test_a_change_that_drowns_in_the_noise_of_the_base_proves_nothing() -> None:
     evidence = judged(times=0.05, served_times=0.0, noise=1.0)
     assert not evidence.is_mismatch
-    assert not evidence.proves
+    assert not evidence.confirms
 
 
 def test_the_tolerance_grows_with_the_gap_of_the_base_models() -> None:

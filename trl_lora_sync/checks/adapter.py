@@ -72,8 +72,8 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
     if gap is not None and gap.is_suspicious:
         return PROBLEM, f"{message}. The server serves another base model."
     if evidence.is_mismatch:
-        raise contradiction(subject.url, offer.stored.name, evidence, subject.server.settings.verify_tolerance, trial)
-    if evidence.proves:
+        raise mismatch_error(subject.url, offer.stored.name, evidence, subject.server.settings.verify_tolerance, trial)
+    if evidence.confirms:
         return OK, message
     unproven = (
         f"A trial adapter does not prove that {subject.url} samples from what it loads on {trial}, because its effect "
@@ -84,7 +84,7 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
     return OK, message, unproven
 
 
-def contradiction(
+def mismatch_error(
     base_url: str, adapter_name: str, evidence: VerificationResult, tolerance: float, trial: Trial | None = None
 ) -> VerificationError:
     """The error of a server that computes something else with an adapter than the trainer."""

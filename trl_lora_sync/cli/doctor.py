@@ -54,12 +54,12 @@ def run(
     as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
 ) -> None:
     checked = [url for typed in urls for url in checked_urls(typed)]
-    case = make_case(peft_config, adapter, model, folder, server_dir, timeout)
+    given = make_input(peft_config, adapter, model, folder, server_dir, timeout)
     diagnoses: list[Diagnosis] = []
     scores: list[list[float]] = []
     for url in checked:
         with working(f"checking {url}"):
-            diagnoses.append(diagnose(url, case, scores))
+            diagnoses.append(diagnose(url, given, scores))
         if not as_json:
             show(diagnoses[-1])
     is_good = all(diagnosis.is_good for diagnosis in diagnoses)
@@ -69,7 +69,7 @@ def run(
     raise typer.Exit(0 if is_good else 1)
 
 
-def make_case(
+def make_input(
     peft_config: Path | None,
     adapter: Path | None,
     model: Path | None,
@@ -126,7 +126,7 @@ def show(diagnosis: Diagnosis) -> None:
         out().print(line.append(f"{finding.name}: {finding.message}", style="default"))
 
 
-def diagnose(url: str, case: DoctorInput, scores: list[list[float]]) -> Diagnosis:
+def diagnose(url: str, given: DoctorInput, scores: list[list[float]]) -> Diagnosis:
     """Look at one server; never fails.
 
     Args:
@@ -137,55 +137,55 @@ def diagnose(url: str, case: DoctorInput, scores: list[list[float]]) -> Diagnosi
     diagnosis = Diagnosis(url)
     try:
         where = "" if is_local_url(url) else " on its host"
-        start = start_command(url, *_serve_arguments(case))
+        start = start_command(url, *_serve_arguments(given))
         # First, as `connect` would wait its whole timeout for a port that is closed.
-        check_listening(url, case.timeout_s, f"Start one{where} with `{start}`, or correct the URL.")
+        check_listening(url, given.timeout_s, f"Start one{where} with `{start}`, or correct the URL.")
     except LoRASyncError as error:
         # How it would serve is not known, so by the rules of the default of `lora_sync_serving`.
-        _judge_features(diagnosis, case, "runtime")
+        _judge_features(diagnosis, given, "runtime")
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis
-    server = handle_of(url, case)
+    server = handle_of(url, given)
     try:
-        runtime.run(server.connect(case.deadline(f"Waiting for {url}")))
+        runtime.run(server.connect(given.deadline(f"Waiting for {url}")))
     except LoRASyncError as error:
-        _judge_features(diagnosis, case, "runtime")
+        _judge_features(diagnosis, given, "runtime")
         # `connect` has failed before the engine could report itself.
-        _identify(diagnosis, case)
+        _identify(diagnosis, given)
         diagnosis.add("server", PROBLEM, str(error))
         return diagnosis
     try:
-        _judge_features(diagnosis, case, "fused" if server.engine.capabilities.is_fused else "runtime")
-        examine(server, case, diagnosis, scores)
+        _judge_features(diagnosis, given, "fused" if server.engine.capabilities.is_fused else "runtime")
+        examine(server, given, diagnosis, scores)
     finally:
         runtime.run(server.disconnect())
     return diagnosis
 
 
-def _judge_features(diagnosis: Diagnosis, case: DoctorInput, serving: "Serving") -> None:
-    """Whether the adapter of the case can be served, by a server of this kind."""
+def _judge_features(diagnosis: Diagnosis, given: DoctorInput, serving: "Serving") -> None:
+    """Whether the adapter that was given can be served, by a server of this kind."""
     from trl_lora_sync.adapter.support import changes_base, check_saved_config, is_plain
 
-    if case.unusable is not None:
-        diagnosis.add("adapter features", PROBLEM, case.unusable)
-    elif case.config is not None:
+    if given.unusable is not None:
+        diagnosis.add("adapter features", PROBLEM, given.unusable)
+    elif given.config is not None:
         with diagnosis.reporting("adapter features"):
-            check_saved_config(case.config, serving)
+            check_saved_config(given.config, serving)
             message = "plain LoRA, which both engines serve exactly"
-            if changes_base(case.config.get("init_lora_weights")):
+            if changes_base(given.config.get("init_lora_weights")):
                 message = "served exactly as the difference to the initial adapter, which has twice the rank"
-            elif not is_plain(case.config):
+            elif not is_plain(given.config):
                 message = "more than plain LoRA, which this server computes in its weights"
             diagnosis.add("adapter features", OK, message)
 
 
-def _serve_arguments(case: DoctorInput) -> tuple[str, ...]:
-    named = (case.config or {}).get("base_model_name_or_path")
-    model = str(case.base or named or "MODEL")
-    return (model, "--peft-config", str(case.peft_config)) if case.peft_config else (model,)
+def _serve_arguments(given: DoctorInput) -> tuple[str, ...]:
+    named = (given.config or {}).get("base_model_name_or_path")
+    model = str(given.base or named or "MODEL")
+    return (model, "--peft-config", str(given.peft_config)) if given.peft_config else (model,)
 
 
-def _identify(diagnosis: Diagnosis, case: DoctorInput) -> None:
+def _identify(diagnosis: Diagnosis, given: DoctorInput) -> None:
     """Engine and version of a server that cannot be connected to, if known."""
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
     from trl_lora_sync.errors import LoRASyncError
@@ -196,7 +196,7 @@ def _identify(diagnosis: Diagnosis, case: DoctorInput) -> None:
             client = HTTPClient(diagnosis.url, api_key=key, is_local=is_local_url(diagnosis.url))
             # A server of the other engine answers with an error, with text, or with JSON of another form.
             with contextlib.suppress(LoRASyncError, ValueError, AttributeError):
-                asked = client.request("GET", spec.version_route, case.deadline("Asking for the version"))
+                asked = client.request("GET", spec.version_route, given.deadline("Asking for the version"))
                 if version := runtime.run(asked).json().get("version"):
                     diagnosis.engine, diagnosis.version = spec.name, str(version)
             runtime.run(client.close())

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from trl_lora_sync.adapter.saved import SavedAdapter
     from trl_lora_sync.checks.subject import Expected
     from trl_lora_sync.server_handle import ServerHandle
-    from trl_lora_sync.transports import Transport
+    from trl_lora_sync.transports import DiskTransport
 
 # Half of it is the mean distance of log-probabilities beyond which two servers do not serve the same weights.
 _SPREAD_OF_PEER = 1.0
 
 
-def handle_of(url: str, case: DoctorInput) -> "ServerHandle":
+def handle_of(url: str, given: DoctorInput) -> "ServerHandle":
     """The server as in a run that accepts either engine and either serving mode."""
     from trl_lora_sync.ledger import VersionLedger
     from trl_lora_sync.server_handle import ServerHandle
@@ -42,20 +42,20 @@ def handle_of(url: str, case: DoctorInput) -> "ServerHandle":
         engine="auto",
         serving="auto",
         transport="disk",
-        root=case.folder or default_sync_dir(address.is_local, "."),
-        server_root=case.server_folder,
+        root=given.folder or default_sync_dir(address.is_local, "."),
+        server_root=given.server_folder,
         dtype=None,
         keep=1,
         pause="off",
         frees_kv_cache=False,
-        sync_timeout_s=case.timeout_s,
-        startup_timeout_s=case.timeout_s,
-        generation_timeout_s=case.timeout_s,
+        sync_timeout_s=given.timeout_s,
+        startup_timeout_s=given.timeout_s,
+        generation_timeout_s=given.timeout_s,
     )
     return ServerHandle(address, settings, VersionLedger(settings.keep))
 
 
-def examine(server: "ServerHandle", case: DoctorInput, diagnosis: Diagnosis, scores: list[list[float]]) -> None:
+def examine(server: "ServerHandle", given: DoctorInput, diagnosis: Diagnosis, scores: list[list[float]]) -> None:
     """Make every check of the list, and report all that they find; never fails.
 
     Args:
@@ -67,40 +67,40 @@ def examine(server: "ServerHandle", case: DoctorInput, diagnosis: Diagnosis, sco
     served = server.engine.capabilities
     diagnosis.engine, diagnosis.version, diagnosis.base_model = served.engine, served.version, served.base_model
     # Before the checks load adapters of our own, which would be listed among the leftovers.
-    _look_for_leftovers(server, case, diagnosis)
-    transport, expected = _transport(case, server), _expected(case, server, scores)
-    store = TrialStore(transport, server.ledger, clean_up_s=case.timeout_s) if transport else None
+    _look_for_leftovers(server, given, diagnosis)
+    transport, expected = _transport(given, server), _expected(given, server, scores)
+    store = TrialStore(transport, server.ledger, clean_up_s=given.timeout_s) if transport else None
     subject = Subject(server, expected, store, diagnosis.findings)
     try:
         # An error of a check is a finding already. This is for an adapter that cannot be stored.
         with diagnosis.reporting("adapter"):
-            run(make_checks([subject], expected.trials, partial(case.deadline, f"A check of {server.base_url}")))
+            run(make_checks([subject], expected.trials, partial(given.deadline, f"A check of {server.base_url}")))
         scores += [subject.base_logprobs] if subject.base_logprobs else []
         if transport is not None and expected.trials:
-            _check_clean_up(server, transport.run_id, case, diagnosis)
+            _check_clean_up(server, transport.run_id, given, diagnosis)
     finally:
         if transport is not None:
             # Or the folder of this check would stay behind, as that of a dead run.
             run(transport.close())
 
 
-def _transport(case: DoctorInput, server: "ServerHandle") -> "Transport | None":
+def _transport(given: DoctorInput, server: "ServerHandle") -> "DiskTransport | None":
     """How an adapter reaches the server; None if no way is known."""
     from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
     # Not `is_sent_content`, which raises where no way is known. Here the adapter is then left out, with a note.
     served, settings = server.engine.capabilities, server.settings
-    if case.folder is not None or server.address.is_local:
+    if given.folder is not None or server.address.is_local:
         return DiskTransport(settings.root, server_root=settings.server_root)
     return HTTPTransport(settings.root) if served.supports_tensor_load or served.supports_push else None
 
 
-def _look_for_leftovers(server: "ServerHandle", case: DoctorInput, diagnosis: Diagnosis) -> None:
-    options = {"--dir": case.folder, "--server-dir": case.server_folder}
-    given = [part for name, value in options.items() if value is not None for part in (name, str(value))]
-    sweep = shlex.join(["trl-lora-sync", "sweep", server.base_url, *given])
+def _look_for_leftovers(server: "ServerHandle", given: DoctorInput, diagnosis: Diagnosis) -> None:
+    options = {"--dir": given.folder, "--server-dir": given.server_folder}
+    typed = [part for name, value in options.items() if value is not None for part in (name, str(value))]
+    sweep = shlex.join(["trl-lora-sync", "sweep", server.base_url, *typed])
     with diagnosis.reporting("loaded adapters"):
-        names = sorted(run(server.engine.loaded(case.deadline("Listing adapters"))))
+        names = sorted(run(server.engine.loaded(given.deadline("Listing adapters"))))
         if names:
             message = (
                 f"{', '.join(names)}: of a live run, or left behind by a dead one. "
@@ -111,10 +111,10 @@ def _look_for_leftovers(server: "ServerHandle", case: DoctorInput, diagnosis: Di
             diagnosis.add("loaded adapters", OK, "none")
 
 
-def _check_clean_up(server: "ServerHandle", run_id: str, case: DoctorInput, diagnosis: Diagnosis) -> None:
+def _check_clean_up(server: "ServerHandle", run_id: str, given: DoctorInput, diagnosis: Diagnosis) -> None:
     with diagnosis.reporting("clean-up"):
         # By the run id, as adapters of live runs may be loaded there as well.
-        left = [name for name in run(server.engine.loaded(case.deadline("Listing adapters"))) if run_id in name]
+        left = [name for name in run(server.engine.loaded(given.deadline("Listing adapters"))) if run_id in name]
         if left:
             message = f"{', '.join(left)} could not be unloaded; look at the server's log, or restart it"
             diagnosis.add("clean-up", PROBLEM, message)
@@ -125,18 +125,18 @@ def _check_clean_up(server: "ServerHandle", run_id: str, case: DoctorInput, diag
 # What the trainer would know
 
 
-def _expected(case: DoctorInput, server: "ServerHandle", scores: list[list[float]]) -> "Expected":
+def _expected(given: DoctorInput, server: "ServerHandle", scores: list[list[float]]) -> "Expected":
     from trl_lora_sync.adapter.support import saved_rank
     from trl_lora_sync.checks.subject import Expected
 
-    saved, config, base = case.saved, case.config or {}, case.base
+    saved, config, base = given.saved, given.config or {}, given.base
     # On one host only, as the path of another one may lead to another model here.
     if base is None and saved is not None and server.address.is_local:
         base = model_folder(server.engine.capabilities.base_root)
     trained, unscored = None, "give --model, the folder of the base model"
     if base is not None:
         try:
-            trained = _trained(base, case.adapter if saved else None)
+            trained = _trained(base, given.adapter if saved else None)
         # A folder of another model, or of none, or with a damaged file.
         except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as error:
             why = str(error).strip().partition("\n")[0]
@@ -148,7 +148,7 @@ def _expected(case: DoctorInput, server: "ServerHandle", scores: list[list[float
     peer = (scores[0], _SPREAD_OF_PEER) if scores else None
     targets = saved.target_modules if saved else config.get("target_modules")
     return Expected(
-        base_name=str(case.base) if case.base else config.get("base_model_name_or_path"),
+        base_name=str(given.base) if given.base else config.get("base_model_name_or_path"),
         vocab_size=trained and trained.vocab_size,
         base_scores=(trained.scores.base, trained.spread) if trained else peer,
         are_of_peer=trained is None,

@@ -204,7 +204,7 @@ class ColocateGeneration(AdapterGeneration):
 
     def _prove_all(self, found: VerificationResult) -> bool:
         """**Collective.** Whether every process has a proof, as all must agree on what is verified next."""
-        return all(gather_object([found.proves]))
+        return all(gather_object([found.confirms]))
 
     def _check_base(self, base: TrainedBase) -> None:
         self._served_base = engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT)

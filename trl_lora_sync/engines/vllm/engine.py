@@ -241,7 +241,11 @@ class VLLMEngine(ServerEngine):
     async def score_image(
         self, model: str, prompt_ids: list[int], image: Any, image_token_id: int, scored: int, deadline: Deadline
     ) -> list[float]:
-        """See `Engine`."""
+        """See `Engine`.
+
+        Token by token on GPUs too: `Completion.prompt_logprobs` belongs to prompts whose tokens are known here, and
+        vLLM puts as many tokens in the place of an image as the image needs.
+        """
         ends = range(len(prompt_ids) - scored, len(prompt_ids))
         prefixes = [PromptGroup(prompt=prompt_ids[:end], images=[image], count=1) for end in ends]
         return await self._score(model, prefixes, prompt_ids[-scored:], image_token_id, deadline)
