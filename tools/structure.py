@@ -1,7 +1,8 @@
 """How the package is built and how it reads, in figures: python tools/structure.py [--out FILE].
 
 Counts are taken from the sources. A sync and a generation run against in-memory servers of the tests: the sync is
-traced for the files and frames that it runs through, the generation for the threads that it needs.
+traced for the files and frames that it runs through, the generation for the threads that it needs. `BEFORE` has the
+figures of the package before its core was put on one event loop.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from weakref import WeakKeyDictionary
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_lora_sync"
+BEFORE = ROOT / "tools" / "structure-before.json"
 TESTING = PACKAGE / "testing"  # the servers of a traced run, and in no run of a user
 SERVERS, REQUESTS = 4, 256
 TOKEN_DELAY_S = 0.05
@@ -243,7 +245,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    figures = json.dumps(measure(), indent=2)
+    figures = json.dumps({"before": json.loads(BEFORE.read_text()), "now": measure()}, indent=2)
     print(figures)
     if args.out:
         args.out.write_text(figures + "\n")
