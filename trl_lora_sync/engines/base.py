@@ -60,6 +60,7 @@ class Timeouts:
 
     Attributes:
         connect_s: for a connection to be made.
+        connect_streams_s: for one to a port that a firewall may keep shut; a push over HTTP follows.
         retry_s: for short network failures. The fleet waits for longer outages, as it checks whether the server was
             restarted.
         watch_every_s: between two checks, while an answer is waited for, that the server is still alive.
@@ -69,6 +70,7 @@ class Timeouts:
             mounts).
         probe_s: for probing an excluded server. A dead process refuses the connection immediately.
         abort_s: for aborting a request that was given up.
+        abort_again_s: between two attempts at that.
         wait_for_abort_s: how long the caller of such a request waits for that, or for a load that cannot be aborted;
             an interrupt is to be over within two seconds.
         unload_s: for an unload beside the training; beyond this time it is stuck.
@@ -82,6 +84,7 @@ class Timeouts:
     """
 
     connect_s: float = 10.0
+    connect_streams_s: float = 2.0
     retry_s: float = 3.0
     watch_every_s: float = 5.0
     health_s: float = 5.0
@@ -91,6 +94,7 @@ class Timeouts:
     visibility_s: float = 35.0
     probe_s: float = 2.0
     abort_s: float = 10.0
+    abort_again_s: float = 0.2
     # Below `runtime.GRACE_S`, for which a cancelled task is waited for.
     wait_for_abort_s: float = 1.2
     unload_s: float = 30.0

@@ -32,7 +32,6 @@ from trl_lora_sync.runtime import spawn
 
 logger = logging.getLogger(__name__)
 
-_ABORT_AGAIN_S = 0.2
 # A proxy may answer with a whole page, and these words go into an error.
 _MAX_WORDS = 2000
 # Between requests that a gateway limits: without a `Retry-After`, twice as long each time.
@@ -250,7 +249,7 @@ class HTTPClient:
             # More than once, as the server may not have read the request yet.
             while not deadline.is_over() and not sending.done():
                 await abort(deadline)
-                await asyncio.wait({sending}, timeout=min(deadline.left_s(), _ABORT_AGAIN_S))
+                await asyncio.wait({sending}, timeout=min(deadline.left_s(), self._timeouts.abort_again_s))
         sending.cancel()
 
     async def _send(

@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 256 << 10
 # Below, the additional requests would take longer than they save.
 _STREAMS, STREAMS_FROM_BYTES = 4, 4 << 20
-# For a port that a firewall may keep shut; a request in the usual way follows.
-_CONNECT_S = 2.0
 
 
 class _NoStreamsError(Exception):
@@ -136,7 +134,7 @@ class PushedAdapters:
             try:
                 return await self._retrying(deadline)(self._deliver_in_streams, path, body, deadline)
             except _NoStreamsError as error:
-                # For the rest of the run: a port that a firewall drops would cost each push `_CONNECT_S`.
+                # For the rest of the run: a port that a firewall drops would cost each push that wait.
                 self._streams = 0
                 logger.info("%s takes adapters in HTTP requests only, which is slower: %s", self._base_url, error)
         # In the thread for long calls, because all bytes are read.
@@ -188,7 +186,7 @@ class PushedAdapters:
     async def _send_part(self, port: int, head: bytes, pieces: Iterable[memoryview]) -> None:
         try:
             connecting = asyncio.open_connection(urlsplit(self._base_url).hostname, port)
-            _, writer = await asyncio.wait_for(connecting, _CONNECT_S)
+            _, writer = await asyncio.wait_for(connecting, self._timeouts.connect_streams_s)
         except (OSError, asyncio.TimeoutError) as error:
             raise _NoStreamsError(f"its port {port} cannot be reached ({str(error) or 'no answer'})") from error
         try:
