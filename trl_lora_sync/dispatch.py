@@ -45,6 +45,34 @@ class Worker(Generic[T]):
     completed: int = 0
     last_completed_at: float = 0.0
 
+    def begin(self, indices: list[int], samples: int, at_once: int) -> "asyncio.Future[list[T]]":
+        """Have it do the work at some indices, which is so many samples."""
+        self.under_way += samples
+        return asyncio.ensure_future(self.do(indices, at_once))
+
+    def end(self, samples: int, *, is_done: bool) -> None:
+        """So many samples are no longer under way, because they are there or because they failed."""
+        self.under_way -= samples
+        if is_done:
+            self.completed += samples
+            self.last_completed_at = time.monotonic()
+
+    def begin_recovery(self) -> "asyncio.Future[bool]":
+        """Have it recover; `recovered` is to follow if the result is True."""
+        self.is_lost = True
+        return asyncio.ensure_future(self.recover())
+
+    def recovered(self) -> None:
+        """It takes work again."""
+        self.is_lost = False
+
+    def measure(self, started: float) -> None:
+        """Take this call into its speed, if it completed anything."""
+        if self.completed:
+            # Until its last part and not until the end: a worker for which nothing was left is not slow.
+            speed = self.completed / max(self.last_completed_at - started, 1e-6)
+            self.speed = speed if self.speed is None else (self.speed + speed) / 2
+
 
 async def dispatch(samples: Sequence[int], workers: Sequence[Worker[T]]) -> list[T]:
     """Have the work at every index done once; the results are in the order of the indices.
@@ -77,7 +105,7 @@ class _Dispatch(Generic[T]):
         try:
             for worker in self._workers:
                 if worker.is_lost:
-                    self._start_recovery(worker)
+                    self._recoveries[worker.begin_recovery()] = worker
             while len(self._results) < len(self._samples):
                 self._hand_out()
                 if not self._parts and not self._recoveries:
@@ -90,7 +118,8 @@ class _Dispatch(Generic[T]):
         finally:
             # Also after the last result: a server that is still away may not hold up a batch that is complete.
             await cancelled([*self._parts, *self._recoveries])
-        self._measure(started)
+        for worker in self._workers:
+            worker.measure(started)
         return [self._results[index] for index in range(len(self._samples))]
 
     def _hand_out(self) -> None:
@@ -109,51 +138,39 @@ class _Dispatch(Generic[T]):
         size = limit if is_alone else limit / _PARTS
         indices: list[int] = []
         # At least one index: a group of samples stays whole, even if it is larger than a part.
-        while self._waiting and (not indices or sum(self._samples[index] for index in indices) < size):
+        while self._waiting and (not indices or self._samples_at(indices) < size):
             indices.append(self._waiting.popleft())
         if indices:
-            worker.under_way += sum(self._samples[index] for index in indices)
             # So that all parts of a worker together have `CONCURRENT_REQUESTS` under way.
             at_once = CONCURRENT_REQUESTS if is_alone else CONCURRENT_REQUESTS // _PARTS
-            self._parts[asyncio.ensure_future(worker.do(indices, at_once))] = (worker, indices)
+            self._parts[worker.begin(indices, self._samples_at(indices), at_once)] = (worker, indices)
 
     def _collect(self, ended: "asyncio.Future[Any]") -> None:
         if ended in self._recoveries:
             worker = self._recoveries.pop(ended)
             # Raises the error of a recovery, which ends all work: without this worker the caller may not go on.
             if ended.result():
-                worker.is_lost = False
+                worker.recovered()
             else:
                 self._workers.remove(worker)
             return
         worker, indices = self._parts.pop(ended)
-        samples = sum(self._samples[index] for index in indices)
-        worker.under_way -= samples
         error = ended.exception()
+        worker.end(self._samples_at(indices), is_done=error is None)
         if error is None:
             self._results.update(zip(indices, ended.result(), strict=True))
-            worker.completed += samples
-            worker.last_completed_at = time.monotonic()
         elif worker.is_loss(error):
             self._last_loss = error
             # To the front, in their order, as they have waited longest.
             self._waiting.extendleft(reversed(indices))
             # All parts of a worker fail with it, and it recovers once.
             if not worker.is_lost and worker in self._workers:
-                self._start_recovery(worker)
+                self._recoveries[worker.begin_recovery()] = worker
         else:
             raise error
 
-    def _start_recovery(self, worker: Worker[T]) -> None:
-        worker.is_lost = True
-        self._recoveries[asyncio.ensure_future(worker.recover())] = worker
-
-    def _measure(self, started: float) -> None:
-        for worker in self._workers:
-            if worker.completed:
-                # Until its last part and not until the end: a worker for which nothing was left is not slow.
-                speed = worker.completed / max(worker.last_completed_at - started, 1e-6)
-                worker.speed = speed if worker.speed is None else (worker.speed + speed) / 2
+    def _samples_at(self, indices: list[int]) -> int:
+        return sum(self._samples[index] for index in indices)
 
 
 def quotas(samples: int, speeds: Sequence[float | None]) -> list[float]:
