@@ -74,6 +74,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         reader: reads the adapter of the model.
     """
 
+    _looked_at: list[ReferenceType[nn.Module]] | None = None  # what accelerate had wrapped then
+
     def __init__(
         self,
         *args: Any,
@@ -91,7 +93,6 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: Fingerprint | None = None  # of this process's part of the active version
-        self._looked_at: list[ReferenceType[nn.Module]] | None = None  # what accelerate had wrapped then
         self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
         # Last, as TRL's `__init__` ends with `_init_vllm` (1.11 to 1.16), which uses all of these.
         super().__init__(*args, **kwargs)

@@ -12,7 +12,7 @@ import pytest
 
 from trl_lora_sync import sync
 from trl_lora_sync.adapter.pinned_files import is_in_memory
-from trl_lora_sync.transports import Transport, transport_for
+from trl_lora_sync.transports import DiskTransport, transport_for
 
 _SHARED_MEMORY = Path("/dev/shm")
 # Maps the file as torch and safetensors do, and says what is in it whenever it is asked.
@@ -38,7 +38,7 @@ def shared_folder() -> Iterator[Path]:
 def use_pinned_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have runs of a CPU write versions as those of a GPU do, into page-locked files; both work without one."""
 
-    def as_for_a_gpu(*given: Any, **named: Any) -> Transport:
+    def as_for_a_gpu(*given: Any, **named: Any) -> DiskTransport:
         return transport_for(*given, **named | {"is_on_gpu": True})
 
     monkeypatch.setattr(sync, "transport_for", as_for_a_gpu)

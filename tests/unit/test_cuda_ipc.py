@@ -225,7 +225,7 @@ def test_a_larger_adapter_gets_other_memory(served: OnOneHost) -> None:
 def test_a_worker_closes_the_memory_once_the_trainer_is_gone(served: OnOneHost) -> None:
     served.publish(1)
     assert served.gpu.opened
-    [connection] = served.store.pinned._shared._workers  # type: ignore[union-attr]
+    [connection] = served.store.pinned.shared.workers  # type: ignore[union-attr]
     connection.close()
     assert happens(lambda: not served.gpu.opened)
 

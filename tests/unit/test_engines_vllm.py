@@ -15,6 +15,7 @@ from PIL import Image
 
 from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.vllm.engine import VLLMEngine, in_batches
 from trl_lora_sync.engines.vllm.spec import VLLM
@@ -61,7 +62,8 @@ def engine_at() -> Iterator[Callable[..., tuple[VLLMEngine, Server]]]:
 
         def start(answer: Callable[[Request], None]) -> tuple[VLLMEngine, Server]:
             server = stack.enter_context(serving(answer))
-            engine = Blocking(VLLMEngine(server.url, is_local=True))
+            # A class for each, whose capabilities `connected` replaces.
+            engine = Blocking(type("VLLMEngine", (VLLMEngine,), {})(server.url, is_local=True))
             stack.callback(engine.close)
             return engine, server
 
@@ -70,7 +72,7 @@ def engine_at() -> Iterator[Callable[..., tuple[VLLMEngine, Server]]]:
 
 def connected(engine: Any, **found: Any) -> None:
     """Have the engine know this of its server, as after `connect`."""
-    engine.wrapped._capabilities = replace(CAPABILITIES, **found)
+    type(engine.wrapped).capabilities = replace(CAPABILITIES, **found)
 
 
 def sample(engine: VLLMEngine, *prompts: int, count: int = 2, seconds: float = 10) -> list[list[Completion]]:
@@ -474,9 +476,9 @@ def test_connecting_asks_the_engine_for_no_adapter_that_is_not_there(engine_at: 
     [
         ({}, False, ()),
         ({"lora_sync_checks": "none"}, False, ()),
-        ({"lora_sync_checks": "1"}, False, ()),
-        ({"lora_sync_checks": "2", "lora_sync_gpus": ""}, True, ()),
-        ({"lora_sync_checks": "2", "lora_sync_gpus": "GPU-1,GPU-2"}, True, ("GPU-1", "GPU-2")),
+        ({"lora_sync_checks": "2"}, False, ()),
+        ({"lora_sync_checks": NOTE_FORM, "lora_sync_gpus": ""}, True, ()),
+        ({"lora_sync_checks": NOTE_FORM, "lora_sync_gpus": "GPU-1,GPU-2"}, True, ("GPU-1", "GPU-2")),
     ],
 )
 def test_only_a_server_that_says_so_compares_what_it_has_loaded(

@@ -171,9 +171,8 @@ def compares(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
     async def claiming(base_url: str, **options: Any) -> Engine:
         engine = await connect(base_url, **options)
-        monkeypatch.setattr(
-            engine, "_capabilities", replace(engine.capabilities, checks_payload=claims.get(base_url, False))
-        )
+        known = replace(engine.capabilities, checks_payload=claims.get(base_url, False))
+        engine.__class__ = type("Claiming", (type(engine),), {"capabilities": known})
         return engine
 
     monkeypatch.setattr(trl_lora_sync.server_handle, "connect_engine", claiming)

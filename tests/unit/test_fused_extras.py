@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from trl_lora_sync import adapter_generation
 from trl_lora_sync.adapter.canonical import widened
 from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
 from trl_lora_sync.adapter.extras import neutral_extras, trial_extras
@@ -304,12 +306,12 @@ def test_at_run_time_all_of_it_is_refused_and_the_error_names_fused_serving(name
         check_model(base_model(), config)
 
 
-def test_a_sharded_model_with_more_than_matrices_is_refused() -> None:
-    generation = LoRASyncGeneration.__new__(LoRASyncGeneration)
-    generation.model, generation.reader = trained_model(use_dora=True), AdapterReader("fused")
-    generation._look_at_layout = lambda: None  # type: ignore[method-assign]
+def test_a_sharded_model_with_more_than_matrices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_sharded in (False, True):
-        generation._sharded = is_sharded
+        monkeypatch.setattr(adapter_generation, "is_sharded", lambda model, answer=is_sharded: answer)
+        generation = LoRASyncGeneration.__new__(LoRASyncGeneration)
+        generation.model, generation.reader = trained_model(use_dora=True), AdapterReader("fused")
+        generation.accelerator = Accelerator(cpu=True)
         with pytest.raises(UnsupportedSettingError, match="Use DDP or ZeRO-2") if is_sharded else nullcontext():
             generation.linears()
 

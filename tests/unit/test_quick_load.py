@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import safetensors_file, vllm_quick_load_worker
 from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError
+from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
     ADAPTERS_HEADER,
     CHECKS_HEADER,
@@ -341,8 +342,8 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        ({"gpus": "GPU-1,GPU-2"}, ("2", None, "GPU-1,GPU-2")),
-        ({}, ("2", None, "")),
+        ({"gpus": "GPU-1,GPU-2"}, (NOTE_FORM, None, "GPU-1,GPU-2")),
+        ({}, (NOTE_FORM, None, "")),
         ({"slots": "AttributeError: x"}, ("none", None, None)),
         ({"off": "because"}, ("none", None, None)),
         ({"error": "x", "experts": "stacked"}, (None, None, None)),

@@ -212,6 +212,9 @@ class PinnedFilePool:
         shares: whether workers of engines may map the pinned files; see `engine_plugins.shared_files`.
         shares_gpu: whether they may read the newest version from the GPU as well, if it can be shared. Readers of a
             version's file must then wait until it is complete.
+
+    Attributes:
+        shared: hands the files to workers, from the first file on if `shares`.
     """
 
     def __init__(
@@ -237,7 +240,7 @@ class PinnedFilePool:
         self._wanted: tuple[int, torch.device] | None = None  # by the last `acquire`
         self._numbers = itertools.count()
         self._is_given_up = False
-        self._shared: SharedFiles | None = None
+        self.shared: SharedFiles | None = None
 
     def acquire(self, pool: Path, size: int, device: torch.device) -> PinnedFile | None:
         """A pinned file without readers, or None where pinned files cannot be had, which is warned of once.
@@ -315,15 +318,15 @@ class PinnedFilePool:
         return ""
 
     def _memory_for(self, flat: Tensor) -> GPUMemory | None:
-        if not self._shares_gpu or self._shared is None:
+        if not self._shares_gpu or self.shared is None:
             return None
         # Larger memory stays, as workers read as many bytes from its beginning as the file has.
         if self._memory is not None and (self._memory.device != flat.device or self._memory.size < flat.nbytes):
-            self._release_memory(self._shared.withdraw_memory())
+            self._release_memory(self.shared.withdraw_memory())
         if self._memory is None:
             driver = self._driver_for(flat.device)
             self._memory = GPUMemory(next(self._memories), flat.nbytes, flat.device, driver)
-            self._shared.offer_memory(self._memory.offer)
+            self.shared.offer_memory(self._memory.offer)
         return self._memory
 
     def finish(self) -> None:
@@ -382,10 +385,10 @@ class PinnedFilePool:
         self._assigned.clear()
         for files in (self.free, self.new, assigned):
             self._discard(files)
-        if self._shared is not None:
+        if self.shared is not None:
             # After the files, each of which is withdrawn through it.
-            self._release_memory(self._shared.close())
-            self._shared = None
+            self._release_memory(self.shared.close())
+            self.shared = None
 
     @property
     def held_bytes(self) -> int:
@@ -416,14 +419,14 @@ class PinnedFilePool:
             return None
 
     def _share(self, pool: Path) -> SharedFiles | None:
-        if self._shared is None and self._shares:
+        if self.shared is None and self._shares:
             try:
-                self._shared = SharedFiles(pool, watch)
+                self.shared = SharedFiles(pool, watch)
             except OSError as error:
                 logger.warning(
                     "Servers on this host read adapter versions instead of mapping them: %s: %s", pool, error
                 )
-        return self._shared
+        return self.shared
 
     def _give_up(self, why: str) -> None:
         # For the rest of the run, or each sync would try it and log it again.

@@ -65,6 +65,9 @@ class SharedFiles:
         folder: private to the user; the socket is made in it.
         watch: how to hear of workers that connect.
 
+    Attributes:
+        workers: a connection for each that has connected.
+
     Raises:
         OSError: the socket cannot be made there.
     """
@@ -74,7 +77,7 @@ class SharedFiles:
         self._lock = threading.Lock()
         self._offered: dict[FileKey, int] = {}
         self._memory: Offer | None = None
-        self._workers: list[socket.socket] = []
+        self.workers: list[socket.socket] = []
         self._is_closed = False
         # Messages keep their borders, and the end of a process is noticed at the other end (unix(7)).
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,7 +121,7 @@ class SharedFiles:
         with self._lock:
             self._memory = None
             # By the end of the connections, and not by a message: a process that has ended confirms this too.
-            workers, self._workers = self._workers, []
+            workers, self.workers = self.workers, []
         # Without the lock: this waits, and `_accept` takes the lock on the loop, which serves all of the trainer.
         return self._disconnect(workers)
 
@@ -130,7 +133,7 @@ class SharedFiles:
             self._is_closed = True
             self._offered.clear()
             self._memory, had_memory = None, self._memory is not None
-            workers, self._workers = self._workers, []
+            workers, self.workers = self.workers, []
         return self._disconnect(workers, waits=had_memory)
 
     @staticmethod
@@ -174,15 +177,15 @@ class SharedFiles:
             except OSError:
                 worker.close()
             else:
-                self._workers.append(worker)
+                self.workers.append(worker)
 
     def _tell(self, send: Callable[[socket.socket], object]) -> None:
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             try:
                 send(worker)
             except OSError:  # it is gone, or does not listen
                 worker.close()
-                self._workers.remove(worker)
+                self.workers.remove(worker)
 
 
 class MappedFiles:
