@@ -77,6 +77,17 @@ def marker_words(source: str) -> list[str]:
     return [found for text in texts for found in re.findall(pattern, text, re.IGNORECASE)]
 
 
+def lines_of_code(source: str) -> int:
+    """The lines of Python source without comments, docstrings and blank lines."""
+    marks = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in marks]
+    # Docstrings of attributes as well: any text that is a statement.
+    texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    texts = [node for node in texts if isinstance(node.value, ast.Constant)]
+    code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(code - {line for node in texts for line in range(node.lineno, (node.end_lineno or 0) + 1)})
+
+
 def counts(sources: Sequence[str]) -> dict[str, float]:
     """Lines, functions, callbacks, comments and marker words of Python sources."""
     lines = sum(source.count("\n") for source in sources)
@@ -95,6 +106,7 @@ def counts(sources: Sequence[str]) -> dict[str, float]:
     return {
         "files": len(sources),
         "lines": lines,
+        "lines_of_code": sum(map(lines_of_code, sources)),
         "functions_per_1000_lines": round(1000 * len(functions) / lines, 1),
         "callbacks_per_1000_lines": round(1000 * callbacks / lines, 1),
         "comments_percent_of_lines": round(100 * len(comments) / lines, 1),

@@ -324,14 +324,15 @@ def test_a_trainer_that_ends_within_a_version_leaves_no_worker_waiting(
     assert not served.is_listed(stored)
 
 
+@pytest.mark.parametrize("reason", [errno.EINVAL, errno.ENOLCK])
 def test_without_such_locks_a_file_is_complete_when_it_is_found(
-    served: OnOneHost, monkeypatch: pytest.MonkeyPatch
+    served: OnOneHost, monkeypatch: pytest.MonkeyPatch, reason: int
 ) -> None:
     call = fcntl.fcntl
 
     def refusing(file: int, command: int, argument: bytes | int = 0) -> bytes | int:
         if command in (fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK):
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(reason, os.strerror(reason))
         return call(file, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", refusing)

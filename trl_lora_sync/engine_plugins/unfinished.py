@@ -20,10 +20,12 @@ _PATIENCE_S = 20.0
 _PAUSE_S = 0.0002
 # `struct flock` of 64 bit: type, whence, start, length (0 to the end, however far that is), process (always 0 here).
 _FLOCK = struct.Struct("hhqqi4x")
+# Such as a network file system, on which the trainer writes plain files and never locks them.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def begin(file: int) -> bool:
-    """Have readers wait, from here on until `end`; False where the kernel has no such locks, as in some sandboxes."""
+    """Have readers wait, from here on until `end`; False where there are no such locks, as in some sandboxes."""
     # Never contended: a reader finds the file only after `AdapterStore.write` has moved it, which comes later.
     return _call(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK)) is not None
 
@@ -60,10 +62,10 @@ def _lock(kind: int, start: int = 0, size: int = 0) -> bytes:
 
 
 def _call(file: int, command: int, lock: bytes) -> bytes | None:
-    """The answer of fcntl(2); None if the kernel does not know the command."""
+    """The answer of fcntl(2); None if the kernel or the file system has no such locks."""
     try:
         return fcntl.fcntl(file, command, lock)
     except OSError as error:
-        if error.errno == errno.EINVAL:
+        if error.errno in _UNSUPPORTED:
             return None
         raise
