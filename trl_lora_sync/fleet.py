@@ -83,13 +83,17 @@ class Fleet:
 
     # At the start and at the end
 
-    async def connect(self, deadline: Callable[[ServerHandle], Deadline]) -> None:
-        """Wait for all servers and connect to them.
+    async def connect(self) -> None:
+        """Wait for all servers and connect to them, each for `startup_timeout_s`.
 
         Raises:
             LoRASyncError: a server did not come up or cannot be used; a run starts with all of its servers.
         """
-        await each(self.servers, lambda server: server.connect(deadline(server)))
+        patience_s = self.settings.startup_timeout_s
+        await each(
+            self.servers,
+            lambda server: server.connect(Deadline.after(patience_s, f"Waiting for the server at {server.base_url}")),
+        )
 
     async def check(
         self, expected: Expected, transport: DiskTransport, deadline: Deadline, trials: Sequence[Trial]

@@ -118,16 +118,10 @@ class AdapterSync:
         """
         # In three parts: `read` belongs to this thread, which has the model, and would hold up the loop. It comes after
         # the connection, because the form of an adapter depends on what the servers take.
-        run(self._connect())
+        run(self.fleet.connect())
         adapter = read(self.form)
         run(self._prepare(adapter, Expected.of_run(base, adapter, trials)))
         return self._summary(adapter)
-
-    async def _connect(self) -> None:
-        patience_s = self.settings.startup_timeout_s
-        await self.fleet.connect(
-            lambda server: Deadline.after(patience_s, f"Waiting for the server at {server.base_url}")
-        )
 
     async def _prepare(self, adapter: CanonicalAdapter, expected: Expected) -> None:
         fleet = self.fleet

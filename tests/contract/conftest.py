@@ -109,7 +109,7 @@ def served(
         fakes = [serve(connect=False).fake for _ in range(2)]
         assert fakes[0]
         assert fakes[1]
-        yield Served(FleetAsEngine([fakes[0], fakes[1]], store.root, soon()), FakeReference(fakes[0]), store)  # type: ignore[arg-type]
+        yield Served(FleetAsEngine([fakes[0], fakes[1]], store.root), FakeReference(fakes[0]), store)  # type: ignore[arg-type]
         return
     base_url, model = request.getfixturevalue(f"{request.param.replace('-', '_')}_at")
     if request.param == "vllm-fused":

@@ -17,12 +17,12 @@ from trl_lora_sync.testing import FakeSGLang
 class FleetAsEngine:
     """A fleet with the method names of `Engine`; loading includes the first use."""
 
-    def __init__(self, fakes: Sequence[FakeSGLang], root: Path, deadline: Deadline) -> None:
+    def __init__(self, fakes: Sequence[FakeSGLang], root: Path) -> None:
         urls = [fake.base_url for fake in fakes]
         settings = plain_settings(urls, root, timeout_s=20.0, transport="disk")
         self.fleet = Fleet(settings, VersionLedger(settings.keep))
         self.base_url = self.fleet.base_url
-        run(self.fleet.connect(lambda server: deadline))
+        run(self.fleet.connect())
 
     @property
     def capabilities(self) -> Capabilities:
