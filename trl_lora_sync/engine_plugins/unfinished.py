@@ -18,6 +18,8 @@ PART_BYTES = 32 << 20
 _PATIENCE_S = 20.0
 # A wait for such a lock has no timeout, so it is looked at again; short against the copy that is waited for.
 _PAUSE_S = 0.0002
+# Linux has them, and Python names them there only.
+_SET, _GET = (getattr(fcntl, name, None) for name in ("F_OFD_SETLK", "F_OFD_GETLK"))
 # `struct flock` of 64 bit: type, whence, start, length (0 to the end, however far that is), process (always 0 here).
 _FLOCK = struct.Struct("hhqqi4x")
 # Such as a network file system, on which the trainer writes plain files and never locks them.
@@ -27,12 +29,12 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 def begin(file: int) -> bool:
     """Have readers wait, from here on until `end`; False where there are no such locks, as in some sandboxes."""
     # Never contended: a reader finds the file only after `AdapterStore.write` has moved it, which comes later.
-    return _call(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK)) is not None
+    return _call(file, _SET, _lock(fcntl.F_WRLCK)) is not None
 
 
 def end(file: int, size: int = 0) -> None:
     """The first `size` bytes are complete; 0 for all of the file."""
-    _call(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_UNLCK, 0, size))
+    _call(file, _SET, _lock(fcntl.F_UNLCK, 0, size))
 
 
 def wait(file: int, start: int = 0, size: int = 0, *, patience_s: float = _PATIENCE_S) -> None:
@@ -53,7 +55,7 @@ def wait(file: int, start: int = 0, size: int = 0, *, patience_s: float = _PATIE
 
 
 def _is_locked(file: int, start: int, size: int) -> bool:
-    found = _call(file, fcntl.F_OFD_GETLK, _lock(fcntl.F_RDLCK, start, size))
+    found = _call(file, _GET, _lock(fcntl.F_RDLCK, start, size))
     return found is not None and _FLOCK.unpack(found)[0] != fcntl.F_UNLCK
 
 
@@ -61,10 +63,10 @@ def _lock(kind: int, start: int = 0, size: int = 0) -> bytes:
     return _FLOCK.pack(kind, 0, start, size, 0)
 
 
-def _call(file: int, command: int, lock: bytes) -> bytes | None:
+def _call(file: int, command: int | None, lock: bytes) -> bytes | None:
     """The answer of fcntl(2); None if the kernel or the file system has no such locks."""
     try:
-        return fcntl.fcntl(file, command, lock)
+        return None if command is None else fcntl.fcntl(file, command, lock)
     except OSError as error:
         if error.errno in _UNSUPPORTED:
             return None
