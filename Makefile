@@ -64,7 +64,7 @@ else
 	@$(TRAINER)/bin/python -m pytest $(AT_ONCE) $(ARGS)
 endif
 
-# With a cache of their own for what failed.
+# With a separate cache for what failed.
 colocate = $(COLOCATE)/bin/python -m pytest tests/colocate -o cache_dir=.pytest_cache/colocate
 
 # A real server on a busy machine can miss a limit that it keeps otherwise. Tests that failed run once more, alone, and
@@ -117,8 +117,8 @@ peft-versions: $(PEFT_VERSIONS:%=.peft-versions/%/.installed)
 
 launchers: .launchers/.installed
 
-# In a folder of their own, so that every other test shows that the package works without them. DeepSpeed would compile
-# nothing then either, but looks for CUDA unless it is told so.
+# In a separate folder, so that every other test shows that the package works without them. DeepSpeed would compile
+# nothing then either, but looks for CUDA without DS_BUILD_OPS.
 .launchers/.installed: Makefile | $(TRAINER)/.installed
 	@echo "  DeepSpeed and bitsandbytes for the tests"
 	@rm -rf .launchers

@@ -103,7 +103,7 @@ def serving(args: argparse.Namespace, folder: Path, *, on_gpu: bool) -> Iterator
             yield model, running.base_url
         return
     model = args.model or write_model(folder / f"qwen3-{args.shape}", args.shape, "cuda")
-    # TRL's client counts on a server that tells its configuration, and on room for both ways at once.
+    # TRL's client counts on the route for a server's configuration, and on room for both ways at once.
     room = ("--max-loras", str(loras), "--max-cpu-loras", str(4 * loras))
     with server(model, args, on_gpu=True, engine_args=room) as url:
         yield model, url

@@ -134,7 +134,7 @@ def error_of(output: str) -> str:
 
 @contextmanager
 def driver_memory(on_gpu: bool) -> Iterator[dict[str, float | None]]:
-    """The most memory of the first GPU in use while the block lasts, as the driver says."""
+    """The most memory of the first GPU in use while the block lasts, by the driver's count."""
     found: dict[str, float | None] = {"gib": None}
     if not on_gpu:
         yield found
@@ -155,7 +155,7 @@ def driver_memory(on_gpu: bool) -> Iterator[dict[str, float | None]]:
 
 
 def memory_gib(which: str) -> float:
-    """What the driver says of the memory of the first GPU that this process sees: `used` or `total`."""
+    """Memory of the first GPU that this process sees, from the driver: `used` or `total`."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
     query = ["nvidia-smi", f"--query-gpu=memory.{which}", "--format=csv,noheader,nounits", f"--id={gpu}"]
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) / 1024

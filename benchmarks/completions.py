@@ -5,7 +5,7 @@
     python benchmarks/completions.py --quick                 # to see that it still works
 
 A server of this script answers with prepared bytes in vLLM's form, so nothing is sampled and nothing is waited for but
-the client. Each state of the package runs in a process of its own; they take turns. ``wall_s`` is one call of
+the client. Each state of the package runs in its own process; the processes take turns. ``wall_s`` is one call of
 ``generate`` for the whole batch, ``cpu_s`` what its process computed in it, and ``functions`` where that went, by a
 call that is traced and not timed.
 """
@@ -87,7 +87,7 @@ async def serve() -> None:
                 head = await reader.readuntil(b"\r\n\r\n")
                 size = re.search(rb"content-length: *(\d+)", head.lower())
                 body = await reader.readexactly(int(size[1]) if size else 0)
-                if body not in prepared:  # `/health` is asked without a body
+                if body not in prepared:  # a request for `/health` has no body
                     prepared[body] = answer(json.loads(body)) if body else NOTHING
                 writer.write(prepared[body])
                 await writer.drain()
@@ -126,7 +126,7 @@ def client(args: argparse.Namespace) -> None:
     for line in sys.stdin:
         if line.strip() == "trace":
             profile = cProfile.Profile()
-            # The event loop has a thread of its own, which only a tracer that is set there sees.
+            # The event loop runs in another thread, and only a tracer set in that thread sees it.
             engine_loop(profile.enable)
             read()
             engine_loop(profile.disable)
@@ -148,7 +148,7 @@ def engine_loop(act: Any) -> None:
 
 
 def functions(profile: cProfile.Profile) -> list[dict[str, Any]]:
-    """The functions with the most time of their own."""
+    """The functions with the most time in themselves."""
     found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     ranked = sorted(found.items(), key=lambda item: -item[1][2])[:FUNCTIONS]
     return [

@@ -4,7 +4,7 @@
 
     python benchmarks/demo_seeds.py --seeds 0 1 --arms demo dropout float32 float32-dropout bfloat16
 
-Each run is one of examples/demo/run.py: a model and a vLLM server of its own on this CPU, and 40 steps of GRPO. The
+Each run is one of examples/demo/run.py: a model and its own vLLM server on this CPU, and 40 steps of GRPO. The
 seed is that of the model's random weights. Two runs of one seed differ, because the server samples as requests come.
 
 The arms change the dropout and the precision. The demo's server computes in bfloat16. Its trainer holds float32 weights

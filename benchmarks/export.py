@@ -128,7 +128,7 @@ class FastArm(Arm):
 
 
 class SavePretrained(Arm):
-    """PEFT's own file, in float32 and as it is trained."""
+    """PEFT's own file, in float32, as trained."""
 
     def _write(self, version: int) -> tuple[dict[str, float], StoredAdapter]:
         self.store.open()

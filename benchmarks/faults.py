@@ -97,7 +97,7 @@ def run_schedules(args: argparse.Namespace, servers: list[VLLMServer], base: Pat
     accepted, seen, dropped, gaps, margins, broken, left = 0, 0, 0, [], [], [], []
     for done, seed in enumerate(range(args.first, args.first + args.schedules), start=1):
         schedule = schedule_of(seed)
-        with contextlib.redirect_stdout(io.StringIO()):  # every trainer that starts says where
+        with contextlib.redirect_stdout(io.StringIO()):  # every trainer prints a line at its start
             outcome = arena.run(schedule, folder / f"schedule-{seed}")
         raised += outcome.raised
         fired += outcome.fired

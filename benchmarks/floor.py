@@ -4,7 +4,7 @@
     python benchmarks/floor.py --cases tiny:8 --rounds 3 --out x.json  # without one, to see that it still works
     python benchmarks/floor.py --url http://localhost:8000 --model MODEL --cases tiny:8 --out x.json
 
-A case is a shape and a rank. Each gets a server of its own from `trl-lora-sync serve vllm --quick-load`, on the
+A case is a shape and a rank. Each gets its own server from `trl-lora-sync serve vllm --quick-load`, on the
 trainer's GPU, unless there is one at --url. The ways take turns with new values each time:
 
 - ``ipc``: as a run syncs on one host. Read on the GPU, one copy on it to memory that the worker has opened by CUDA IPC.

@@ -4,7 +4,7 @@
     python benchmarks/fused_check.py --model MODEL --url http://localhost:8001 [--runtime-url http://localhost:8002]
 
 MODEL is the folder that the server was given. Random adapters are fused one after the other; each version's
-log-probabilities of a prompt are compared with PEFT's in float32 (unless --no-peft), and with those of a server with
+log-probabilities of a prompt are compared with PEFT's in float32 (unless --no-peft), and with the same of a server with
 run-time adapters at --runtime-url. Decoding is timed on the base and on a fused adapter in turn. At the end the weights
 must be the base's, bit for bit: compared on the server, and by the base's log-probabilities. Prints JSON.
 """

@@ -11,8 +11,8 @@ GRPO runs for some steps with the experts trained. vLLM on a CPU has no kernels 
 that. `sync` times whole syncs of such adapters to a vLLM that serves that shape with random weights (--load-format
 dummy, 61 GB); --sync-layers takes fewer layers. `fused` serves the experts in the weights.
 
-The file of results is written again after each case. A case that would begin after the budget is left out, and said to
-be. If a case fails, its report has the end of its server's log, and the others go on.
+The file of results is written again after each case. A case that would begin after the budget is left out and
+reported. If a case fails, its report has the end of its server's log, and the others go on.
 """
 
 import argparse
@@ -213,7 +213,7 @@ def reward_run(url: str, model: Path, folder: Path, peft: dict[str, Any], steps:
 
 
 def refusal(start: Callable[[], Any], family: str) -> str:
-    """What a start says if the experts go to the server under a name that it does not know; last, as it may end it."""
+    """The error of a start with the experts under a name unknown to the server; last, as it may end the server."""
     wrong = replace(FAMILIES[family], moe="mlp" if family == "mixtral" else "moe")
     with mock.patch.dict(FAMILIES, {family: wrong}):
         try:

@@ -8,7 +8,7 @@
 Without ``--url``, a real server on the other host takes the adapters, and the cable between them is limited to each
 ``--rate`` in turn. The arms take turns with the same bytes:
 
-- ``tcp``: one connection, the bytes in one call, until the other side says that it has them all. They are not kept.
+- ``tcp``: one connection, the bytes in one call, until the other side confirms them all. They are not kept.
 - ``push``: what a sync does before the load. The digest is computed, the body sent, checked and kept by the server,
   and the answer read.
 
@@ -57,7 +57,7 @@ async def joined(body: SafetensorsBody) -> bytes:
 
 
 class Sink:
-    """Takes bytes and says when it has them: the other end of ``tcp``."""
+    """Takes bytes and confirms them: the other end of ``tcp``."""
 
     def __init__(self, host: str, port: int) -> None:
         self._listener = socket.create_server((host, port))
@@ -191,7 +191,7 @@ def at_url(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
         threading.Thread(target=sink.serve, daemon=True).start()
         port = sink.port
     bench = Bench(args.url, port, args)
-    return bench.engine.capabilities.version, bench.measure("as it is")
+    return bench.engine.capabilities.version, bench.measure("not limited")
 
 
 def main() -> None:

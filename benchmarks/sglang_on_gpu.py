@@ -14,7 +14,7 @@ Starts one SGLang for each case, all at the same time, each as soon as its model
   with the adapter (which copies its weights to the GPU) and the next one, which copies nothing.
 
 --server-path goes in front of PYTHONPATH of the servers. The file of results is written again after each case. What is
-not measured at the end of the budget is said to be left out. A case that fails reports the end of its server's log.
+not measured at the end of the budget is reported as left out. A case that fails reports the end of its server's log.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Server:
     """One SGLang.
 
     Attributes:
-        process: in a group of its own.
+        process: in its own process group.
         up_s: from its start until it answered; None if it did not yet.
     """
 
@@ -213,7 +213,7 @@ def measure_images(url: str, model: Path, folder: Path) -> dict[str, Any]:
         if image is not None:
             forms["one_token"] = [id for at, id in enumerate(ids) if id != image_token or ids[at - 1] != image_token]
         for form, sent in forms.items():
-            # SGLang 0.5.15 counts a request that it refuses as one that uses the adapter, and waits for its end at the
+            # SGLang 0.5.15 counts a refused request as a use of the adapter, and waits for its end at the
             # next unload.
             is_refused = image is not None and form == "expanded"
             models = {"base": None} if is_refused else {"base": None, "adapter": stored.name}
@@ -300,7 +300,7 @@ def measure_large(url: str, model: Path, folder: Path, args: argparse.Namespace)
 
 
 def one_sync(engine: Any, url: str, policy: RandomAdapter, store: AdapterStore, version: int) -> dict[str, float]:
-    """Seconds of each part. `load` is the request, as the listing is asked for by itself here."""
+    """Seconds of each part. `load` is the request, and the listing a separate one."""
     policy.step(version)
     started = time.perf_counter()
     adapter = policy.read()

@@ -6,11 +6,11 @@
 
 The second form makes a tiny model and starts a vLLM server for it on this CPU. Every round changes the adapter a
 little, publishes it through the same path as the trainer, samples a few completions and checks that their
-log-probabilities are those of the version just published, not of the one before. The slope of each quantity over the
+log-probabilities match the version just published, not the one before. The slope of each quantity over the
 rounds (least squares, the first tenth left out as warm-up) is what to look at.
 
-A server's memory also grows by sampling alone. With --controls, each round is followed by one that samples and syncs
-nothing, and the result says what the rounds of either kind have added.
+A server's memory also grows by sampling alone. With --controls, each round is followed by a control round, which
+samples without a sync, and the result has the growth in the rounds of either kind.
 """
 
 import argparse
@@ -188,7 +188,7 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
     wanted = reference(model, looked_at)
     with held(model, before):
         former = reference(model, looked_at)
-    # A server that sleeps between the rounds is not asked what it has loaded.
+    # A sleeping server gets no request for its list of adapters.
     on_server = {} if args.sleep else {"adapters_on_server": len(run(sync.fleet.loaded(deadline())))}
     gap, change = distance(served, wanted), distance(served, former)
     if not gap < change / 2:
@@ -273,7 +273,7 @@ def rss_mb(process: psutil.Process) -> float:
 
 
 def disk_mb(sync: AdapterSync) -> float:
-    """What is in use on the file system of the adapter folder, by anybody."""
+    """All space in use on the file system of the adapter folder."""
     root = getattr(sync.transport, "root", None)
     return shutil.disk_usage(root).used / 1e6 if root is not None else 0.0
 

@@ -43,7 +43,7 @@ QWEN3_LAYER = {"intermediate_size": 3072, "num_attention_heads": 16, "num_key_va
 
 @contextlib.contextmanager
 def model_folder(args: argparse.Namespace) -> Iterator[Path]:
-    """The folder of the model: the one given, or a made one that is removed afterwards."""
+    """The folder of the model: given, or made here and removed afterwards."""
     if args.model:
         yield args.model
         return
@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     if args.url and not args.model:
         parser.error("--url needs --model: the local folder of the model that the server serves")
     if args.model and not args.model.is_dir():
-        parser.error(f"--model {args.model} is not a folder. Give the one that the server was started with.")
+        parser.error(f"--model {args.model} is not a folder. Give the folder of the server's model.")
     try:
         args.url = args.url and checked_url(args.url)
     except UsageError as error:

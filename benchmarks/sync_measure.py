@@ -6,8 +6,8 @@ The arms take turns on one server, with the same adapter values, in the same fol
   float32 even on a bfloat16 base, with the configuration's alpha, a model card, and no fsync or rename. The server
   casts it and multiplies the scaling in at each load.
 - `export DTYPE`: what the trainer of this package does. The scaling is folded into `lora_B` in float32, the result is
-  cast to DTYPE, written, fsynced and renamed. `export float32` is there to tell the effect of half the bytes from that
-  of the rest.
+  cast to DTYPE, written, fsynced and renamed. `export float32` shows the effect of half the bytes apart from that of
+  the rest.
 
 After every load one token is sampled and its log-probabilities are compared with PEFT's own: a load only counts if the
 server really samples from the adapter. That request is timed apart, as it would show work that a load put off.

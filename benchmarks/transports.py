@@ -2,7 +2,7 @@
 
     python benchmarks/transports.py --model MODEL --url http://localhost:30000 --rank 32
 
-The arms take turns with the same adapter. `naive tensors` pickles the dictionary of tensors as it is and encodes the
+The arms take turns with the same adapter. `naive tensors` pickles the unchanged dictionary of tensors and encodes the
 request with the standard library, which is what a first attempt at SGLang's endpoint looks like; `tensors` is this
 package's one-pass payload, whose base64 is made while it is sent; `disk` writes the files and sends the path. `build`
 is the time until the request is ready, `load` the time of the request, `first token` that of the first request that

@@ -31,7 +31,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Attention of several sequences laid end to end, each to keys of its own.
+    """Attention of several sequences laid end to end, each to its own keys.
 
     Args:
         q: `(queries, heads, size)`, of all sequences.

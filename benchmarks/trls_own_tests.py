@@ -8,7 +8,7 @@ Runs the files of tests twice, in the environment of this interpreter, with noth
 
 The tests load small models and data from the Hub. Stand-ins are made here, in a cache that Transformers reads without
 the Hub: random weights, a tokenizer of bytes, and sentences of this file. A test that needs another model fails in
-both runs, and is counted apart; so is one that this installation has no package for.
+both runs, and is counted apart; so is a test that needs a package not installed here.
 """
 
 import argparse

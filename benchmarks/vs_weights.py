@@ -5,10 +5,10 @@
     python benchmarks/vs_weights.py --show --page                          # the tables of what has been measured
 
 Makes random-weight models in the shapes of Qwen3, starts the servers that the arms need, and lets the arms take turns
-in every loop; benchmarks/versus/arms.py says what the arms are. The first GPU trains, the others serve. Where not all
-servers have room side by side, the arms follow one another in groups, and the result says so.
+in every loop; benchmarks/versus/arms.py describes the arms. The first GPU trains, the others serve. Where not all
+servers have room side by side, the arms follow one another in groups, which the result notes.
 
-Everything is written to --out as soon as it is measured. A further run adds to that file what it lacks, and --keep
+Everything is written to --out right after its measurement. A further run adds to that file what it lacks, and --keep
 leaves the servers running for it. --budget-s ends a run in good time, with what it has; a turn that hangs, as a
 collective may, ends it after five minutes.
 """
@@ -37,7 +37,7 @@ from vllm_server import DEFAULT_PYTHON, PYTHON_VARIABLE  # noqa: E402
 
 PLACES = ("--out", "--work", "--server-python")
 PHASES = ("sync", "decode", "drift", "profile", "steps", "fleet")
-# What is measured of a shape unless it is said.
+# What is measured of a shape by default.
 USUAL_PHASES = {
     "tiny": list(PHASES),
     "0.6b": ["sync", "decode", "drift", "profile", "fleet"],
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, results: Results) -> bool:
-    """Measure what the arguments ask for and the file lacks. Returns whether something went wrong."""
+    """Measure what the arguments select and the file lacks. Returns whether something went wrong."""
     clock = Clock(args.budget_s)  # before the imports, which take a while
     args.vllm_version = vllm_version(args.server_python)
     os.environ["OMP_NUM_THREADS"] = "1"  # on hosts of many cores, short operations wait for their threads
@@ -126,7 +126,7 @@ class Comparison:
     """All that is measured of one shape.
 
     Attributes:
-        failed: what arms and servers said that failed.
+        failed: the errors of failed arms and servers.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Comparison:
     # Servers
 
     def servers(self, rank: int) -> dict[str, Any]:
-        """The server of each arm; those that apply adapters to each token reserve this very rank."""
+        """The server of each arm; a server that applies adapters to each token reserves this very rank."""
         from versus.kinds import server_kind, server_number
 
         return {name: self.server(server_kind(name), rank, server_number(name)) for name in self.arms}
@@ -281,11 +281,11 @@ class Comparison:
                 self.note_failure(rank, name, words)
             for arm in arms:
                 if arm not in self.kept_arms.values():
-                    with contextlib.suppress(Exception):  # what it says at the end changes no number
+                    with contextlib.suppress(Exception):  # an error at the end changes no number
                         arm.close()
 
     def connect(self, rank: int, group: Group) -> list[Any]:
-        """The arms of a group, without those that fail at it."""
+        """The arms of a group, except arms that fail to connect."""
         from versus.arms import make_arm
         from versus.servers import ServerTroubleError
 
@@ -312,7 +312,7 @@ class Comparison:
         return arms
 
     def close_kept_arms(self, keep: Sequence[Any] = ()) -> None:
-        """All but those of the servers in `keep`, before theirs make room: NCCL waits for a peer that is gone."""
+        """Close the arms of servers not in `keep`, before these servers stop: NCCL waits for a peer that is gone."""
         for url, arm in list(self.kept_arms.items()):
             if arm.server not in keep:
                 self.kept_arms.pop(url).close()
@@ -389,7 +389,7 @@ class Comparison:
                 self.note_failure(rank, f"fleet of {name}", str(error)[:2000])
 
     def phases(self, rank: int) -> list[str]:
-        """Those that are measured rank by rank, and at the first one those that are measured once."""
+        """The phases measured at this rank; some are measured at the first rank only."""
         first = rank == self.ranks[0]
         wanted = {"sync": True, "decode": rank in self.decode_ranks, "drift": first, "profile": first, "steps": first}
         return [phase for phase, is_wanted in wanted.items() if is_wanted and phase in self.wanted]
@@ -439,7 +439,7 @@ def vllm_version(python: Path) -> str:
 
 
 def described(args: argparse.Namespace, gpus: Sequence[str]) -> dict[str, Any]:
-    """What somebody needs to judge or repeat the run; no paths of the machine."""
+    """The facts needed to judge or repeat the run; no paths of the machine."""
     from run_environment import run_environment
 
     return run_environment("vllm", args.vllm_version) | {"command": command_line(PLACES), "gpus": list(gpus)}
@@ -447,7 +447,7 @@ def described(args: argparse.Namespace, gpus: Sequence[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def work_folder(args: argparse.Namespace) -> Any:
-    """Where models, logs and the list of kept servers are: the folder given, or one that goes at the end."""
+    """Where models, logs and the list of kept servers are: the folder given, or a temporary one."""
     if args.work is not None:
         args.work.mkdir(parents=True, exist_ok=True)
         yield args.work.resolve()
@@ -470,7 +470,7 @@ def parse_args() -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", help="of the adapter (default: 32 8 128; at 8b 256 as well, without decoding)")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     add("--phases", nargs="+", choices=PHASES, help="(default: by shape); most at the first rank only")
-    add("--warmup", type=int, default=2, help="syncs of each arm before those that count (default: 2)")
+    add("--warmup", type=int, default=2, help="syncs of each arm before the measured ones (default: 2)")
     add("--repeats", type=int, default=9, help="syncs of each arm that count (default: 9)")
     add("--decode-ranks", type=int, nargs="+", help="ranks at which decoding is measured (default: all up to 128)")
     add("--concurrency", type=int, nargs="+", default=[32, 256], help="requests at once (default: 32 256)")
@@ -481,7 +481,7 @@ def parse_args() -> argparse.Namespace:
     add("--completions", type=int, default=256, help="of a GRPO step (default: 256)")
     add("--completion-tokens", type=int, default=256, help="of each completion of a GRPO step (default: 256)")
     add("--micro-batch", type=int, default=8, help="completions that the trainer computes at once (default: 8)")
-    add("--steps", type=int, default=3, help="GRPO steps of each arm that count, after one that does not (default: 3)")
+    add("--steps", type=int, default=3, help="GRPO steps of each arm that count, after one warm-up step (default: 3)")
     add("--fleet", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of servers (default: 1 2 3 4)")
     add("--tensor-parallel", type=int, default=1, help="workers of each server, on all GPUs (default: 1)")
     add("--budget-s", type=float, default=NO_BUDGET_S, help="stop in good time before so many seconds have passed")

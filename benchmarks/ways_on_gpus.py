@@ -7,7 +7,7 @@ Launches `accelerate launch --config_file examples/accelerate/WAY.yaml` once per
 against a server that is running already. Reports per way the bytes that torch's collectives saw during one sync, how
 far the GPU's memory rose above what training holds, the time of a sync, and the logprob gap of each training step; or
 the end of the output, where a way fails. A sync that verifies its version computes as well, which gathers the base;
-so the one that is looked at does not. Needs DeepSpeed and bitsandbytes for their ways
+so the inspected sync does not verify. Needs DeepSpeed and bitsandbytes for their ways
 (`pip install '.[deepspeed,qlora]'`).
 """
 
@@ -84,7 +84,7 @@ def work(args: argparse.Namespace) -> None:
         lora_sync_generation_timeout=120.0,
     )
     generation = trainer.vllm_generation
-    randomize_adapter(generation.model, seed=1)  # for a policy that can be told from the base; before it is sharded
+    randomize_adapter(generation.model, seed=1)  # makes the policy differ from the base; before it is sharded
     trainer.train()
     set_proof(generation, is_verified=True)  # a sync by itself, without the forward pass of a verification
     with Traffic() as traffic:

@@ -53,7 +53,7 @@ AS_PEFT_SAVES_IT: dict[str, tuple[str, str, str]] = {
 }
 
 
-# Tests beside the one that holds the decision about each field: of what is then served, with values that are not zero.
+# Tests beside the test of the decision about each field: of what is then served, with values that are not zero.
 _EXPORTED = "unit/test_adapter_export.py::test_plain_peft_computes_the_training_models_logits_from_the_export"
 _REFUSED_WITH_REASON = (
     "unit/test_adapter_support.py::test_field_that_no_server_serves_exactly_is_refused_with_its_reason"
@@ -100,7 +100,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "use_dora": (_REFUSED_WITH_REASON, f"{_FUSED}[DoRA]"),
 }  # fmt: skip
 
-# What to do where a message itself only says what was wrong.
+# The advice for a message without one.
 _LAST_RESORT = "Run `trl-lora-sync doctor URL`, and read the server's log."
 FIXES = {
     "LoRASyncError": "A method was called too early. A trainer calls the methods in the right order.",
@@ -205,13 +205,13 @@ def settings_table() -> str:
 
 
 def command_help() -> str:
-    """What `--help` says, for all commands but those that train, whose help differs in their names only."""
+    """The output of `--help`, for all commands except training commands, whose help differs in their names only."""
     names = [name for name in COMMANDS if name not in TRAINING]
     return "\n\n".join([_help(), *(f"## {name}\n\n{_help(name)}" for name in names)])
 
 
 def grpo_help() -> str:
-    """What `grpo --help` says."""
+    """The output of `grpo --help`."""
     return _help("grpo")
 
 

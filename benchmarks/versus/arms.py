@@ -70,13 +70,13 @@ class Arm(Protocol):
 
     @property
     def engine(self) -> Blocking:
-        """Asks the server about single prompts."""
+        """The client for single prompts to the server."""
 
     def sync(self) -> Phases | None:
-        """Bring the adapter as it is now to the server; None where the parts can only be told by `split`."""
+        """Bring the current adapter to the server; None where only `split` can time the parts."""
 
     def split(self) -> Phases:
-        """`sync`, with its parts told apart even if that takes longer."""
+        """`sync`, with its parts timed apart even if that takes longer."""
 
     def sample(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[list[Completion]]:
         """Sample from the newest version, with this package's client whatever the arm."""
@@ -173,7 +173,7 @@ class WeightsArm:
 
 
 class AsyncTrainerArm:
-    """The adapter sync of TRL's experimental asynchronous trainer, which generates in a process of its own."""
+    """The adapter sync of TRL's experimental asynchronous trainer, which generates in another process."""
 
     name = "async trainer"
     generation = None
@@ -188,7 +188,7 @@ class AsyncTrainerArm:
         self.server = server
         self.engine = connect_plain(url)
         self._method = async_grpo_trainer.AsyncGRPOTrainer._sync_weight_lora
-        # A name of its own, as a server that is used again may still know the one of an earlier run.
+        # Unique, as a server that is used again may still have the name of an earlier run.
         name = f"trl-policy-{os.getpid()}-{id(self)}"
         self._trainer = SimpleNamespace(
             model=bench.model,

@@ -27,7 +27,7 @@ class Clock:
         return self._budget_s - (time.monotonic() - self._started)
 
     def check(self) -> None:
-        """Raises `OutOfTimeError` if no time is left; within `at_most`, tells that the run goes on."""
+        """Raises `OutOfTimeError` if no time is left; within `at_most`, restarts its countdown."""
         if self.left_s() <= 0:
             raise OutOfTimeError(f"the {self._budget_s:g} s of this run are over")
         self._watch()

@@ -32,5 +32,5 @@ def server_kind(arm: str) -> str:
 
 
 def server_number(arm: str) -> int:
-    """Tells equal servers apart. Two trainers of ours would take each other's slots on one server."""
+    """Distinguishes equal servers. Two trainers of ours would take each other's slots on one server."""
     return int(arm == BY_FILE)

@@ -39,7 +39,7 @@ class Turns:
     """Calls something for each arm, the first one another each time, and goes on without arms that fail.
 
     Attributes:
-        failed: what the arms that failed said.
+        failed: the errors of the arms that failed.
     """
 
     def __init__(self, arms: Sequence[Arm], clock: Clock) -> None:

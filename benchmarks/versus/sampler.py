@@ -23,7 +23,7 @@ NOTICED_S = 0.1
 
 _EVERY_S = 0.002
 _MOST_LINES = 15
-# A frame of these says what was waited for; what they call is torch's and the standard library's.
+# A frame of these names what the thread waits for; their callees belong to torch and the standard library.
 _TELLING = ("trl_lora_sync", "trl", "peft", "vllm", "safetensors")
 
 Seconds = dict[str, Counter[str]]

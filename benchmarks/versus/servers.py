@@ -1,6 +1,6 @@
-"""Starts the servers that the arms need, side by side where the GPUs have room, and says what memory they take.
+"""Starts the servers that the arms need, side by side where the GPUs have room, and reports their memory.
 
-The trainer has the first GPU. Servers go to the others, and beside the trainer only if those are full; the one that
+The trainer has the first GPU. Servers go to the others, and beside the trainer only if those are full; the server that
 gets weights over NCCL never does, as NCCL wants a GPU per process. How much KV cache a server gets is given in bytes:
 servers that start side by side on one GPU cannot find it out by measuring.
 """
@@ -61,7 +61,7 @@ class ServerSpec:
         model: folder of the model.
         lora_rank: the largest rank it takes; 0 where the server reserves nothing for it.
         kv_bytes: of its KV cache.
-        number: tells equal servers apart.
+        number: distinguishes equal servers.
         workers: that share it by tensor parallelism, each on another GPU, the trainer's included.
     """
 
@@ -159,7 +159,7 @@ class ServerPool:
 
     def __exit__(self, *exc_info: object) -> None:
         for name, server in list(self.running.items()):
-            # Nobody would know of one that is still starting.
+            # No later run could find a server that is still starting.
             if not (self._keep and server.is_alive() and server.is_healthy()):
                 self.stop(name)
         if self.running:
@@ -173,13 +173,13 @@ class ServerPool:
                 self._launch(spec, gpu)
 
     def settle(self) -> None:
-        """Wait for all servers that were started; whoever needs one that does not come up is told by `wait`."""
+        """Wait until each started server is up or has failed; `wait` raises for a server that failed."""
         for server in list(self.running.values()):
             with contextlib.suppress(ServerTroubleError):
                 self._wait(server)
 
     def groups(self, specs: Sequence[ServerSpec]) -> list[list[ServerSpec]]:
-        """The servers in as few groups as can stand side by side, without those that have no room at all."""
+        """The servers in as few groups as can stand side by side, except servers without any room."""
         groups: list[list[ServerSpec]] = []
         rest = [spec for spec in specs if self.has_room(spec)]
         while rest:
@@ -231,7 +231,7 @@ class ServerPool:
         self._wait(self.running[spec.name])
 
     def clear_trainer(self, keep: Sequence[ServerSpec]) -> None:
-        """Stop the servers on the trainer's GPU, except those that are still needed now."""
+        """Stop the servers on the trainer's GPU, except the ones still needed."""
         kept = {spec.name for spec in keep}
         for name, server in list(self.running.items()):
             if server.gpu == self._trainer_gpu and name not in kept:
@@ -243,7 +243,7 @@ class ServerPool:
     def memory(self, spec: ServerSpec) -> dict[str, Any]:
         """Where a server is, and the bytes that it has of its GPU, or of the host's memory on a CPU.
 
-        The bytes are left out where the driver does not tell those of a process.
+        The bytes are left out where the driver does not count them by process.
         """
         server = self.running[spec.name]
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
@@ -370,7 +370,7 @@ def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) ->
 
 
 def server_environment(gpus: Sequence[int], profiles: Path) -> dict[str, str]:
-    """The environment of a server, whose processes leave their profiles in a folder when they are asked to."""
+    """The environment of a server, whose processes leave their profiles in a folder on request."""
     benchmarks = ROOT / "benchmarks"
     ours = map(str, [ROOT, benchmarks, benchmarks / "versus" / "in_server"])
     path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -110,7 +110,7 @@ def _write_shard(file: Path, sizes: Mapping[str, tuple[int, ...]], device: str) 
 
 
 def original(name: str, size: tuple[int, ...], device: str) -> torch.Tensor:
-    """A tensor of the checkpoint, made anew: the same bits each time on the same kind of device."""
+    """A tensor of the checkpoint, generated: the same bits each time on the same kind of device."""
     tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
     if len(size) == 1:  # the norms
         return tensor.fill_(1.0)

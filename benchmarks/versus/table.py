@@ -312,7 +312,7 @@ def _tables(results: dict[str, Any]) -> Iterator[tuple[str, str, Row, list[Row]]
 
 
 def _short(why: str) -> str:
-    """The first line and the last one, which is where a log says what happened."""
+    """The first line and the last one, where a log has the cause."""
     first, *rest = why.strip().splitlines()
     return f"{first} … {rest[-1][:200]}" if rest else first
 
@@ -391,7 +391,7 @@ def _found(results: dict[str, Any], phase: str) -> Iterator[tuple[str, str, str,
 
 
 def _in_order(of_arm: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The same order of the arms everywhere, whichever went first."""
+    """The same order of the arms everywhere, independent of the measured order."""
     return sorted(of_arm.items(), key=lambda item: ARMS.index(item[0]))
 
 

@@ -76,7 +76,7 @@ class Workbench:
         self.accelerator = self._new_accelerator()
 
     def give_back_memory(self) -> None:
-        """Free what nobody holds, for servers on the same GPU."""
+        """Free unreferenced memory, for servers on the same GPU."""
         gc.collect()
         if self.is_on_gpu:
             torch.cuda.empty_cache()
@@ -130,7 +130,7 @@ class Workbench:
     def base_drift(self) -> BaseDrift:
         """Compare every base weight with the checkpoint's, bit by bit, and put those back.
 
-        They are made anew: reading 64 GB takes minutes of a lent machine.
+        The weights are generated again: reading 64 GB takes minutes of a lent machine.
 
         Raises:
             RuntimeError: the model and the checkpoint do not have the same weights by name.

@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of 256 byte tokens and the special tokens of Qwen3's chat format."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # A BPE without merges: each byte stays a token of its own.
+    # A BPE without merges: each byte stays a separate token.
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,7 +59,7 @@ def make_model(out_dir: str | Path, *, seed: int = 0, **shape: Any) -> Path:
     Args:
         out_dir: created if missing; files of an earlier model in it are overwritten.
         seed: of the random weights; the caller's own random state is left as it was.
-        shape: fields of ``transformers.Qwen3Config`` that replace those of ``SHAPE``.
+        shape: fields of ``transformers.Qwen3Config`` that override ``SHAPE``.
     """
     out_dir = Path(out_dir)
     tokenizer = make_tokenizer()

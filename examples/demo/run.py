@@ -26,9 +26,9 @@ from transformers.utils import logging as transformers_logging
 from vllm_server import ServerStartError, VLLMServer
 
 GRPO_SCRIPT = Path(__file__).resolve().parents[1] / "grpo.py"
-EDGE_STEPS = 5  # how many steps at either end of the run are averaged to say how much the reward rose
+EDGE_STEPS = 5  # steps averaged at either end of the run for the rise of the reward
 LORA_RANK = 8
-LEARNED_REWARD = 0.5  # the untrained model gets 0.13, and one that picks any ASCII character at random 0.2
+LEARNED_REWARD = 0.5  # the untrained model gets 0.13, a uniform choice among ASCII characters 0.2
 PACKAGE_LINE = "LoRA adapter sync:"  # how the package's own line at the start begins
 Metrics = dict[str, Any]  # what the trainer logged at one step
 
@@ -45,7 +45,7 @@ def training_command(
     Args:
         base_url: of the server; None for vLLM in the trainer's process.
     """
-    # What the user's own accelerate configuration could change is said explicitly.
+    # The user's own accelerate configuration could change these, so the command sets them.
     launch = "launch --num_processes 1 --num_machines 1 --cpu --mixed_precision no --dynamo_backend no"
     # One thread, as for the server: more would wait for each other. Quiet, so that an error is the output's end.
     other = "--num_cpu_threads_per_process 1 --quiet"
@@ -54,7 +54,7 @@ def training_command(
     policy = f"--use_peft --lora_r {LORA_RANK} --lora_alpha 16 --lora_target_modules all-linear {dropout}"
     server = f"--vllm_mode server --vllm_server_base_url {base_url}" if base_url else "--vllm_max_model_length 256"
     sync = "--vllm_sync_strategy lora_adapter --lora_sync_timeout 30"
-    # A reward of a whole completion says more about each of its tokens in a short one, and a group's mean is a better
+    # A reward of a whole completion is more informative about each token of a short one, and a group's mean is a better
     # baseline in a large one. With half the completions of twice the length, the reward of some seeds stays low for 30
     # steps.
     batch = "--per_device_train_batch_size 64 --num_generations 16 --max_completion_length 16"
@@ -249,12 +249,12 @@ def run(folder: Path, steps: int, seed: int, training_args: Sequence[str] = (), 
 def play(
     folder: Path, steps: int, seed: int, training_args: Sequence[str] = (), server_args: Sequence[str] = ()
 ) -> list[Metrics]:
-    """Make the model, train it against a server of its own, and return what was logged at each step.
+    """Make the model, train it against its own server, and return what was logged at each step.
 
     Args:
         folder: gets model, logs and the trained adapter.
         seed: of the model's random weights.
-        training_args: appended to those of the training script, so they win.
+        training_args: appended to the training script's, so they win.
         server_args: appended to vLLM's, likewise.
     """
     started = time.monotonic()

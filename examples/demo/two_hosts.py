@@ -4,7 +4,7 @@
 
 runs a script on the first host, where `OtherHost` makes the second one. Either host sees the machine's files, but can
 write only into `/dev/shm` and one private folder, which are its own. Nothing of the machine's own network is touched,
-and everything goes with the processes. Needs root, or a kernel that lets everybody make user namespaces.
+and everything goes with the processes. Needs root, or a kernel where every user may create user namespaces.
 
 This file needs nothing outside the standard library.
 """
@@ -21,7 +21,7 @@ HERE_ADDRESS, THERE_ADDRESS = "10.77.0.1", "10.77.0.2"
 PRIVATE_VARIABLE = "TWO_HOSTS_PRIVATE_FOLDER"
 _LINKS = ("two-hosts-a", "two-hosts-b")
 _NAMESPACES = ("--net", "--mount", "--ipc")
-# Where programs write what they do not ask about; torch compiles kernels even for an eager vLLM.
+# Folders that programs write to by default; torch compiles kernels even for an eager vLLM.
 _WRITTEN_TO = ("TMPDIR", "HOME", "XDG_CACHE_HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
 _SYSTEM_MOUNTS = ("/proc", "/sys", "/dev")
 
@@ -31,10 +31,10 @@ class NotPermittedError(RuntimeError):
 
 
 def first_host(folder: Path, script: str | Path, *arguments: str) -> list[str]:
-    """The command that runs a script on a host of its own.
+    """The command that runs a script on its own host.
 
     Args:
-        folder: empty; on either host, a private one of its own is in its place.
+        folder: empty; on either host, a private folder is in its place.
 
     Raises:
         NotPermittedError: with the system's own reason.

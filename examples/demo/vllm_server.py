@@ -1,6 +1,6 @@
 """A real vLLM server on this machine's CPU, for the demo, the tests and a first try by hand.
 
-The server is stock vLLM in an environment of its own (``make venv-vllm``). By hand:
+The server is stock vLLM in its own environment (``make venv-vllm``). By hand:
 
     python examples/demo/vllm_server.py MODEL --port 8000
 
@@ -63,11 +63,11 @@ class VLLMServer:
         python: interpreter of the server's environment; default ``$TRL_LORA_SYNC_VLLM_PYTHON``, else ``.venv-vllm``.
         served_model_name: the base model's name in requests; default: ``model`` as given.
         host: address to listen on.
-        port: default: one that is free, and on Linux stays so for this server while the object lives.
+        port: default: a free port, which on Linux stays free for this server while the object lives.
         api_key: handed over in the environment, so that it appears in no process list.
         runtime_updating: whether adapters can be loaded over HTTP.
         dev_mode: whether vLLM's unguarded development routes exist.
-        threads: of the engine. A tiny model is no slower with one, and much faster where the cores are busy: two
+        threads: of the engine. A tiny model is as fast with one, and much faster where the cores are busy: two
             threads that wait for each other at every layer take three to ten times as long then.
         wrapper: what the server's command is handed to, such as `nsenter` with its options; it must exec the rest.
         extra_args: appended to vLLM's own arguments, so they win over the ones chosen here.
@@ -172,7 +172,7 @@ class VLLMServer:
             time.sleep(0.1)
 
     def start_process(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        """Start vLLM's server with these arguments, in a session of its own; the tests replace this."""
+        """Start vLLM's server with these arguments, in its own session; the tests replace this."""
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 [*self.wrapper, self.python, "-c", _LAUNCHER, str(os.getpid()), *arguments],
@@ -193,7 +193,7 @@ class VLLMServer:
         return self
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Ask the server to end, then end what is left of its process group. Harmless if it is not running."""
+        """Send the server SIGTERM, then end what is left of its process group. Harmless if it is not running."""
         if self._process is None:
             return
         # vLLM 0.31.0 ends its engine at once, but then waits for clients whose requests it will never answer.
@@ -276,8 +276,8 @@ def _lora_args(enable_lora: bool, max_lora_rank: int, max_loras: int, max_cpu_lo
 def hold_free_port() -> socket.socket:
     """Keep a free port free until the server takes it, many seconds after its start, and again if it is restarted.
 
-    Linux gives the port of a bound socket to nobody who asks for any port, but lets a server share it that sets
-    SO_REUSEADDR, as vLLM does (0.31.0), since this one never listens.
+    Linux gives the port of a bound socket to no other socket that requests any free port, but lets a server share it
+    that sets SO_REUSEADDR, as vLLM does (0.31.0), since this one never listens.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -292,7 +292,7 @@ def _new_log_path() -> Path:
 
 
 def _is_healthy(base_url: str) -> bool:
-    # A proxy from the environment must not be asked for a server on this host.
+    # A proxy from the environment must not get requests to a server on this host.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{base_url}/health", timeout=5):
@@ -302,7 +302,7 @@ def _is_healthy(base_url: str) -> bool:
 
 
 class _Progress:
-    """One line with the seconds passed, redrawn in place; nothing where the stream is no terminal."""
+    """One line with the seconds passed, redrawn in place; nothing if the stream is not a terminal."""
 
     def __init__(self, label: str, stream: TextIO) -> None:
         self._label = label
