@@ -14,7 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from vllm_server import VLLMServer
 
-# How long an example takes says something about the machine only.
+# The time of an example depends on the machine only.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
@@ -51,7 +51,7 @@ def _imported_objects_are_left_out_of_garbage_collections() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every server that a test starts in this process is a fork of one that has imported vLLM."""
+    """Every server that a test starts in this process is a fork of a process that has imported vLLM."""
     if sys.platform != "linux":
         yield
         return

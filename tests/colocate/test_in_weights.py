@@ -1,6 +1,6 @@
 """Adapters in the weights that vLLM computes with, and one base for trainer and vLLM: what is sampled, what stays.
 
-The tests of one way share a trainer. Each begins with an adapter of its own.
+The tests of one way share a trainer. Each begins with its own adapter.
 """
 
 import gc
@@ -318,7 +318,7 @@ def test_base_in_another_dtype_is_not_shared_and_the_error_names_the_right_one(
 def test_fused_is_refused_for_weights_that_vllm_has_packed(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU build packs linear weights into a form of its own, unless these tests keep it from that."""
+    """A CPU build packs linear weights into a special form, unless these tests prevent that."""
     monkeypatch.setattr(in_weights.placing, "find", _fails)
     with pytest.raises(UnsupportedSettingError, match=r'"fused" cannot be used with this model.*"runtime"'):
         colocate_trainer(base_model, tmp_path, lora_sync_serving="fused")

@@ -95,7 +95,7 @@ print("right")
 
 @pytest.mark.parametrize("program", [FUSING, FOLDING], ids=["each rectangle rounded once", "folded and taken out"])
 def test_kernels_write_what_they_are_to_write_and_nothing_else(program: str) -> None:
-    # In a process of its own, as Triton reads the variable when it is imported.
+    # In another process, as Triton reads the variable when it is imported.
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -1,6 +1,6 @@
-"""Whatever asks the engine in the trainer's process gets the active version, or an error; failed syncs change nothing.
+"""Any request to the engine in the trainer's process gets the active version, or an error; failed syncs change nothing.
 
-The tests share one trainer. Each begins with an adapter of its own.
+The tests share one trainer. Each begins with its own adapter.
 """
 
 import itertools
@@ -56,7 +56,7 @@ def version(trainer: Any) -> int:
     return int(trainer.vllm_generation.active_name.removeprefix("version-"))
 
 
-# Every way to ask
+# Every way to make a request
 
 
 def test_generate_of_the_engine_samples_from_the_active_version(trainer: Any) -> None:
@@ -248,7 +248,7 @@ def test_kv_cache_can_be_given_back_after_an_answer(trainer: Any, monkeypatch: p
 
 
 def test_cached_prefixes_never_cross_versions(trainer: Any) -> None:
-    """Sampled log-probabilities, as vLLM does not read the cache for those of the prompt."""
+    """Sampled log-probabilities, as vLLM does not read the cache for the prompt's."""
     prefix = token_ids(7, 300)
     asked = [prefix + token_ids(seed, 5) for seed in range(3)]
     for _ in range(4):  # each slot twice
@@ -494,7 +494,7 @@ def test_lost_slot_is_noticed_and_the_next_sync_heals_it(
 
 
 def test_idle_slot_that_is_lost_is_loaded_again(trainer: Any, load_another: Callable[..., None]) -> None:
-    assert samples_policy(trainer)  # so that vLLM takes the other slot, as the one that was used before
+    assert samples_policy(trainer)  # so that vLLM takes the other slot, which was used earlier
     load_another(7)
     assert samples_policy(trainer)
     for _ in range(3):
@@ -579,7 +579,7 @@ def test_adapter_that_moves_in_memory_is_served_exactly(trainer: Any) -> None:
 
 
 def test_versions_differ_from_one_another(trainer: Any) -> None:
-    """Shows that the tests above could fail: another version is told from the active one."""
+    """Shows that the tests above could fail: another version differs from the active one."""
     rows = answered(trainer.vllm_generation.llm, ASKED)
     change(trainer)
     assert distance(trainer.model, rows).mean() > OTHER_POLICY

@@ -31,7 +31,7 @@ def served_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 class SamplesEachStep(TrainerCallback):
-    """Asks the engine by itself after each step, for what the trainer's own model then computes."""
+    """Samples from the engine directly after each step, for a comparison with the trainer's own model."""
 
     def __init__(self) -> None:
         self.trainer: Any = None

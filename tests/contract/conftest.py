@@ -134,7 +134,7 @@ def sglang_at() -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def vllm_at(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """URL and model folder of a real vLLM: the given one, or the one that the other tests share."""
+    """URL and model folder of a real vLLM: the given one, or the server that the other tests share."""
     if "TRL_LORA_SYNC_TEST_VLLM_URL" in os.environ:
         return _from_environment("TRL_LORA_SYNC_TEST_VLLM_URL")
     shared = request.getfixturevalue("server")

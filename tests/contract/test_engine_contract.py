@@ -67,7 +67,7 @@ def sampled_logprobs(completion: Completion) -> list[float]:
 
 
 def assert_policy(served: Served, completion: Completion, adapter: Any, temperature: float = 1.0) -> None:
-    """The reported log-probabilities are those of `adapter`, or of the base for None."""
+    """The reported log-probabilities match `adapter`, or the base for None."""
     expected = served.reference.logprobs(adapter, completion.prompt_ids, completion.token_ids, temperature)
     assert gap(sampled_logprobs(completion), expected) < served.reference.tolerance
 
@@ -412,7 +412,7 @@ def test_generation_kwargs_win_over_the_trainers_fields(served: Served) -> None:
 
 @pytest.mark.parametrize("logprobs", [0, 3])
 def test_a_regular_expression_is_obeyed(served: Served, logprobs: int) -> None:
-    """With fewer tokens allowed than alternatives asked for, the rest is minus infinity, which JSON cannot say."""
+    """With fewer allowed tokens than requested alternatives, the rest is minus infinity, which JSON lacks."""
     completion = served.sample(served.base, regex="[0-9]{3}", max_tokens=6, logprobs=logprobs)[0]
     if served.fake:
         assert served.fake.args.text_of(completion.token_ids).isdigit()
@@ -639,7 +639,7 @@ def test_a_load_behind_an_unload_that_hangs_says_what_to_do(few: Served) -> None
 
 
 def test_a_slow_unload_that_ends_after_all_lets_later_versions_load(few: Served) -> None:
-    """Long rollouts of another client hold an adapter for a while; that is no reason to end a training run."""
+    """Long rollouts of another client hold an adapter for a while; this must not end a training run."""
     assert few.fake is not None
     stored, _ = few.load(1)
     few.sample(stored.name)  # the first time, sampling fields are judged on the base, which is held as well
@@ -783,7 +783,7 @@ def test_adapters_survive_a_release_of_the_kv_cache(serve: Serve, version: str) 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_restoring_what_was_not_released_is_harmless(serve: Serve, version: str) -> None:
-    """SGLang removes the tag from a set, and dies of the KeyError; a run that cleans up may well ask twice."""
+    """SGLang removes the tag from a set, and exits with the KeyError; a run that cleans up may well restore twice."""
     served = serve(version, enable_memory_saver=True)
     served.engine.restore_kv_cache(soon())
     served.engine.release_kv_cache(soon())
@@ -810,7 +810,7 @@ def test_a_server_that_cannot_free_its_kv_cache_says_how(serve: Serve) -> None:
 def test_memory_is_not_released_under_running_requests(
     serve: Serve, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang asserts that it is idle, and dies if it is not."""
+    """SGLang asserts that it is idle, and exits otherwise."""
     monkeypatch.setitem(vars(TIMEOUTS), "idle_s", 0.2)
     served = serve(version, enable_memory_saver=True)
     assert served.fake is not None

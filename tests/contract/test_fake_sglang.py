@@ -196,7 +196,7 @@ def test_tensors_are_taken_in_the_versions_own_form_only(start: Callable[..., Cl
     assert client.post("/load_lora_adapter_from_tensors", **tensor_body(version, payload)).status_code == 200
     assert client.generate("sent").status_code == 200
     client.unload("sent")
-    answer = client.generate("sent")  # "__tensor__" is no path that could be read again
+    answer = client.generate("sent")  # "__tensor__" is not a path to read again
     assert answer.status_code == 400
     assert "Failed to implicitly load LoRA adapter sent" in answer.text
 
@@ -321,7 +321,7 @@ def test_too_many_adapters_are_evicted_through_the_unload_that_waits(start: Call
     with ThreadPoolExecutor() as pool, client.fake.hold():
         running = pool.submit(client.generate, first)
         client.fake.wait_until(lambda: client.fake.in_flight[first] == 1)
-        client.load(4)  # `third` is now the one that was used longest ago
+        client.load(4)  # `third` is now the least recently used
         client.fake.let_go()
         running.result()
     assert second not in client.fake.host_adapters

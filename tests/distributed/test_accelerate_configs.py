@@ -1,7 +1,7 @@
-"""Distributed tier: the configs in `examples/accelerate/` choose what they say, and those of a CPU train the example.
+"""Distributed tier: the configs in `examples/accelerate/` choose the named way, and those for a CPU train the example.
 
-accelerate starts no FSDP without a GPU, so of these it is tested that the launcher hands over what the file says; what
-FSDP then does is in `test_ways_of_training.py`.
+accelerate starts no FSDP without a GPU, so its tests check that the launcher passes on the file's values; FSDP's own
+behaviour is tested in `test_ways_of_training.py`.
 """
 
 import json

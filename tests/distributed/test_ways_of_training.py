@@ -1,6 +1,6 @@
 """Distributed tier: each way of training with two real processes, against the real server.
 
-DeepSpeed runs on a CPU as it is. accelerate takes FSDP for GPUs only, so `support/ways.py` tells its state otherwise;
+DeepSpeed runs unchanged on a CPU. accelerate takes FSDP for GPUs only, so `support/ways.py` changes its state;
 the sharding is torch's own, with gloo. What needs a GPU (pinned memory, hence FSDP's CPU offload through the launcher)
 is shown by `benchmarks/ways_on_gpus.py`.
 """
@@ -161,7 +161,7 @@ def test_the_served_adapter_is_proved_by_a_forward_pass_of_all_processes(launche
 
 
 def test_a_sync_moves_the_adapter_and_no_base_parameter(launched: Seen) -> None:
-    """Every collective of torch is counted, whoever calls it; what else moves are exceptions and shapes, pickled.
+    """Every collective of torch is counted, from any caller; what else moves are exceptions and shapes, pickled.
 
     Once the server has proved itself, that is; until then a sync includes a forward pass of the model. A matrix moves
     in the dtype it is trained in, which is that of the files here. The difference to an initial adapter has twice the

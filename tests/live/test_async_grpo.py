@@ -134,7 +134,7 @@ def test_each_sample_carries_exactly_the_version_it_was_sampled_from(
     assert [answered[of_sample(sample)] for sample in trainer.samples] == [
         sample.model_version for sample in trainer.samples
     ]
-    # The log-probabilities are those of the version's adapter, and not those of another one.
+    # The log-probabilities match the version's adapter, and no other.
     versions = sorted({sample.model_version for sample in trainer.samples})
     assert len(versions) > 3
     model, own, others = peft_model(base_model), [], []
@@ -199,7 +199,7 @@ def of_sample(sample: Any) -> tuple[Any, ...]:
 
 
 def gaps(model: Any, adapter: dict[str, torch.Tensor], samples: list[Any]) -> torch.Tensor:
-    """Between the served log-probabilities of samples and those that a model computes with an adapter."""
+    """Between the served log-probabilities of samples and a model's with an adapter."""
     load_adapter(model, adapter)
     found = []
     for sample in samples:

@@ -40,7 +40,7 @@ PATIENT = {"vllm_server_timeout": 120.0, "lora_sync_timeout": 120.0, "lora_sync_
 
 
 def no_files(folder: Path) -> bool:
-    """Whether the run took back every file; its folder may be left only if others use it."""
+    """Whether the run removed every file; its folder may be left only if others use it."""
     return not (folder / "sync").exists()
 
 
@@ -232,7 +232,7 @@ def test_another_base_model_that_takes_the_adapter_is_warned_about_if_nothing_is
 def test_a_run_may_start_while_somebody_else_samples(
     make_trainer: Make, clean_server: VLLMServer, base_model: Path, end_of_test: threading.Event
 ) -> None:
-    """The start scored a prompt by `prompt_logprobs`, of which a vLLM that was computing anything else died."""
+    """The start scored a prompt by `prompt_logprobs`, which ended a vLLM that was computing anything else."""
     body = {"model": clean_server.served_model_name, "prompt": token_ids(1), "max_tokens": 50, "ignore_eos": True}
     under_way = threading.Event()
 

@@ -30,7 +30,7 @@ START_TIMEOUT_S = 240.0
 
 @pytest.fixture(scope="module")
 def adapter(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As PEFT saves it, with features that vLLM 0.31 would serve wrongly as it is."""
+    """As PEFT saves it, with features that an unchanged vLLM 0.31 would serve wrongly."""
     folder = tmp_path_factory.mktemp("adapter")
     model = peft_model(base_model, rank_pattern={"q_proj": 4}, alpha_pattern={"down_proj": 40})
     randomize_adapter(model, seed=1)
@@ -87,7 +87,7 @@ def test_served_server_passes_the_doctor_with_an_adapter(
     for name in ("adapter", "effect", "PEFT", "clean-up", "log-probabilities"):
         assert found[name] == "ok"
     assert not adapters_on(served_by_command)
-    # Rank 9 was rounded up to one that vLLM has a buffer for.
+    # Rank 9 was rounded up to a rank with a buffer in vLLM.
     capsys.readouterr()
     (adapter.parent / "r17").mkdir(exist_ok=True)
     config = json.loads((adapter / "adapter_config.json").read_text()) | {"r": 17}
@@ -131,7 +131,7 @@ def test_doctor_compares_the_base_model_without_an_adapter(
 def test_doctor_compares_with_the_model_that_the_server_names(
     clean_server: VLLMServer, base_model: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An adapter from elsewhere names its base in a way that is no folder here."""
+    """An adapter from elsewhere names its base by a path that does not exist here."""
     copy = tmp_path / "adapter"
     shutil.copytree(adapter, copy)
     config = json.loads((copy / "adapter_config.json").read_text()) | {"base_model_name_or_path": "elsewhere/tiny"}

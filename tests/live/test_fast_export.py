@@ -1,6 +1,6 @@
 """Live tier: versions in shared memory, as a trainer on a GPU writes them, on a real server.
 
-vLLM on a CPU is the hard case: without page-locked memory of its own, it keeps adapters as views of their files.
+vLLM on a CPU is the hard case: without page-locked memory, it keeps adapters as views of their files.
 """
 
 import json

@@ -94,7 +94,7 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 
 def sampled_from_the_version_before(proxy: FaultProxy) -> None:
-    """A server that answers in the name of the asked version and samples from the one before."""
+    """A server that answers in the name of the requested version and samples from the one before."""
 
     def rewrite(path: str, body: dict[str, Any]) -> dict[str, Any]:
         found = re.fullmatch(r"(.*-v)(\d+)", str(body.get("model")))
@@ -142,7 +142,7 @@ def test_batches_sampled_ahead_are_judged_by_the_version_before(
 def test_a_server_that_samples_from_another_version_and_hides_it_breaks_the_rule(
     arena: Arena, clean_server: VLLMServer, tmp_path: Path
 ) -> None:
-    """Nothing that the client is told gives it away, so only the log-probabilities can."""
+    """No answer to the client reveals it, so only the log-probabilities can."""
     outcome = arena.run(UNVERIFIED, tmp_path, tamper=sampled_from_the_version_before)
 
     assert any("step 3: not sampled by the version believed active" in words for words in outcome.violations)
@@ -163,7 +163,7 @@ def test_one_of_several_servers_that_samples_from_another_version_breaks_the_rul
 def test_one_of_several_servers_without_the_active_version_breaks_the_rule(
     arena: Arena, clean_server: VLLMServer, tmp_path: Path
 ) -> None:
-    """It confirms that it has the version, and forgets it without a restart that would explain it."""
+    """It confirms that it has the version, and loses it without a restart that would explain it."""
 
     def tamper(proxy: FaultProxy) -> None:
         def forget(path: str, body: dict[str, Any]) -> None:

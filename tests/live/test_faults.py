@@ -1,4 +1,4 @@
-"""Live tier: server processes that die or hang, trainers that are killed, folders that fill late; one fault each.
+"""Live tier: server processes that crash or hang, trainers that are killed, folders that fill late; one fault each.
 
 Random mixtures of faults are in `test_fault_schedules.py`.
 """
@@ -78,7 +78,7 @@ def test_a_server_that_hangs_is_noticed_long_before_the_timeout_and_goes_on_when
 
 
 def stop_once(proxy: FaultProxy, stop: Callable[[], None]) -> None:
-    """Call `stop` when the next completion is asked for."""
+    """Call `stop` at the next request for a completion."""
 
     def act(path: str, body: dict[str, Any]) -> None:
         if path == COMPLETIONS:

@@ -1,4 +1,4 @@
-"""Live tier: two real servers as one; one of them dies, comes back, refuses, or is another engine."""
+"""Live tier: two real servers as one; one of them crashes, comes back, refuses, or is another engine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -143,7 +143,7 @@ def test_a_server_killed_while_it_samples_is_replaced_by_the_other_and_taken_bac
 
     assert [report.servers for report in reports] == [2, 2]
     first_has, second_has = (adapters_on(proxy.target).keys() for proxy in proxies)
-    # The one of the last sync, and the active one that it was given before that.
+    # The version of the last sync, and the active version before it.
     assert first_has == second_has == {report.adapter_name for report in reports}
     assert is_policy_of(trainer.model, sample(generation, PROMPTS))
     assert is_policy_of(trainer.model, sampled_by(trainer, 1, reports[-1].adapter_name))
@@ -184,7 +184,7 @@ async def time_is_over(*args: Any, deadline: Deadline, **kwargs: Any) -> None:
 
 
 def sampled_by(trainer: GRPOTrainer, place: int, adapter_name: str) -> list[Row]:
-    """Samples of one server of the fleet, asked by itself."""
+    """Samples of one server of the fleet, from direct requests."""
     engine = Blocking(trainer.vllm_generation.sync.fleet.servers[place].engine)
     groups = [PromptGroup(prompt=prompt, count=1) for prompt in PROMPTS]
     answers = engine.generate(adapter_name, groups, sampling(max_tokens=16), soon(60))
@@ -195,7 +195,7 @@ def sampled_by(trainer: GRPOTrainer, place: int, adapter_name: str) -> list[Row]
 
 
 def test_vllm_and_sglang_serve_one_adapter_together(clean_server: VLLMServer, base_model: Path, tmp_path: Path) -> None:
-    """The SGLang is a fake with a policy of its own, which it computes from the tensors that it was given."""
+    """The SGLang is a fake with its own policy, computed from the tensors that it received."""
     model = peft_model(base_model, target_modules=["q_proj", "up_proj"])  # SGLang wants their siblings as well
     randomize_adapter(model, seed=1)
     with FakeSGLang(shapes=Shapes.of_config(model.config)) as fake:
@@ -259,7 +259,7 @@ def replicated(base_model: Path) -> Iterator[VLLMServer]:
     with VLLMServer(
         base_model,
         extra_args=["--data-parallel-size", "2", "--api-server-count", "1"],
-        extra_env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # replicas are processes of their own
+        extra_env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # replicas are separate processes
         start_timeout_s=600.0,
     ) as running:
         yield running

@@ -113,7 +113,7 @@ def fused(fused_server: VLLMServer, reference: PeftReference, tmp_path: Path) ->
 
 
 def change_file(stored: StoredAdapter, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of a version, as one that no trainer of this package has noted a checksum of."""
+    """Change the tensors of a version, and remove the trainer's checksum of it."""
     assert stored.path
     file = stored.path / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -405,7 +405,7 @@ def test_every_worker_gets_its_shard(base_model: Path, reference: PeftReference,
         engine.connect(soon(60))
         fused = Fused(server, engine, reference, store)
         before = fused.score(fused.base)
-        # First, while nothing is known of the layer: each worker takes its rows of what is too wide without a word.
+        # First, while nothing is known of the layer: each worker silently takes its rows of a weight that is too wide.
         wide = fused.write(3)
         change_file(wide, of_another_width)
         with pytest.raises(AdapterRejectedError, match="another base model"):

@@ -146,7 +146,7 @@ def test_a_bias_that_the_server_does_not_have_is_found_at_the_start(
 def test_tokens_of_a_tied_model_change_in_the_output_head_as_well(
     biased_server: VLLMServer, biased_model: Path, tmp_path: Path
 ) -> None:
-    """TRL (1.16) cannot train it: it asks the output head for a bias, which PEFT's wrapper does not have."""
+    """TRL (1.16) cannot train it: it reads a bias of the output head, which PEFT's wrapper does not have."""
     check(biased_server, biased_model, tmp_path, 2, trains=False, trainable_token_indices=TOKENS)
 
 

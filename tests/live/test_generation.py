@@ -1,4 +1,4 @@
-"""Live tier: everything TRL can ask of generation in server mode reaches the server and comes back in TRL's shape."""
+"""Live tier: every option of TRL for generation in server mode reaches the server and comes back in TRL's shape."""
 
 import re
 from collections import Counter
@@ -106,7 +106,7 @@ def test_every_sampling_field_reaches_the_server(make_trainer: Make, proxy: Prox
 
 
 def test_fields_left_at_their_defaults_are_sent_too(make_trainer: Make, proxy: Proxy, base_model: Path) -> None:
-    """Otherwise the server would fill in those of the model's generation_config.json."""
+    """Otherwise the server would fill in the values of the model's generation_config.json."""
     trainer = make_trainer(proxy.base_url, base_model, max_steps=1)
 
     trainer.train()

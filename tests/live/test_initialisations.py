@@ -130,7 +130,7 @@ def test_a_model_that_the_user_made_is_served_and_one_that_was_trained_elsewhere
 def test_a_server_that_gets_the_trained_matrices_instead_of_the_difference_is_refused(
     make_trainer: Make, clean_server: VLLMServer, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As other tools write the adapter of such a model: the check must not be one that passes whatever is served."""
+    """As other tools write the adapter of such a model: the check must not pass for every served model."""
     monkeypatch.setattr("trl_lora_sync.adapter.canonical.LoRAModule.less", lambda module, initial: module)
 
     with pytest.raises(VerificationError, match="computes something else with it"):

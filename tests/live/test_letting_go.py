@@ -181,9 +181,9 @@ def released(trainer: Any) -> Iterator[Any]:
 def test_names_that_a_gateway_does_not_unload_are_unloaded_by_the_next_run(
     long_server: VLLMServer, long_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that ended in order left more behind than one that was killed: its folder, and so its names, were gone."""
+    """An orderly end left more behind than a killed run: its folder, and so its names, were gone."""
     with proxy_to(long_server.base_url) as gateway:
-        # The server is asked for a name that it does not have, so it unloads nothing.
+        # The request names an adapter that the server does not have, so the server unloads nothing.
         gateway.before = lambda path, body: body | {"lora_name": "no-such-name"} if path == UNLOAD else body
         gateway.after = lambda path, status, answer: (503, b"no unloads") if path == UNLOAD else (status, answer)
         with monkeypatch.context() as patch:

@@ -115,7 +115,7 @@ def test_the_server_tells_while_an_adapter_runs_and_when_it_ran_last(
     after = ran_at()
     assert after > before
     engine.score(engine.capabilities.base_model, [1, 2, 3], soon())
-    assert ran_at() == after, "requests for the base model are not those of an adapter"
+    assert ran_at() == after, "requests for the base model counted as requests for an adapter"
 
 
 def test_the_base_beside_an_adapter_is_scored_at_a_quiet_moment(
@@ -151,7 +151,7 @@ def test_a_run_beside_one_that_never_pauses_is_told_why(
 
 
 def test_another_base_model_on_a_cpu_is_refused_without_waiting(engine: Engine, other_run: None) -> None:
-    """An adapter that is loaded and not in use is no reason to wait."""
+    """A loaded adapter without requests must not cause a wait."""
     run(score_base(engine.wrapped, soon(60), is_plausible=lambda found: False))
 
 

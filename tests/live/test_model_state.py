@@ -19,7 +19,7 @@ GAP = "sampling/sampling_logp_difference/mean"
 
 
 def loads(proxy: Proxy) -> list[int]:
-    """The versions that the server was asked to load, without trials."""
+    """The versions in the load requests to the server, without trials."""
     bodies = proxy.requests("/v1/load_lora_adapter")
     return [version for body in bodies if (version := version_of(body["lora_name"]))]
 
@@ -67,7 +67,7 @@ def test_an_adapter_that_the_trainer_does_not_compute_with_is_not_sampled(
 def test_weights_that_change_at_one_global_step_are_published_before_the_next_completion(
     make_trainer: Make, proxy: Proxy, base_model: Path
 ) -> None:
-    """TRL asks for a sync only when `global_step` has changed."""
+    """TRL calls for a sync only when `global_step` has changed."""
     trainer = make_trainer(proxy.base_url, base_model, eval_dataset=prompts(), max_steps=1)
     trainer.evaluate()
     randomize_adapter(trainer.model, seed=1)

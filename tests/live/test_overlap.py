@@ -39,7 +39,7 @@ def overlapping(**changes: Any) -> dict[str, Any]:
 
 
 def sampled_versions(proxy: Proxy, trainer: GRPOTrainer) -> list[tuple[str, int]]:
-    """For each prompt that was sampled, in order of the requests: its text and the version asked for."""
+    """For each prompt that was sampled, in order of the requests: its text and the requested version."""
     return [
         (trainer.processing_class.decode(prompt, skip_special_tokens=True), version_of(request["model"]) or 0)
         for request in proxy.generations()
@@ -163,7 +163,7 @@ def test_a_resumed_run_goes_on_with_the_prompts_that_it_would_have_had_without_o
 def test_an_evaluation_neither_takes_nor_cancels_the_batch_that_is_sampled_ahead(
     make_trainer: Make, proxy: Proxy, base_model: Path
 ) -> None:
-    """It has the prompts of the training, and a sync of its own at each step, so versions are retired meanwhile."""
+    """It has the prompts of the training, and a separate sync at each step, so versions are retired meanwhile."""
     seen = Seen()
     trainer = make_trainer(
         proxy.base_url,
@@ -336,7 +336,7 @@ def test_an_error_of_sampling_ahead_is_raised_at_the_step_that_needs_the_batch(
 def test_a_server_that_forgets_everything_is_given_the_version_that_is_sampled_ahead_as_well(
     make_trainer: Make, proxy: Proxy, base_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a restart does it: after the load of version 3, the batch of version 2 is asked for at an empty server."""
+    """As a restart does it: after the load of version 3, the batch of version 2 is requested from an empty server."""
     caplog.set_level(logging.WARNING)
     loaded, done = threading.Event(), threading.Event()
 
@@ -487,7 +487,7 @@ def test_fused_serving_loads_only_between_batches(
 def test_a_load_that_drains_the_server_waits_for_the_batch_first(
     pause: str, base_model: Path, make_trainer: Make, clean_server: VLLMServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shared server does not offer pauses, so what would be asked for is noted."""
+    """The shared server does not offer pauses, so the requests for pauses are recorded."""
     trainer = make_trainer(clean_server.base_url, base_model, max_steps=3, **overlapping())
     generation, order = trainer.vllm_generation, []
     settings = replace(generation.settings, pause=pause)
@@ -536,7 +536,7 @@ def test_the_start_says_what_the_masking_of_whole_sequences_costs(
 def test_a_server_with_room_for_one_adapter_is_refused_with_the_flag(
     make_trainer: Make, proxy: Proxy, base_model: Path
 ) -> None:
-    """As vLLM's default is; the page of the metrics tells."""
+    """As vLLM's default is, which the page of the metrics shows."""
 
     def one_slot(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
         return status, answer.replace(b'max_lora="2"', b'max_lora="1"') if path == "/metrics" else answer

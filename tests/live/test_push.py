@@ -1,6 +1,6 @@
 """Live tier: adapters pushed to a real vLLM server that shares no folder with the trainer.
 
-The server here has a key and keeps what is pushed in a small file system of its own. `test_two_hosts.py` has trainer
+The server here has a key and keeps what is pushed in a small separate file system. `test_two_hosts.py` has trainer
 and server on two hosts.
 """
 
@@ -144,7 +144,7 @@ def small(pushes: PushServer) -> PushServer:
 
 @pytest.fixture(scope="module")
 def body(base_model: Path) -> bytes:
-    """An adapter as it is pushed."""
+    """The body of a push."""
     adapter = read_adapter(peft_model(base_model), dtype=torch.float32)
     return bytes_of_body(SafetensorsBody(adapter))
 

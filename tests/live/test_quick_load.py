@@ -124,7 +124,7 @@ def server_of(base_model: Path, log_path: Path, *extra_args: str) -> VLLMServer:
             *extra_args,
         ],
         extra_env={"PYTHONPATH": str(ROOT)},
-        dev_mode=True,  # through which workers are asked for their counts
+        dev_mode=True,  # for the request that reads the workers' counts
         log_path=log_path,
     )
 
@@ -231,7 +231,7 @@ def test_the_log_says_that_adapters_are_read_so(quick: Quick) -> None:
 
 
 def test_versions_are_written_into_their_slots_and_late_requests_get_their_own(quick: Quick) -> None:
-    """The server has two slots, so a version that is asked for again has lost its slot twice by then."""
+    """The server has two slots, so a version requested again has lost its slot twice by then."""
     base = quick.engine.score(quick.engine.capabilities.base_model, PROMPT, soon(60))
     for seed in (8, 9):
         quick.publish(seed)  # into both slots, which adapters of other tests may have had

@@ -101,7 +101,7 @@ def test_a_cpu_server_says_that_it_cannot_release_its_kv_cache_and_goes_on(
         words = r"release_kv_cache_memory failed .*a GPU and a start with `trl-lora-sync serve .*--sleep"
         with pytest.raises(ServerError, match=words):
             controlled.engine.release_kv_cache(soon(60))
-        assert traffic.finish_reason() == "length", "a release may break off nobody's request"
+        assert traffic.finish_reason() == "length", "a release may not break off a request"
     assert not is_paused(dev_server)
     assert len(controlled.sample(controlled.base)[0].token_ids) >= 1
 

@@ -23,7 +23,7 @@ LOGP_GAP = "sampling/sampling_logp_difference/mean"
 
 
 def nothing_left(server: VLLMServer, folder: Path) -> bool:
-    """Whether a run took back every adapter and every file."""
+    """Whether a run removed every adapter and every file."""
     return not adapters_on(server.base_url) and not (folder / "sync").exists()
 
 

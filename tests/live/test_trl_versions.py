@@ -1,4 +1,4 @@
-"""Live tier: every TRL that is supported trains against the real server, each in a process of its own.
+"""Live tier: every TRL that is supported trains against the real server, each in a separate process.
 
 The versions lie unpacked, without their dependencies, in folders named by version; `make test` puts them there.
 """
@@ -26,7 +26,7 @@ from trl_lora_sync.versions import TRL, TRL_ASYNC
 TESTS = Path(__file__).parents[1]
 FOLDER_VARIABLE = "TRL_LORA_SYNC_TRL_VERSIONS_DIR"
 FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".trl-versions")
-# Those that were tested, but for the one that all other tests run on, and whatever else was unpacked there.
+# The tested versions, except the one under all other tests, and all other versions unpacked there.
 VERSIONS = sorted({*TRL.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("trl")}, key=Version)
 RUN_TIMEOUT_S = 200.0  # half a minute by itself
 # A TRL to come, in which nothing has changed.
@@ -54,7 +54,7 @@ def trls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def ended(
     server: VLLMServer, base_model: Path, folders: dict[str, Path], trls: dict[str, Path], tmp_path_factory: Any
 ) -> Finished:
-    """Runs with all of them, each in a process of its own."""
+    """Runs with all of them, each in a separate process."""
     runs = [
         [str(trl), server.base_url, str(base_model), str(folders[version])]
         for version, trl in trls.items()

@@ -28,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def interfere(proxy: Proxy, change: Callable[[Path], None], *, of_trials: bool = False) -> None:
-    """Let `change` have its way with the server's copy of each version as it is about to be loaded."""
+    """Let `change` modify the server's copy of each version right before its load."""
 
     def before(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/v1/load_lora_adapter" and "theirs" in body["lora_path"]:

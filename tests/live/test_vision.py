@@ -66,7 +66,7 @@ def make_vision_trainer(tmp_path: Path) -> Iterator[Make]:
 
 
 def sample(trainer: GRPOTrainer, *, has_image: bool) -> list[Row]:
-    """One completion for each of a few prompts, all of full length, with what the server says of its tokens."""
+    """One completion for each of a few prompts, all of full length, with the server's report of its tokens."""
     pictures = [picture(seed) if has_image else None for seed in range(50, 54)]
     inputs = [tokenized(trainer.processing_class, one, text) for one, text in zip(pictures, TEXTS, strict=True)]
     prompts = [one["input_ids"][0].tolist() for one in inputs]

@@ -2,7 +2,7 @@
 
     python altered.py ORDERS    # a JSON list of {"folder": ..., "action": ...}; prints one answer for each
 
-Each copy is imported in a process of its own, forked from one that has loaded what all of them need.
+Each copy is imported in a separate process, forked from a parent that has loaded the common modules.
 """
 
 import importlib
@@ -26,8 +26,8 @@ def altered_copy(
 
     Args:
         edits: by file of the package, the text to replace and what to put there; each must be found.
-        version: what the copy says it is.
-        moved: files of the package and where they are in the copy; one that goes to "" is left out.
+        version: the version that the copy declares.
+        moved: files of the package and where they are in the copy; a file that goes to "" is left out.
     """
     distribution = importlib.metadata.distribution(package)
     original = Path(str(distribution.locate_file(package)))

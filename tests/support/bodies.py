@@ -15,5 +15,5 @@ def bytes_of_body(body: SizedBody) -> bytes:
 
 
 def checksum_of(body: bytes) -> str:
-    """What a push says of its body."""
+    """The checksum that a push sends with its body."""
     return checksum(torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0))

@@ -58,7 +58,7 @@ def colocate_trainer(
 
 
 def answered(llm: Any, asked: Sequence[list[int]], *, method: str = "generate", **changes: Any) -> list[Row]:
-    """What the engine samples for prompts of token ids, asked directly, with the log-probabilities that it gives."""
+    """What the engine samples for prompts of token ids, without the package, with the engine's log-probabilities."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=12, temperature=1.0, logprobs=0, ignore_eos=True)
@@ -79,12 +79,12 @@ def rows_of(outputs: Sequence[Any]) -> list[Row]:
 
 
 def is_exact(model: torch.nn.Module, rows: list[Row]) -> bool:
-    """Whether `rows` were sampled from the model as it is now, to `EXACT`."""
+    """Whether `rows` were sampled from the current model, to `EXACT`."""
     return bool(distance(model, rows).max() < EXACT)
 
 
 def samples_policy(trainer: Any) -> bool:
-    """Whether both ways of asking answer from the adapter as it is now, and that is not the base model."""
+    """Whether both kinds of request sample from the current adapter, and it differs from the base model."""
     asked = [token_ids(seed) for seed in (1, 2)]
     rows = sample(trainer.vllm_generation, asked) + answered(trainer.vllm_generation.llm, asked)
     return is_exact(trainer.model, rows) and base_distance(trainer.model, rows) > OTHER_POLICY

@@ -194,7 +194,7 @@ def changed(trainer: Any, act: Callable[[Tensor], Any], processes: Any = (0, 1))
 
 
 def served_weights(llm: Any) -> dict[str, Tensor]:
-    """Copies of the weights that vLLM computes with, without those of adapters."""
+    """Copies of the weights that vLLM computes with, without adapters' weights."""
     return {name: value.clone() for name, value in engine.served_model(llm).named_parameters() if "lora" not in name}
 
 

@@ -1,4 +1,4 @@
-"""`examples/grpo.py` as it is, on a machine that may have no compiler: example.py [arguments of the example]"""
+"""`examples/grpo.py` unchanged, on a machine that may have no compiler: example.py [arguments of the example]"""
 
 import importlib.util
 import os

@@ -1,7 +1,7 @@
 """A proxy that breaks things on purpose, by a script: which request, what happens to it.
 
 Stands between the trainer and a real server, with real sockets on both sides. For several servers, run one per server.
-Where there are fewer server processes than servers, proxies with a `tenant` of their own make several out of one.
+Where there are fewer server processes than servers, proxies with separate `tenant` values make several out of one.
 """
 
 import contextlib
@@ -73,8 +73,8 @@ class FaultProxy:
         rewrite: changes the body that the server gets.
         rewrite_answer: changes what the server has answered, before any fault.
         fired: the faults that have happened, with the routes they hit.
-        sampled: the models that completions were asked of, in order; scoring is none.
-        restarts: how often the server has forgotten its adapters.
+        sampled: the models of the requests for completions, in order, without scoring.
+        restarts: how often the server has lost its adapters.
         calmed: how often `calm_down` has been called; faults that are still to come from before then do not.
     """
 
@@ -102,13 +102,13 @@ class FaultProxy:
     _in_flight: int = 0
 
     def arm(self, faults: Sequence[Fault]) -> None:
-        """Let `faults` happen from the next request on; those armed before are forgotten."""
+        """Let `faults` happen from the next request on; faults armed before are dropped."""
         with self._lock:
             self._armed = [[fault, fault.nth] for fault in faults]
             self._refusals = 0
 
     def calm_down(self, timeout_s: float = 30.0) -> None:
-        """Let no more faults happen, end those that hang, and wait until every request has been answered."""
+        """Let no more faults happen, end hanging requests, and wait until every request has been answered."""
         self.arm([])
         self.end_outage()
         self.calmed += 1
@@ -225,7 +225,7 @@ def forget_all(base_url: str, tenant: str = "") -> None:
 
 @contextlib.contextmanager
 def fault_proxies(base_urls: Sequence[str]) -> Iterator[list[FaultProxy]]:
-    """A proxy for each URL while the block lasts; those of the same URL are servers of their own all the same."""
+    """A proxy for each URL while the block lasts; equal URLs still give separate servers."""
     shared = {url for url in base_urls if base_urls.count(url) > 1}
     with contextlib.ExitStack() as stack:
         yield [
@@ -286,7 +286,7 @@ def _handler(proxy: FaultProxy) -> type[BaseHTTPRequestHandler]:
             self._after(fault, status, answer)
 
         def _before(self, fault: Fault, path: str) -> bool:
-            """What happens before the server is asked; returns whether it is asked at all."""
+            """What happens before the request to the server; returns whether to send it."""
             match fault.kind:
                 case "close before" | "refuse" | "restart":
                     self.close_connection = True

@@ -37,7 +37,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[Path]:
-    """A folder nobody may write in: by its mode, or by its mount for root, whom modes do not hold back."""
+    """A folder without permission to write: by its mode, or by its mount for root, whom modes do not hold back."""
     if os.geteuid() == 0:
         with tmpfs(folder, "ro,size=1m") as mounted:
             yield mounted
@@ -52,7 +52,7 @@ def read_only(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def becomes_read_only(folder: Path) -> Iterator[bool]:
-    """Let nobody change anything below a folder that is in use; others go on reading it.
+    """Forbid every change below a folder that is in use; others go on reading it.
 
     Yields:
         Whether that was possible: root, whom modes do not hold back, has to mount the folder over itself.
@@ -74,5 +74,5 @@ def becomes_read_only(folder: Path) -> Iterator[bool]:
         subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
         yield True
     finally:
-        # Also while somebody has a file open there, as a run has its lock.
+        # Also while a process has a file open there, as a run has its lock.
         subprocess.run(["umount", "--lazy", folder], check=True)

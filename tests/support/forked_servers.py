@@ -1,7 +1,7 @@
 """vLLM servers that start in two seconds instead of eighteen: forks of one process that has imported vLLM.
 
 They are the servers that `vllm_server.py` starts, with the same arguments and environment; only how their process comes
-to be is another. `make demo`, `trl-lora-sync serve` and the tests of both start theirs as everybody does.
+to be is another. `make demo`, `trl-lora-sync serve` and the tests of both start theirs without a fork.
 """
 
 import json

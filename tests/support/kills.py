@@ -18,15 +18,15 @@ from support.schedules import SmallTrainer, give_time, sampled_directly
 from support.servers import adapters_on
 from trl_lora_sync.errors import LoRASyncError
 
-# (action, route, when): the server dies when the route is first asked in the action, or has answered it.
+# (action, route, when): the server is killed at the first request to the route in the action, or at its answer.
 KILL_POINTS: dict[str, tuple[str, str, str]] = {
-    "before it gets the load": ("sync", LOAD, "asked"),
+    "before it gets the load": ("sync", LOAD, "requested"),
     "after it has loaded": ("sync", LOAD, "answered"),
-    "before it lists its adapters": ("sync", MODELS, "asked"),
+    "before it lists its adapters": ("sync", MODELS, "requested"),
     "after it has listed its adapters": ("sync", MODELS, "answered"),
-    "before it gets an unload": ("sync", UNLOAD, "asked"),
-    "before it gets the prompts": ("generate", COMPLETIONS, "asked"),
-    "while it samples": ("generate", COMPLETIONS, "asked beside"),
+    "before it gets an unload": ("sync", UNLOAD, "requested"),
+    "before it gets the prompts": ("generate", COMPLETIONS, "requested"),
+    "while it samples": ("generate", COMPLETIONS, "beside the request"),
     "after it has sampled": ("generate", COMPLETIONS, "answered"),
 }
 _LONG_S = 120.0
@@ -96,7 +96,7 @@ def kill_at(
 
 
 def _wrong_on(server: VLLMServer, trainer: SmallTrainer, when: str) -> list[str]:
-    """What is wrong with what a server has and samples, asked without the package."""
+    """What is wrong with what a server has and samples, by requests without the package."""
     loaded = adapters_on(server.base_url)
     wrong = [f"{when}: a server has {name}, which no sync accepted" for name in loaded.keys() - set(trainer.accepted)]
     row = sampled_directly(server.base_url, trainer.accepted[-1], token_ids(3))
@@ -129,7 +129,7 @@ def _arm(proxy: FaultProxy, route: str, when: str, kill: Callable[[], None]) -> 
 
     if when == "answered":
         proxy.on_answer = on_route
-    elif when == "asked":
+    elif when == "requested":
         proxy.on_request = on_route
     else:
         proxy.while_asking = on_route

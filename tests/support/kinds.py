@@ -1,6 +1,6 @@
 """A trainer of each kind that syncs adapters, on the tiny model.
 
-Those of TRL's experimental ones are made with the two mixins, as a user would make them.
+The trainers for TRL's experimental ones are made with the two mixins, as a user would make them.
 """
 
 import os
@@ -90,7 +90,7 @@ def with_context() -> Dataset:
 
 
 def answered() -> Dataset:
-    """Conversations with an answer, which an on-policy trainer replaces by one of its own."""
+    """Conversations with an answer, which an on-policy trainer replaces by a sampled one."""
     rows = [[{"role": "user", "content": text}, {"role": "assistant", "content": "no"}] for text in PROMPTS]
     return Dataset.from_dict({"messages": rows})
 

@@ -45,7 +45,7 @@ def end_without_finalizing() -> NoReturn:
     """End with code 0, after waiting for threads and the exit functions, but without taking Python down.
 
     A group that is wrapped around a model is often kept by torch when it has been destroyed, and gloo's threads with
-    it. One that lets go of a tensor while Python is taken down aborts the process (torch 2.13 on Python 3.11).
+    it. A thread that lets go of a tensor while Python is taken down aborts the process (torch 2.13 on Python 3.11).
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -55,10 +55,10 @@ def end_without_finalizing() -> NoReturn:
 
 
 def run_each(main: Callable[..., Any], runs: str) -> None:
-    """What a script does that `launch_each` starts: call `main` with the arguments of each run, in a fork of its own.
+    """What a script does that `launch_each` starts: call `main` with the arguments of each run, each in a fork.
 
-    So importing torch, TRL and vLLM, which takes longer than most runs, is paid for once. Each run has a group of its
-    own, on a port of its own: the store of the launcher still has the keys of the groups before (torch 2.13).
+    So importing torch, TRL and vLLM, which takes longer than most runs, is paid for once. Each run has its own group
+    and port: the store of the launcher still has the keys of the groups before (torch 2.13).
     """
     leave_imports_to_parent()
     for port, arguments in json.loads(runs):

@@ -2,8 +2,8 @@
 
 WAY is `main`, where it trains in the main thread, `impatient`, where it also gives up a server that hangs after a few
 seconds, or `thread`, where it trains in another thread, in which SIGUSR1 raises KeyboardInterrupt. Some versions have
-been loaded and unloaded before it trains. Process N writes its id to FOLDER/pid-N, and says on a line when its training
-ends, by the system's monotonic clock, and with which error.
+been loaded and unloaded before it trains. Process N writes its id to FOLDER/pid-N, and prints a line when its training
+ends, with the system's monotonic clock and the error.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Tiny models, LoRA configurations, and what the trainer's own forward pass says about a completion."""
+"""Tiny models, LoRA configurations, and the log-probabilities of the trainer's own forward pass."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def per_token_logps(model: torch.nn.Module, prompt_ids: list[int], completion_id
 
 
 def base_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Copies of everything in the model that is no adapter."""
+    """Copies of everything in the model but adapters."""
     return {name: value.clone() for name, value in model.state_dict().items() if "lora_" not in name}
 
 

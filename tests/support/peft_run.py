@@ -1,8 +1,8 @@
 """Unit tests under one PEFT after the other: python peft_run.py RUNS TEST_FILE...
 
 RUNS is a JSON list of [PEFT, LOG, CODE]. PEFT is the folder that it is unpacked in. Each run is a process forked from
-one that has loaded what all need. Its version, where it lies and what pytest says goes to the file LOG, and its exit
-code to the file CODE. Two run at a time, as each computes on one core.
+a parent that has loaded the common modules. Its version, where it lies and pytest's output go to the file LOG, and its
+exit code to the file CODE. Two run at a time, as each computes on one core.
 """
 
 import json

@@ -27,11 +27,11 @@ def token_ids(seed: int, length: int = 12) -> list[int]:
 def sample(generation: Any, prompts: list[list[int]]) -> list[Row]:
     """One completion per prompt, with the log-probabilities the server reports for its tokens.
 
-    All of full length: noise is told from another policy by a mean, which says little about one or two tokens.
+    All of full length: a mean separates noise from another policy, but not over one or two tokens.
     """
     chosen = generation.generation_kwargs, generation.logprobs
     generation.generation_kwargs = {**generation.generation_kwargs, "ignore_eos": True}
-    generation.logprobs = 0  # which not every trainer asks for
+    generation.logprobs = 0  # which not every trainer requests
     try:
         prompt_ids, completion_ids, logprobs, _ = generation.generate(prompts, None, num_generations=1)
     finally:
@@ -42,7 +42,7 @@ def sample(generation: Any, prompts: list[list[int]]) -> list[Row]:
 
 
 def distance(model: Any, rows: list[Row]) -> Tensor:
-    """Between the served log-probabilities and those of `model` for the same tokens."""
+    """Between the served log-probabilities and `model`'s for the same tokens."""
     return torch.cat([(per_token_logps(model, prompt, ids) - served).abs() for prompt, ids, served in rows])
 
 

@@ -1,4 +1,4 @@
-"""Run scripts in processes of their own, with a deadline, and stop all of what they started."""
+"""Run scripts in separate processes, with a deadline, and stop all of what they started."""
 
 import gc
 import importlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Finished:
-    """How a process ended and what it said."""
+    """How a process ended and what it printed."""
 
     code: int
     output: str

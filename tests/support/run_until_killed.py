@@ -1,4 +1,4 @@
-"""Publish one version, say its name, and wait to be killed: python run_until_killed.py URL FOLDER [POINT]
+"""Publish one version, print its name, and wait to be killed: python run_until_killed.py URL FOLDER [POINT]
 
 POINT is where in the sync it waits: `writing`, `written` or `loaded`; after the sync by default.
 """
@@ -27,7 +27,7 @@ def adapter() -> CanonicalAdapter:
 
 
 def wait_at(point: str, sync: AdapterSync) -> None:
-    """Let the next sync wait for ever at a point, and say so there."""
+    """Let the next sync wait for ever at a point, and print a line there."""
 
     def wait(*_: object) -> None:
         print(point, flush=True)

@@ -3,10 +3,10 @@
 **Every completion that the trainer accepts was sampled by the version it believes active, or the step raised.**
 
 What a completion was sampled by is found out from its log-probabilities alone: the trainer's own model, with the
-adapter as it was at the last sync that succeeded, must give the same ones. After each sync, accepted or not, every
-server in service is asked beneath its proxy what it samples in the name of that version, which is on all of them or on
+adapter as it was at the last sync that succeeded, must give the same ones. After each sync, accepted or not, a request
+past the proxy checks what every server in service samples in the name of that version, which is on all of them or on
 none. With overlap, a batch that was sampled ahead is of the version that was believed active when the batch before it
-was taken, and is being sampled while syncs and their faults happen. Nothing else that the package believes is asked. A
+was taken, and is being sampled while syncs and their faults happen. The package's other beliefs are not checked. A
 schedule is a pure function of its seed, so a failing one can be run again by itself.
 """
 
@@ -131,13 +131,13 @@ class Outcome:
     Attributes:
         violations: completions that were accepted although another version sampled them; must be empty.
         accepted: completions that were accepted.
-        seen: completions that servers in service were asked for beneath their proxies, after a sync.
+        seen: completions requested from servers in service past their proxies, after a sync.
         dropped: how often a server was gone on without.
         raised: how often each error ended an action.
         fired: how often each kind of fault happened.
         ahead: how many batches were sampled ahead.
         gap: largest mean distance between the log-probabilities of accepted completions and their version's own.
-        margin: smallest mean distance to those of any other version of the run.
+        margin: smallest mean distance to any other version of the run.
         left: adapters or files that stayed behind after the end.
     """
 
@@ -208,7 +208,7 @@ class Checker:
         self.model = model
 
     def distances(self, rows: list[Row], version_seed: int | None) -> torch.Tensor:
-        """From the served log-probabilities to those of the adapter made from a seed, or of the base for `None`."""
+        """From the served log-probabilities to the adapter's from a seed, or the base's for `None`."""
         if version_seed is None:
             with self.model.disable_adapter():
                 return distance(self.model, rows)
@@ -293,7 +293,7 @@ class SmallTrainer:
         self.generation.sync_weights()
 
     def generate(self, prompts: list[list[int]], following: list[list[int]] | None = None) -> list[Row]:
-        """Sample a batch, which `sampled_from` is then about; with overlap, ask for the one that follows."""
+        """Sample a batch, which `sampled_from` is then about; with overlap, request the next one too."""
         assert self.generation is not None
         if self.believed is None:  # the generation syncs by itself then
             self._change_adapter()
@@ -491,7 +491,7 @@ class _Run:
     def _recover(self, trainer: SmallTrainer, again: bool = False) -> None:
         """Without faults, the next step must succeed."""
         outcome, prompts, when = self.outcome, [token_ids(7), token_ids(8)], "the step after all faults"
-        # A connection that is one answer ahead, which nobody can see, is met once more.
+        # A connection that is one answer ahead, which is invisible, is met once more.
         may_fail = any(outcome.fired[kind] for kind in DUPLICATES)
         try:
             if trainer.generation is None:
@@ -604,7 +604,7 @@ def wall_clock_off_by(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_late(folder: Path, proxies: Sequence[FaultProxy], requests: int) -> Iterator[None]:
-    """Let the server see nothing of the sync folder until it has been asked for the `requests`-th load.
+    """Let the server see nothing of the sync folder until the `requests`-th request for a load.
 
     As a network file system does it whose clients remember for a while what a folder held.
     """

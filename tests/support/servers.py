@@ -19,21 +19,21 @@ import httpx
 def adapters_on(base_url: str, api_key: str | None = None) -> dict[str, str]:
     """The adapters that the server lists: name to path."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    # Without certificates, which take 16 ms to read; each live test asks twice.
+    # Without certificates, which take 16 ms to read; each live test sends two requests.
     answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30, trust_env=False, verify=False)
     models = answer.json()["data"]
     return {model["id"]: model["root"] for model in models if model["parent"]}
 
 
 def vllm_version(base_url: str) -> str:
-    """What a vLLM server says that it is."""
+    """The version that a vLLM server reports."""
     answer = httpx.get(f"{base_url}/version", timeout=30, trust_env=False)
     return str(answer.raise_for_status().json()["version"])
 
 
 @contextlib.contextmanager
 def nobody_listening() -> Iterator[str]:
-    """The URL of a port on which nobody listens, and nobody else can while the block lasts."""
+    """The URL of a port without a listener, which stays reserved while the block lasts."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{holder.getsockname()[1]}"
@@ -91,7 +91,7 @@ class Proxy:
 
 
 def is_scoring(body: dict[str, Any]) -> bool:
-    """Whether a request for completions is one of those that score a prompt; nothing of these is trained on."""
+    """Whether a request for completions scores a prompt; no answer to these is trained on."""
     return body.get("max_tokens") == 1 and body.get("logprobs") == 5
 
 
@@ -122,7 +122,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128  # an engine opens 64 connections at once
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that breaks a request off is no error."""
+        """A client may break a request off."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 

@@ -15,7 +15,7 @@ from trl_lora_sync.adapter.pinned_files import is_in_memory
 from trl_lora_sync.transports import DiskTransport, transport_for
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Maps the file as torch and safetensors do, and says what is in it whenever it is asked.
+# Maps the file as torch and safetensors do, and prints its checksum for each line of input.
 _READER = """
 import hashlib, sys, torch
 storage = torch.UntypedStorage.from_file(sys.argv[1], False, int(sys.argv[2]))
@@ -36,7 +36,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def use_pinned_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have runs of a CPU write versions as those of a GPU do, into page-locked files; both work without one."""
+    """Have runs of a CPU write versions as on a GPU, into page-locked files; both work without one."""
 
     def as_for_a_gpu(*given: Any, **named: Any) -> DiskTransport:
         return transport_for(*given, **named | {"is_on_gpu": True})

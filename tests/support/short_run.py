@@ -23,7 +23,7 @@ from trl_lora_sync.versions import TRL_ASYNC
 class PlainLogProbs:
     """The log-probabilities of TRL 1.15 in plain torch.
 
-    That version computes them with a Triton kernel alone, so it trains on GPUs only; 1.16 has a torch path of its own.
+    That version computes them with a Triton kernel alone, so it trains on GPUs only; 1.16 also has a torch path.
     """
 
     @staticmethod
@@ -57,11 +57,11 @@ def main(base_url: str, model: str, folder: str) -> None:
         "moved": any(bool(value.any()) for name, value in trainer.model.named_parameters() if "lora_B" in name),
     }
     (Path(folder) / "result.json").write_text(json.dumps(result))
-    # No clean-up here: what the evaluation published is taken back at exit.
+    # No clean-up here: the evaluation's version is withdrawn at exit.
 
 
 def other_kinds(version: str) -> list[str]:
-    """Those of `KINDS` that train without a GPU: the loss of distillation is a Triton kernel in TRL 1.15."""
+    """The `KINDS` that train without a GPU: the loss of distillation is a Triton kernel in TRL 1.15."""
     without = {"grpo", "distillation"} if version.startswith("1.15.") else {"grpo"}
     return [kind for kind in KINDS if kind not in without]
 

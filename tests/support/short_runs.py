@@ -1,7 +1,7 @@
 """`short_run.py` with one TRL after the other: python short_runs.py RUNS, a JSON list of [TRL, URL, MODEL, FOLDER]
 
-TRL is the folder that it is unpacked in. Each run is a process forked from one that has loaded what all need; what
-it prints goes to FOLDER/log, and its exit code to FOLDER/code.
+TRL is the folder that it is unpacked in. Each run is a process forked from a parent that has loaded the common modules;
+what it prints goes to FOLDER/log, and its exit code to FOLDER/code.
 """
 
 import json
@@ -29,7 +29,7 @@ def main(runs: str) -> None:
             enter_fork(folder / "log", trl)
             sys.argv = [str(SCRIPT), *arguments]
             runpy.run_path(str(SCRIPT), run_name="__main__")
-            return  # to the end of Python, at which versions are taken back
+            return  # to the end of Python, at which versions are withdrawn
         _, status = os.waitpid(child, 0)
         (folder / "code").write_text(str(os.waitstatus_to_exitcode(status)))
 

@@ -1,6 +1,6 @@
 """Gather shards in three processes: torchrun ... three_processes.py FOLDER
 
-Without a server or a trainer: torch's FSDP alone, laid out in ways that accelerate on a CPU cannot ask for. Writes what
+Without a server or a trainer: torch's FSDP alone, in layouts that accelerate does not support on a CPU. Writes what
 each process saw to FOLDER/process-<index>.json.
 """
 

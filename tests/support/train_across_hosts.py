@@ -1,6 +1,6 @@
 """A short GRPO run on one host with the vLLM server on another: python train_across_hosts.py; prints a line of JSON.
 
-Run by `two_hosts.first_host`. The server's key is on its command line only, and each host has a model of its own.
+Run by `two_hosts.first_host`. The server's key is on its command line only, and each host has its own model.
 """
 
 import json

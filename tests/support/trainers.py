@@ -1,4 +1,4 @@
-"""Real GRPO trainers on a tiny model, and what their log says."""
+"""Real GRPO trainers on a tiny model, and readers of their log."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -126,7 +126,7 @@ def change_settings(sync: AdapterSync, **changes: Any) -> None:
 
 
 def wait_for_unloads(trainer: GRPOTrainer) -> None:
-    """Until the server has been asked to forget the versions that are retired; this happens beside the training."""
+    """Wait for the unload requests of retired versions, which are sent beside the training."""
     run(trainer.vllm_generation.sync.wait_for_unloads(Deadline.after(60, "the test")))
 
 

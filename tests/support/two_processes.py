@@ -39,7 +39,7 @@ def attempt(act: Callable[[], Any]) -> Outcome:
 
 
 def rows_of(trainer: GRPOTrainer, seeds: list[int]) -> Outcome:
-    """Sample one row per seed, and say how far the answers are from this process's own policy for its own prompts."""
+    """Sample one row per seed, and measure the answers' distance from this process's policy for its prompts."""
     if not seeds:
         return {"answers": trainer.vllm_generation.generate([], None, num_generations=1)}
     rows = sample(trainer.vllm_generation, [token_ids(seed) for seed in seeds])
@@ -61,7 +61,7 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
 
     @contextlib.contextmanager
     def proxy_does(order: str) -> Iterator[None]:
-        """What the proxy before the server is to do while the block lasts, on whichever process."""
+        """What the proxy before the server is to do while the block lasts, on either process."""
         if index == 0:
             (folder / "order").write_text(order)
         try:
@@ -145,7 +145,7 @@ def train_on_a_broken_reward(url: str, model: str, folder: Path) -> None:
 
 
 def failing(folder: Path, closed_url: str, model: str) -> dict[str, Outcome]:
-    """Starts that fail: on process 0 alone, which is the one that talks to the server and writes, or on both."""
+    """Starts that fail: on process 0 alone, which talks to the server and writes, or on both."""
 
     def unreachable() -> None:
         grpo_trainer(closed_url, Path(model), folder, vllm_server_timeout=2.0, ddp_timeout=400)

@@ -37,9 +37,9 @@ TEXTS = ("what is it?", "a colour", "describe", "and this?")
 # A random model samples it now and then, and the trainer then misses an image. Its probability is 0.004 here.
 NO_IMAGE_TOKEN = {"logit_bias": {"262": -100.0}}
 IMAGE_SIZE = 112
-# Gemma3 makes one token of 16 patches here, as vLLM (0.31) expects of it. There is one token only, because those of an
-# image see each other, and on a CPU vLLM (0.31) lets each see the ones before it only: log-probabilities of a prompt
-# with four were 0.013 away.
+# Gemma3 makes one token of 16 patches here, as vLLM (0.31) expects of it. There is one token only, because an image's
+# tokens see each other, and on a CPU vLLM (0.31) lets each see only earlier tokens: log-probabilities of a prompt with
+# four were 0.013 away.
 _GEMMA_IMAGE_SIZE, _GEMMA_IMAGE_TOKENS = 56, 1
 
 _TEXT: dict[str, Any] = {

@@ -53,7 +53,7 @@ def main(descriptor: str) -> None:
 
 
 def serve(arguments: list[str], environment: dict[str, str], log: str) -> NoReturn:
-    """What `python -m` does with the module of vLLM's server, in a session of its own."""
+    """What `python -m` does with the module of vLLM's server, in its own session."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, as in vllm_server.py

@@ -74,7 +74,7 @@ class OnCPU:
     """A mixin for a trainer that runs real FSDP on the CPU.
 
     accelerate takes FSDP for GPUs only and goes on with DDP without one (state.py, 1.15); torch's FSDP runs on gloo. So
-    accelerate's state is told what it would find with GPUs; everything else is accelerate's and torch's own.
+    accelerate's state is set as if it had found GPUs; everything else is accelerate's and torch's own.
     """
 
     plugin: FullyShardedDataParallelPlugin
@@ -173,7 +173,7 @@ def make_trainer(way: str, folder: Path, url: str, model: Path, **changes: Any) 
         trainer_class = FSDPTrainer
         OnCPU.plugin = FullyShardedDataParallelPlugin(**FSDP[way])
     elif way.startswith("zero"):
-        # accelerate drops DeepSpeed when it is told to use the CPU; it takes the CPU when there is nothing else.
+        # accelerate drops DeepSpeed with `use_cpu`; it takes the CPU when there is nothing else.
         config |= {"use_cpu": False, "ddp_backend": "gloo"}
         without_compiled_parts()
     if has_teacher:
@@ -217,7 +217,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         return {"is_sharded": is_sharded(generation.model), "bytes": counted.bytes}
 
     def published() -> Outcome:
-        """Compare the files with those that a single process writes for the same weights."""
+        """Compare the files with a single process's for the same weights."""
         copy_policy(trainer, copy)
         rows = sample(generation, [token_ids(process)])
         outcome = {"base_is_intact": same_tensors(base_weights(copy), base_weights(untrained))}
@@ -233,7 +233,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         return outcome
 
     def verified() -> Outcome:
-        """What a sync logs that has to prove itself anew."""
+        """The log of a sync that must verify its version again."""
         reports: list[SyncReport] = []
         generation.on_sync, log = reports.append, generation.on_sync
         set_proof(generation, is_verified=False)

@@ -102,7 +102,7 @@ def serving(answer: Answer, host: str = "127.0.0.1") -> Iterator[Server]:
 
 @contextlib.contextmanager
 def nobody_listening() -> Iterator[str]:
-    """The URL of a port on which nobody listens, and nobody else can while the block lasts."""
+    """The URL of a port without a listener, which stays reserved while the block lasts."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{holder.getsockname()[1]}"

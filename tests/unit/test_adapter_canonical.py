@@ -153,7 +153,7 @@ def test_sizes_count_every_tensor() -> None:
     [("q_proj", 1, 0), ("up_proj", 1, 0), ("o_proj", 0, 1), ("down_proj", 0, 1), ("c_attn", 1, 1)],
 )
 def test_widened_is_one_zero_module_that_fits_no_base_the_adapter_fits(kind: str, wider: int, taller: int) -> None:
-    """Only the side that meets the hidden state grows; both do where the name does not tell which one that is."""
+    """Only the side that meets the hidden state grows; both do where the name does not determine that side."""
     adapter = canonical([lora_module(f"model.layers.{number}.{kind}") for number in range(2)])
     probe = widened(adapter)
     key_A, key_B = keys_of(f"model.layers.0.{kind}")

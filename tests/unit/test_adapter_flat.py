@@ -200,7 +200,7 @@ def test_probe_that_is_one_wider_has_memory_of_its_own() -> None:
 
 
 def test_adapter_without_tensors_has_the_file_of_the_library() -> None:
-    """A server that is asked for its largest rank refuses one before it reads a tensor."""
+    """A server that is probed for its largest rank refuses an adapter before it reads a tensor."""
     empty = CanonicalAdapter(flat=torch.zeros(0), shapes={}, rank=1, target_modules=("q_proj",))
     assert file_of(empty) == library_file({})
 

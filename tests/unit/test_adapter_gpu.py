@@ -100,7 +100,7 @@ def test_values_that_are_not_finite_are_refused_with_the_name_of_the_module() ->
 
 
 def test_pinned_file_is_page_locked_until_it_is_discarded(folder: Path) -> None:
-    """CUDA refuses to lock memory twice, so a refusal says that it is locked."""
+    """CUDA refuses to lock memory twice, so a refusal means that it is locked."""
     pinned = PinnedFile(folder / "pinned", 1 << 20, GPU)
     assert pinned.memory.is_pinned()
     with pytest.raises(PinError, match="already"):
@@ -220,7 +220,7 @@ def test_repeated_reads_follow_matrices_that_move_and_scalings_that_change(launc
     read_thrice()
     # Two at first, two after the matrices moved, one with other scalings. From the host, they may come back to the same
     # memory.
-    assert len(set(map(id, launches))) >= 5, "nothing was recorded anew"
+    assert len(set(map(id, launches))) >= 5, "no launch was recorded again"
 
 
 def test_repeated_reads_refuse_what_is_not_finite() -> None:

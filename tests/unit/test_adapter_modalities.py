@@ -149,7 +149,7 @@ def adapted(model: Any) -> set[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_peft_model_on_a_vision_tower_is_refused_when_it_is_read(name: str, tmp_path: Path) -> None:
-    """As it is before the first step, for a model that was wrapped by the user."""
+    """The same as before the first step, for a model that the user wrapped."""
     peft_model = get_peft_model(build(name), lora(target_modules="all-linear"))
     check_model(peft_model, None)
     with pytest.raises(UnsupportedAdapterError, match="modules outside the language model"):
@@ -287,7 +287,7 @@ def moe(**fields: Any) -> Any:
 def test_experts_are_refused_in_words_that_a_user_who_set_target_modules_understands(
     targets: Any, suggested: list[str]
 ) -> None:
-    """It spoke of `target_parameters` alone, which PEFT sets by itself, and said to leave it unset."""
+    """The message named `target_parameters` alone, which PEFT sets by itself, and advised to leave it unset."""
     model = moe(target_modules=targets)
     with pytest.raises(UnsupportedAdapterError, match=r"fused parameters of experts \(.*down_proj") as caught:
         AdapterReader().linears(model)

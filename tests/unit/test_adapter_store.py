@@ -92,7 +92,7 @@ def said_by_child(act: Callable[[], object]) -> str:
             sender.send("NO ERROR")
 
     with forked(send) as child:
-        assert receiver.poll(30), "the child said nothing"
+        assert receiver.poll(30), "the child sent nothing"
         words: str = receiver.recv()
         child.join(30)
     return words
@@ -210,7 +210,7 @@ def mount_tmpfs(folder: Path, options: str) -> None:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a file system of its own; unmounts it afterwards."""
+    """Mounts a new file system; unmounts it afterwards."""
     folder = tmp_path / "mounted"
 
     def mount(options: str) -> Path:
@@ -540,7 +540,7 @@ def test_killed_run_is_swept_and_its_names_are_forgotten_while_a_live_one_stays(
         forgotten: list[str] = []
 
         def forget(name: str) -> None:
-            assert_whole(tmp_path / dead / name)  # the server may still read it while it forgets
+            assert_whole(tmp_path / dead / name)  # the server may still read it during the unload
             forgotten.append(name)
 
         assert sweep_leftovers(tmp_path, forget) == [dead]
@@ -652,7 +652,7 @@ def test_sweep_removes_a_run_folder_that_was_killed_while_it_was_made(tmp_path: 
 def test_folder_of_another_user_in_a_place_open_to_all_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever made the folder could put other adapters into it."""
+    """The folder's owner could put other adapters into it."""
     tmp_path.chmod(0o1777)
     root = tmp_path / "trl-lora-sync"
     root.mkdir()

@@ -1,4 +1,4 @@
-"""Which PEFT configurations are refused, and that every one says what was seen, why, and the way out."""
+"""Which PEFT configurations are refused, and that every message names what was seen, why, and the way out."""
 
 import dataclasses
 import re
@@ -76,7 +76,7 @@ def test_peft_type_other_than_lora_is_refused_by_name(kind: str) -> None:
 
 
 def part(name: str) -> Any:
-    """A value for a field that holds a configuration of its own; an older PEFT may lack its class."""
+    """A value for a field that holds a nested configuration; an older PEFT may lack its class."""
     return getattr(peft.tuners.lora.config, name, object)()
 
 

@@ -1,4 +1,4 @@
-"""Unit tier: the settings of an asynchronous trainer, and its rollouts on several servers that are no vLLM."""
+"""Unit tier: the settings of an asynchronous trainer, and its rollouts on several servers other than vLLM."""
 
 import dataclasses
 import pickle
@@ -149,7 +149,7 @@ def test_rollout_worker_is_replaced_while_a_trainer_is_built_only() -> None:
     with _trl.rollout_worker_class(AsyncGRPOTrainer, len):
         assert async_grpo_trainer.AsyncRolloutWorker is len
     assert async_grpo_trainer.AsyncRolloutWorker is original
-    assert issubclass(RolloutWorker, original)  # TRL's trainer asks so before it resumes
+    assert issubclass(RolloutWorker, original)  # TRL's trainer checks this before it resumes
 
 
 def test_model_of_the_trainer_scores_a_plain_prompt_in_the_block_and_is_as_before_afterwards(base_model: Path) -> None:

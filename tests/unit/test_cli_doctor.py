@@ -1,4 +1,4 @@
-"""Unit tier: what the doctor says of servers that are well, of sick ones, and of none. SGLang's rules, as a fake."""
+"""Unit tier: the doctor's report on healthy servers, on faulty ones, and on none. SGLang's rules, as a fake."""
 
 import json
 import re

@@ -18,7 +18,7 @@ from trl_lora_sync.cli.training import without
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What accelerate is asked to launch, instead of launching it."""
+    """The launch commands for accelerate, instead of a launch."""
     seen: list[Any] = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", seen.append)
     return seen

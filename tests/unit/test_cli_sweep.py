@@ -190,7 +190,7 @@ def test_dry_run_unloads_nothing(
 def test_dry_run_lists_what_the_sweep_then_does(
     fake: FakeSGLang, engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It announced a run of which another server may have adapters, and left out one that was killed at its start."""
+    """It announced a run whose adapters another server may have, and left out a run that was killed at its start."""
     root = tmp_path / "sync"
     dead, left = dead_run(root)
     engine.load(left, soon())

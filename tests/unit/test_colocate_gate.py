@@ -136,7 +136,7 @@ def test_policy_is_the_same_after_requests_of_our_own_have_failed(gate: Sampling
 
 
 def test_syncs_within_what_comes_before_a_call_are_not_part_of_it() -> None:
-    """A sync verifies a version by requests of its own, before the call that asked for it."""
+    """A sync verifies a version by separate requests, before the call that triggered it."""
     seen = []
 
     def sync() -> None:

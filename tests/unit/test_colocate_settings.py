@@ -171,7 +171,7 @@ def test_newer_vllm_is_used_with_a_warning(
 
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's module as it is where vLLM is installed."""
+    """TRL's module as with vLLM installed."""
     monkeypatch.setattr("trl.generation.vllm_generation.LLM", object, raising=False)
 
 

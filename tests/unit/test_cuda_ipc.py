@@ -260,7 +260,7 @@ def test_a_file_that_nobody_finishes_is_given_up(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError, match="has not finished the file"):
             unfinished.wait(reader.fileno(), patience_s=0.01)
     with (tmp_path / "file").open("rb") as reader:
-        unfinished.wait(reader.fileno(), patience_s=0)  # the writer has closed it, as it does when it dies
+        unfinished.wait(reader.fileno(), patience_s=0)  # the writer has closed it, as the system does at its exit
 
 
 def test_a_reader_waits_for_its_part_of_a_file_only(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ import sys
 sys.path[:0] = {path!r}
 from unit.test_cuda_ipc import *
 """
-# Says the checksum of what it sees of each version whose folder it is told.
+# Prints the checksum of what it sees of the version in each folder that it reads.
 _WORKER = """
 device = torch.device("cuda", {index})
 stage = torch.empty({size}, dtype=torch.uint8, device=device)
@@ -403,7 +403,7 @@ files = MappedFiles(device)
 for line in sys.stdin:
     print(seen(files, Path(line.strip()), stage), flush=True)
 """
-# Says the folder of a version, and waits for its end.
+# Prints the folder of a version, and waits for its end.
 _TRAINER = """
 store = AdapterStore(Path(sys.argv[1]), pinned=PinnedFilePool(shares_gpu=True))
 stored = store.write(1, large(1))
@@ -449,7 +449,7 @@ def process_of(source: str, *args: object, **env: str) -> "subprocess.Popen[str]
 
 
 class OtherProcess:
-    """A worker of an engine, on a GPU of its own or on the trainer's."""
+    """A worker of an engine, on another GPU or on the trainer's."""
 
     def __init__(self, index: int = 0, **env: str) -> None:
         self.process = process_of(_WORKER.format(size=large(0).flat.nbytes, index=index), **env)

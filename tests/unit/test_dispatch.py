@@ -79,7 +79,7 @@ def test_a_worker_alone_is_given_everything_at_once() -> None:
 
 
 def test_small_work_is_under_way_on_all_workers_at_once() -> None:
-    """Nobody waits for a first answer before the second half of so little work is begun."""
+    """The second half of so little work begins without waiting for a first answer."""
     given_out, everything = [], asyncio.Event()
 
     async def wait_for_the_rest(indices: list[int]) -> None:

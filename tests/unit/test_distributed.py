@@ -185,7 +185,7 @@ def test_what_cannot_be_read_is_refused(accelerator: SimpleNamespace, words: str
 
 
 def processes(**plugin: bool) -> Any:
-    """Two processes; under FSDP if `plugin` says how it loads."""
+    """Two processes; under FSDP if `plugin` sets how it loads."""
     fields = {"cpu_ram_efficient_loading": False, "sync_module_states": False, **plugin}
     state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**fields) if plugin else None)
     return SimpleNamespace(num_processes=2, state=state)
@@ -237,7 +237,7 @@ def take_turns(index: int, model: Path, folder: Path, results: Any) -> None:
     """What one of two processes does, before both gather how long their completions are."""
     torch.set_num_threads(1)  # a fork has none of the threads that torch has started
     os.environ |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": str(index), "LOCAL_RANK": str(index)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # accelerate asks for them, and the store is a file
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # accelerate requires them, and the store is a file
     AcceleratorState._reset_state(reset_partial_state=True)  # of the tests before
     store = torch.distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group(
@@ -253,7 +253,7 @@ def take_turns(index: int, model: Path, folder: Path, results: Any) -> None:
 def test_a_process_may_take_more_turns_with_tools_than_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waited in a collective of its own while the others gathered lengths, where TRL's own colocate mode runs."""
+    """It waited in another collective while the others gathered lengths, where TRL's own colocate mode runs."""
     monkeypatch.setattr(engine, "installed_version", lambda: "0.31.0")
     monkeypatch.setattr(ColocateGeneration, "_init_vllm", start_engine)
     for name, value in {"LLM": None, "SamplingParams": dict, "extract_logprobs": lambda _: (None, None)}.items():

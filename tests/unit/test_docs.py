@@ -1,4 +1,4 @@
-"""Unit tier: the parts of the documentation that are made from the code say what the code says."""
+"""Unit tier: the parts of the documentation that are made from the code agree with the code."""
 
 import ast
 import dataclasses
@@ -50,7 +50,7 @@ def test_marks_are_replaced_by_what_they_stand_for() -> None:
 
 
 def test_a_reader_of_the_files_sees_where_a_part_is_made() -> None:
-    """Tables that README links to were not there, without a word."""
+    """Tables that README links to were silently missing."""
     lines = [line for page in PAGES for line in page.read_text().splitlines() if "<!-- made: " in line]
     assert len(lines) == len(docs_hooks.MADE) + 1  # one of them is on two pages
     assert all("`make docs`" in line for line in lines)

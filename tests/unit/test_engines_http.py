@@ -245,7 +245,7 @@ def test_a_request_may_have_been_carried_out_unless_it_was_refused_or_got_no_con
 
 
 def test_server_sees_that_nobody_waits_any_more(ask: Ask) -> None:
-    """Otherwise it would go on sampling for a request whose answer nobody reads."""
+    """Otherwise it would go on sampling for a request whose answer is never read."""
     left = threading.Event()
 
     def stall(request: Request) -> None:
@@ -730,7 +730,7 @@ def test_a_server_whose_gateway_limits_requests_is_up() -> None:
 def test_a_server_that_never_came_up_is_named_though_the_last_attempt_outlived_the_deadline(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([ServerUnreachableError("Nobody answers. Start it."), DeadlineExceededError("too late")])
+    answers = iter([ServerUnreachableError("It does not answer. Start it."), DeadlineExceededError("too late")])
 
     async def request(*args: object, is_probe: bool) -> httpx.Response:
         raise next(answers)

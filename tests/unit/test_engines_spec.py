@@ -34,7 +34,7 @@ def test_what_a_spec_refers_to_belongs_to_its_engine(spec: EngineSpec) -> None:
 
 @pytest.fixture
 def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], list[str]]:
-    """What `serve` would start if a command were typed as it is printed."""
+    """What `serve` would start for a printed command, typed unchanged."""
 
     def installed(engine: str, _: Path | None) -> Installed:
         return Installed(python=Path("/env/bin/python"), distribution=engine, version="0.31.0", has_plugins=True)

@@ -1,4 +1,4 @@
-"""The vLLM engine's reading of answers, against a server that answers as the test says. Real vLLM is in tests/live."""
+"""The vLLM engine's reading of answers, against a server with the test's answers. Real vLLM is in tests/live."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -427,7 +427,7 @@ WITH_LORA = METRICS + "# HELP vllm:lora_requests_info Running stats on lora requ
 
 
 def vllm_server(request: Request, load: tuple[int, Any], metrics: str | None) -> None:
-    """The routes that connecting asks for."""
+    """The routes that connecting uses."""
     match request.path:
         case "/version":
             request.send(200, {"version": "0.31.0"})

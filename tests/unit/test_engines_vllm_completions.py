@@ -100,11 +100,11 @@ def test_every_sampling_field_is_sent_even_at_the_engines_default() -> None:
 
 
 def test_every_attribute_of_sampling_reaches_the_request() -> None:
-    """A field that is added to `Sampling` and forgotten here would be taken from the server's defaults."""
+    """A field that is added to `Sampling` and missing here would be taken from the server's defaults."""
     plain = sampling_fields(SAMPLING, 2)
     other = {"regex": "[a-z]+", "extra": {"seed": 1}}
     for field in fields(Sampling):
-        if field.name != "image_token_id":  # says where images go, and is no sampling field
+        if field.name != "image_token_id":  # marks the place of images, and is not a sampling field
             value = other.get(field.name, 3)
             assert sampling_fields(replace(SAMPLING, **{field.name: value}), 2) != plain, field.name
     assert sampling_fields(SAMPLING, 3)["n"] == 3
@@ -326,14 +326,14 @@ def test_text_prompt_comes_back_as_the_servers_token_ids() -> None:
 
 
 def ranked(logits: torch.Tensor, sampled: int) -> dict[int, float]:
-    """What a server says of the next token: the five likeliest, and the sampled one."""
+    """A server's report of the next token: the five likeliest, and the sampled one."""
     logprobs = logits.log_softmax(-1)
     tokens = {*logprobs.topk(5).indices.tolist(), sampled}
     return {token: float(logprobs[token]) for token in tokens}
 
 
 def force_on(token: int, force: float) -> float:
-    """What the server is asked to add to the token's logit, and to no other."""
+    """The amount that a request adds to the token's logit, and to no other."""
     [(key, added)] = scoring_sampling(token, force).extra["logit_bias"].items()
     assert key == str(token)
     return float(added)

@@ -24,7 +24,7 @@ RESTART = "`serve it -- --enable-scale-out`"
 
 
 def features(images: int) -> dict[str, Any]:
-    """As the server renders them: placed in a prompt of its own."""
+    """As the server renders them: placed in a separate prompt."""
     return {
         "mm_hashes": {"image": [f"hash{i}" for i in range(images)]},
         "mm_placeholders": {"image": [{"offset": 4, "length": 99}] * images, "video": []},
@@ -74,7 +74,7 @@ def test_data_url_holds_the_image_without_loss(mode: str) -> None:
 
 
 def answering(status: int, body: Any) -> tuple[Callable[..., httpx.Response], list[tuple[str, dict[str, Any]]]]:
-    """A server's answer to the render request, and what it was asked."""
+    """A server's answer to the render request, and the requests that it received."""
     asked: list[tuple[str, dict[str, Any]]] = []
 
     async def post(path: str, content: dict[str, Any], deadline: Deadline) -> httpx.Response:

@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> Iterator[StartRun]:
 
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers are looked at once, and the time to wait for them is then said to be over."""
+    """Servers are probed once, and then the time to wait for them counts as over."""
 
     async def look(base_url: str, *, deadline: Deadline, **options: Any) -> None:
         reason = await reason_to_be_down(base_url, timeouts=TIMEOUTS, **options)
@@ -165,7 +165,7 @@ def test_a_server_here_reads_the_folder_and_one_elsewhere_gets_tensors(run: Star
 
 @pytest.fixture
 def compares(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """By URL, whether a server says that it compares what it has loaded with what the trainer sent."""
+    """By URL, whether a server claims that it compares what it has loaded with what the trainer sent."""
     claims: dict[str, bool] = {}
     connect = trl_lora_sync.server_handle.connect_engine
 
@@ -382,7 +382,7 @@ def test_a_server_that_came_back_with_another_base_is_never_sampled_from(run: St
 
 
 def test_a_restart_between_two_syncs_is_noticed_by_the_sync(run: StartRun) -> None:
-    """Loading alone would succeed, on a base model that nobody has looked at."""
+    """Loading alone would succeed, on an unchecked base model."""
     training = run()
     training.publish()
     training.fakes[1].args = replace(training.fakes[1].args, seed=1)
@@ -466,7 +466,7 @@ def test_a_connection_that_is_interrupted_counts_no_retry_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The retries of the connection before had been added up, while it stayed and counted them as well. The new one
-    was in nobody's hands, and so never closed."""
+    had no owner, and so was never closed."""
     with FakeSGLang(shapes=SMALL) as fake:
         server = handle_of(fake, tmp_path)
         fake.canned["/v1/models"] = [(503, "busy")]
@@ -679,7 +679,7 @@ def sample(training: FleetRun, stored: Any) -> Any:
 
 
 def sampled(fake: FakeSGLang) -> int:
-    """How many samples a server has been asked for, without scores."""
+    """How many sampling requests a server has received, without scores."""
     return sum(request.path == "/generate" and request.body.get("logprob_start_len") != 0 for request in fake.requests)
 
 
@@ -868,7 +868,7 @@ def test_a_server_that_went_away_asleep_makes_the_next_generation_publish_anew(
 def test_a_server_that_was_away_while_it_slept_is_woken_before_anything_is_sampled_there(
     run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was asked for its health, for which SGLang samples a token; without its KV cache, that ends it."""
+    """It got a health check, for which SGLang samples a token; without its KV cache, that ends it."""
     training = run(**ASLEEP)
     training.publish()
     training.sync.sleep()

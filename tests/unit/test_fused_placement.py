@@ -1,4 +1,4 @@
-"""Unit tier: where weights of a checkpoint land, by loading rules like vLLM's; `live/test_fused.py` asks its own."""
+"""Unit tier: where weights of a checkpoint land, by loading rules like vLLM's; `live/test_fused.py` uses vLLM's own."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Unit tier: the routes of fused serving as vLLM runs them, with an engine that records what is asked of it."""
+"""Unit tier: the routes of fused serving as vLLM runs them, with an engine that records its calls."""
 
 import asyncio
 import json
@@ -293,7 +293,7 @@ def test_a_load_gives_up_on_requests_that_do_not_end() -> None:
         await until(lambda: len(server.sampling) == 1)
         status, answer = await server.load("v1", timeout_s=0.05)
         assert (status, "1 other requests" in answer["error"]["message"]) == (409, True)
-        held = asyncio.create_task(server.sample())  # nobody holds it back any more
+        held = asyncio.create_task(server.sample())  # no load holds it back any more
         await until(lambda: len(server.sampling) == 2)
         server.done.set()
         assert (await running)[0] == (await held)[0] == 200

@@ -98,7 +98,7 @@ needs_gpu = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rank", [1, 8, 24, 64, 200])
 def test_on_a_gpu_too_product_and_sum_are_rounded_once(dtype: torch.dtype, rank: int, place: str) -> None:
-    """Pieces of a stacked weight whose sizes no tile divides, the other half of which stays as it is."""
+    """Pieces of a stacked weight whose sizes no tile divides, the other half of which stays unchanged."""
     random = torch.Generator("cuda").manual_seed(rank)
 
     def normal(rows: int, columns: int, std: float) -> Tensor:

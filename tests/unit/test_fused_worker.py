@@ -1,4 +1,4 @@
-"""Unit tier: the servers and layers that fused serving refuses, and what it says; with layers that look like vLLM's."""
+"""Unit tier: the servers and layers that fused serving refuses, and its messages; with layers that look like vLLM's."""
 
 import sys
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ class FusedMoE(torch.nn.Module):
 
 
 class LatentAttention(torch.nn.Module):
-    """As vLLM's MLA: it holds the layer, and makes matrices of its own from it."""
+    """As vLLM's MLA: it holds the layer, and makes other matrices from it."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()

@@ -193,7 +193,7 @@ def test_base_weights_that_are_trained_beside_the_adapter_are_refused(tmp_path: 
 # Servers that are asleep
 
 
-@pytest.mark.outside  # the configuration looks whether the server's address is of this host
+@pytest.mark.outside  # the configuration checks if the server's address is on this host
 @pytest.mark.parametrize("keeps_adapters", [True, False])
 def test_what_a_client_samples_wakes_the_servers(
     keeps_adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

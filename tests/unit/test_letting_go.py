@@ -1,4 +1,4 @@
-"""Unit tier: a run that is interrupted or ends lets go at once, and what it could not unload is not forgotten."""
+"""Unit tier: a run that is interrupted or ends lets go at once, and adapters that it could not unload are recorded."""
 
 import asyncio
 import ctypes
@@ -260,7 +260,7 @@ def test_an_interrupted_load_is_carried_out_before_its_version_is_unloaded(tmp_p
             return await load(adapter, deadline)
 
         async def act_as_a_server(adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
-            """Which does what it was asked for whether or not anybody waits for the answer."""
+            """Carries out each load, also if the client no longer waits for the answer."""
             has_begun.set()
             return await asyncio.shield(spawn(load_late(adapter, deadline)))
 
@@ -340,7 +340,7 @@ def test_what_could_not_be_unloaded_is_unloaded_with_the_next_version(run: Start
 def test_what_fails_beside_the_load_leaves_the_version_before_and_nothing_of_the_new_one(
     run: StartRun, is_load_faster: bool
 ) -> None:
-    """A load that was broken off ended after its unload, and one that was faster had been activated."""
+    """An interrupted load ended after its unload, and a faster load had been activated."""
     training = run()
     [fake] = training.fakes
     name = training.publish().adapter_name
@@ -440,7 +440,7 @@ def test_the_end_that_comes_later_unloads_what_an_earlier_one_could_not(run: Sta
 
 
 def test_a_run_that_goes_on_after_its_end_keeps_the_record_of_what_it_left(run: StartRun, tmp_path: Path) -> None:
-    """`evaluate` after `train` publishes anew."""
+    """`evaluate` after `train` publishes again."""
     training = run()
     [fake] = training.fakes
     left = training.publish().adapter_name

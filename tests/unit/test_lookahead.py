@@ -1,7 +1,7 @@
 """Unit tier: which batch is sampled ahead, and that looking at it changes nothing.
 
-The trainer is TRL's with a real dataloader of accelerate; what samples is replaced by a function that notes what it is
-asked for.
+The trainer is TRL's with a real dataloader of accelerate; a function that records its arguments replaces the sampling
+method.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,16 +36,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Noted:
-    """What the trainer asked for, one entry for each batch that it trained on.
+    """What the trainer requested, one entry for each batch that it trained on.
 
     Attributes:
-        asked: token ids of the rows.
-        ahead: those that were handed over for the batch after it.
+        sampled: token ids of the rows.
+        ahead: the token ids handed over for the batch after it.
         states: the random state of torch at that moment, as numbers.
         evaluated: the rows of evaluations.
     """
 
-    asked: list[list[list[int]]] = field(default_factory=list)
+    sampled: list[list[list[int]]] = field(default_factory=list)
     ahead: list[list[list[int]] | None] = field(default_factory=list)
     states: list[list[int]] = field(default_factory=list)
     evaluated: list[list[list[int]]] = field(default_factory=list)
@@ -53,12 +53,12 @@ class Noted:
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
-    """Lets generation objects note what they are asked for, and answer two tokens for each row."""
+    """Lets generation objects record their arguments, and answer two tokens for each row."""
     found = Noted()
 
     def generate(self: Any, prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         batch: TrainingBatch | None = self._batch
-        (found.asked if self.model.training else found.evaluated).append(prompts)
+        (found.sampled if self.model.training else found.evaluated).append(prompts)
         if self.model.training:
             found.states.append(torch.get_rng_state().tolist())
         if batch is not None:
@@ -104,15 +104,15 @@ def test_what_is_handed_over_is_the_next_batch_and_nothing_else_changes(
     """Two and a bit epochs, so that their ends are met."""
     fields = CUTS[cut] | {"max_steps": 12 if "accumulation" in cut else 20}
     train(model, tmp_path / "plain", **fields)
-    without = (noted.asked.copy(), noted.states.copy())
-    noted.asked.clear()
+    without = (noted.sampled.copy(), noted.states.copy())
+    noted.sampled.clear()
     noted.states.clear()
 
     trainer = train(model, tmp_path / "overlap", lora_sync_overlap=1, **fields)
 
-    assert (noted.asked, noted.states) == without
+    assert (noted.sampled, noted.states) == without
     assert trainer.state.epoch > 1
-    assert noted.ahead == [*noted.asked[1:], None]
+    assert noted.ahead == [*noted.sampled[1:], None]
 
 
 def test_the_end_of_an_epoch_is_cold_if_the_order_is_not_trl_s_own(
@@ -124,7 +124,7 @@ def test_the_end_of_an_epoch_is_cold_if_the_order_is_not_trl_s_own(
     cold = [place for place, ahead in enumerate(noted.ahead) if ahead is None]
     assert cold == [3, 7, 8]
     assert [ahead for ahead in noted.ahead if ahead] == [
-        noted.asked[place + 1] for place in range(8) if place not in cold
+        noted.sampled[place + 1] for place in range(8) if place not in cold
     ]
 
 
@@ -134,14 +134,14 @@ def test_a_resumed_run_hands_over_the_batch_that_it_will_ask_for(model: Path, no
         fields = {"lora_sync_overlap": overlap, "save_strategy": "steps", "save_steps": 3, "steps_per_generation": 2}
         folder = tmp_path / str(overlap)
         train(model, folder, max_steps=3, **fields)
-        noted.asked.clear()
+        noted.sampled.clear()
         noted.ahead.clear()
         noted.states.clear()
         train(model, folder, resume=True, max_steps=8, **fields)
-        seen.append((noted.asked.copy(), noted.states.copy()))
+        seen.append((noted.sampled.copy(), noted.states.copy()))
 
     assert seen[0] == seen[1]
-    assert noted.ahead == [*noted.asked[1:], None]
+    assert noted.ahead == [*noted.sampled[1:], None]
 
 
 def test_an_evaluation_between_two_steps_hands_nothing_over(model: Path, noted: Noted, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_an_evaluation_between_two_steps_hands_nothing_over(model: Path, noted: 
 
     assert len(noted.evaluated) >= 4
     assert len(noted.ahead) == 4
-    assert noted.ahead == [*noted.asked[1:], None]
+    assert noted.ahead == [*noted.sampled[1:], None]
     assert [log["lora_sync/version_lag"] for log in trainer.state.log_history if "lora_sync/version_lag" in log] == [
         1
     ] * 4

@@ -1,4 +1,4 @@
-"""Unit tier: the two mixins, with TRL's own classes and with those that adapter sync is not for."""
+"""Unit tier: the two mixins, with TRL's own classes and with trainers that adapter sync is not for."""
 
 import dataclasses
 import inspect
@@ -241,7 +241,7 @@ def test_server_that_is_asked_to_be_its_own_teacher_is_refused(folder: str) -> N
 @pytest.mark.outside
 @pytest.mark.parametrize("kind", ["base", "ema"])
 def test_teacher_whose_base_an_initialisation_has_changed_is_refused(kind: str, folder: str) -> None:
-    """TRL disables the adapter for it, or adds one that changes the base again, and the run learned from that."""
+    """TRL disables the adapter for it, or adds another that changes the base again, and the run learned from that."""
     args = SDFTSyncConfig(output_dir=folder, **ON_CPU, **SYNC, teacher_model_kind=kind)
     adapter = LoraConfig(init_lora_weights="pissa", r=2, target_modules=["q_proj"])
     model = get_peft_model(base_model(), adapter)

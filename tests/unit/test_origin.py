@@ -28,7 +28,7 @@ Ask = Callable[..., list[Any]]
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
-    """Installs a copy of the package by hand, with what pip records of its origin, and asks that copy."""
+    """Installs a copy of the package by hand, with pip's record of its origin, and queries that copy."""
     site = tmp_path / "site"
     (site / "trl_lora_sync").mkdir(parents=True)
     for name in ("__init__.py", "origin.py"):

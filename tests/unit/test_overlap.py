@@ -143,7 +143,7 @@ def test_a_server_that_restarts_is_given_the_version_that_is_sampled_ahead_and_t
     assert run.is_policy_of(batch(overlap, GROUPS, None), first)
 
     assert run.adapters()[0] == ["v1", "v2"]
-    # The active one comes first, and nobody needs the other any more if the first server did the batch meanwhile.
+    # The active one comes first, and the other is needless if the first server did the batch meanwhile.
     assert sorted(run.adapters()[1]) in ([], ["v2"], ["v1", "v2"])
     assert run.is_policy_of(run.generate())
 

@@ -1,4 +1,4 @@
-"""Unit tier: the package as others get it, a wheel in an environment of its own."""
+"""Unit tier: the package as others get it, a wheel in a separate environment."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Unit tier: what reads, scores and refuses adapters, under every PEFT that is supported, each in a process of its own.
+"""Unit tier: what reads, scores and refuses adapters, under every PEFT that is supported, each in a separate process.
 
 The versions lie unpacked, without their dependencies, in folders named by version; `make test` puts them there.
 """
@@ -18,7 +18,7 @@ from trl_lora_sync.versions import PEFT
 TESTS = Path(__file__).parents[1]
 FOLDER_VARIABLE = "TRL_LORA_SYNC_PEFT_VERSIONS_DIR"
 FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".peft-versions")
-# Those that were tested, but for the one that all other tests run on, and whatever else was unpacked there.
+# The tested versions, except the one under all other tests, and all other versions unpacked there.
 VERSIONS = sorted({*PEFT.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("peft")}, key=Version)
 # Everything that imports PEFT; they compare with what that PEFT computes itself.
 CORE = ("canonical", "export", "flat", "initial", "reader", "saved", "support")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> Finished:
-    """Runs with all of them, each in a process of its own."""
+    """Runs with all of them, each in a separate process."""
     files = [TESTS / "unit" / f"test_adapter_{name}.py" for name in CORE] + [TESTS / "unit" / "test_scoring.py"]
     runs = [
         [str(FOLDER / version), str(folder / f"{version}.log"), str(folder / f"{version}.code")]

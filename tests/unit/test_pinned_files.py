@@ -38,7 +38,7 @@ KEEP = 2
 
 
 class Locks:
-    """Stands for the GPU's driver: which memory is page-locked, and how often that was asked for."""
+    """Stands for the GPU's driver: which memory is page-locked, and how often locking was requested."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -221,7 +221,7 @@ def test_versions_that_are_not_retired_keep_their_content(store: AdapterStore) -
 def test_pinned_file_that_another_process_has_mapped_is_never_written_again(
     store: AdapterStore, pool: PinnedFilePool
 ) -> None:
-    """An engine without page-locked memory keeps an adapter as views of its file, long after it was told to unload."""
+    """An engine without page-locked memory keeps an adapter as views of its file, long after the unload request."""
     live: list[StoredAdapter] = []
     first = sync(store, live, 1)
     content, number, size = sha256(tensors_of(first)), inode(first), tensors_of(first).stat().st_size
@@ -230,7 +230,7 @@ def test_pinned_file_that_another_process_has_mapped_is_never_written_again(
         assert reader.sha256() == content
         assert number not in later
         assert pool.held_bytes <= (KEEP + 2) * size
-    assert len(set(later)) == KEEP + 2  # the one that was given up is replaced once
+    assert len(set(later)) == KEEP + 2  # the file that was given up is replaced once
 
 
 def test_pinned_file_that_this_process_has_open_is_never_written_again(store: AdapterStore) -> None:
@@ -244,7 +244,7 @@ def test_pinned_file_that_this_process_has_open_is_never_written_again(store: Ad
 
 
 def test_pinned_file_with_a_second_path_is_never_written_again(store: AdapterStore, folder: Path) -> None:
-    """Somebody keeps a version by a hard link, as `cp --link` and some backups do."""
+    """A user keeps a version by a hard link, as `cp --link` and some backups do."""
     live: list[StoredAdapter] = []
     first = sync(store, live, 1)
     kept, content = folder / "kept", sha256(tensors_of(first))

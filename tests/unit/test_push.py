@@ -68,7 +68,7 @@ def test_the_body_is_a_safetensors_file_with_the_configuration(dtype: torch.dtyp
 
 
 class Server:
-    """Answers as the route does, and remembers what it was asked.
+    """Answers as the route does, and records the requests.
 
     Attributes:
         answers: statuses and bodies of pushes, in order; then all succeed.
@@ -227,7 +227,7 @@ def test_files_whose_deletion_was_not_answered_go_with_the_next_unload() -> None
 
 @pytest.mark.outside
 def test_files_that_a_connection_left_behind_go_with_the_next_unload_of_its_successor(tmp_path: Path) -> None:
-    """A server that was taken back kept them for good, because the new connection did not know of them."""
+    """A server that returned to service kept them for good, because the new connection did not know of them."""
     statuses, deleted = [503], []
 
     def answer(request: Request) -> None:

@@ -38,7 +38,7 @@ def safetensors(data: bytes = b"12345678", *, config: str | None = None, end: in
 
 @dataclass
 class Server:
-    """The middleware in front of an application that says who it is."""
+    """The middleware in front of an application that identifies itself."""
 
     root: Path
     args: Any = field(default_factory=lambda: SimpleNamespace(api_key=None))
@@ -351,7 +351,7 @@ def test_the_keys_are_those_that_vllm_itself_asks_for(
     variable: str | None,
     keys: set[str] | None,
 ) -> None:
-    """A version that does not show its arguments, and has no key in its environment, may have one: nobody is let in."""
+    """A version that does not show its arguments, and has no key in its environment, may have one: it refuses all."""
     if variable is not None:
         monkeypatch.setenv("VLLM_API_KEY", variable)
     server = serve(args=args)

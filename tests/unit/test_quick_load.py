@@ -33,7 +33,7 @@ PREFIX = "base_model.model.model.layers"
 
 
 class Usual:
-    """Loads as vLLM does, and notes which way was taken; the signatures are those of its `LoRAModel` (0.26, 0.31)."""
+    """Loads as vLLM does, and notes which way was taken; the signatures match its `LoRAModel` (0.26, 0.31)."""
 
     ways: list[str]
 
@@ -66,7 +66,7 @@ class Usual:
 
 
 class Worker(QuickLoadWorker):
-    """A worker of vLLM, as far as it is used."""
+    """A worker of vLLM, reduced to the parts in use."""
 
     def __init__(self, folder: Path, device: str = "cpu", *, mixes_experts: bool = False) -> None:
         self.ways: list[str] = []
@@ -224,7 +224,7 @@ def test_a_quick_model_is_one_of_vllms() -> None:
 def test_a_file_that_ends_early_is_an_error_and_no_thread_reads_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first part is missing as a whole, and those that follow are still being read."""
+    """The first part is missing as a whole, and the following parts are still being read."""
     monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", 100)
     (tmp_path / "file").write_bytes(bytes(1000))
     read_now, reading = safetensors_file.read_into, []

@@ -70,7 +70,7 @@ def test_a_cancelled_task_ends_and_cleans_up() -> None:
 
 
 def test_an_interrupt_while_a_coroutine_is_being_started_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It went on with nobody who waits for it, and a sync left its version on the servers."""
+    """It went on without a waiting caller, and a sync left its version on the servers."""
     call_soon, interrupts = asyncio.BaseEventLoop.call_soon_threadsafe, [KeyboardInterrupt()]
     me, went_on = threading.get_ident(), threading.Event()
 

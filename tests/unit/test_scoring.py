@@ -121,7 +121,7 @@ def test_base_and_adapter_are_what_peft_computes() -> None:
 
 @pytest.mark.parametrize("lora", [{}, {"use_rslora": True, "lora_alpha": 7}, {"target_modules": "all-linear"}])
 def test_the_exported_trial_adapter_is_what_the_trainer_computed_with(lora: dict[str, Any]) -> None:
-    """Scaling included: exported by the reader, loaded into another model as it is, and scored there."""
+    """Scaling included: exported by the reader, loaded unchanged into another model, and scored there."""
     model = lora_model(**lora)
     weights = trial_of(model)
     reader = AdapterReader()

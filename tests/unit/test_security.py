@@ -170,7 +170,7 @@ def test_a_redirect_does_not_carry_the_key_to_another_host(keys: None) -> None:
 
 @pytest.fixture(autouse=True)
 def no_authorities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the person who runs the tests reach none of them."""
+    """The authorities of the user who runs the tests reach none of them."""
     for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -263,7 +263,7 @@ HOSTILE = "/tmp/../../hostile-marker/etc/passwd"
 
 
 def hostile(request: Request) -> None:
-    """Everything that a vLLM server may name is a path that nobody should touch."""
+    """Everything that a vLLM server may name is a path that must never be touched."""
     loaded = [r.body["lora_name"] for r in request.server.requests if r.path.endswith("/load_lora_adapter")]
     match request.path:
         case "/version":

@@ -1,4 +1,4 @@
-"""Unit tier: what the SGLang engine sends and reads, and how an engine is told from another."""
+"""Unit tier: what the SGLang engine sends and reads, and how engines are distinguished."""
 
 import asyncio
 import base64
@@ -90,7 +90,7 @@ def test_each_image_is_sent_as_one_token_and_the_answer_has_the_trainers_prompt(
     sent = [(body["input_ids"], len(body.get("image_data", ()))) for body in fake.bodies("/generate")]
     ours = [one for one in sent if one[0] != [0, 1, 2, 3]]
     with_adapter = [([1, 9, 2, 9, 3], 2)] * 2 + [([[4, 5]], 0), ([9, 6], 1)]
-    # Up to 0.5.21, the base model is asked once whether it takes so many images.
+    # Up to 0.5.21, one request to the base model checks that it takes so many images.
     asked = [([1, 9, 2, 9, 3], 2), ([9, 6], 1)] if version < "0.5.22" else []
     assert sorted(ours, key=repr) == sorted(asked + with_adapter, key=repr)
     for row, group in zip(found, groups, strict=True):
@@ -272,7 +272,7 @@ def every_shape() -> dict[str, tuple[int, int]]:
 def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
     serve: Serve, adapted: tuple[str, ...], added: set[str], version: str, tmp_path: Path
 ) -> None:
-    """Without them, SGLang refuses some of these adapters and dies of others."""
+    """Without them, SGLang refuses some of these adapters and crashes on others."""
     modules = part(*adapted)
     completed = pad_packed_modules(modules, every_shape())
     assert {module.name.rpartition(".")[2] for module in completed[len(modules) :]} == added

@@ -128,7 +128,7 @@ def test_a_run_keeps_the_server_flat_and_leaves_nothing(
 
 @pytest.mark.parametrize("transport", ["disk", "tensors"])
 def test_what_a_killed_run_left_on_the_server_is_unloaded_by_the_next_one(run: StartRun, transport: str) -> None:
-    """A run that sends tensors writes no files, so nothing told of it."""
+    """A run that sends tensors writes no files, so nothing recorded it."""
     killed = run(transport=transport)
     left = killed.publish()
     lock = killed.sync.transport.store.lock
@@ -209,7 +209,7 @@ def test_the_transport_fits_what_server_and_trainer_share(
 
 @pytest.mark.parametrize("shapes", [SMALL, replace(SMALL, hidden=64), replace(SMALL, intermediate=64)])
 def test_another_base_is_refused_before_anything_is_loaded(run: StartRun, shapes: Any) -> None:
-    """SGLang cuts matrices that are too large to size without a word, and dies of those that are too small."""
+    """SGLang cuts matrices that are too large to size silently, and crashes on matrices that are too small."""
     training = run(start=False, server={"shapes": shapes, "seed": 1})
     with FakeSGLang(shapes=SMALL) as ours:
         training.base = trained(ours)
@@ -401,7 +401,7 @@ def test_a_lost_answer_to_a_release_or_a_restore_of_the_kv_cache_does_not_end_th
 
 
 def test_a_server_that_restarted_asleep_gets_the_adapter_anew(run: StartRun) -> None:
-    """A restore that it did not ask for would end the new server."""
+    """A restore without a prior release would end the new server."""
     training = run(**ASLEEP)
     training.publish()
     training.sync.sleep()
@@ -438,7 +438,7 @@ def test_a_server_without_the_memory_saver_is_refused_at_the_start(run: StartRun
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
-    """Unloads are soon given up in its block, which is for those that hang; others may be slow on a busy machine."""
+    """Unloads are soon given up in its block, which is for hanging unloads; others may be slow on a busy machine."""
 
     @contextmanager
     def block() -> Iterator[None]:

@@ -40,7 +40,7 @@ def model(mesh: DeviceMesh) -> nn.Module:
 
 
 def test_a_4_bit_base_that_gathering_would_change_is_refused(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the copy goes by way of float32, which has one pattern for what is no number."""
+    """As on a GPU, where the copy goes by way of float32, which has one pattern for NaN."""
 
     def copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):

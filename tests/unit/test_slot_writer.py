@@ -536,7 +536,7 @@ class Threads(Group):
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Threads, list[Served]]]:
-    """Two workers, which see the same versions in folders of their own."""
+    """Two workers, which see the same versions in separate folders."""
     group = Threads()
     with shared_folder() as folder:
         pair = [Served(folder / str(rank), replace(group, is_last=rank == 1)) for rank in range(2)]

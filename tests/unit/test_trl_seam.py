@@ -287,7 +287,7 @@ def test_trl_that_is_too_old_is_refused_with_what_is_needed(version: str, monkey
         ("1.16.9", None),
         ("1.17.0.dev0", "TRL 1.17.0.dev0 is newer than 1.16"),
         ("2.0", "TRL 2.0 is newer than 1.16"),
-        ("unknown", "TRL unknown is not a released version"),  # what TRL says of itself without its metadata
+        ("unknown", "TRL unknown is not a released version"),  # TRL's own version without its metadata
     ],
 )
 def test_version_that_was_not_tested_is_used_with_a_warning(

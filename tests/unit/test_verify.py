@@ -112,11 +112,11 @@ class VerifiedRun(FleetRun):
 
     Attributes:
         lies: what the trainer computes instead of the adapter that it publishes, for the next syncs.
-        asked: how often the trainer scored the adapter.
+        comparisons: how often the trainer scored the adapter.
     """
 
     lies: Callable[[], Any] | None = None
-    asked = 0
+    comparisons = 0
     trial_size = 1.0
     sizes: Mapping[str, float] = MappingProxyType({})
 
@@ -127,7 +127,7 @@ class VerifiedRun(FleetRun):
         return [self.trial("attention", "self_attn"), self.trial("MLP", "mlp")]
 
     def trial(self, group: str, block: str) -> Trial:
-        """Of `trial_size` in one block of each layer, or of a size of its own, and zero in the others."""
+        """Of `trial_size` in one block of each layer, or of the group's size, and zero in the others."""
         some, size = another_adapter(), self.sizes.get(group, self.trial_size)
         tensors = {name: value * (size if f".{block}." in name else 0.0) for name, value in some.tensors.items()}
         adapter = with_tensors(some, tensors)
@@ -143,7 +143,7 @@ class VerifiedRun(FleetRun):
         return self.sync.publish(self.read_next(self.sync.form), self.score)
 
     def score(self) -> Scores:
-        self.asked += 1
+        self.comparisons += 1
         adapter = self.lies() if self.lies else self.read[-1]
         return Scores(base=self.logprobs(None), adapted=self.logprobs(adapter))
 
@@ -154,7 +154,7 @@ class VerifiedRun(FleetRun):
         """An adapter as before the first step."""
         some = another_adapter()
         zero = replace(some, flat=torch.zeros_like(some.flat))
-        self.asked += self.sync.needs_verification
+        self.comparisons += self.sync.needs_verification
         base = self.logprobs(None)
         return self.sync.publish(zero, lambda: Scores(base=base, adapted=base))
 
@@ -311,13 +311,13 @@ def test_first_verifies_until_it_is_proved_and_then_no_more(run: StartRun) -> No
     again = training.publish()
     assert again.is_verified
     assert again.verify_gap is None
-    assert training.asked == 1
+    assert training.comparisons == 1
 
 
 def test_every_verifies_at_each_sync(run: StartRun) -> None:
     training = run(verify="every")
     assert all(training.publish().verify_gap is not None for _ in range(3))
-    assert training.asked == 3
+    assert training.comparisons == 3
 
 
 def test_off_verifies_nothing(run: StartRun) -> None:
@@ -326,7 +326,7 @@ def test_off_verifies_nothing(run: StartRun) -> None:
     report = training.publish()
     assert report.is_verified is None
     assert report.verify_gap is None
-    assert training.asked == 0
+    assert training.comparisons == 0
 
 
 def test_a_version_of_another_policy_is_withdrawn_and_the_one_before_stays_active(run: StartRun) -> None:
@@ -371,22 +371,22 @@ def test_an_adapter_that_stays_too_small_to_show_is_looked_at_ever_more_rarely(r
     training = run(verify="first", trial_size=0)
     attempts = []
     for number in range(1, 41):
-        before = training.asked
+        before = training.comparisons
         assert training.publish_zero().is_verified is False
-        attempts += [number] * (training.asked - before)
+        attempts += [number] * (training.comparisons - before)
     assert attempts == [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33]
 
 
 def test_a_server_that_was_restarted_has_to_prove_itself_again(run: StartRun) -> None:
     training = run(servers=2, verify="first", trial_size=0)
     training.publish()
-    assert training.asked == 1
+    assert training.comparisons == 1
     training.fakes[1].restart()
     training.generate()
     assert training.publish().is_verified
-    assert training.asked == 2
+    assert training.comparisons == 2
     training.publish()
-    assert training.asked == 2
+    assert training.comparisons == 2
 
 
 def test_a_sync_that_is_repeated_to_verify_a_server_has_one_deadline(
