@@ -54,11 +54,11 @@ def sentences(text: str) -> list[list[str]]:
 
 
 def texts_of(source: str) -> Iterator[str]:
-    """The strings of Python source, and its comments; lines that belong together as one text, without values."""
+    """Comments and strings of Python source, but names; lines that belong together as one text, without values."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.isidentifier():
             yield node.value
     block, end = "", 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -198,7 +198,7 @@ class Tracing:
 
 
 def trace_sync() -> dict[str, int]:
-    """One sync to one server, after a first one that has opened the connections."""
+    """One sync to one server, after a first sync has opened the connections."""
     with Tracing().installed() as trace, fleet_run(1) as run:
         run.publish()
         with trace.recording():
