@@ -82,6 +82,7 @@ def test_structure_is_counted() -> None:
     assert found == {
         "files": 2,
         "lines": 10,
+        "lines_of_code": 6,
         "functions_per_1000_lines": 200.0,
         "callbacks_per_1000_lines": 300.0,
         "comments_percent_of_lines": 20.0,
