@@ -311,8 +311,19 @@ def check_async_exports() -> ModuleType:
     """Look for TRL's asynchronous trainer, before it is derived from, and return the package that has it.
 
     Raises:
-        UnsupportedTRLError: the installed TRL lacks it, or has it elsewhere.
+        UnsupportedTRLError: the installed TRL lacks it, or has it elsewhere, or imports what is not installed.
     """
+    try:
+        import_module(ASYNC_PACKAGE)
+    except ModuleNotFoundError as error:
+        missing = str(error.name).partition(".")[0]
+        if missing != trl.__name__:  # such as aiohttp, which TRL imports there up to 1.14
+            raise UnsupportedTRLError(
+                f"TRL {trl.__version__} imports {missing} for its asynchronous trainer, and that is not installed. "
+                f"Install it with: pip install {missing}"
+            ) from error
+    except (ImportError, RuntimeError):
+        pass  # reported below, with all else
     _raise_if_changed(
         [
             change

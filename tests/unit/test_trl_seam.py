@@ -424,3 +424,14 @@ def test_version_of_the_package_is_that_of_its_metadata() -> None:
     from importlib.metadata import version
 
     assert trl_lora_sync.__version__ == version("trl-lora-sync")
+
+
+def test_a_package_that_the_asynchronous_trainer_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Python 3.10 the newest TRL is 1.14, whose asynchronous trainer imports aiohttp without requiring it."""
+
+    def without_aiohttp(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp.client")
+
+    monkeypatch.setattr(trl_checks, "import_module", without_aiohttp)
+    with pytest.raises(UnsupportedTRLError, match=r"imports aiohttp for its .* Install it with: pip install aiohttp$"):
+        trl_checks.check_async_exports()
