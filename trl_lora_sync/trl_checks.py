@@ -8,6 +8,7 @@ loaded; what only an instance shows is looked at once the trainer is built.
 import ast
 import inspect
 import logging
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -211,8 +212,7 @@ def check_colocate() -> None:
         ("__init__", "self.tensor_parallel_size = "),
     ):
         tree = _function_tree(getattr(generation, method))
-        # `ast.unparse` has one form of quotes and line breaks, so source may be formatted in another way.
-        if tree is not None and wanted not in ast.unparse(tree):
+        if tree is not None and wanted not in _text_of(tree):
             changes.append(f"{GENERATION_CLASS}.{method} has no {wanted.rstrip('(= ')}")
     _raise_if_changed(changes)
 
@@ -371,7 +371,7 @@ def _async_loop_changes(loop: type) -> Iterator[str]:
     """Whether the loop does what it is expected to with what is overridden."""
     for method, lines in _ASYNC_TEXT.items():
         tree = _function_tree(getattr(loop, method))
-        text = ast.unparse(tree) if tree is not None else ""
+        text = _text_of(tree) if tree is not None else ""
         for line in lines:
             if text and line not in text:
                 yield f"{loop.__name__}.{method} has no {line}"
@@ -386,7 +386,7 @@ def _async_trainer_changes(trainer: type) -> Iterator[str]:
     tree = _class_tree(trainer)
     if tree is None:
         return
-    text, name = ast.unparse(tree), trainer.__name__
+    text, name = _text_of(tree), trainer.__name__
     for wanted in (
         f"self.rollout_worker = {ASYNC_WORKER}(",
         "StepIntervalCallback(self._sync_weight, self.args.weight_sync_steps)",
@@ -772,6 +772,13 @@ def _own_nodes(module: ast.AST) -> Iterator[ast.AST]:
         # What a function inside returns is not what the outer one returns.
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             left.extend(ast.iter_child_nodes(node))
+
+
+def _text_of(tree: ast.AST) -> str:
+    """Source in one form of quotes and line breaks, so the original may be formatted in another way."""
+    text = ast.unparse(tree).replace("lambda :", "lambda:")
+    # Python 3.10 puts brackets around the names on the left of an assignment, and 3.11 does not.
+    return re.sub(r"^( *)\(([\w, ]+)\) = ", r"\1\2 = ", text, flags=re.MULTILINE)
 
 
 def _function_tree(function: Any) -> ast.AST | None:

@@ -1,5 +1,6 @@
 """Workers read the newest version from the memory of the trainer's GPU; by a stand-in, and on a GPU by CUDA itself."""
 
+import concurrent.futures
 import errno
 import fcntl
 import os
@@ -314,7 +315,7 @@ def test_a_trainer_that_ends_within_a_version_leaves_no_worker_waiting(
     stored = served.write(2)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(served.add, stored)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(concurrent.futures.TimeoutError):
             loading.result(0.2)
         # Its descriptors and mappings, and so its locks, go with the process; here the store stands for that.
         ended.set()
@@ -377,7 +378,7 @@ def test_a_server_that_does_not_wait_for_a_file_is_told_of_it_once_it_is_complet
         store = AdapterStore(folder / "root", pinned=pool)
         with ThreadPoolExecutor(1) as thread:
             loading = thread.submit(run, server.load(store.write(1, flat(1)), soon(60)))
-            with pytest.raises(TimeoutError):
+            with pytest.raises(concurrent.futures.TimeoutError):
                 loading.result(0.3)
             assert not loads
             store.finish()
