@@ -416,6 +416,9 @@ class ServerHandle:
         return is_confirmed
 
     async def wait_for_unloads(self, deadline: Deadline) -> None:
+        # Unloads that were requested in this very step have no turn yet, and from Python 3.12 on `asyncio.wait_for`
+        # takes a free lock at once.
+        await asyncio.sleep(0)
         # The lock is fair, so this is the turn after all unloads that were requested before.
         async with held(self._unloads, deadline, f"{self.base_url} is still unloading earlier versions"):
             return

@@ -596,6 +596,21 @@ def test_a_version_that_was_withdrawn_while_a_server_was_away_is_forgotten_when_
     assert training.adapters() == [["v3", "v4"]] * 2
 
 
+def test_an_unload_that_is_requested_in_the_same_moment_is_waited_for(run: StartRun) -> None:
+    """From Python 3.12 on it was not, and a server was sent to sleep with the unload on its way."""
+    training = run()
+    training.publish()
+    server, fake = training.sync.fleet.servers[0], training.fakes[0]
+    [name] = fake.host_adapters
+
+    async def unload_and_wait() -> list[str]:
+        server.unload_later(name)
+        await server.wait_for_unloads(soon())
+        return [*fake.host_adapters]
+
+    assert run_on_loop(unload_and_wait()) == []
+
+
 # Servers that stay away
 
 
