@@ -354,9 +354,13 @@ def soak_controls() -> str:
     later = [one["trainer_rss_mb"] for one in rounds[len(rounds) // 2 :]]
     apart = found["syncs"] / len(rounds)
     slope, _, _ = table.line([place * apart / 100 for place in range(len(later))], later)
+    server = [one["server_rss_mb"] for one in rounds]
+    begin, half = len(server) // 10, len(server) // 2  # the first tenth is warm-up
     rows = [
         ("server MB added by 100 rounds of a sync and samples", f"{added['with a sync']:+.1f}"),
         ("server MB added by 100 rounds of samples only", f"{added['without']:+.1f}"),
+        ("server MB added from the first tenth of the run to its half, and from there to its end",
+         f"{server[half] - server[begin]:+.0f} and {server[-1] - server[half]:+.0f}"),
         ("trainer MB added by 100 syncs, second half of the run", f"{slope:+.1f}"),
         *(
             (f"{what}, median and maximum", f"{found['median'][key]:.0f} and {found['max'][key]:.0f}")
