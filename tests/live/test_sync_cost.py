@@ -30,4 +30,4 @@ def test_sync_cost_measures_a_running_server(clean_server: VLLMServer, base_mode
 def test_sync_cost_refuses_a_model_that_is_not_a_folder(tmp_path: Path) -> None:
     ended = run_script("--url", "http://127.0.0.1:1", "--model", tmp_path / "missing")
     assert ended.returncode == 2
-    assert "missing is not a folder. Give the one" in ended.stderr
+    assert "missing is not a folder. Give the folder" in ended.stderr
