@@ -313,17 +313,6 @@ def check_async_exports() -> ModuleType:
     Raises:
         UnsupportedTRLError: the installed TRL lacks it, or has it elsewhere, or imports what is not installed.
     """
-    try:
-        import_module(ASYNC_PACKAGE)
-    except ModuleNotFoundError as error:
-        missing = str(error.name).partition(".")[0]
-        if missing != trl.__name__:  # such as aiohttp, which TRL imports there up to 1.14
-            raise UnsupportedTRLError(
-                f"TRL {trl.__version__} imports {missing} for its asynchronous trainer, and that is not installed. "
-                f"Install it with: pip install {missing}"
-            ) from error
-    except (ImportError, RuntimeError):
-        pass  # reported below, with all else
     _raise_if_changed(
         [
             change
@@ -334,7 +323,7 @@ def check_async_exports() -> ModuleType:
                 (_ASYNC_LOOP_MODULE, ASYNC_WORKER),
                 (_ASYNC_LOOP_MODULE, "_AsyncRolloutLoop"),
             )
-            for change in _class_changes(module, name)
+            for change in _async_class_changes(module, name)
         ],
         TRL_ASYNC,
     )
@@ -521,10 +510,16 @@ def _export_changes(*names: str) -> Iterator[str]:
             yield f"trl has no {name} ({error})"
 
 
-def _class_changes(module_name: str, name: str) -> Iterator[str]:
+def _async_class_changes(module_name: str, name: str) -> Iterator[str]:
     try:
         found = getattr(import_module(module_name), name, None)
     except (ImportError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and (missing := str(error.name).partition(".")[0]) != trl.__name__:
+            # Such as aiohttp, which TRL imports there up to 1.14. Another TRL would not help.
+            raise UnsupportedTRLError(
+                f"TRL {trl.__version__} imports {missing} for its asynchronous trainer, and that is not installed. "
+                f"Install it with: pip install {missing}"
+            ) from error
         yield f"{module_name} cannot be imported ({error})"
         return
     if not isinstance(found, type):
