@@ -92,6 +92,20 @@ def steps_with_syncs() -> str:
     return markdown(("arm", "steps", "sync ms", "generation s", "training s", "step s", "/ `weights`"), rows)
 
 
+def before_and_after() -> str:
+    """A sync and decoding with the core of November 22 and of November 26, on one host."""
+    rows = []
+    for name, about in (("before", "before"), ("after", "now")):
+        found = read(f"vs-weights-8b-{name}-2xh200")["shapes"]["8b"]["ranks"]["32"]
+        stock_s = found["sync"]["weights"]["median"]["sync_s"]
+        for arm, one in found["sync"].items():
+            decoded = found["decode"].get(arm)
+            speed = f"{decoded['32']['median']:,.0f}" if decoded else ""
+            sync_s = one["median"]["sync_s"]
+            rows.append((about, f"`{arm}`", str(len(one["samples"])), _ms(sync_s), f"{sync_s / stock_s:.3f}", speed))
+    return markdown(("core", "arm", "syncs", "sync ms", "/ `weights`", "tokens/s, 32 at once"), rows)
+
+
 def several_servers() -> str:
     """Syncs to several servers that share a GPU."""
     [(shape, found)] = read("vs-weights-0.6b-2xh100")["shapes"].items()
@@ -745,6 +759,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "vs-weights-summary": versus_summary,
     "parts-of-syncs": parts_of_syncs,
     "several-servers": several_servers,
+    "before-and-after": before_and_after,
     "steps-with-syncs": steps_with_syncs,
     "overlap": overlap,
     "async-grpo": async_grpo,
