@@ -1,40 +1,20 @@
 """Distributed tier: two gloo processes that train while the real server samples their next batch."""
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import CPU_ENV, TESTS, launch_each, seen_in
-from support.servers import Proxy, adapters_on, proxy_to, version_of
-from vllm_server import VLLMServer
+from support.servers import Proxy, version_of
+
+from distributed.conftest import TwoProcesses
 
 # The first test waits for the launch, and for the server as well.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def launched(
-    server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[list[dict[str, Any]], Proxy, dict[str, str]]]:
+def launched(two_processes: TwoProcesses) -> tuple[list[dict[str, Any]], Proxy, dict[str, str]]:
     """What each process saw, the requests that were made, and the adapters that stayed."""
-    folder = tmp_path_factory.mktemp("overlapping")
-
-    def after(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
-        order = ""
-        with contextlib.suppress(FileNotFoundError):
-            order = (folder / "order").read_text()
-        if order and path == "/v1/completions" and b"-v2" in answer:
-            return 400, b'{"error": {"message": "this batch is not to be"}}'
-        return status, answer
-
-    with proxy_to(server.base_url) as proxy:
-        proxy.after = after
-        runs = [["overlapping", str(folder), proxy.base_url, str(base_model)]]
-        script = TESTS / "support" / "two_processes.py"
-        ended = launch_each(script, runs, folder, ["--multi_gpu"], env=CPU_ENV, timeout_s=400)
-        yield seen_in(folder, ended)["seen"], proxy, adapters_on(server.base_url)
+    return two_processes.seen("overlapping")["seen"], two_processes.overlapping, two_processes.left
 
 
 def result(seen: dict[str, Any], step: str) -> dict[str, Any]:

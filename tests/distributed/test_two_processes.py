@@ -1,59 +1,23 @@
 """Distributed tier: two gloo processes on the CPU, the real server, and failures of process 0 alone."""
 
-import contextlib
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import CPU_ENV, TESTS, launch_each, seen_in
 from support.policies import NOISE_MAX, NOISE_MEAN, RATIO_SPREAD
-from support.servers import adapters_on, damage, nobody_listening, proxy_to
 from support.trainers import METRICS
-from vllm_server import VLLMServer
+
+from distributed.conftest import TwoProcesses
 
 # The first test of a launch waits for all of it, and the very first for the server as well.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 Seen = dict[str, Any]
-# What a hang would exceed; both scenarios take 20 to 60 s.
-TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def launched(
-    server: VLLMServer, base_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Seen]]:
-    """One launch, through everything that works and failures that a run survives, and then through starts that fail."""
-    folder, of_failing = tmp_path_factory.mktemp("working"), tmp_path_factory.mktemp("failing")
-
-    def order() -> str:
-        with contextlib.suppress(FileNotFoundError):
-            return (folder / "order").read_text()
-        return ""
-
-    def before(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if order() == "break all connections":
-            raise ConnectionAbortedError
-        if order() == "damage the version" and path == "/v1/load_lora_adapter":
-            damage(body["lora_path"])
-        return body
-
-    def after(path: str, status: int, answer: bytes) -> tuple[int, bytes]:
-        return (401, b'{"error": "Unauthorized"}') if order() == "refuse the key" else (status, answer)
-
-    with proxy_to(server.base_url) as proxy, nobody_listening() as closed:
-        proxy.before, proxy.after = before, after
-        runs = [
-            ["working", str(folder), proxy.base_url, str(base_model)],
-            ["failing", str(of_failing), closed, str(base_model)],
-        ]
-        script = TESTS / "support" / "two_processes.py"
-        ended = launch_each(script, runs, folder, ["--multi_gpu"], env=CPU_ENV, timeout_s=TIMEOUT_S)
-        yield {
-            "working": seen_in(folder, ended) | {"folder": folder, "left": adapters_on(server.base_url)},
-            "failing": seen_in(of_failing, ended) | {"folder": of_failing},
-        }
+def launched(two_processes: TwoProcesses) -> dict[str, Seen]:
+    """Of everything that works and failures that a run survives, and of starts that fail."""
+    return {name: two_processes.seen(name) | {"folder": two_processes.folders[name]} for name in ("working", "failing")}
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +129,9 @@ def test_training_logs_the_same_sync_on_both_processes(working: Seen) -> None:
     assert first[1]["lora_sync/version"] == first[0]["lora_sync/version"] + 1
 
 
-def test_an_exception_on_both_processes_leaves_nothing_behind(working: Seen) -> None:
+def test_an_exception_on_both_processes_leaves_nothing_behind(two_processes: TwoProcesses, working: Seen) -> None:
     assert {error for error, _ in both_errors(working, "broken_reward")} == {"ZeroDivisionError"}
-    assert working["left"] == {}
+    assert two_processes.left == {}
     assert not (working["folder"] / "sync").exists()
 
 

@@ -43,11 +43,13 @@ LONGEST = (
     "tests/live/test_soak.py",
     "tests/live/test_push.py",
 )
-# Which share a server.
+# Which share a server, or a launch of two processes.
 TOGETHER = {
     "tests/live/test_fused.py": "fused",
     "tests/live/test_fused_extras.py": "fused",
     "tests/contract/test_engine_contract.py": "fused",
+    "tests/distributed/test_two_processes.py": "two processes",
+    "tests/distributed/test_overlap.py": "two processes",
 }
 
 
@@ -64,6 +66,11 @@ class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """The longest files first; the others as they were."""
+    """The longest files first, and at the end the unit tests, whose files are the shortest."""
     places = {file: place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+    def place_of(item: pytest.Item) -> tuple[int, bool]:
+        file = item.nodeid.partition("::")[0]
+        return places.get(file, len(places)), file.startswith("tests/unit/")
+
+    items.sort(key=place_of)
