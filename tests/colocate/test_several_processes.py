@@ -21,7 +21,8 @@ TIMEOUT_S = 120.0
 EXACT = 1e-4
 SHARDED = ("fsdp2", "zero3")
 MULTI_GPU = ("--multi_gpu",)
-ZERO2, ZERO3 = (("--use_deepspeed", "--zero_stage", stage) for stage in "23")
+# `colocate_ways.py` takes the stage of ZeRO that the name of the way has.
+DEEPSPEED = ("--use_deepspeed", "--zero_stage", "3")
 # The arguments of accelerate launch.
 WAYS = {
     "ddp": MULTI_GPU,
@@ -29,8 +30,8 @@ WAYS = {
     "fsdp2": MULTI_GPU,
     "ddp+tp2+fused": MULTI_GPU,
     "ddp+fused+shared": MULTI_GPU,
-    "zero2": ZERO2,
-    "zero3": ZERO3,
+    "zero2": DEEPSPEED,
+    "zero3": DEEPSPEED,
 }
 
 
@@ -49,7 +50,7 @@ def launch_of(
     @functools.cache
     def launched(arguments: tuple[str, ...]) -> Finished:
         check_launchers()
-        env = {} if arguments == ZERO3 else CPU_ENV
+        env = {} if arguments == DEEPSPEED else CPU_ENV
         script = TESTS / "support" / "colocate_ways.py"
         runs = [[way, str(folders[way]), str(base_model)] for way, others in WAYS.items() if others == arguments]
         return launch_each(script, runs, tmp_path_factory.mktemp("launch"), arguments, env=env, timeout_s=TIMEOUT_S)

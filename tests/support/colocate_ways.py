@@ -24,7 +24,7 @@ from support.policies import distance, sample, token_ids
 from support.trainers import steps_of
 from support.two_processes import Outcome, attempt
 from support.vllm_forks import IMPORTED_LATER
-from support.ways import Traffic, copy_policy, make_trainer
+from support.ways import Traffic, choose_stage, copy_policy, make_trainer
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.errors import VerificationError
 from trl_lora_sync.shards import is_sharded, shards_of
@@ -36,8 +36,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "shared": {"vllm_colocate_base": "shared"},
 }
 # Where vLLM compiles the model, as it does by default. That takes ten seconds of each process and has little to do with
-# the way of training; tests/colocate/test_in_weights.py has compiled models with adapters in the weights.
-COMPILED = ("ddp", "ddp+tp2")
+# the way of training; the other tests of tests/colocate have compiled models of one process.
+COMPILED = ("ddp+tp2",)
 
 
 def run_way(way: str, folder: Path, base: Path) -> dict[str, Outcome]:
@@ -218,6 +218,7 @@ def keep_apart() -> None:
 
 def main(way: str, folder: str, model: str) -> None:
     torch.set_num_threads(1)
+    choose_stage(way)
     end_process(folder, run_way(way, Path(folder), Path(model)))
 
 

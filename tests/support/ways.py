@@ -4,6 +4,8 @@ Each trains a few steps against the real server, then looks at what a sync gathe
 failures of one process. Writes what it saw to FOLDER/process-<index>.json; the tests read that.
 """
 
+import functools
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -198,10 +200,20 @@ def without_compiled_parts() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def init_of(way: str) -> Any:
+    return "pissa" if way.endswith(WITH_PISSA) else True
+
+
+@functools.cache
+def models_of(base: Path, init: Any) -> tuple[PeftModel, PeftModel]:
+    """Two models that are not trained, made before any trainer: Transformers shards what is loaded under ZeRO-3."""
+    first, second = (peft_model(base, init_lora_weights=init) for _ in range(2))
+    return first, second
+
+
 def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
-    # Before the trainer, because Transformers shards every model that is loaded under ZeRO-3.
-    init = "pissa" if way.endswith(WITH_PISSA) else True
-    untrained, copy = (peft_model(base, init_lora_weights=init) for _ in range(2))
+    init = init_of(way)
+    untrained, copy = models_of(base, init)
     remember_initial_adapter(copy, is_new=True)
     trainer = make_trainer(way, folder, url, base)
     generation, process = trainer.vllm_generation, trainer.accelerator.process_index
@@ -313,16 +325,23 @@ def broken(*_: Any) -> None:
     raise MemoryError("no room for the shards")
 
 
+def choose_stage(way: str) -> None:
+    """Set what `accelerate launch --zero_stage` sets (1.15). All stages are forks of one launch."""
+    if way.startswith("zero"):
+        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = way.removeprefix("zero")[0]
+
+
 def main(way: str, folder: str, url: str, model: str) -> None:
     torch.set_num_threads(1)
-    if way.startswith("zero"):
-        # What `accelerate launch --zero_stage` sets (1.15). All stages are forks of one launch.
-        os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = way.removeprefix("zero")[0]
+    choose_stage(way)
     seen = run_way(way, Path(folder), url, Path(model))
     end_process(folder, seen)
 
 
 if __name__ == "__main__":
-    import deepspeed  # noqa: F401 - in the process that all runs are forks of; accelerate imports it in any case
+    # In the process that all runs are forks of.
+    import deepspeed  # noqa: F401 - which accelerate imports in any case
 
+    for _, (chosen, _, _, model) in json.loads(sys.argv[1]):
+        models_of(Path(model), init_of(chosen))
     run_each(main, sys.argv[1])
