@@ -31,8 +31,8 @@ from vllm_server import VLLMServer
 
 from trl_lora_sync import export_adapter
 
-# The first five have every kind of fault between them, which is tested.
-SEEDS = (53, 180, 226, 306, 307, 5, 7)
+# They have every kind of fault between them, which is tested.
+SEEDS = (53, 180, 226, 306, 307)
 OVERLAP_SEEDS = (101, 103, 104, 106)
 
 

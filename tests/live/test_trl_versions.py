@@ -17,7 +17,7 @@ from support.altered import altered_copy
 from support.policies import RATIO_SPREAD
 from support.processes import Finished, run
 from support.servers import adapters_on
-from support.short_run import other_kinds
+from support.short_run import NEWER, other_kinds
 from support.trainers import METRICS
 from vllm_server import VLLMServer
 
@@ -29,8 +29,6 @@ FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".trl-versions")
 # The tested versions, except the one under all other tests, and all other versions unpacked there.
 VERSIONS = sorted({*TRL.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("trl")}, key=Version)
 RUN_TIMEOUT_S = 200.0  # half a minute by itself
-# A TRL to come, in which nothing has changed.
-NEWER = "1.99.0"
 # The first test waits for all runs.
 pytestmark = pytest.mark.timeout(1500)
 
