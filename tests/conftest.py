@@ -18,11 +18,26 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
+# Several processes of tests share the cores: with two threads each, that wait for each other, the tests of the adapters
+# took 36 s instead of 21. OpenMP reads this when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 # No test may reach a hub, and tokenizers warns about its threads when a test starts a process.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.pop("VLLM_API_KEY", None)  # a key in the developer's shell belongs to another server
 # A shell ignores interrupts in what it starts in the background, and tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all processes that run tests share two others: what is imported there, their forks need not import."""
+    if sys.platform != "linux" or hasattr(config, "workerinput"):
+        return
+    from support import forked_servers, processes
+
+    for kind in (forked_servers, processes):
+        forks = kind.fork_server().start()
+        config.add_cleanup(forks.stop)
+        os.environ[kind.ADDRESS_VARIABLE] = forks.address
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,6 +47,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     from support.scheduling import LongestFirst
 
     return LongestFirst(config, log)
+
+
+# Looking for garbage takes a fifth of the time of the imports, which make none.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,15 +73,15 @@ def _imported_objects_are_left_out_of_garbage_collections() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _forked_servers() -> Iterator[None]:
     """Every server that a test starts in this process is a fork of a process that has imported vLLM."""
     if sys.platform != "linux":
         yield
         return
-    from support.forked_servers import Forks
+    from support.forked_servers import ADDRESS_VARIABLE, Forks
     from vllm_server import VLLMServer
 
-    with Forks(tmp_path_factory.mktemp("server") / "forks.log") as forks, pytest.MonkeyPatch.context() as patch:
+    with Forks(os.environ[ADDRESS_VARIABLE]) as forks, pytest.MonkeyPatch.context() as patch:
         patch.setattr(VLLMServer, "start_process", forks.starter_of(VLLMServer.start_process))
         yield
 

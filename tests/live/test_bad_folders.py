@@ -13,6 +13,7 @@ import pytest
 from support.folders import largest_file, read_only, tmpfs
 from support.models import randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
+from support.processes import start_script
 from support.servers import Proxy, adapters_on
 from support.trainers import steps_of, wait_for_unloads
 from vllm_server import VLLMServer
@@ -126,9 +127,8 @@ def test_a_run_sweeps_what_a_killed_run_left_and_never_touches_a_live_one(
     live.vllm_generation.sync_weights()
     [live_name] = adapters_on(clean_server.base_url)
     script = Path(__file__).parents[1] / "support" / "run_until_killed.py"
-    with subprocess.Popen(
-        [sys.executable, script, clean_server.base_url, tmp_path / "sync"], stdout=subprocess.PIPE, text=True
-    ) as crashing:
+    command = [sys.executable, script, clean_server.base_url, tmp_path / "sync"]
+    with start_script(command, os.environ, subprocess.PIPE) as crashing:
         assert crashing.stdout is not None
         killed_name = crashing.stdout.readline().strip()
         crashing.send_signal(signal.SIGKILL)

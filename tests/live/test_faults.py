@@ -19,7 +19,7 @@ from support.faults import COMPLETIONS, LOAD, FaultProxy, fault_proxy
 from support.kills import kill_at
 from support.models import randomize_adapter, written_adapter
 from support.policies import is_policy_of, sample, token_ids
-from support.processes import run
+from support.processes import run_script, start_script
 from support.servers import Proxy, adapters_on
 from support.trainers import shorten, steps_of
 from support.waiting import until
@@ -186,9 +186,8 @@ def test_a_process_killed_in_the_middle_of_a_sync_leaves_nothing_that_the_next_r
     point: str, make_trainer: Make, clean_server: VLLMServer, base_model: Path, tmp_path: Path
 ) -> None:
     script = TESTS / "support" / "run_until_killed.py"
-    with subprocess.Popen(
-        [sys.executable, script, clean_server.base_url, tmp_path / "sync", point], stdout=subprocess.PIPE, text=True
-    ) as dying:
+    command = [sys.executable, script, clean_server.base_url, tmp_path / "sync", point]
+    with start_script(command, os.environ, subprocess.PIPE) as dying:
         assert dying.stdout is not None
         assert dying.stdout.readline().strip() == point
         dying.send_signal(signal.SIGKILL)
@@ -211,7 +210,8 @@ def test_a_run_killed_in_the_middle_of_a_step_resumes_with_the_adapter_of_its_ch
 ) -> None:
     script = TESTS / "support" / "run_and_die.py"
     environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    died = run([sys.executable, script, proxy.target, base_model, tmp_path, "3"], tmp_path / "log", 200.0, environment)
+    command = [sys.executable, script, proxy.target, base_model, tmp_path, "3"]
+    died = run_script(command, tmp_path / "log", 200.0, environment)
     assert died.code == -signal.SIGKILL, died.output
     unsaved = adapters_on(proxy.target)
     assert len(unsaved) == 2, "the killed run's versions are gone, so this test proves less"

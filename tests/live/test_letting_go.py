@@ -18,6 +18,7 @@ from make_model import make_model
 from support.faults import UNLOAD
 from support.launch import CPU_ENV, LAUNCH_ENV, launch_command
 from support.long_run import LONG, ROWS
+from support.processes import ForkedScript, start_script
 from support.servers import adapters_on, proxy_to
 from support.trainers import grpo_trainer
 from vllm_server import VLLMServer
@@ -52,7 +53,7 @@ def long_server(long_model: Path) -> Iterator[VLLMServer]:
 class LongRun:
     """A process of `long_run.py`, or the launcher of several."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[Any] | ForkedScript
     server: VLLMServer
     folder: Path
 
@@ -83,13 +84,14 @@ class LongRun:
 @contextmanager
 def running(server: VLLMServer, model: Path, folder: Path, way: str = "main", processes: int = 1) -> Iterator[LongRun]:
     arguments = [way, server.base_url, str(model), str(folder)]
-    command = [sys.executable, str(LONG_RUN), *arguments]
     environment = os.environ | LAUNCH_ENV
-    if processes > 1:
-        command = launch_command(LONG_RUN, arguments, ["--multi_gpu"], processes=processes)
-        environment |= CPU_ENV
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        if processes > 1:
+            command = launch_command(LONG_RUN, arguments, ["--multi_gpu"], processes=processes)
+            environment |= CPU_ENV
+            process: Any = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        else:
+            process = start_script([sys.executable, LONG_RUN, *arguments], environment, log)
     try:
         yield LongRun(process, server, folder)
     finally:

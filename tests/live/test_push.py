@@ -23,7 +23,7 @@ from support.bodies import bytes_of_body, checksum_of
 from support.folders import tmpfs
 from support.models import lora, peft_model, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
-from support.processes import run
+from support.processes import run_script
 from support.servers import adapters_on
 from support.trainers import grpo_trainer
 from vllm_server import VLLMServer
@@ -369,7 +369,7 @@ def test_the_benchmark_runs(pushes: PushServer, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "benchmarks" / "push.py", "--quick", "--url", pushes.base_url]
     env = {"VLLM_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
 
-    ended = run([*command, "--out", tmp_path / "push.json"], tmp_path / "log", timeout_s=120, env=env)
+    ended = run_script([*command, "--out", tmp_path / "push.json"], tmp_path / "log", timeout_s=120, env=env)
 
     assert ended.code == 0, ended.output
     [result] = json.loads((tmp_path / "push.json").read_text())["results"]

@@ -26,6 +26,7 @@ from contract.served import soon
 from safetensors.torch import load_file, save_file
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.policies import token_ids
+from support.processes import run_script
 from support.servers import damage
 from support.shared_memory import shared_folder, use_pinned_files
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
@@ -295,10 +296,8 @@ def test_the_benchmark_of_the_floor_measures_a_running_server(quick: Quick, base
     out = tmp_path / "floor.json"
     script = [sys.executable, ROOT / "benchmarks" / "floor.py", "--url", quick.server.base_url, "--model", base_model]
     options = ["--cases", "tiny:8", "--rounds", "1", "--tokens", "100", "--peft", "--out", out]
-    ended = subprocess.run(
-        [*map(str, script), *map(str, options)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = run_script([*script, *options], tmp_path / "log", 300.0)
+    assert ended.code == 0, ended.output
     [case] = json.loads(out.read_text())["cases"]
     assert case["syncs"] >= 50
     assert case["base_is_bit_identical"]

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from support.processes import run
+from support.processes import run_script
 from vllm_server import VLLMServer
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
@@ -19,7 +19,7 @@ def test_sixty_syncs_leave_threads_open_files_and_adapters_as_they_were(
     rounds = ["--syncs", str(SYNCS), "--rank", "8", "--out", tmp_path / "soak.json"]
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
-    ended = run([sys.executable, SCRIPT, *server, *rounds], tmp_path / "log", 250.0, environment)
+    ended = run_script([sys.executable, SCRIPT, *server, *rounds], tmp_path / "log", 250.0, environment)
 
     assert ended.code == 0, ended.output
     result = json.loads((tmp_path / "soak.json").read_text())

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.processes import run
+from support.processes import run_script
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vs_weights.py"
 
@@ -16,7 +16,9 @@ def test_comparison_measures_every_phase_of_every_arm_that_runs_on_a_cpu(tmp_pat
     file = tmp_path / "found.json"
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
-    ended = run([sys.executable, SCRIPT, "--tiny", "--plot", "--out", file], tmp_path / "log", 400.0, environment)
+    ended = run_script(
+        [sys.executable, SCRIPT, "--tiny", "--plot", "--out", file], tmp_path / "log", 400.0, environment
+    )
 
     assert ended.code == 0, ended.output
     found = json.loads(file.read_text())["shapes"]["tiny"]

@@ -14,9 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_server import CPU_ENV, VLLMServer
+from vllm_server import CPU_ENV, DEFAULT_PYTHON, PYTHON_VARIABLE, VLLMServer
+
+from support.fork_server import ForkServer, connected_to, line_from
 
 SCRIPT = Path(__file__).with_name("vllm_forks.py")
+PYTHON = Path(os.environ.get(PYTHON_VARIABLE) or DEFAULT_PYTHON)
+# Where the processes of tests find the address of the `ForkServer` that they share.
+ADDRESS_VARIABLE = "TRL_LORA_SYNC_TEST_FORKS"
 
 
 class ForkedProcess:
@@ -51,55 +56,36 @@ class ForkedProcess:
 
 
 class Forks:
-    """The process that imports vLLM and forks, begun with the first server; what it prints goes to `log`."""
+    """One process of tests, whose servers end with it."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._socket: socket.socket | None = None
 
     def __enter__(self) -> "Forks":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the process, and with it every server that is left."""
-        if self._socket is not None and self._process is not None:
+        if self._socket is not None:
             self._socket.close()
-            self._process.wait(30)
 
     def starter_of(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         """What to put in place of `VLLMServer.start_process`, which a server with a wrapper still needs."""
 
         def start_process(server: VLLMServer, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
-            if server.wrapper:
+            if server.wrapper or server.python != PYTHON:
                 return usual(server, arguments, environment)
             return self.fork(server, arguments, environment)
 
         return start_process
 
     def fork(self, server: VLLMServer, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
-        self._socket = self._socket or self._begin(server.python)
+        self._socket = self._socket or connected_to(self._address)
         order = {"arguments": list(arguments), "environment": dict(environment), "log": str(server.log_path)}
         self._socket.sendall(json.dumps(order).encode() + b"\n")
-        answer = b""
-        while not answer.endswith(b"\n"):
-            received = self._socket.recv(100)
-            if not received:
-                raise RuntimeError(f"the process that forks vLLM servers has ended:\n{self._log.read_text()}")
-            answer += received
-        return ForkedProcess(int(answer))
+        return ForkedProcess(int(line_from(self._socket, self._address)))
 
-    def _begin(self, python: Path) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        environment = {**os.environ, **CPU_ENV, "OMP_NUM_THREADS": "1"}  # OpenMP reads its settings at the import
-        with theirs, self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [python, SCRIPT, str(theirs.fileno())],
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return ours
+
+def fork_server() -> ForkServer:
+    """What all processes of tests share."""
+    return ForkServer(PYTHON, SCRIPT, CPU_ENV)

@@ -1,11 +1,10 @@
-"""The process of which the tests' vLLM servers are forks: python vllm_forks.py DESCRIPTOR, with the server's Python.
+"""The process of which the tests' vLLM servers are forks: python vllm_forks.py LISTENER OWNER, see `forking.py`.
 
-Imports vLLM once, which is most of what a start takes. Each line of JSON on the socket of that descriptor has the
-arguments of a server, its environment and the file of its log; the answer is the process id of a fork that became that
-server. The other end of the socket is in `forked_servers.py`.
+Imports vLLM once, with the server's Python, which is most of what a start takes. Each line of JSON on a connection has
+the arguments of a server, its environment and the file of its log; the answer is the process id of a fork that became
+that server. Servers end with their connection. Its other end is in `forked_servers.py`.
 """
 
-import ctypes
 import gc
 import importlib
 import json
@@ -31,7 +30,10 @@ IMPORTED_LATER = (
 )
 
 
-def main(descriptor: str) -> None:
+def main(listener: str, owner: str) -> None:
+    from forking import fork_for_each_connection
+
+    gc.disable()
     sys.path[0] = str(Path.cwd())  # as `python -m` has it
     from vllm.utils import system_utils
 
@@ -39,24 +41,27 @@ def main(descriptor: str) -> None:
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     for module in (SERVER, *IMPORTED_LATER):
         importlib.import_module(module)
-    # At its start vLLM collects garbage several times, among all the objects of its imports.
-    gc.collect()
-    gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel takes away the servers that ended
-    with socket.socket(fileno=int(descriptor)).makefile("rw") as orders:
+    fork_for_each_connection(listener, owner, take_orders)
+
+
+def take_orders(connection: socket.socket) -> NoReturn:
+    with connection.makefile("rw") as orders:
         for order in orders:
             child = os.fork()
             if child == 0:
                 serve(**json.loads(order))
             orders.write(f"{child}\n")
             orders.flush()
+    os._exit(0)
 
 
 def serve(arguments: list[str], environment: dict[str, str], log: str) -> NoReturn:
     """What `python -m` does with the module of vLLM's server, in its own session."""
+    from forking import end_with_parent
+
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, as in vllm_server.py
+    end_with_parent()
     for number, (path, flags) in enumerate([(os.devnull, os.O_RDONLY), (log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)]):
         opened = os.open(path, flags, 0o600)
         os.dup2(opened, number)
@@ -83,4 +88,4 @@ def serve(arguments: list[str], environment: dict[str, str], log: str) -> NoRetu
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

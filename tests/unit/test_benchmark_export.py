@@ -1,11 +1,11 @@
 """The benchmark of the export runs, on a CPU and with a tiny adapter, so that it cannot rot."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.processes import run_script
 from support.shared_memory import shared_folder
 
 pytestmark = pytest.mark.outside
@@ -17,8 +17,8 @@ def test_benchmark_of_the_export_compares_all_ways_and_says_on_what(tmp_path: Pa
     out = tmp_path / "export.json"
     with shared_folder() as folder:
         command = [sys.executable, SCRIPT, "--tiny", "--device", "cpu", "--dir", folder, "--out", out]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
+        done = run_script(command, tmp_path / "log", 240.0)
+        assert done.code == 0, done.output
         assert list(folder.iterdir()) == []
     result = json.loads(out.read_text())
     assert {"command", "cpu", "versions", "gpus", "device"} <= result.keys()
