@@ -1,4 +1,4 @@
-"""Unit tests under one PEFT after the other: python peft_run.py RUNS TEST_FILE...
+"""Unit tests under one PEFT after the other: python peft_run.py RUNS TEST_FILE... [PYTEST_OPTION...]
 
 RUNS is a JSON list of [PEFT, LOG, CODE]. PEFT is the folder that it is unpacked in. Each run is a process forked from
 a parent that has loaded the common modules. Its version, where it lies and pytest's output go to the file LOG, and its
