@@ -68,7 +68,7 @@ def main(base_url: str, model: str, folder: str) -> None:
 def other_kinds(version: str) -> list[str]:
     """The `KINDS` that train without a GPU: the loss of distillation is a Triton kernel in TRL 1.15.
 
-    Of `NEWER` there is one, as it is the installed TRL, with which the live tests train all kinds.
+    Of `NEWER` there is one: it is the installed TRL, with which the live tests train all kinds.
     """
     if version == NEWER:
         return ["rloo"]
