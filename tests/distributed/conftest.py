@@ -24,11 +24,13 @@ class TwoProcesses:
 
     Attributes:
         folders: by scenario.
+        urls: likewise, what stands for the server.
         overlapping: the proxy of that scenario.
         left: the adapters on the server after all of them.
     """
 
     folders: dict[str, Path]
+    urls: dict[str, str]
     ended: "Finished"
     overlapping: "Proxy"
     left: dict[str, str]
@@ -55,7 +57,7 @@ def two_processes(
         runs = [[name, str(folders[name]), urls[name], str(base_model)] for name in SCENARIOS]
         script = TESTS / "support" / "two_processes.py"
         ended = launch_each(script, runs, folders["working"], ["--multi_gpu"], env=CPU_ENV, timeout_s=TIMEOUT_S)
-        yield TwoProcesses(folders, ended, overlapping, adapters_on(server.base_url))
+        yield TwoProcesses(folders, urls, ended, overlapping, adapters_on(server.base_url))
 
 
 def order_in(folder: Path) -> Callable[[], str]:

@@ -109,12 +109,13 @@ def test_after_a_failed_version_both_processes_go_on_with_the_one_before(step: s
         assert result["mean"] < NOISE_MEAN
 
 
-def test_only_process_0_writes_and_talks_to_the_server(working: Seen) -> None:
+def test_only_process_0_writes_and_talks_to_the_server(two_processes: TwoProcesses, working: Seen) -> None:
     first_pid, _ = both(working, "process")
 
     assert both(working, "owners")[0] == [first_pid]
     assert both(working, "client") == [True, False]
-    assert working["output"].count("LoRA adapter sync: vllm") == 2, "one line for each of the two trainers that start"
+    started = re.findall(rf"LoRA adapter sync: vllm \S+ at {two_processes.urls['working']} ", working["output"])
+    assert len(started) == 2, "one line for each of the two trainers that start"
 
 
 def test_training_logs_the_same_sync_on_both_processes(working: Seen) -> None:

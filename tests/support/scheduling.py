@@ -42,6 +42,10 @@ LONGEST = (
     "tests/live/test_cli.py",
     "tests/live/test_soak.py",
     "tests/live/test_push.py",
+    "tests/unit/test_altered_versions.py",
+    "tests/unit/test_letting_go.py",
+    "tests/unit/test_fleet.py",
+    "tests/unit/test_sglang_sync.py",
 )
 # Which share a server, or a launch of two processes.
 TOGETHER = {
