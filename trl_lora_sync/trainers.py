@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 class LoRASyncTrainer:
     """Mixin that adds adapter sync to a trainer of TRL that samples with vLLM.
@@ -65,6 +67,9 @@ class LoRASyncTrainer:
         # Before the imports below: with "weights" the trainer is TRL's bit for bit, and loads nothing more.
         if not self._syncs_adapters:
             super().__init__(*args, **kwargs)
+            # A class behind this one may have made the configuration, and TRL has then set up its sync.
+            if getattr(self.args, "vllm_sync_strategy", "weights") == "lora_adapter":
+                raise _unseen(type(self), "args")
             return
         from trl_lora_sync.adapter.support import check_model
         from trl_lora_sync.config import check_reference, check_sync_fields, sync_settings
@@ -72,6 +77,8 @@ class LoRASyncTrainer:
 
         # All checks come before TRL's `__init__`, which loads the model: a wrong run fails in seconds.
         self._check_trainer(config)
+        if "model" not in given:
+            raise _unseen(type(self), "model")
         check_sync_fields(config)  # fields may have been set after the config was made
         self._check_arguments(config, given)
         settings = sync_settings(config)
@@ -288,28 +295,40 @@ def _check_base(config: Any, given: dict[str, Any]) -> bool:
 
 
 def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a trainer is given, by the names of TRL's parameters.
+    """What a trainer is given, by the names of TRL's parameters, or of a class before it.
 
     Raises:
-        TypeError: as TRL's own `__init__` does.
+        TypeError: as `__init__` of the trainer does.
         UnsupportedSettingError: the class is not made of a trainer of TRL.
     """
-    # TRL's signature, as `__init__` of the mixins takes anything.
-    init = next((vars(one)["__init__"] for one in trl_classes(trainer_class) if "__init__" in vars(one)), None)
-    if init is None:
+    # The signatures behind the mixin, as `__init__` of the mixins takes anything.
+    behind = trainer_class.__mro__[trainer_class.__mro__.index(LoRASyncTrainer) + 1 :]
+    inits = [(one, vars(one)["__init__"]) for one in behind if "__init__" in vars(one)]
+    trls = next((place for place, (one, _) in enumerate(inits) if one in trl_classes(trainer_class)), None)
+    if trls is None:
         raise UnsupportedSettingError(
             f"{trainer_class.__name__} derives from no trainer of TRL, to which LoRASyncTrainer adds adapter sync. "
             f"Name one behind it, such as: class {trainer_class.__name__}(LoRASyncTrainer, trl.GRPOTrainer)."
         )
-    signature = inspect.signature(init)
     # None takes the place of `self`.
-    given = dict(signature.bind(None, *args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            given.pop(name, None)
+    inspect.signature(inits[0][1]).bind(None, *args, **kwargs)
+    given = dict(kwargs)
+    # A class of the user may have parameters beside TRL's. It passes what it takes as `*args` to the next class.
+    for _, init in inits[: trls + 1]:
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        names = [one.name for one in parameters if one.kind in _BY_POSITION and one.name not in given]
+        given |= zip(names, args)  # noqa: B905 - what is left over is for the next class
+        args = args[len(names) :]
     return given
+
+
+def _unseen(trainer_class: type, argument: str) -> UnsupportedSettingError:
+    name, trls = trainer_class.__name__, trl_classes(trainer_class)[0].__name__
+    return UnsupportedSettingError(
+        f"{name} is not given the argument {argument!r} of {trls}, so adapter sync could not check it before the model "
+        f"is loaded. A class of yours that makes it comes before the mixin, and {trls} is its base: "
+        f"class {name}(YourTrainer, LoRASyncTrainer, {trls})."
+    )
 
 
 class GRPOTrainer(LoRASyncTrainer, trl.GRPOTrainer):  # type: ignore[misc]

@@ -196,6 +196,89 @@ def test_mixin_without_a_trainer_of_trl_is_refused_with_what_to_derive_from() ->
         mine(model="no/such/model")
 
 
+class Bonus:
+    """Has another argument, for any trainer."""
+
+    def __init__(self, *args: Any, bonus: float = 0.0, **kwargs: Any) -> None:
+        self.bonus = bonus
+        super().__init__(*args, **kwargs)
+
+
+class Named(trl.GRPOTrainer):  # type: ignore[misc]
+    """Has another argument before TRL's, and one among the others."""
+
+    def __init__(self, bonus: float, model: Any, *args: Any, **kwargs: Any) -> None:
+        self.bonus, self.malus = bonus, kwargs.pop("malus", 0.0)
+        super().__init__(model, *args, **kwargs)
+
+
+class OfItsOwn(trl.GRPOTrainer):  # type: ignore[misc]
+    """Chooses the model, and the configuration if it is given none."""
+
+    def __init__(self, model_of_mine: Any, args: Any = None, folder: str = "", **kwargs: Any) -> None:
+        args = args or trl_lora_sync.GRPOConfig(output_dir=folder, **ON_CPU)
+        super().__init__(model=model_of_mine, reward_funcs=len, args=args, **kwargs)
+        # As if it had been made so. TRL would then start its sync, which needs vLLM.
+        self.args.vllm_sync_strategy = "lora_adapter"
+
+
+class BonusSyncTrainer(LoRASyncTrainer, Bonus, trl.GRPOTrainer):  # type: ignore[misc]
+    """As a user makes it."""
+
+
+class NamedSyncTrainer(LoRASyncTrainer, Named):
+    """As a user makes it."""
+
+
+class OfItsOwnSyncTrainer(LoRASyncTrainer, OfItsOwn):
+    """The mixin does not see the model."""
+
+
+class OfItsOwnFirstSyncTrainer(OfItsOwn, LoRASyncTrainer, trl.GRPOTrainer):
+    """The mixin sees what TRL's trainer is given."""
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("strategy", ["lora_adapter", "weights"])
+@pytest.mark.parametrize(
+    ("trainer", "first", "others"),
+    [
+        (BonusSyncTrainer, ("no/such/model",), {"bonus": 1.0}),
+        (NamedSyncTrainer, (1.0, "no/such/model"), {"malus": 2.0}),
+        (OfItsOwnFirstSyncTrainer, ("no/such/model",), {}),
+    ],
+)
+def test_trainer_of_yours_may_have_arguments_of_its_own(
+    trainer: Any, first: tuple[Any, ...], others: dict[str, Any], strategy: str, folder: str
+) -> None:
+    """TRL does not know them, so they were refused, also with "weights"."""
+    args = trl_lora_sync.GRPOConfig(output_dir=folder, **ON_CPU, **SYNC | {"vllm_sync_strategy": strategy})
+    rewards = () if trainer is OfItsOwnFirstSyncTrainer else (len,)
+    refused = {"args": args, "peft_config": LoraConfig(use_dora=True)}
+    if strategy == "lora_adapter":  # the arguments of TRL are found among the others
+        with pytest.raises(UnsupportedAdapterError, match="use_dora=True"):
+            trainer(*first, *rewards, **refused, **others)
+    with pytest.raises(Exception, match="no/such/model") as caught:
+        trainer(*first, *rewards, args=args, peft_config=LoraConfig(), **others)
+    assert not isinstance(caught.value, LoRASyncError)
+
+
+def test_trainer_that_hides_its_model_or_configuration_is_refused_with_the_order_that_shows_them(
+    folder: str, tmp_path: Path
+) -> None:
+    """With a hidden configuration, TRL would sync in its way, and the setting would have no effect."""
+    args = trl_lora_sync.GRPOConfig(output_dir=folder, **ON_CPU, **SYNC)
+    order = r"class OfItsOwnSyncTrainer\(YourTrainer, LoRASyncTrainer, GRPOTrainer\)"
+    with pytest.raises(UnsupportedSettingError, match=rf"'model'.*{order}"):
+        OfItsOwnSyncTrainer("no/such/model", args, peft_config=LoraConfig())
+    make_model(tmp_path / "model", num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8)
+    with pytest.raises(UnsupportedSettingError, match=rf"'args'.*{order}"):
+        OfItsOwnSyncTrainer(
+            str(tmp_path / "model"), folder=folder, peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
+            processing_class=make_tokenizer(), train_dataset=Dataset.from_list([{"prompt": "abc"}] * 4),
+        )  # fmt: skip
+
+
 # A teacher on a server
 
 
