@@ -50,13 +50,15 @@ class _Group:
     """The samples of one prompt that are under way.
 
     Attributes:
-        stored: the version that all of them come from, leased.
+        stored: the version that all of them come from.
+        lease: that version, until the lease is over.
         left: samples that have not ended.
         requests: the requests that are under way.
         is_expired: whether the version is too old to train on.
     """
 
     stored: StoredAdapter
+    lease: list[StoredAdapter]
     left: int
     requests: "set[asyncio.Future[list[Completion]]]" = field(default_factory=set)
     is_expired: bool = False
@@ -120,6 +122,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
                 group.is_expired = True
                 for request in group.requests:
                     request.cancel()
+                self._end_lease_if_expired(group)
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
         # TRL's own opens connections to its one server here (1.16), and the requests of this class go to the fleet.
@@ -141,7 +144,8 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         for group_id, row in super()._repeat_iterator():
             # Leased with the first row, as a sync may activate another version before the last sample begins.
             if group_id not in self._groups:
-                group = _Group(stored=self._sync.ledger.lease(), left=self.num_generations)
+                stored = self._sync.ledger.lease()
+                group = _Group(stored=stored, lease=[stored], left=self.num_generations)
                 self._groups[group_id] = group
                 self._newest_group.value = group.stored.version
             yield group_id, row
@@ -167,7 +171,16 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         # The trainer's thread may have released it in `release_all`.
         group = self._groups.pop(group_id, None)
         if group is not None:
-            self._sync.ledger.release(group.stored)
+            self._end_lease(group)
+
+    def _end_lease_if_expired(self, group: _Group) -> None:
+        # Without waiting for the last sample: it may be in a slow tool or environment, and makes no request after that.
+        if group.is_expired and not group.requests:
+            self._end_lease(group)
+
+    def _end_lease(self, group: _Group) -> None:
+        with contextlib.suppress(IndexError):  # it is over
+            self._sync.ledger.release(group.lease.pop())
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         group = self._group_of_task.get()
@@ -188,6 +201,7 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             raise
         finally:
             group.requests.discard(request)
+            self._end_lease_if_expired(group)
         # With `logprobs=0` each token has a list of one, the log-probability of the sampled token.
         assert completion.logprobs is not None
         logprobs = [token[0] for token in completion.logprobs]

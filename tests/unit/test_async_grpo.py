@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from packaging.version import Version
 from peft import LoraConfig
 from support.async_runs import AsyncGRPOConfig, AsyncGRPOTrainer
 from support.models import peft_model
+from support.waiting import happens
 from tree_attention import flash_attn_varlen_func, plain_kernel
 from trl.chat_template_utils import qwen3_template
 from trl.experimental import async_grpo as trls
@@ -261,6 +263,43 @@ def test_each_group_comes_from_one_version_and_says_which_on_servers_that_name_n
         assert sample.old_log_probs[-length:].tolist() == pytest.approx(expected, abs=1e-4)
     assert {len(versions) for versions in by_group.values()} == {1}
     assert len({sample.model_version for sample in samples}) > 1
+    assert training.sync.ledger.leased == []
+
+
+class SlowEnvironment:
+    """Keeps its first sample until `may_go_on` is set."""
+
+    has_begun = threading.Event()
+    may_go_on = threading.Event()
+
+    def reset(self, **kwargs: Any) -> None:
+        self.has_begun.set()
+        assert self.may_go_on.wait(30)
+
+
+@of_115
+@pytest.mark.outside
+def test_a_version_that_is_too_old_to_train_on_goes_though_a_sample_of_it_is_in_a_slow_environment(
+    training: FleetRun,
+) -> None:
+    worker = worker_for(training, environment_factory=SlowEnvironment)
+    try:
+        worker.start()
+        assert SlowEnvironment.has_begun.wait(30)
+        assert [stored.version for stored in training.sync.ledger.leased] == [1]
+        for version in (2, 3, 4):  # with a staleness window of two, samples of 1 are dropped from 4 on
+            assert training.publish().version == version
+            worker.update_model_version(version)
+            training.wait_for_unloads()
+        assert happens(lambda: training.sync.ledger.leased == [])
+        training.publish()
+        training.wait_for_unloads()
+        assert training.adapters() == [["v4", "v5"]] * 2
+        SlowEnvironment.may_go_on.set()
+        assert {sample.model_version for sample in taken(worker, 4)} == {5}
+    finally:
+        SlowEnvironment.may_go_on.set()
+        worker.stop()
     assert training.sync.ledger.leased == []
 
 
