@@ -250,8 +250,9 @@ BFLOAT16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
         ({}, False),  # TRL's float32
         ({**BFLOAT16, "vllm_colocate_base": "own"}, False),
         ({"model_init_kwargs": {"dtype": "bfloat16", "quantization_config": object()}}, False),
+        ({"model_init_kwargs": {"dtype": "bfloat16", "device_map": "cuda"}}, False),
     ],
-    ids=["bfloat16", "fused", "the default dtype", "own", "quantised"],
+    ids=["bfloat16", "fused", "the default dtype", "own", "quantised", "loaded to the GPU"],
 )
 def test_model_waits_on_the_host_if_its_base_may_be_shared(
     fields: dict[str, Any], expected: bool, make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
@@ -259,6 +260,15 @@ def test_model_waits_on_the_host_if_its_base_may_be_shared(
     args = make(**fields)
     assert not shared_base.may_share(args, "some/model"), "there is no GPU"
     assert shared_base.may_share(on_gpu(args, monkeypatch), "some/model") == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", True), ("meta", False)])
+def test_model_of_yours_waits_on_the_host_only_if_it_is_there(
+    device: str, expected: bool, make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model on the GPU was taken for a waiting one, and stayed there beside the copy of vLLM."""
+    model = lora_model().get_base_model().to(torch.bfloat16).to(device)  # "meta" stands for the GPU
+    assert shared_base.may_share(on_gpu(make(), monkeypatch), model) == expected
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,16 @@ def may_share(args: Any, model: Any) -> bool:
     if shards_base(args) or getattr(args, "deepspeed", None) or _zero_stage():
         return False
     options = args.model_init_kwargs or {}
+    # A model on the GPU is not waiting there, and `ColocateGeneration` moves it to the host before vLLM starts.
     if isinstance(model, nn.Module):
-        return model.dtype in _HALF and not is_quantised(model)
+        return _is_on_host(model) and model.dtype in _HALF and not is_quantised(model)
     # TRL's default dtype is float32, which vLLM serves in 16 bits.
-    return options.get("dtype") in _HALF and options.get("quantization_config") is None
+    is_plain = options.get("quantization_config") is None and options.get("device_map") in (None, "cpu")
+    return is_plain and options.get("dtype") in _HALF
+
+
+def _is_on_host(model: nn.Module) -> bool:
+    return all(weight.device.type == "cpu" for weight in model.parameters())
 
 
 def reason_against(
