@@ -5,6 +5,7 @@ import json
 import math
 import textwrap
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
@@ -125,7 +126,10 @@ class LoRASyncConfig:
     )
     lora_sync_server_dir: str | None = field(
         default=None,
-        metadata={"help": "Path of `lora_sync_dir` on the server, if the folder is mounted elsewhere there."},
+        metadata={
+            "help": "Absolute path of `lora_sync_dir` on the server. Needed if the server is on another host or in a "
+            "container and shares the folder, even if the path is the same there."
+        },
     )
     lora_sync_keep: int = field(
         default=2,
@@ -252,6 +256,8 @@ def check_sync_fields(args: Any) -> None:
     check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
     if args.vllm_mode == "colocate":
         _check_colocate(args)
+    for name, kind in _NUMBERS.items():
+        _check_number(name, getattr(args, name), kind)
     if args.lora_sync_keep < 1:
         raise _contradiction(
             f"lora_sync_keep={args.lora_sync_keep}", "at least the active version must stay", "Set it to 1 or more"
@@ -282,6 +288,12 @@ def _check_server(args: Any) -> None:
     for name in ("lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"):
         _check_timeout(name, getattr(args, name), args)
     _check_start(args)
+    # `DiskTransport` appends to the path, and vLLM takes a relative one for a repository of the Hub.
+    if args.lora_sync_server_dir is not None and not str(args.lora_sync_server_dir).startswith("/"):
+        raise UnsupportedSettingError(
+            f"lora_sync_server_dir={args.lora_sync_server_dir!r} is not an absolute path. Give the path of "
+            "lora_sync_dir on the server, such as /mnt/lora-sync, or leave it out."
+        )
     if args.vllm_colocate_base == "shared":
         raise UnsupportedSettingError(
             'vllm_colocate_base="shared" cannot be used with vllm_mode="server": the server is another process. Set '
@@ -470,7 +482,24 @@ def _check_teacher(args: Any, urls: tuple[str, ...]) -> None:
         )
 
 
+# Fields that must be numbers in both modes. Dataclasses do not check this; a YAML file may have text in them.
+_NUMBERS: dict[str, type[Any]] = {
+    "lora_sync_keep": Integral,
+    "lora_sync_timeout": Real,
+    "lora_sync_generation_timeout": Real,
+    "lora_sync_verify_tolerance": Real,
+}
+_KINDS: dict[type[Any], str] = {Integral: "a whole number", Real: "a number"}
+
+
+def _check_number(name: str, value: Any, kind: type[Any]) -> None:
+    """Refuse a value of another type, such as the text of a number."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise UnsupportedSettingError(f"{name} must be {_KINDS[kind]}, got {value!r}.")
+
+
 def _check_timeout(name: str, seconds: float, args: Any) -> None:
+    _check_number(name, seconds, Real)
     # In this form it refuses NaN as well, with which neither comparison is true.
     if not 0 < seconds < math.inf:
         raise UnsupportedSettingError(f"{name} must be a positive, finite number of seconds, got {seconds:g}.")
@@ -521,6 +550,12 @@ def server_urls(args: Any) -> tuple[str, ...]:
     Raises:
         UnsupportedSettingError: one is not an HTTP URL, is named twice, or carries a key.
     """
+    if not isinstance(args.vllm_server_base_url, str | None):
+        # Without its value, as a URL may carry a key.
+        raise UnsupportedSettingError(
+            f"vllm_server_base_url must be text, got a {type(args.vllm_server_base_url).__name__}. Write several URLs "
+            "as one text with commas in between, such as 'http://gpu-1:8000,http://gpu-2:8000'."
+        )
     text = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     if has_secrets(text):  # first of all, so that no other message shows a key
         raise UnsupportedSettingError(

@@ -275,6 +275,40 @@ def test_timeout_that_is_not_a_positive_number_is_refused(
         make(**{name: seconds})
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"lora_sync_keep": "3"}, "a whole number, got '3'"),
+        ({"lora_sync_keep": 2.5}, "a whole number, got 2.5"),
+        ({"lora_sync_keep": True}, "a whole number, got True"),
+        ({"lora_sync_timeout": "2 min"}, "a number, got '2 min'"),
+        ({"lora_sync_timeout": "2 min", "vllm_mode": "colocate"}, "a number, got '2 min'"),
+        ({"lora_sync_generation_timeout": None}, "a number, got None"),
+        ({"lora_sync_verify_tolerance": "3"}, "a number, got '3'"),
+        ({"vllm_server_timeout": "60"}, "a number, got '60'"),
+    ],
+    ids=str,
+)
+def test_value_that_is_not_a_number_is_refused_by_its_field(
+    fields: dict[str, Any], kind: str, make: Callable[..., GRPOConfig]
+) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"{next(iter(fields))} must be {kind}"):
+        make(**fields)
+
+
+@pytest.mark.parametrize("path", ["", "lora-sync", "~/lora-sync"])
+def test_path_on_the_server_that_is_not_absolute_is_refused(path: str, make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"lora_sync_server_dir='{path}' is not an absolute path"):
+        make(lora_sync_server_dir=path)
+
+
+def test_urls_in_a_list_are_refused_without_showing_them(make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match="vllm_server_base_url must be text, got a list") as caught:
+        make(vllm_server_base_url=[f"http://user:{SECRET}@a:8000", "http://b:8000"])
+    assert "'http://gpu-1:8000,http://gpu-2:8000'" in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["lora_sync_timeout", "lora_sync_generation_timeout", "vllm_server_timeout"])
 def test_timeout_beyond_what_the_other_processes_wait_is_refused(
     name: str, make: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
