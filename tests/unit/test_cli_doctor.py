@@ -277,6 +277,7 @@ def test_server_of_something_else_is_a_problem(capsys: pytest.CaptureFixture[str
         (["http://localhost:8000", "--peft-config", "/nonexistent"], "cannot be read"),
         (["http://localhost:8000", "--adapter", "/nonexistent"], "cannot be read"),
         (["http://localhost:8000", "--model", "/nonexistent"], "is not a folder"),
+        (["http://localhost:8000", "--timeout", "0"], "--timeout must be a positive, finite number of seconds, got 0"),
     ],
 )
 def test_what_cannot_be_understood_ends_with_2(

@@ -170,6 +170,7 @@ def test_newest_checkpoint_is_read_where_there_is_no_log(tmp_path: Path) -> None
     ("name", "content", "words"),
     [
         (None, "", "There is no lora_sync.jsonl"),
+        ("lora_sync.jsonl", "", "lora_sync.jsonl has no line of a run"),
         ("trainer_state.json", "{", "cannot be read"),
         ("trainer_state.json", '{"global_step": 1, "log_history": [{"step": 1, "loss": 1}]}', "no reward and no sync"),
         ("lora_sync.jsonl", json.dumps(HEADER), "began at 2026-05-04T10:00:00+00:00 and has not logged a step yet"),

@@ -722,6 +722,20 @@ def test_interpreter_without_this_package_is_found_out(
     assert main(["serve", "vllm", "M", "--python", str(bare), "--dry-run"]) == 0
 
 
+@pytest.mark.parametrize("model", ["", " "])
+def test_empty_model_is_refused(model: str, environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As from an unset variable of a shell."""
+    assert main(["serve", "vllm", model, "--python", str(environment), "--dry-run"]) == 2
+    assert "the model is empty" in capsys.readouterr().err
+
+
+def test_folder_in_place_of_the_interpreter_is_refused_with_the_path_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "vllm", "M", "--python", str(tmp_path), "--dry-run"]) == 2
+    assert f"is a folder. Give the interpreter in it, such as {tmp_path}/bin/python" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["./typo", "../typo", "/no/such/model", "~/typo", "out/run/typo"])
 def test_path_that_leads_nowhere_is_refused_at_once(
     model: str, environment: Path, capsys: pytest.CaptureFixture[str]

@@ -225,9 +225,21 @@ def test_home_folder_in_dir_is_the_one_that_runs_write_to(
     assert f"removed {dead.run_id}" in capsys.readouterr().out
 
 
-def test_folder_that_is_not_there_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", str(tmp_path / "missing")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+@pytest.mark.parametrize("target", ["missing", "", "localhost:8000"])
+def test_what_is_neither_a_folder_nor_a_url_ends_with_2(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", target]) == 2
+    said = capsys.readouterr().err
+    assert f"{target!r} is not a folder" in said
+    assert "such as http://localhost:8000" in said
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3", "nan"])
+def test_timeout_that_is_not_a_positive_number_ends_with_2(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "http://localhost:8000", "--timeout", seconds]) == 2
+    assert f"--timeout must be a positive, finite number of seconds, got {seconds}" in capsys.readouterr().err
 
 
 @pytest.mark.outside

@@ -20,7 +20,7 @@ from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.diagnosis import Diagnosis, DoctorInput, model_folder
 from trl_lora_sync.cli.examination import examine, handle_of
 from trl_lora_sync.cli.peft_config import read_peft_config
-from trl_lora_sync.cli.urls import check_listening, checked_urls, start_command
+from trl_lora_sync.cli.urls import check_listening, check_timeout, checked_urls, start_command
 from trl_lora_sync.engines.registry import ENGINES
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def run(
     timeout: Annotated[float, Option(metavar="S", help="seconds to wait for a server")] = 30,
     as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
 ) -> None:
+    check_timeout(timeout)
     checked = [url for typed in urls for url in checked_urls(typed)]
     given = make_input(peft_config, adapter, model, folder, server_dir, timeout)
     diagnoses: list[Diagnosis] = []

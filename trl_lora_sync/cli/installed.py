@@ -79,6 +79,10 @@ def find_engine(engine: str, python: Path | None, *, option: str = "--python") -
         UsageError: there is none.
     """
     interpreter = python or Path(sys.executable)
+    if interpreter.is_dir():
+        raise UsageError(
+            f"{option} {interpreter} is a folder. Give the interpreter in it, such as {interpreter / 'bin' / 'python'}."
+        )
     command = [str(interpreter), "-c", _FIND, *ENGINES[engine].distributions]
     try:
         # In that interpreter, as packages of another environment cannot be found from here.

@@ -107,6 +107,11 @@ def _read(folder: Path, name: str) -> Run:
             f"The run in {folder} began at {header['started']} and has not logged a step yet. Wait for its first log "
             "(logging_steps), and run this command again."
         )
+    if not rows and (folder / LOG_FILE).is_file():
+        raise UsageError(
+            f"{folder / LOG_FILE} has no line of a run, and there is no trainer_state.json in {folder} or its "
+            "checkpoints. Give the output_dir of a run that has logged a step."
+        )
     if not rows:
         raise UsageError(
             f"There is no {LOG_FILE} in {folder}, and no trainer_state.json in it or its checkpoints. Expected the "

@@ -136,9 +136,11 @@ def check_model(engine: str, model: str) -> None:
     """Refuse a path that leads to no model, which the engine would find out after many seconds.
 
     Raises:
-        UsageError: the path does not exist, or is the folder of an adapter.
+        UsageError: the model is empty, the path does not exist, or it is the folder of an adapter.
     """
     path = Path(model)
+    if not model.strip():
+        raise UsageError("the model is empty. Give the folder of the base model, or its name on the Hub.")
     if "://" in model:  # a store that the engine reads itself
         return
     if not path.exists():

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from trl_lora_sync import runtime
 from trl_lora_sync.addresses import default_sync_dir, is_gone, is_local_url
 from trl_lora_sync.cli.console import UsageError, out, working
-from trl_lora_sync.cli.urls import check_listening, checked_urls
+from trl_lora_sync.cli.urls import check_listening, check_timeout, checked_urls
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Deadline, Engine
@@ -56,6 +56,7 @@ def run(
     dry_run: Annotated[bool, Option("--dry-run", help="only list what would be removed")] = False,
     timeout: Annotated[float, Option(metavar="S", help="seconds to wait for a server")] = 30,
 ) -> None:
+    check_timeout(timeout)
     options = Options(dir=sync_dir, server_dir=server_dir, dry_run=dry_run, timeout=timeout)
     if not targets:
         folder = default_sync_dir(True, ".")
@@ -69,9 +70,11 @@ def run(
                 _show(url, lines)
             continue
         folder = Path(target)
-        if not folder.is_dir():
+        # `Path("")` is the current folder, and an empty text most often an unset variable of a shell.
+        if not target or not folder.is_dir():
             raise UsageError(
-                f"{folder} is not a folder. Give the lora_sync_dir of the runs, their output_dir, or a server's URL."
+                f"{target!r} is not a folder. Give the lora_sync_dir of the runs, their output_dir, or a server's URL "
+                "such as http://localhost:8000."
             )
         with working(f"sweeping {folder}"):
             # The target may be an output_dir, whose runs are in a folder below it.

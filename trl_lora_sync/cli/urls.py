@@ -1,5 +1,6 @@
 """URLs of servers, as typed, and whether a server is there."""
 
+import math
 import re
 import shlex
 import time
@@ -39,6 +40,17 @@ def checked_url(url: str) -> str:
         raise UsageError(f"{url!r} is not a URL. Expected something like http://localhost:8000.")
     # Clients of OpenAI's routes are given a URL with /v1, and routes here begin with it.
     return url.rstrip("/").removesuffix("/v1")
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse a `--timeout` within which no server can answer.
+
+    Raises:
+        UsageError: it is not a positive, finite number.
+    """
+    # In this form it refuses NaN as well.
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--timeout must be a positive, finite number of seconds, got {seconds:g}.")
 
 
 def check_listening(url: str, timeout_s: float, advice: str) -> None:
