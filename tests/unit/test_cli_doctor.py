@@ -277,6 +277,8 @@ def test_server_of_something_else_is_a_problem(capsys: pytest.CaptureFixture[str
         (["http://localhost:8000", "--peft-config", "/nonexistent"], "cannot be read"),
         (["http://localhost:8000", "--adapter", "/nonexistent"], "cannot be read"),
         (["http://localhost:8000", "--model", "/nonexistent"], "is not a folder"),
+        (["http://localhost:8000", "--model", "/"], "--model / has no config.json"),
+        (["http://localhost:8000", "--server-dir", "sync"], "--server-dir 'sync' is not an absolute path"),
         (["http://localhost:8000", "--timeout", "0"], "--timeout must be a positive, finite number of seconds, got 0"),
     ],
 )

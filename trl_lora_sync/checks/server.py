@@ -212,7 +212,8 @@ async def has_base(subject: Subject, deadline: Deadline) -> Found:
     subject.base_logprobs = await score_base(subject.engine, deadline, is_plausible=is_plausible)
     gap = expected.gap(subject.base_logprobs)
     if gap is None:
-        return OK, f"it scores a prompt of token ids; not compared with the trainer's: {expected.unscored}"
+        message = f"it scores a prompt of token ids; not compared with the trainer's: {expected.unscored}"
+        return (NOTE, message) if expected.unscored else (OK, message)
     if not gap.is_suspicious:
         whose = "the first server" if expected.are_of_peer else "the trainer"
         return OK, f"it scores a prompt of token ids like {whose} (mean distance {gap.mean:.4f})"

@@ -20,7 +20,7 @@ from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.diagnosis import Diagnosis, DoctorInput, model_folder
 from trl_lora_sync.cli.examination import examine, handle_of
 from trl_lora_sync.cli.peft_config import read_peft_config
-from trl_lora_sync.cli.urls import check_listening, check_timeout, checked_urls, start_command
+from trl_lora_sync.cli.urls import check_listening, check_server_dir, check_timeout, checked_urls, start_command
 from trl_lora_sync.engines.registry import ENGINES
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def run(
     as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
 ) -> None:
     check_timeout(timeout)
+    check_server_dir(server_dir)
     checked = [url for typed in urls for url in checked_urls(typed)]
     given = make_input(peft_config, adapter, model, folder, server_dir, timeout)
     diagnoses: list[Diagnosis] = []
@@ -99,6 +100,8 @@ def make_input(
                 unusable = str(error)
     if model is not None and not model.is_dir():
         raise UsageError(f"--model {model} is not a folder. Give the base model's, or leave it out.")
+    if model is not None and not (model / "config.json").is_file():
+        raise UsageError(f"--model {model} has no config.json. Give the folder of the base model, or leave it out.")
     # To compute a model takes time and memory, so it is looked for only where an adapter is to be compared.
     if model is None and saved is not None:
         model = model_folder(saved.config.get("base_model_name_or_path"))

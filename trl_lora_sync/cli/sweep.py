@@ -14,7 +14,7 @@ from typer import Argument, Option
 from trl_lora_sync import runtime
 from trl_lora_sync.addresses import default_sync_dir, is_gone, is_local_url
 from trl_lora_sync.cli.console import UsageError, out, working
-from trl_lora_sync.cli.urls import check_listening, check_timeout, checked_urls
+from trl_lora_sync.cli.urls import check_listening, check_server_dir, check_timeout, checked_urls
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Deadline, Engine
@@ -57,6 +57,7 @@ def run(
     timeout: Annotated[float, Option(metavar="S", help="seconds to wait for a server")] = 30,
 ) -> None:
     check_timeout(timeout)
+    check_server_dir(server_dir)
     options = Options(dir=sync_dir, server_dir=server_dir, dry_run=dry_run, timeout=timeout)
     if not targets:
         folder = default_sync_dir(True, ".")

@@ -1,4 +1,4 @@
-"""URLs of servers, as typed, and whether a server is there."""
+"""What is typed about servers, URLs above all, and whether a server is there."""
 
 import math
 import re
@@ -51,6 +51,16 @@ def check_timeout(seconds: float) -> None:
     # In this form it refuses NaN as well.
     if not 0 < seconds < math.inf:
         raise UsageError(f"--timeout must be a positive, finite number of seconds, got {seconds:g}.")
+
+
+def check_server_dir(path: str | None) -> None:
+    """Refuse a `--server-dir` that is not a path: vLLM and SGLang look for a relative one on the Hub.
+
+    Raises:
+        UsageError: it is not absolute.
+    """
+    if path is not None and not path.startswith("/"):
+        raise UsageError(f"--server-dir {path!r} is not an absolute path. Give the folder as the servers see it.")
 
 
 def check_listening(url: str, timeout_s: float, advice: str) -> None:
