@@ -124,9 +124,9 @@ def ahead_sentence() -> str:
     ours, theirs = syncs["runtime"], syncs["weights"]
     return textwrap.fill(
         f"In whole GRPO steps of the same run, a sync took {_ms(statistics.median(ours))} ms (median of {len(ours)}, "
-        f"at most {_ms(max(ours))}) with `runtime`, and TRL's own {_ms(statistics.median(theirs))} ms. With "
-        "[sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer computes, a step "
-        f"took {ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
+        f"at most {_ms(max(ours))}) with `runtime`, and TRL's own {_ms(statistics.median(theirs))} ms. In another run, "
+        "with [sampling ahead](docs/overlap.md), where servers sample the next batch while the trainer computes, a "
+        f"step took {ahead['step_s_median']:.1f} s instead of {plain['step_s_median']:.1f} s.",
         width=120,
     )
 

@@ -73,8 +73,8 @@ def summary(runs: Mapping[str, dict[str, Any]], shape: str = "8b", rank: int = 3
         runs: the results that an arm is taken from.
     """
     header = (
-        f"LoRA r={rank}, {shape}", "sync", "TRL's own sync", "ratio", "decoding, of TRL's own",
-        "base weights changed", "by TRL's own",
+        f"LoRA r={rank}, {shape.upper()}", "sync", "TRL's own sync", "ratio", "decoding speed / TRL's own",
+        "base weights changed", "base weights changed by TRL's own",
     )  # fmt: skip
     rows = []
     for arm, results in runs.items():

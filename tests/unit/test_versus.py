@@ -432,7 +432,7 @@ def test_summary_has_each_arm_beside_trls_own_sync_in_the_same_run() -> None:
 
     header, _, fused, runtime = table.summary({"fused": results, "runtime": empty}).splitlines()
 
-    assert header.startswith("| LoRA r=32, 8b | sync | TRL's own sync | ratio |")
+    assert header.startswith("| LoRA r=32, 8B | sync | TRL's own sync | ratio |")
     assert fused == "| `fused` | 74 ms | 400 ms | 0.18 | 0.97 | none in 50 syncs | 49% in 50 syncs |"
     assert runtime == "| `runtime` |  |  |  |  |  |  |"
 
