@@ -107,6 +107,7 @@ FIXES = {
     "DeadlineExceededError": "The server is busy or stuck: read its log, then raise the setting in parentheses.",
     "RemoteProcessError": "Read the output of process 0, which has the exception itself.",
     "GenerationError": "The server, or a proxy before it, sent an invalid answer: read its log.",
+    "UnsupportedSettingError": "Correct the named [setting](settings.md).",
     "AdapterRejectedError": "The adapter does not fit the served model. Run `trl-lora-sync doctor URL --adapter DIR`.",
 }
 
