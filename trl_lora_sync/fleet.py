@@ -456,7 +456,7 @@ class Fleet:
         await each(self.in_service, lambda server: server.release_kv_cache(deadline))
 
     async def wake(self, deadline: Deadline) -> bool:
-        """Take the KV caches back. Returns whether loaded adapters are intact on all servers."""
+        """Take the KV caches back. Returns whether the active version is intact on all servers."""
 
         async def wake(server: ServerHandle) -> bool:
             try:
@@ -467,4 +467,5 @@ class Fleet:
                 # The caller publishes again then, and that sync waits for the server.
                 return False
 
-        return all(await each([server for server in self.in_service if server.is_asleep], wake))
+        # Of those that are awake too: a load may have woken one, and cost it the active version.
+        return all(await each(self.in_service, wake))

@@ -85,6 +85,8 @@ class ServerHandle:
         self._engine: Engine | None = None
         self._versions = 0  # how many this process of the server was given
         self._losses = 0
+        # Whether waking has cost it what was loaded then. Kept, as a load wakes it too, and the sync may fail after it.
+        self._lacks_active = False
         self._retries_before = 0
         self._recovery = asyncio.Lock()  # one task at a time readmits it
         self._unloads = asyncio.Lock()  # in the order of the requests
@@ -431,8 +433,9 @@ class ServerHandle:
         self._versions = 0
 
     def note_activation(self) -> None:
-        """One more version was given to it."""
+        """One more version was given to it, after it was woken."""
         self._versions += 1
+        self._lacks_active = False
 
     @property
     def needs_verification(self) -> bool:
@@ -486,9 +489,9 @@ class ServerHandle:
                 logger.warning("A server could not be woken: %s", error)
 
     async def wake(self, deadline: Deadline) -> bool:
-        """Take the KV cache back. Returns whether loaded adapters are intact; not if the server was lost."""
+        """Take the KV cache back. Returns whether the active version is intact; not if the server was lost."""
         if not self.is_asleep:
-            return True
+            return not self._lacks_active
         engine = self.engine
         try:
             intact = await engine.restore_kv_cache(deadline)
@@ -498,7 +501,8 @@ class ServerHandle:
             raise
         # After an answer only, so that after an error the next call tries again.
         self.is_asleep = False
-        return intact
+        self._lacks_active = self._lacks_active or not intact
+        return not self._lacks_active
 
 
 def _wait_for_file(stored: StoredAdapter) -> None:

@@ -911,6 +911,31 @@ def test_an_excluded_server_that_sleeps_is_woken_before_it_is_checked(run: Start
     assert training.is_policy_of(training.generate())
 
 
+def test_a_version_that_was_lost_asleep_counts_as_lost_after_a_sync_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load of the sync had woken the server, and dropped the answer that the active version had gone."""
+    with in_memory_engines(2, shapes=SMALL) as engines:
+        begun = InMemoryRun(engines, tmp_path, frees_kv_cache=True)
+        restore = engines[0].restore_kv_cache
+
+        async def lose_adapters(deadline: Deadline) -> bool:
+            await restore(deadline)
+            return False
+
+        monkeypatch.setattr(engines[0], "restore_kv_cache", lose_adapters)
+        begun.sync.sleep()
+        engines[1].errors["load"] = [AdapterRejectedError("no room")]
+        with pytest.raises(AdapterRejectedError):
+            begun.sync.publish(small_adapter(2))
+        assert not engines[0].is_asleep
+        assert begun.sync.wake() is False
+        assert begun.sync.wake() is False, "it forgot that at the first call"
+        begun.sync.publish(small_adapter(3))
+        assert begun.sync.wake()
+        begun.sync.shutdown()
+
+
 # Pausing
 
 
