@@ -729,6 +729,13 @@ def test_empty_model_is_refused(model: str, environment: Path, capsys: pytest.Ca
     assert "the model is empty" in capsys.readouterr().err
 
 
+def test_empty_host_is_refused_because_it_stands_for_all_addresses(
+    environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "vllm", "M", "--host", "", "--python", str(environment), "--dry-run"]) == 2
+    assert "--host is empty" in capsys.readouterr().err
+
+
 def test_folder_in_place_of_the_interpreter_is_refused_with_the_path_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,8 @@ def run(
     dry_run: Annotated[bool, Option("--dry-run", help="print the command and do not run it")] = False,
 ) -> None:
     check_model(engine, model)
+    if not host.strip():  # an engine would listen on all addresses
+        raise UsageError("--host is empty. Give an address to listen on, such as 127.0.0.1.")
     if lora_rank is not None and peft_config is not None:
         raise UsageError("--lora-rank cannot be used with --peft-config, which has the rank. Leave one out.")
     if fused and quick_load is not None:
