@@ -206,6 +206,15 @@ def test_page_goes_where_it_is_wanted(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "page.html").exists()
 
 
+@pytest.mark.parametrize("place", [".", "run/lora_sync.jsonl/page.html"])
+def test_page_that_cannot_be_written_ends_with_2(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_log(tmp_path / "run", HEADER, *steps(1))
+    assert main(["report", str(run), "--out", str(tmp_path / place)]) == 2
+    assert "Name another file with --out" in capsys.readouterr().err
+
+
 # One run
 
 

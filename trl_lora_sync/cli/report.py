@@ -39,7 +39,11 @@ def run(
     from trl_lora_sync.cli.report_page import page
 
     file = file or run_dirs[0] / "lora-sync-report.html"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(runs), encoding="utf-8")
+    text = page(runs)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"The page cannot be written to {file} ({error}). Name another file with --out.") from error
     steps = ", ".join(f"{one.name} up to step {one.last_step}" for one in runs)
     out().print(f"Written to {os.path.relpath(file)}: {steps}.")
