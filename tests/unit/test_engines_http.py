@@ -437,13 +437,17 @@ def test_deadline_counts_down_and_then_raises(clock: Clock) -> None:
 # Broken connections
 
 
-def test_nobody_listening_is_an_error_with_the_url_and_the_setting(ask: Ask) -> None:
+@pytest.mark.parametrize("is_local", [True, False])
+def test_nobody_listening_is_an_error_with_the_url_the_setting_and_a_command_that_is_reached(
+    is_local: bool, ask: Ask
+) -> None:
     with (
         nobody_listening() as url,
         pytest.raises(ServerUnreachableError, match=r"No server answers at .*vllm_server_base_url") as caught,
     ):
-        ask(url)
+        ask(url, is_local=is_local)
     assert url in str(caught.value)
+    assert ("serve vllm MODEL --host 0.0.0.0 --port" in str(caught.value)) is not is_local
     assert isinstance(caught.value, ConnectionError)
 
 

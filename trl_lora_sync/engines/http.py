@@ -93,6 +93,7 @@ class HTTPClient:
         self.base_url = base_url
         self.api_key = api_key
         self._timeouts = timeouts
+        self._is_local = is_local
         # None for a scheme is a direct connection, whatever proxies the environment names.
         self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
         self._certificates = _certificates()
@@ -283,10 +284,11 @@ class HTTPClient:
     def _our_error(self, error: httpx.RequestError, method: str, path: str, deadline: Deadline) -> LoRASyncError:
         # First, because ConnectTimeout is a TimeoutException too: such a server is down, and its answer not just late.
         if isinstance(error, _NO_CONNECTION):
+            command = VLLM.serve_command("MODEL", base_url=self.base_url, is_local=self._is_local)
             return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
-                f"A running server was expected there. Start it on its host, for vLLM with "
-                f"{VLLM.serve_command('MODEL', base_url=self.base_url)}, or correct vllm_server_base_url."
+                f"A running server was expected there. Start it on its host, for vLLM with {command}, or correct "
+                "vllm_server_base_url."
             )
         if isinstance(error, httpx.TimeoutException):
             return deadline.error(f"waiting for {method} {self.base_url}{path}")
