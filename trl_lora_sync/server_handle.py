@@ -18,6 +18,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
 from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.engines.connect import connect_engine, reason_to_be_down, wait_until_up
 from trl_lora_sync.errors import (
+    AdapterExportError,
     AdapterLostError,
     AdapterRejectedError,
     DeadlineExceededError,
@@ -356,7 +357,7 @@ class ServerHandle:
         # waking resumes generation as well (`VLLMEngine.restore_kv_cache`).
         await self.wake(deadline)
         if stored.is_unfinished and not self.engine.capabilities.checks_payload:
-            await offload(partial(_wait_for_file, stored))  # as its workers do not wait
+            await offload(partial(_wait_for_file, stored, deadline))  # as its workers do not wait
         async with self._paused(deadline):
             loading = spawn(self.engine.load(self.form_of(stored), deadline))
             try:
@@ -505,11 +506,27 @@ class ServerHandle:
         return not self._lacks_active
 
 
-def _wait_for_file(stored: StoredAdapter) -> None:
+def _wait_for_file(stored: StoredAdapter, deadline: Deadline) -> None:
+    """Until the file of the tensors is complete.
+
+    Raises:
+        DeadlineExceededError: it is not in time.
+        AdapterExportError: its copy from the GPU has failed.
+    """
     assert stored.path is not None
-    # By its path: flock(2) locks belong to an open file, and the trainer's open file holds this one.
-    with (stored.path / TENSORS_FILE).open("rb") as file:
-        unfinished.wait(file.fileno())
+    try:
+        # By its path: flock(2) locks belong to an open file, and the trainer's open file holds this one.
+        with (stored.path / TENSORS_FILE).open("rb") as file:
+            unfinished.wait(file.fileno(), patience_s=min(unfinished.PATIENCE_S, deadline.left_s()))
+    except FileNotFoundError:
+        pass  # The server refuses such a version, and callers know that error.
+    except TimeoutError as error:
+        if deadline.is_over():
+            raise deadline.error(f"{stored.path} is still copied from the GPU") from error
+        raise AdapterExportError(
+            f"{stored.path} was not copied from the trainer's GPU: {error} The version is not used. Look for the "
+            "reason in the log of this process."
+        ) from error
 
 
 def is_loss(error: BaseException) -> bool:

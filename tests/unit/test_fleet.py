@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -15,12 +17,16 @@ from contract.served import PROMPT, SMALL, sampling, soon
 
 import trl_lora_sync.server_handle
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins import unfinished
+from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Deadline, Engine, PromptGroup
 from trl_lora_sync.engines.connect import reason_to_be_down
 from trl_lora_sync.engines.vllm.fused import VLLMFusedEngine
 from trl_lora_sync.errors import (
+    AdapterExportError,
     AdapterLostError,
     AdapterRejectedError,
+    DeadlineExceededError,
     ServerSetupError,
     ServerUnreachableError,
     VerificationError,
@@ -404,6 +410,44 @@ def test_a_new_version_reaches_a_restarted_server_although_the_files_of_the_one_
         training.generate()
     training.publish()
     assert training.is_policy_of(training.generate())
+
+
+def test_a_version_that_was_copied_from_the_gpu_is_no_other_when_its_files_are_gone(run: StartRun) -> None:
+    """As with SGLang beside a vLLM server that compares versions: the open file was missed before the server was, by an
+    error that no sync could recover from."""
+    training = run(servers=1)
+    training.publish()
+    active = training.sync.active
+    assert active is not None
+    training.sync.ledger.active = replace(active, is_unfinished=True)
+    training.fakes[0].restart()
+    shutil.rmtree(active.path)
+    with pytest.raises(AdapterRejectedError):
+        training.generate()
+    training.publish()
+    assert training.is_policy_of(training.generate())
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_file_that_stays_incomplete_is_an_error_in_time(
+    run: StartRun, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    """It took 20 s, whatever the deadline was, and the error was none of this package's."""
+    training = run(servers=1)
+    training.publish()
+    active = training.sync.active
+    assert active is not None
+    server, path = training.sync.fleet.servers[0], active.path
+    deadline = Deadline.after(0.1 if is_over else WAIT_S, "The adapter sync")
+    if not is_over:
+        monkeypatch.setattr(unfinished, "PATIENCE_S", 0.1)
+    error: Any = DeadlineExceededError if is_over else AdapterExportError
+    with (path / TENSORS_FILE).open("r+b") as file:
+        assert unfinished.begin(file.fileno())
+        started = time.monotonic()
+        with pytest.raises(error, match=re.escape(str(path))):
+            run_on_loop(server.load(replace(active, is_unfinished=True), deadline))
+        assert time.monotonic() - started < 10
 
 
 def test_a_single_server_is_waited_for(run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:

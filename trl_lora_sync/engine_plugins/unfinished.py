@@ -15,7 +15,7 @@ import time
 PART_BYTES = 32 << 20
 """A file is written and read in parts of so much: large against the start of a copy, which takes some 10 us."""
 # Copying a large adapter from a GPU takes some tens of milliseconds.
-_PATIENCE_S = 20.0
+PATIENCE_S = 20.0
 # A wait for such a lock has no timeout, so it is looked at again; short against the copy that is waited for.
 _PAUSE_S = 0.0002
 # Linux has them, and Python names them there only.
@@ -37,7 +37,7 @@ def end(file: int, size: int = 0) -> None:
     _call(file, _SET, _lock(fcntl.F_UNLCK, 0, size))
 
 
-def wait(file: int, start: int = 0, size: int = 0, *, patience_s: float = _PATIENCE_S) -> None:
+def wait(file: int, start: int = 0, size: int = 0, *, patience_s: float = PATIENCE_S) -> None:
     """Return once a part of the file is complete; at once for a file without such a writer.
 
     Args:
