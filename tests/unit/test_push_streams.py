@@ -57,6 +57,7 @@ class Link:
     Attributes:
         requests: methods, in order.
         after_post: what becomes of the answer that names the port.
+        before_put: what happens before a PUT is sent.
         address: where the server's side of the connection is.
         headers: replaced in each PUT.
     """
@@ -65,6 +66,7 @@ class Link:
         self.middleware = PushMiddleware(self._no_app)
         self.requests: list[str] = []
         self.after_post: Change | None = None
+        self.before_put: Callable[[], Awaitable[None]] | None = None
         self.headers: dict[str, str] = {}
         self.address = "127.0.0.1"
 
@@ -78,6 +80,8 @@ class Link:
         self, method: str, path: str, deadline: Deadline, *, content: Any = None, headers: Any = None
     ) -> httpx.Response:
         self.requests.append(method)
+        if method == "PUT" and self.before_put is not None:
+            await self.before_put()
         sent = dict(headers or {}) | (self.headers if method == "PUT" else {})
         if content is not None:
             sent["Content-Length"] = str(len(content))
@@ -283,6 +287,32 @@ def test_a_push_that_is_cancelled_leaves_nothing(link: Link, tmp_path: Path) -> 
             if not files(tmp_path):
                 break
             await asyncio.sleep(0.01)
+        assert files(tmp_path) == []
+
+    asyncio.run(test())
+
+
+def test_an_upload_whose_end_is_never_sent_goes_with_its_name(link: Link, tmp_path: Path) -> None:
+    """Of a trainer that was interrupted or killed then: its file took room for ten minutes, unload or sweep
+    notwithstanding, so there was none for the next push."""
+
+    async def test() -> None:
+        pushed, is_sent = await connected(link), asyncio.Event()
+
+        async def hang() -> None:
+            is_sent.set()
+            await asyncio.sleep(60)
+
+        link.before_put = hang
+        pushing = asyncio.ensure_future(pushed.push(stored(adapter()), soon()))
+        await is_sent.wait()
+        while link.middleware.store.arriving:
+            await asyncio.sleep(0.01)
+        pushing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await pushing
+        assert files(tmp_path) == ["adapter_model.safetensors"]
+        await pushed.retire("v1", soon())
         assert files(tmp_path) == []
 
     asyncio.run(test())

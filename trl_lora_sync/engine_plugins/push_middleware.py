@@ -101,6 +101,8 @@ class PushMiddleware:
         if request.method == "PUT":
             return await self._take(name, request)
         if request.method == "DELETE":
+            # What has come over connections is not there by its name until the `PUT`, which the trainer may never send.
+            self._give_up_earlier(name)
             return {"name": name, "deleted": await asyncio.to_thread(self.store.delete, name)}
         raise Refused(405, f"PUT, POST and DELETE are offered here, and GET {ROUTE}.")
 
@@ -122,10 +124,13 @@ class PushMiddleware:
         return {"name": name, "port": incoming.port, "token": incoming.token}
 
     def _begin(self, name: str, size: int) -> Upload:
-        # An earlier upload of the same name has been given up by the trainer.
+        self._give_up_earlier(name)
+        return self.store.begin(name, size)
+
+    def _give_up_earlier(self, name: str) -> None:
+        """End the uploads of a name that the trainer has given up, as it has sent another request for that name."""
         for token in [token for token, one in self._incoming.items() if one.upload.name == name]:
             self._give_up(token)
-        return self.store.begin(name, size)
 
     def _give_up(self, token: str) -> None:
         incoming = self._incoming.pop(token, None)
