@@ -467,5 +467,5 @@ class Fleet:
                 # The caller publishes again then, and that sync waits for the server.
                 return False
 
-        # Of those that are awake too: a load may have woken one, and cost it the active version.
+        # Also those that are awake: one that a load has woken may lack the active version since then.
         return all(await each(self.in_service, wake))

@@ -974,7 +974,7 @@ def test_a_version_that_was_lost_asleep_counts_as_lost_after_a_sync_that_failed(
             begun.sync.publish(small_adapter(2))
         assert not engines[0].is_asleep
         assert begun.sync.wake() is False
-        assert begun.sync.wake() is False, "it forgot that at the first call"
+        assert begun.sync.wake() is False  # also at the second call
         begun.sync.publish(small_adapter(3))
         assert begun.sync.wake()
         begun.sync.shutdown()
