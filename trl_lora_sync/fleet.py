@@ -467,5 +467,5 @@ class Fleet:
                 # The caller publishes again then, and that sync waits for the server.
                 return False
 
-        # Also those that are awake: one that a load has woken may lack the active version since then.
+        # Servers that are awake as well, because a load may have woken them, and waking may cost the active version.
         return all(await each(self.in_service, wake))
