@@ -273,17 +273,19 @@ class FusedMiddleware:
         async with self._weights:
             if self._is_asleep:
                 raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
-            # One behind the other, as reading an adapter touches no weight and need not wait for a pause.
-            was_paused, answers = await asyncio.gather(
-                engine.is_paused(), _call(engine, "lora_sync_prepare", name, path)
-            )
-            prepared = time.perf_counter()
             async with contextlib.AsyncExitStack() as pause:
                 try:
-                    # In the `try`, as workers that did prepare hold the adapter's memory until `lora_sync_undo`.
-                    _check_placed(_good(answers))
-                    await pause.enter_async_context(_paused(engine, timeout_s, was_paused=was_paused))
-                    paused = time.perf_counter()
+                    # While the engine is paused, as reading an adapter touches no weight. In the `try`, as workers that
+                    # did prepare hold the adapter's memory until `lora_sync_undo`.
+                    reading = asyncio.ensure_future(_call(engine, "lora_sync_prepare", name, path))
+                    try:
+                        await pause.enter_async_context(_paused(engine, timeout_s))
+                    finally:
+                        paused = time.perf_counter()
+                        await asyncio.wait([reading])
+                    answers = _good(reading.result())
+                    _check_placed(answers)
+                    prepared = time.perf_counter()
                     # Before the first weight changes, so that a refusal leaves nothing to undo.
                     await _reset_caches(engine)
                     reset = time.perf_counter()
@@ -300,9 +302,9 @@ class FusedMiddleware:
         seconds = {
             "read": max(answer["read_s"] for answer in answers),
             "place": max(answer["place_s"] for answer in answers),
+            "pause": paused - started,
             "prepare": prepared - started,
-            "pause": paused - prepared,
-            "reset": reset - paused,
+            "reset": reset - prepared,
             "fuse": max(answer["fuse_s"] for answer in applied),
             "total": done - started,
         }
@@ -419,20 +421,17 @@ def _check_placed(answers: list[dict[str, Any]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _paused(engine: Any, timeout_s: float, *, was_paused: bool) -> AsyncIterator[None]:
-    """Inside, the engine is paused and idle, requests that are answered in the background included.
-
-    Args:
-        was_paused: by a client, who resumes it.
-    """
+async def _paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
+    """Inside, the engine is paused and idle, requests that are answered in the background included."""
+    if await engine.is_paused():  # by a client, who resumes it
+        yield
+        return
     try:
-        if not was_paused:
-            await _pause(engine, timeout_s)
+        await _pause(engine, timeout_s)
         yield
     finally:
-        if not was_paused:
-            # Also after a pause that took too long, as the engine would still complete it, and stay paused.
-            await engine.resume_generation()
+        # Also after a pause that took too long, as the engine would still complete it, and stay paused.
+        await engine.resume_generation()
 
 
 async def _pause(engine: Any, timeout_s: float) -> None:
