@@ -32,7 +32,9 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import shared_files, unfinished
 from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.shared_files import MappedFiles
+from trl_lora_sync.engine_plugins.fused_file import read_head
+from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, Reader
+from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles
 from trl_lora_sync.engine_plugins.version_note import VersionNote
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.runtime import Blocking, run
@@ -343,6 +345,147 @@ def test_without_such_locks_a_file_is_complete_when_it_is_found(
         assert not stored.is_unfinished
         served.add(stored)
         assert served.serves(stored)
+
+
+# Ahead of the load
+
+
+def copy_after(event: threading.Event) -> Callable[[Tensor, Tensor], Callable[[], object]]:
+    """As `begin_copy_to_host`, of a copy that is not complete before an event."""
+
+    def begin_copy(target: Tensor, source: Tensor) -> Callable[[], object]:
+        target.copy_(source)
+        return partial(event.wait, 20)
+
+    return begin_copy
+
+
+class Ahead(OnOneHost):
+    """A worker that fetches what its trainer has filled before the engine gets the request."""
+
+    def __init__(self, folder: Path, *, is_by_file: bool) -> None:
+        super().__init__(folder)
+        self.trainer.refuses_to_share = is_by_file
+        self.writer.fetcher.files = MappedFiles(CPU, self.worker, self._fetch_ahead)
+        self.damage = 0
+        self.publish(1)  # the worker connects, and learns the kind
+
+    def _fetch_ahead(self, part: Filled, fetch: Fetch) -> None:
+        def fetch_damaged(into: Tensor) -> None:
+            fetch(into)
+            into[5] += self.damage
+
+        self.writer.fetcher.fetch_ahead(part, fetch_damaged)
+
+    def has(self, seed: int) -> bool:
+        return torch.equal(self.writer.stage[8:], flat(seed).flat.view(torch.uint8)[8:])
+
+
+@pytest.fixture(params=["from the GPU", "by file"])
+def ahead(request: pytest.FixtureRequest) -> Iterator[Ahead]:
+    with shared_folder() as folder:
+        ahead = Ahead(folder, is_by_file=request.param == "by file")
+        ahead.writer.counts.clear()
+        yield ahead
+        ahead.store.close()
+        assert not ahead.gpu.owners
+
+
+def test_a_version_is_there_before_the_request_to_load_it(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfinished, "PART_BYTES", flat(3).payload_bytes // 3)
+    for seed in (3, 4, 5):
+        stored = ahead.write(seed)
+        ahead.store.finish()
+        assert happens(lambda seed=seed: ahead.has(seed))  # type: ignore[misc]
+        ahead.add(stored)
+        assert ahead.serves(stored)
+    assert ahead.writer.counts == {"ahead": 3, "written": 3}
+
+
+def test_what_was_fetched_ahead_is_used_only_if_it_is_what_the_trainer_sent(ahead: Ahead) -> None:
+    ahead.damage = 1
+    stored = ahead.write(3)
+    ahead.store.finish()
+    assert happens(lambda: ahead.has(3))
+    ahead.add(stored)
+    assert ahead.serves(stored)
+    assert ahead.writer.counts["ahead"] == 0
+
+
+def test_two_trainers_that_publish_at_the_same_time_both_get_their_versions(ahead: Ahead) -> None:
+    pool = PinnedFilePool(driver_for=ahead.trainer, shares_gpu=True)
+    other = AdapterStore(ahead.store.root.parent / "other", pinned=pool)
+    first = ahead.write(2, store=other)
+    other.finish()
+    ahead.add(first)
+    for seed in (3, 5, 7):
+        stored, later = ahead.write(seed), ahead.write(seed + 1, store=other)
+        ahead.store.finish()
+        other.finish()
+        assert happens(lambda seed=seed: ahead.has(seed) or ahead.has(seed + 1))  # type: ignore[misc]
+        for one in (stored, later):
+            ahead.add(one)
+            assert ahead.serves(one)
+    other.close()
+    assert ahead.writer.counts["written"] == 7
+
+
+@pytest.mark.parametrize("ahead", ["by file"], indirect=True)  # a GPU's memory is filled before the request is sent
+def test_a_load_waits_for_the_parts_that_are_still_to_come(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = threading.Event()
+    monkeypatch.setattr(unfinished, "PART_BYTES", flat(3).payload_bytes // 2)
+    monkeypatch.setattr(pinned_files, "begin_copy_to_host", copy_after(copied))
+    stored = ahead.write(3)
+    with ThreadPoolExecutor(2) as pool:
+        finishing, loading = pool.submit(ahead.store.finish), pool.submit(ahead.add, stored)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            loading.result(0.2)
+        copied.set()
+        finishing.result(20)
+        loading.result(20)
+    assert ahead.serves(stored)
+
+
+def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_adapter_is_in() -> None:
+    reader, is_there = Reader(CPU), threading.Event()
+
+    def fetch_ahead(part: Filled, fetch: Fetch) -> None:
+        reader.fetcher.fetch_ahead(part, fetch)
+        is_there.set()
+
+    reader.fetcher.files = MappedFiles(CPU, on_filled=fetch_ahead)
+    with shared_folder() as folder:
+        store = AdapterStore(folder / "root", pinned=PinnedFilePool())
+        kept: list[FusedAdapter] = []
+        for seed in range(1, 8):
+            is_there.clear()
+            stored = store.write(seed, flat(seed))
+            store.finish()
+            if seed > 1:  # with the first version, the worker connects
+                assert is_there.wait(20)
+            # The one in the weights, and the one that is put back after an error.
+            kept = kept[-1:]
+            kept.append(reader.read(stored.name, read_head(str(stored.path))))
+            for adapter, of in zip(reversed(kept), (seed, seed - 1), strict=False):
+                assert same_bits(adapter, flat(of))
+            if seed == 5:
+                # Of another trainer, without a file that is shared; into what the next version would have come.
+                apart = AdapterStore(folder / "apart")
+                other = reader.read("other", read_head(str(apart.write(9, flat(9)).path)))
+                is_there.clear()
+                store.write(50, flat(50))
+                store.finish()
+                assert is_there.wait(20)
+                assert same_bits(other, flat(9))
+                apart.close()
+        assert reader.fetcher.counts == {"mapped": 2, "ahead": 5, "read": 1}  # 6 follows one of another trainer
+        store.close()
+
+
+def same_bits(adapter: FusedAdapter, of: CanonicalAdapter) -> bool:
+    found = torch.cat([one.flatten() for pair in adapter.matrices.values() for one in pair])
+    expected = torch.cat([one.flatten() for one in of.tensors.values()])
+    return torch.equal(found.view(torch.uint8).sort().values, expected.view(torch.uint8).sort().values)
 
 
 def test_there_is_a_reason_where_there_is_no_gpu() -> None:

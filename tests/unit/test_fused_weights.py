@@ -198,7 +198,7 @@ def test_a_launch_is_everything_if_it_writes_all_rectangles_from_bases_on_its_de
 
 
 def test_a_launch_that_is_everything_is_run_again_for_the_same_memory_only() -> None:
-    launches, memories = KnownLaunches(), [Matrices(), Matrices(), Matrices()]
+    launches, memories = KnownLaunches(), [Matrices(), Matrices(), Matrices(), Matrices()]
     done: list[Any] = []
 
     def write(memory: int, scaling: float, *, is_all: bool = True) -> list[Any]:
@@ -213,7 +213,8 @@ def test_a_launch_that_is_everything_is_run_again_for_the_same_memory_only() -> 
 
     assert [write(0, 0.5), write(1, 0.5), write(0, 0.25), write(1, 2.0)] == [["in full"], ["in full"], [0.25], [2.0]]
     assert [write(2, 1.0, is_all=False), write(2, 1.0), write(2, 1.0)] == [["in full"], ["in full"], [1.0]]
-    assert write(0, 1.0) == ["in full"]  # two are kept
+    assert write(0, 1.0) == [1.0]
+    assert [write(3, 1.0), write(0, 1.0)] == [["in full"], ["in full"]]  # three are kept
     launches.forget()
     assert write(0, 1.0) == ["in full"]
 

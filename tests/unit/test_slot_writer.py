@@ -25,6 +25,7 @@ from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, write_adapter
 from trl_lora_sync.colocate import engine, slots
 from trl_lora_sync.engine_plugins import slot_writer
+from trl_lora_sync.engine_plugins.shared_files import MappedFiles
 from trl_lora_sync.engine_plugins.slot_writer import Group, SlotWriter
 from trl_lora_sync.engine_plugins.version_note import VersionNote
 from trl_lora_sync.errors import AdapterExportError
@@ -199,6 +200,8 @@ class Served:
         self.tables = Tables([("q", "k"), ("o",), ("unused",)])
         self.manager = Manager(self.tables)
         self.writer = SlotWriter(self.manager, self._loading, group or Group())
+        # Nothing comes ahead of its load: whether it is there in time depends on threads.
+        self.writer.fetcher.files = MappedFiles(torch.device("cpu"))
         self.store = AdapterStore(folder / "root", pinned=PinnedFilePool())
         self.numbers: dict[str, int] = {}
         self.adapters: dict[str, dict[str, Tensor]] = {}
@@ -209,9 +212,11 @@ class Served:
         yield lambda: self.manager.instead is None
         self.manager.instead = None
 
-    def write(self, seed: int, rank: int = R, dtype: torch.dtype = BF16, *modules: str) -> StoredAdapter:
+    def write(
+        self, seed: int, rank: int = R, dtype: torch.dtype = BF16, *modules: str, store: AdapterStore | None = None
+    ) -> StoredAdapter:
         adapter = flat(seed, rank, dtype, *modules)
-        stored = self.store.write(seed, adapter)
+        stored = (store or self.store).write(seed, adapter)
         self.numbers[stored.name] = len(self.numbers) + 1
         self.adapters[stored.name] = {key: tensor.clone() for key, tensor in adapter.tensors.items()}
         return stored

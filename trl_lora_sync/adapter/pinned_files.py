@@ -34,7 +34,7 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, GPUMemory, IPCError, Wait, driver_for
 from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_to_host, pin
-from trl_lora_sync.engine_plugins.shared_files import SharedFiles
+from trl_lora_sync.engine_plugins.shared_files import FileKey, Filled, SharedFiles
 from trl_lora_sync.runtime import watch
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,9 @@ class PinnedFile:
         self.path = path
         self.size = size
         self.device = device
-        self.is_shared = shared is not None
+        self._shared = shared
         self.is_awaited = False
+        self._checksum, self._offset = "", 0
         self._copying: list[tuple[int, Wait]] = []
         # Undone from the last to the first: workers drop the file, and pages are unlocked before they are unmapped.
         with contextlib.ExitStack() as undo:
@@ -88,24 +89,38 @@ class PinnedFile:
                 undo.callback(shared.withdraw, self._file)
             self._undo = undo.pop_all()
 
-    def fill(self, header: bytes, flat: Tensor) -> None:
-        """Write `header` and then `flat`, which together are as large as the pinned file."""
+    def fill(self, header: bytes, flat: Tensor, checksum: str = "") -> None:
+        """Write `header` and then `flat`, which together are as large as the pinned file.
+
+        Args:
+            checksum: of `flat`, by which workers know what they fetch ahead of its load; empty if they are not to.
+        """
         self.is_awaited = False
+        self._checksum, self._offset = checksum, len(header)
         self._map[: len(header)] = header
         copy_to_host(self.memory[len(header) :].view(flat.dtype), flat)
         self._end()
+        self._note_filled(0, flat.nbytes)
 
     def begin(
-        self, header: bytes, begin_copy: Callable[[Tensor, int], Wait], *, part_bytes: int, is_awaited: bool
+        self,
+        header: bytes,
+        begin_copy: Callable[[Tensor, int], Wait],
+        *,
+        part_bytes: int,
+        is_awaited: bool,
+        checksum: str = "",
     ) -> None:
         """Write `header`, and begin to fill what follows it; readers wait for `finish`.
 
         Args:
             begin_copy: begins to fill memory with what is so many bytes after the header.
             part_bytes: size of the parts in which readers get what follows the header, each once it is complete.
+            checksum: as of `fill`.
         """
         do_wait = unfinished.begin(self._file)
         self.is_awaited = is_awaited
+        self._checksum, self._offset = checksum, len(header)
         self._map[: len(header)] = header
         start = len(header)
         for part in torch.split(self.memory[len(header) :], part_bytes):
@@ -127,13 +142,26 @@ class PinnedFile:
         if not copying:
             return
         try:
+            start = 0
             for size, wait in copying:
                 wait()
                 unfinished.end(self._file, size)
+                self._note_filled(start, size - self._offset)
+                start = size - self._offset
         except Exception:
             logger.exception("An adapter version could not be copied from the GPU to %s.", self.path)
         else:
             self._end()
+
+    def _note_filled(self, start: int, end: int) -> None:
+        if self._shared is not None and self._checksum:
+            size, key = self.size - self._offset, FileKey.of(self._file)
+            self._shared.note_filled(Filled(self._checksum, size, start, end, file=key, offset=self._offset))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether workers of engines map it."""
+        return self._shared is not None
 
     def _end(self) -> None:
         os.utime(self._file)  # a file that is written through memory does not look changed
@@ -283,8 +311,11 @@ class PinnedFilePool:
         """The pinned file that the version `name` has, if it has one."""
         return self._assigned.get(name)
 
-    def fill(self, pinned: PinnedFile, header: bytes, flat: Tensor) -> str:
+    def fill(self, pinned: PinnedFile, header: bytes, flat: Tensor, checksum: str = "") -> str:
         """See `PinnedFile.fill`; where workers read the GPU, the file may be complete only after `finish`.
+
+        Args:
+            checksum: as of `PinnedFile.fill`.
 
         Returns:
             The number of the GPU's memory that workers can read until the next `fill`; empty if there is none.
@@ -297,8 +328,11 @@ class PinnedFilePool:
                 # First, and the file is filled from `memory`: workers that read the GPU do not wait for the file, so
                 # the next export may overwrite `flat` before the file is complete.
                 memory.fill(flat)
+                number = memory.offer.number
+                if self.shared is not None and checksum:
+                    self.shared.note_filled(Filled(checksum, flat.nbytes, 0, flat.nbytes, memory=number))
                 pinned.begin(header, memory.copy_to, part_bytes=flat.nbytes, is_awaited=False)
-                return str(memory.offer.number)
+                return str(number)
         except IPCError as error:
             # For the rest of the run, or each sync would try it and log it again.
             self._shares_gpu = False
@@ -312,9 +346,9 @@ class PinnedFilePool:
             def begin_copy(target: Tensor, start: int) -> Wait:
                 return begin_copy_to_host(target, data[start : start + len(target)])
 
-            pinned.begin(header, begin_copy, part_bytes=unfinished.PART_BYTES, is_awaited=True)
+            pinned.begin(header, begin_copy, part_bytes=unfinished.PART_BYTES, is_awaited=True, checksum=checksum)
         else:
-            pinned.fill(header, flat)
+            pinned.fill(header, flat, checksum)
         return ""
 
     def _memory_for(self, flat: Tensor) -> GPUMemory | None:

@@ -303,7 +303,8 @@ class AdapterStore:
         else:
             assert self.pinned is not None
             self.pinned.assign(name, pinned)
-            memory = self.pinned.fill(pinned, adapter.header, adapter.flat)
+            checksum = "" if note is None else note.checksum
+            memory = self.pinned.fill(pinned, adapter.header, adapter.flat, checksum)
             # Last, so that no reader finds the file without its content, or without the lock that makes it wait.
             pinned.move(file)
         if note is not None:

@@ -1,9 +1,11 @@
 """Brings a trainer's versions to the device of a worker, and compares them with what the trainer sent.
 
 They come from the memory of the trainer's GPU if that can be opened, else from the trainer's file if that is mapped
-here, and else they are read from the file.
+here, and else they are read from the file. From the first two they come ahead: while the engine still handles the
+request to load, another thread copies what the trainer has filled.
 """
 
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -17,8 +19,11 @@ from trl_lora_sync.engine_plugins import logger, unfinished
 from trl_lora_sync.engine_plugins.checksum import RepeatedChecksum
 from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
 from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, bytes_of
-from trl_lora_sync.engine_plugins.shared_files import MappedFiles
+from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
+
+# Between two parts of a version; each takes a millisecond, unless the trainer has stopped.
+_NEXT_PART_S = 0.5
 
 
 class DamagedError(ValueError):
@@ -37,6 +42,30 @@ class Staging:
         self.data = torch.empty(size, dtype=torch.uint8, device=device)
         # A recorded checksum reads this address, so `data` may be filled again but not replaced.
         self.checksum = RepeatedChecksum(self.data)
+        if size:
+            # Recorded here, in the thread of the engine; what is fetched ahead is compared in another one.
+            self.checksum()
+
+
+class _Ahead:
+    """A version that is being fetched before its load.
+
+    Attributes:
+        checksum: of the version.
+        into: where it goes.
+        end: so many bytes of it are there.
+        found: the checksum of what is there; empty until all of it is.
+    """
+
+    def __init__(self, checksum: str, into: Staging) -> None:
+        self.checksum = checksum
+        self.into = into
+        self.end = 0
+        self.found = ""
+
+    @property
+    def size(self) -> int:
+        return self.into.data.numel()
 
 
 class Fetcher:
@@ -44,13 +73,19 @@ class Fetcher:
 
     Attributes:
         files: of all trainers.
+        turn: held by the one thread that fills or uses the memory of `fetch_ahead_into`.
         counts: how many versions came which way.
         seconds: of the parts, of all versions together.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.files = MappedFiles(device)
+        self.files = MappedFiles(device, on_filled=self.fetch_ahead)
+        self.turn = threading.Condition()
+        self._ahead_into: Staging | None = None
+        self._ahead: _Ahead | None = None
+        # Apart from the engine's stream, so that what is fetched ahead does not wait for a step of the engine.
+        self._ahead_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._reader = ParallelReader()
@@ -85,6 +120,9 @@ class Fetcher:
                 f"{name!r} {DAMAGED}the header of its file or its configuration are not as the trainer wrote them. "
                 "Nothing was loaded."
             )
+        if self._has_ahead(note, into):
+            self.counts["ahead"] += 1
+            return
         if note.memory.isdecimal():
             with self.timed("fetch from GPU"):
                 is_there = self._fetch_from_gpu(folder / note.files, note, into)
@@ -105,6 +143,60 @@ class Fetcher:
                 f"The file of {name!r} {DAMAGED}its tensors have the checksum {found}, and the trainer sent "
                 f"{note.checksum}. Nothing was loaded."
             )
+
+    def fetch_ahead_into(self, memory: Staging | None) -> None:
+        """Where versions of its size are to be fetched from now on, ahead of their loads; None for nowhere.
+
+        To be called in turn, as `fetch` with that memory.
+        """
+        self._ahead_into = memory
+        self._ahead = None
+
+    def fetch_ahead(self, part: Filled, fetch: Fetch) -> None:
+        """Fetch what a trainer has filled; to be called in another thread than `fetch`, with the parts in order."""
+        # Looked at first without the lock: the thread has other messages to hear, which must not wait for a long load.
+        if not self._goes_on_with(part) or not self.turn.acquire(timeout=_NEXT_PART_S):
+            return
+        try:
+            if not self._goes_on_with(part):
+                return
+            if part.start == 0:
+                assert self._ahead_into is not None
+                self._ahead = _Ahead(part.checksum, self._ahead_into)
+            ahead = self._ahead
+            assert ahead is not None
+            with torch.cuda.stream(self._ahead_stream):  # does nothing for None
+                fetch(ahead.into.data[part.start : part.end])
+                if part.end == ahead.size:
+                    ahead.found = ahead.into.checksum()
+            ahead.end = part.end
+        except (IPCError, RuntimeError) as error:
+            self._ahead = None
+            logger.debug("A version is not fetched ahead of its load: %s", error)
+        finally:
+            self.turn.notify_all()
+            self.turn.release()
+
+    def _goes_on_with(self, part: Filled) -> bool:
+        """Whether a part can be fetched ahead; not if one before it was missed, or it is of another trainer."""
+        into, ahead = self._ahead_into, self._ahead
+        if part.start == 0:
+            return into is not None and into.data.numel() == part.size
+        return ahead is not None and (ahead.checksum, ahead.end) == (part.checksum, part.start)
+
+    def _has_ahead(self, note: VersionNote, into: Staging) -> bool:
+        """Whether a version was fetched ahead and is what the trainer sent; waits while that goes on."""
+        ahead = self._ahead
+        if ahead is None or ahead.into is not into:
+            return False
+        if ahead.checksum == note.checksum:
+            with self.timed("fetch ahead"):
+                while self._ahead is ahead and ahead.end < ahead.size:
+                    if not self.turn.wait(_NEXT_PART_S):
+                        break
+        # Used once, and not at all if it is another version, as the memory is overwritten next.
+        self._ahead = None
+        return ahead.found == ahead.checksum == note.checksum
 
     def _fetch_from_gpu(self, socket_path: Path, note: VersionNote, into: Staging) -> bool:
         """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""

@@ -92,13 +92,19 @@ class Reader:
     """Brings the tensors of a file to the device in one go.
 
     Keeps its memory, as pinning it is slow, and as the views of it and the table of a launch are then made once. With
-    versions in turns, that is memory for two adapters.
+    versions in turns, that is memory for three adapters: one is in the weights, one may have to be put back, and the
+    next one is fetched ahead of its load.
+
+    Attributes:
+        fetcher: by which versions come.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._fetcher = Fetcher(device)
+        self.fetcher = Fetcher(device)
         self._memories: list[_Memory] = []
+        # What the next version is fetched into ahead of its load.
+        self._ahead: _Memory | None = None
 
     def read(self, name: str, adapter: AdapterFile) -> FusedAdapter:
         """The adapter without its all-zero modules, as views of memory that is used again once the result is gone.
@@ -107,15 +113,27 @@ class Reader:
             AdapterFileError: the file is gone, cannot be read or is shorter than its header promises, is not what the
                 trainer sent, or holds NaN or infinity.
         """
-        memory = self._free_memory(adapter)
-        data, content, folder = memory.staging.data, adapter.content, adapter.file.parent
+        with self.fetcher.turn:
+            memory = self._free_memory(adapter)
+            self._fill(name, memory.staging, adapter)
+            found = self._in_memory(name, adapter, memory)
+            # Never memory that an adapter is in, since that may have to be put back, or subtracted.
+            is_shared = adapter.note is not None and bool(adapter.note.files)
+            self._fetch_ahead_into(self._free_memory(adapter) if is_shared else None)
+        return found
+
+    def _fetch_ahead_into(self, memory: "_Memory | None") -> None:
+        self._ahead = memory
+        self.fetcher.fetch_ahead_into(None if memory is None else memory.staging)
+
+    def _fill(self, name: str, staging: Staging, adapter: AdapterFile) -> None:
         try:
             with adapter.file.open("rb", buffering=0) as file:
                 if adapter.note is None:
-                    self._fetcher.read(file.fileno(), adapter.head.start, data)
+                    self.fetcher.read(file.fileno(), adapter.head.start, staging.data)
                 else:
-                    self._fetcher.fetch(
-                        name, folder, file.fileno(), adapter.head, adapter.config, adapter.note, memory.staging
+                    self.fetcher.fetch(
+                        name, adapter.file.parent, file.fileno(), adapter.head, adapter.config, adapter.note, staging
                     )
         except OSError as error:
             # A `TimeoutError` of `unfinished.wait` has a message and no `strerror`.
@@ -127,6 +145,10 @@ class Reader:
             raise AdapterFileError(f"{adapter.file}: {error}") from error
         except DamagedError as error:
             raise AdapterFileError(str(error)) from error
+
+    def _in_memory(self, name: str, adapter: AdapterFile, memory: "_Memory") -> FusedAdapter:
+        """The adapter that is in some memory."""
+        data, content = memory.staging.data, adapter.content
         changes = {
             key: Change(
                 kind,
@@ -144,8 +166,11 @@ class Reader:
     def _free_memory(self, adapter: AdapterFile) -> "_Memory":
         """Memory of the right kind that no adapter is in; what held other kinds goes with its adapters."""
         self._memories = [one for one in self._memories if one.content is adapter.content]
-        for memory in self._memories:
-            if memory.newest() is None:
+        if self._ahead not in self._memories:
+            self._fetch_ahead_into(None)
+        # First what the version may have been fetched into.
+        for memory in [self._ahead, *self._memories]:
+            if memory is not None and memory.newest() is None:
                 return memory
         new = _Memory(adapter.content, Staging(adapter.head.size, self.device))
         self._memories.append(new)
@@ -342,8 +367,8 @@ class KnownLaunches:
             return
         launch = in_full()
         if launch.is_all:
-            # Versions are in two memories in turns.
-            self._known = [*self._known, (matrices, launch)][-2:]
+            # Versions are in three memories in turns; see `Reader`.
+            self._known = [*self._known, (matrices, launch)][-3:]
 
     def forget(self) -> None:
         """To be called before anything but the values has changed."""

@@ -8,11 +8,15 @@ processes map it. While a worker reads, it also has the file open by its path, a
 Where trainer and worker compute on GPUs, the worker also opens the trainer's memory there (`cuda_ipc`), and reads the
 newest version from it instead.
 
+The trainer sends a message for each part that it has filled. So workers can fetch a version while the engine still
+handles the request to load it.
+
 The socket is in the trainer's folder. Both ends accept only the same user. A worker drops what it has of a trainer once
 the trainer withdraws a file or its process is gone, which closes the connection.
 """
 
 import contextlib
+import json
 import mmap
 import os
 import socket
@@ -34,7 +38,7 @@ from trl_lora_sync.engine_plugins.pinned_memory import PinError, pin
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
 
-_OFFER, _WITHDRAW, _MEMORY, _ALL = b"+", b"-", b"*", b"."
+_OFFER, _WITHDRAW, _MEMORY, _ALL, _FILLED = b"+", b"-", b"*", b".", b"="
 # The longest message is an offer of memory, with about 200 bytes.
 _MESSAGE_BYTES = 1024
 # Locking the pages of a large file takes a part of a second.
@@ -56,6 +60,41 @@ class FileKey(NamedTuple):
         """By an open descriptor."""
         found = os.fstat(file)
         return cls(found.st_dev, found.st_ino)
+
+
+class Filled(NamedTuple):
+    """A part of a version's tensors that workers can read now.
+
+    Attributes:
+        checksum: of all tensors, as in the version's note.
+        size: of all tensors, in bytes.
+        start, end: the part; the first one begins at 0, and each where the one before ended.
+        memory: the number of the GPU's memory that has them; 0 if the file has them.
+        file: the key of that file.
+        offset: where the tensors begin in the file.
+    """
+
+    checksum: str
+    size: int
+    start: int
+    end: int
+    memory: int = 0
+    file: FileKey = FileKey(0, 0)
+    offset: int = 0
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> "Filled":
+        """Raises ValueError, TypeError: it is none."""
+        checksum, size, start, end, memory, file, offset = json.loads(message)
+        return cls(str(checksum), int(size), int(start), int(end), int(memory), FileKey(*file), int(offset))
+
+
+Fetch = Callable[[Tensor], None]
+# Called with what has been filled, and with what copies it to a tensor on the device; that is done when it returns.
+OnFilled = Callable[[Filled, Fetch], None]
 
 
 class SharedFiles:
@@ -103,6 +142,11 @@ class SharedFiles:
             key = FileKey.of(file)
             if self._offered.pop(key, None) is not None:
                 self._tell(lambda worker: worker.send(_WITHDRAW + b"%d %d" % key))
+
+    def note_filled(self, part: Filled) -> None:
+        """Let workers fetch a part of a version ahead of its load. Never fails."""
+        with self._lock:
+            self._tell(lambda worker: worker.send(_FILLED + part.encode()))
 
     def offer_memory(self, memory: Offer) -> None:
         """Let workers open memory of a GPU in the place of what was offered before; see `withdraw_memory`."""
@@ -193,11 +237,18 @@ class MappedFiles:
 
     Args:
         device: that copies from the files.
+        on_filled: called in the thread that listens to a trainer.
     """
 
-    def __init__(self, device: torch.device, driver_for: DriverFor = driver_for) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        driver_for: DriverFor = driver_for,
+        on_filled: OnFilled = lambda part, fetch: None,
+    ) -> None:
         self._device = device
         self._driver_for = driver_for
+        self._on_filled = on_filled
         self._trainers: dict[FileKey, _Trainer] = {}
 
     @contextmanager
@@ -234,7 +285,7 @@ class MappedFiles:
         key = FileKey(found.st_dev, found.st_ino)
         if key not in self._trainers:
             try:
-                self._trainers[key] = _Trainer(path, self._device, self._driver_for)
+                self._trainers[key] = _Trainer(path, self._device, self._driver_for, self._on_filled)
             except OSError as error:
                 logger.warning("The files of a trainer are read instead of mapped: %s: %s", path, error)
                 return None
@@ -244,9 +295,10 @@ class MappedFiles:
 class _Trainer:
     """One connection, and what came through it."""
 
-    def __init__(self, path: Path, device: torch.device, driver_for: DriverFor) -> None:
+    def __init__(self, path: Path, device: torch.device, driver_for: DriverFor, on_filled: OnFilled) -> None:
         self._device = device
         self._driver_for = driver_for
+        self._on_filled = on_filled
         self._changed = threading.Condition()
         self._maps: dict[FileKey, _Mapping] = {}
         self._heard = 0  # the number of the memory that was offered last
@@ -327,10 +379,39 @@ class _Trainer:
                     gone.close()
         elif message.startswith(_MEMORY):
             self._open(message[1:])
+        elif message.startswith(_FILLED):
+            self._tell_filled(message[1:])
         elif message == _ALL:
             with self._changed:
                 self._has_all = True
                 self._changed.notify_all()
+
+    def _tell_filled(self, message: bytes) -> None:
+        try:
+            part = Filled.decode(message)
+        except (ValueError, TypeError):  # of a trainer of another version; its files are read as they are loaded
+            return
+        # Messages keep their order, so the file or memory was heard of before what fills it.
+        self._on_filled(part, lambda into: self._fetch(part, into))
+
+    def _fetch(self, part: Filled, into: Tensor) -> None:
+        """Copy a part to the device; done when it returns.
+
+        Raises:
+            IPCError: it cannot be read here.
+        """
+        # Without a wait as in `opened` and `mapped`, because what would be waited for is heard in this very thread.
+        with self._changed:
+            mapping = self._maps.get(part.file)
+            if part.memory and part.memory == self._heard and self._memory is not None:
+                self._memory.copy_to(into)
+            elif mapping is not None:
+                into.copy_(mapping.data[part.offset + part.start : part.offset + part.end], non_blocking=True)
+                # With `non_blocking`, a copy from page-locked memory goes on after `copy_` has returned.
+                if into.is_cuda:
+                    torch.cuda.current_stream(into.device).synchronize()
+            else:
+                raise IPCError("the trainer's memory is not open here, or its file not mapped")
 
     def _open(self, message: bytes) -> None:
         try:

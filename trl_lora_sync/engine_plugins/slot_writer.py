@@ -226,7 +226,7 @@ class SlotWriter:
     def _load(self, request: Any, note: VersionNote) -> None:
         path = Path(request.lora_path) / TENSORS_FILE
         # Open until the end, which keeps the trainer from writing to it.
-        with ExitStack() as opened:
+        with self.fetcher.turn, ExitStack() as opened:
 
             def begin() -> tuple[int, _Kind]:
                 file = opened.enter_context(path.open("rb", buffering=0)).fileno()
@@ -342,8 +342,10 @@ class SlotWriter:
                     plan.contents.clear()
             if self.stage.numel() != kind.head.size:
                 # Freed before its successor is allocated, so that there need not be room for both.
+                self.fetcher.fetch_ahead_into(None)
                 self._staging = Staging(0, torch.device("cpu"))
                 self._staging = Staging(kind.head.size, self._device)
+                self.fetcher.fetch_ahead_into(self._staging)
             self._staged = kind
 
     # What vLLM does meanwhile
