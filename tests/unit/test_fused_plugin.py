@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -297,6 +298,38 @@ def test_a_load_gives_up_on_requests_that_do_not_end() -> None:
         await until(lambda: len(server.sampling) == 2)
         server.done.set()
         assert (await running)[0] == (await held)[0] == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("left_s", "words", "changes"),
+    [(0.05, "The engine was still busy", ["prepare v1 /a", "pause", "resume", "undo"]), (-1, "no time is left", [])],
+)
+def test_waiting_for_requests_and_for_the_engine_has_one_deadline(
+    left_s: float, words: str, changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause got the whole time once more, so a load could take twice as long as its client waits."""
+    clock, skipped_s = time.perf_counter, 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + skipped_s)
+
+    async def test() -> None:
+        nonlocal skipped_s
+        server = Server()
+        server.engine.is_busy = True
+        server.done.clear()
+        running = asyncio.create_task(server.sample())
+        await until(lambda: len(server.sampling) == 1)
+        loading = asyncio.create_task(server.load("v1", timeout_s=3600))
+        await until(lambda: len(server.middleware.lock.waiting) == 1)
+        skipped_s = 3600 - left_s
+        server.done.set()
+        assert (await running)[0] == 200
+        await asyncio.wait([loading], timeout=10)
+        server.engine.is_busy = False  # a change that has begun goes on to its end, whatever becomes of its request
+        status, answer = await loading
+        assert (status, words in answer["error"]["message"]) == (409, True)
+        assert server.engine.events == changes
 
     run(test())
 

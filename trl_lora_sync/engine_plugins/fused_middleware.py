@@ -228,8 +228,15 @@ class FusedMiddleware:
                 raise Refused(409, f"{name} is registered already, with the path {known}. A name is used once.")
             if self.lock.current == name and self.broken is None:
                 seconds = {}  # a request that is repeated because its answer was lost
+            elif waited_s < timeout_s:
+                # The client waits for `timeout_s` in all.
+                seconds = await self._fuse(engine, name, path, timeout_s - waited_s)
             else:
-                seconds = await self._fuse(engine, name, path, timeout_s)
+                raise Refused(
+                    409,
+                    f"Other requests were being answered for {timeout_s:.0f} s, and no time is left to change the "
+                    "weights. Wait for them, or end them.",
+                )
             # Registered once it was in the weights, so that no request can name an adapter that the workers refuse.
             self.adapters[name] = path
         return {
