@@ -63,7 +63,7 @@ class LoRASyncGeneration(AdapterGeneration):
         self._sync: AdapterSync | None = None
         self.overlap: Overlap | None = None
         self._batch: TrainingBatch | None = None  # with overlap, what is being sampled
-        self._waking = threading.RLock()  # a rollout function may sample in threads
+        self._preparing = threading.RLock()  # for samples, as a rollout function may sample in threads
         self._is_lost = False  # whether a server lost the active version with its KV cache
         super().__init__(*args, **kwargs)
 
@@ -276,18 +276,16 @@ class LoRASyncGeneration(AdapterGeneration):
         return not self.settings.frees_kv_cache or run_on_main(self.accelerator, self._wake)
 
     def _wake(self) -> bool:
-        with self._waking:
+        with self._preparing:
             # Until a sync succeeds, as a second call finds the servers awake.
             self._is_lost = not self.sync.wake() or self._is_lost
             return not self._is_lost
 
     def _sync_if_changed(self) -> None:
-        """See `AdapterGeneration`; servers that sleep are woken."""
-        super()._sync_if_changed()
-        if self.active_name is None or not self.settings.frees_kv_cache:
-            return
-        with self._waking:
-            if self._wake():
+        """See `AdapterGeneration`; servers that sleep are woken. One thread at a time, so that the first one syncs."""
+        with self._preparing:
+            super()._sync_if_changed()
+            if self.active_name is None or not self.settings.frees_kv_cache or self._wake():
                 return
             if self.accelerator.num_processes > 1:
                 raise LoRASyncError(

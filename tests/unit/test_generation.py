@@ -1,6 +1,8 @@
 """Pieces of generation and sync that need no server."""
 
 import inspect
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,28 @@ def test_scaling_that_changes_for_a_while_is_published_and_so_is_its_return(tmp_
         assert samples_policy()
         assert versions == ["v1", "v2", "v2", "v3"]
         trainer.vllm_generation.close()
+
+
+@pytest.mark.outside
+def test_threads_that_sample_a_changed_adapter_share_one_sync(tmp_path: Path) -> None:
+    """Each thread saw the change, and each published it."""
+    model, threads = make_model(tmp_path / "tiny"), 4
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, tmp_path, peft_config=lora(target_modules=["q_proj", "v_proj"]))
+        generation, together = trainer.vllm_generation, threading.Barrier(threads)
+        generation.sync_weights()
+        randomize_adapter(trainer.model, seed=1, std=0.3)
+
+        def sample_in_thread() -> None:
+            together.wait(10)
+            generation.vllm_client.generate([[1, 2, 3]])
+
+        with ThreadPoolExecutor(threads) as pool:
+            for running in [pool.submit(sample_in_thread) for _ in range(threads)]:
+                running.result(30)
+        versions = [name.rpartition("-")[2] for method, name in engine.calls if method == "load"]
+        assert [version for version in versions if version[1:].isdigit()] == ["v1", "v2"]
+        generation.close()
 
 
 # What is trained beside the adapter
