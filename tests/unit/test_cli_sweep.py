@@ -95,6 +95,23 @@ def test_page_of_a_report_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"{tmp_path}: nothing was left behind.\n"
 
 
+@pytest.mark.parametrize("owner", [None, ""])
+def test_run_that_was_killed_before_it_noted_its_host_is_named_and_left(
+    owner: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report was that nothing is left. A run on another host may be making the folder at this moment."""
+    half = tmp_path / ".lora-sync-20260101-000000-abcdef12.starting"
+    half.mkdir()
+    if owner is not None:
+        (half / "owner.json").write_text(owner)
+    assert main(["sweep", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (
+        f"left {half.name}: its run was started on another host, or before this one booted, or was killed before it "
+        "noted that; delete it there, or by hand\n"
+    )
+    assert half.exists()
+
+
 def test_runs_below_an_output_dir_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where they are by default if a server is on another host."""
     dead, _ = dead_run(tmp_path / "lora_sync")

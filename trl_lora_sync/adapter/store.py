@@ -473,7 +473,7 @@ def sweep_leftovers(
         The run ids that were swept, and of which nothing is left.
     """
     swept = []
-    for directory in sorted([*root.glob(f"{RUN_PREFIX}*"), *root.glob(f".{RUN_PREFIX}*{_STARTING}")]):
+    for directory in _run_folders(root):
         lock = _lock_if_dead(directory)
         if lock is None:
             continue
@@ -506,9 +506,7 @@ def _servers_of(lock: int) -> list[str]:
 def run_states(root: Path) -> dict[str, str]:
     """The runs with a folder under `root`: `"live"`, `"dead"`, or `"elsewhere"` if that cannot be seen from here."""
     states = {}
-    for directory in sorted(root.glob(f"{RUN_PREFIX}*")):
-        if not directory.is_dir():  # such as the page that `report` writes
-            continue
+    for directory in _run_folders(root):
         lock = _lock_if_dead(directory)
         if lock is not None:
             os.close(lock)
@@ -516,6 +514,12 @@ def run_states(root: Path) -> dict[str, str]:
         else:
             states[directory.name] = "live" if _is_locked(directory) else "elsewhere"
     return states
+
+
+def _run_folders(root: Path) -> list[Path]:
+    """The folders of runs, also of a run that was killed while it made its folder."""
+    found = [*root.glob(f"{RUN_PREFIX}*"), *root.glob(f".{RUN_PREFIX}*{_STARTING}")]
+    return sorted(one for one in found if one.is_dir())  # not such as the page that `report` writes
 
 
 def _is_locked(directory: Path) -> bool:

@@ -181,7 +181,10 @@ def _state_without_folder(listed: str, ours: str) -> str:
 def _left_alone(name: str, state: str) -> str:
     why = {
         "live": "its run goes on",
-        "elsewhere": "its run was started on another host, or before this one booted; delete it there, or by hand",
+        "elsewhere": (
+            "its run was started on another host, or before this one booted, or was killed before it noted that; "
+            "delete it there, or by hand"
+        ),
         "unconfirmed": "a server may still have its adapters; sweep the URL of each server that it used",
         "unknown": "its run keeps its files elsewhere, or sends none; name its lora_sync_dir with --dir",
     }
