@@ -1,6 +1,7 @@
 """Versions on disk: whole or absent, never overwritten, private, and swept when their run is dead."""
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -647,6 +649,25 @@ def test_sweep_removes_a_run_folder_that_was_killed_while_it_was_made(tmp_path: 
     (half / "owner.json").write_text(json.dumps({"pid": 1, "host": "here", "boot": boot}))
     sweep_leftovers(tmp_path, lambda name: None)
     assert not half.exists()
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "write"), (fcntl, "flock")])
+def test_sweep_during_a_start_leaves_the_run_alone(
+    module: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the writing of its owner and the lock of that file the run was taken for dead, and its start failed."""
+    act, swept = getattr(module, name), []
+
+    def sweep_and_act(*args: Any) -> Any:
+        monkeypatch.setattr(module, name, act)  # which the sweep calls as well
+        swept.append(sweep_leftovers(tmp_path, lambda _: None))
+        return act(*args)
+
+    monkeypatch.setattr(module, name, sweep_and_act)
+    store = AdapterStore(tmp_path)
+    store.open()
+    assert (swept, store.directory.is_dir()) == ([[]], True)
+    store.close()
 
 
 def test_folder_of_another_user_in_a_place_open_to_all_is_refused(

@@ -249,9 +249,11 @@ class AdapterStore:
             _check_owner(self.root)
             starting.mkdir(mode=_PRIVATE_DIRECTORY)
             self.lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
+            # Before it is written: a sweep leaves an empty file alone, and takes any other one without a lock for that
+            # of a dead run. A sweep that looks at it holds the lock for that moment, which this waits for.
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
             owner = {"pid": os.getpid(), "host": _host(), "boot": _boot_id(), "servers": self._servers}
             os.write(self.lock, json.dumps(owner).encode())
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # What `close` could not delete, on a file system that was read-only then, would be in the way.
             shutil.rmtree(self.directory, ignore_errors=True)
             starting.rename(self.directory)
