@@ -8,15 +8,20 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from contract.served import SMALL, engine_at, sampling, soon
 
 from trl_lora_sync.cli.installed import Installed
 from trl_lora_sync.cli.launch import ServerRequest
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins.vllm_push import MIDDLEWARE
-from trl_lora_sync.engines.base import Capabilities
+from trl_lora_sync.engines.base import Capabilities, PromptGroup
 from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.engines.spec import EngineSpec
 from trl_lora_sync.engines.vllm.spec import VLLM
+from trl_lora_sync.errors import GenerationError, ServerSetupError
+from trl_lora_sync.testing import MODULES, FakeSGLang
+
+LONG = PromptGroup(prompt=[1] * 65, count=1)
 
 
 @pytest.mark.parametrize("spec", ENGINES.values(), ids=ENGINES)
@@ -101,3 +106,29 @@ def test_a_command_in_a_message_works_as_printed(
 ) -> None:
     started = carried_out(ENGINES[engine].serve_command("M", options, engine_options=engine_options))
     assert all(started.count(flag) == 1 for flag in flags)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("flag", "act"),
+    [
+        ("--enable-memory-saver", lambda engine: engine.release_kv_cache(soon())),
+        ("--context-length", lambda engine: engine.generate("org/tiny", [LONG], sampling(), soon())),
+    ],
+)
+def test_a_command_that_starts_a_server_again_keeps_what_its_adapters_need(
+    flag: str, act: Callable[[Any], object], carried_out: Callable[[str], list[str]]
+) -> None:
+    """It had neither modules nor rank, so the server that it started refused the adapter."""
+    modules = sorted((*MODULES, "embed_tokens", "lm_head"))
+    with FakeSGLang(
+        shapes=SMALL, model_path="org/tiny", max_lora_rank=48, lora_target_modules=tuple(modules), context_length=64
+    ) as fake:
+        engine = engine_at(fake.base_url, "sglang")
+        with pytest.raises((ServerSetupError, GenerationError)) as refused:
+            act(engine)
+        engine.close()
+    started = carried_out(str(refused.value).split("`")[1])
+    assert flag in started
+    assert started[started.index("--max-lora-rank") + 1] == "48"
+    assert started[started.index("--lora-target-modules") + 1 :][: len(modules)] == modules

@@ -9,19 +9,27 @@ from trl_lora_sync.engines.vllm.spec import VLLM
 
 if TYPE_CHECKING:
     from trl_lora_sync.engines.base import Engine
+    from trl_lora_sync.engines.server import ServerEngine
 
 ENGINES = {spec.name: spec for spec in (VLLM, SGLANG)}
 
 
 def restart_command(
-    engine: "Engine", *options: str, engine_options: Sequence[str] = (), model: str | None = None
+    engine: "Engine | ServerEngine", *options: str, engine_options: Sequence[str] = (), model: str | None = None
 ) -> str:
     """The command that starts this server with other options, see `EngineSpec.serve_command`.
+
+    Repeats the rank and the modules that the server reports, as without them it may not take the adapter any more.
 
     Args:
         model: what it is to serve, if not the same as now.
     """
     served, url = engine.capabilities, engine.base_url
+    if served.max_lora_rank is not None and "--lora-rank" not in options:
+        options += ("--lora-rank", str(served.max_lora_rank))
+    # Another model may have no modules of these names.
+    if served.target_modules and model is None and "--lora-target-modules" not in engine_options:
+        engine_options = [*engine_options, "--lora-target-modules", *sorted(served.target_modules)]
     return ENGINES[served.engine].serve_command(
         model or served.base_root,
         (*served.serve_options, *options),

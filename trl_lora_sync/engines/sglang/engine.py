@@ -36,6 +36,7 @@ from trl_lora_sync.engines.base import (
 )
 from trl_lora_sync.engines.http import server_message
 from trl_lora_sync.engines.images import data_urls
+from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.engines.server import logprobs_mode
 from trl_lora_sync.engines.sglang.completions import Sample, one_token_per_image, read_completion, sampling_params
 from trl_lora_sync.engines.sglang.payload import LoadBody, TensorPayload
@@ -394,7 +395,7 @@ class SGLangEngine(SGLangServer):
                 f"A prompt of {len(prompt_ids)} tokens and up to {params['max_new_tokens']} new ones do not fit into "
                 f"the context of {longest} tokens at {self.base_url}. Lower max_completion_length, shorten the "
                 f"prompts, or restart the server with "
-                f"{self._serve_command(engine_options=['--context-length', str(wanted)])}."
+                f"{restart_command(self, engine_options=['--context-length', str(wanted)])}."
             )
 
     async def _check_samples(self, samples: Sequence[Sample], deadline: Deadline) -> None:

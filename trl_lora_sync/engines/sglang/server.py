@@ -13,6 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
 from trl_lora_sync.engines.http import APIKey, SizedBody, may_have_acted, server_message
+from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.engines.server import ServerEngine, models_in
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError
@@ -130,7 +131,7 @@ class SGLangServer(ServerEngine):
             raise self._setup_error(
                 "was started without the memory saver",
                 "its KV cache cannot be released",
-                f'Restart it with {self._serve_command("--sleep")}, or set vllm_server_sleep="off"',
+                f'Restart it with {restart_command(self, "--sleep")}, or set vllm_server_sleep="off"',
             )
         if self._is_released:
             return
