@@ -256,14 +256,23 @@ def test_command_that_starts_a_missing_server_names_model_and_adapter(
     assert f"serve vllm Qwen/Qwen3-0.6B --peft-config {tmp_path} --port" in capsys.readouterr().out
 
 
-def test_server_of_something_else_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("status", "content"), [(404, "what?"), (200, "<html>"), (200, '{"status": "ok"}')])
+def test_server_of_something_else_is_a_problem(status: int, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The words were those for a trainer, with settings that the doctor has not."""
+
     def answer(request: Request) -> None:
-        request.send(200 if request.path == "/health" else 404, "what?")
+        request.send(200 if request.path == "/health" else status, content)
 
     with serving(answer) as server:
         code, [found] = diagnose(capsys, server.url)
     assert code == 1
     assert found["engine"] is None
+    assert words(found, "problem")["server"] == (
+        f"{server.url} answers, but not as an inference server: /version answered HTTP {status} without a version, and "
+        f"/server_info answered HTTP {status} without a version. Expected was a vLLM server or an SGLang server of "
+        "0.5.11 or later. Correct the URL, or start a server at a free port with "
+        "`trl-lora-sync serve vllm MODEL --port PORT`."
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Keys are read from VLLM_API_KEY, SGLANG_API_KEY and SGLANG_ADMIN_API_KEY.
 
 import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -136,7 +137,7 @@ def diagnose(url: str, given: DoctorInput, scores: list[list[float]]) -> Diagnos
     Args:
         scores: log-probabilities of the probe prompt from the servers before, to which this one's are added.
     """
-    from trl_lora_sync.errors import LoRASyncError
+    from trl_lora_sync.errors import LoRASyncError, ServerSetupError
 
     diagnosis = Diagnosis(url)
     try:
@@ -155,8 +156,9 @@ def diagnose(url: str, given: DoctorInput, scores: list[list[float]]) -> Diagnos
     except LoRASyncError as error:
         _judge_features(diagnosis, given, "runtime")
         # `connect` has failed before the engine could report itself.
-        _identify(diagnosis, given)
-        diagnosis.add("server", PROBLEM, str(error))
+        seen = _identify(diagnosis, given)
+        is_other = seen and isinstance(error, ServerSetupError)
+        diagnosis.add("server", PROBLEM, _other_server(url, seen, given) if is_other else str(error))
         return diagnosis
     try:
         _judge_features(diagnosis, given, "fused" if server.engine.capabilities.is_fused else "runtime")
@@ -189,8 +191,23 @@ def _serve_arguments(given: DoctorInput) -> tuple[str, ...]:
     return (model, "--peft-config", str(given.peft_config)) if given.peft_config else (model,)
 
 
-def _identify(diagnosis: Diagnosis, given: DoctorInput) -> None:
-    """Engine and version of a server that cannot be connected to, if known."""
+def _other_server(url: str, seen: list[str], given: DoctorInput) -> str:
+    """The message for a URL with a server of something else, without the settings of a trainer."""
+    expected = " or ".join(spec.description for spec in ENGINES.values())
+    start = shlex.join(["trl-lora-sync", "serve", "vllm", *_serve_arguments(given), "--port", "PORT"])
+    return (
+        f"{url} answers, but not as an inference server: {', and '.join(seen)}. Expected was {expected}. Correct the "
+        f"URL, or start a server at a free port with `{start}`."
+    )
+
+
+def _identify(diagnosis: Diagnosis, given: DoctorInput) -> list[str]:
+    """Find engine and version of a server that cannot be connected to.
+
+    Returns:
+        Its answers, if none of them has a version.
+    """
+    seen: list[str] = []
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
     from trl_lora_sync.errors import LoRASyncError
 
@@ -201,8 +218,12 @@ def _identify(diagnosis: Diagnosis, given: DoctorInput) -> None:
             # A server of the other engine answers with an error, with text, or with JSON of another form.
             with contextlib.suppress(LoRASyncError, ValueError, AttributeError):
                 asked = client.request("GET", spec.version_route, given.deadline("Asking for the version"))
-                if version := runtime.run(asked).json().get("version"):
+                answer = runtime.run(asked)
+                if not answer.is_redirect:  # the error names its target
+                    seen.append(f"{spec.version_route} answered HTTP {answer.status_code} without a version")
+                if version := answer.json().get("version"):
                     diagnosis.engine, diagnosis.version = spec.name, str(version)
             runtime.run(client.close())
             if diagnosis.engine:
-                return
+                return []
+    return list(dict.fromkeys(seen))
