@@ -304,7 +304,7 @@ def test_a_load_gives_up_on_requests_that_do_not_end() -> None:
 
 @pytest.mark.parametrize(
     ("left_s", "words", "changes"),
-    [(0.05, "The engine was still busy", ["prepare v1 /a", "pause", "resume", "undo"]), (-1, "no time is left", [])],
+    [(0.05, "The engine was still busy", ["pause", "prepare v1 /a", "resume", "undo"]), (-1, "no time is left", [])],
 )
 def test_waiting_for_requests_and_for_the_engine_has_one_deadline(
     left_s: float, words: str, changes: list[str], monkeypatch: pytest.MonkeyPatch
