@@ -27,23 +27,33 @@ CHART = ROOT / "docs" / "assets" / "vs-weights.svg"
 OVERLAP_CHART = ROOT / "docs" / "assets" / "overlap-2xh100.svg"
 # The newest run of each way of serving beside TRL's own sync that has all of it.
 NEWEST = {"runtime": "vs-weights-2xh100-again", "fused": "vs-weights-8b-2xh100"}
+# The same in colocate mode.
+NEWEST_COLOCATE = {"fused-shared": "colocate-8b-no-text-h100", "runtime-shared": "colocate-8b-shared-h100"}
+# Runs beside TRL's own sync, and what differs in them. The tables order them by date; within a day this order counts.
 SYNC_RUNS = {
-    "vs-weights-2xh100-again": "1",
-    "vs-weights-2xh100-fused": "2",
-    "vs-weights-2xh100-host-base": "3, copy of the base in host memory",
-    "vs-weights-2xh100": "4, older",
-    "vs-weights-32b-2xh200": "5, two H200",
-    "vs-weights-0.6b-2xh100": "6",
-    "vs-weights-8b-2xh200": "7, two H200",
-    "vs-weights-8b-2xh100": "8",
-    "vs-weights-8b-file-2xh100": "9",
-    "vs-weights-8b-parts-2xh200": "10, two H200",
-    "vs-weights-32b-file-2xh200": "11, two H200",
-    "vs-weights-8b-tp2-2xh200": "12, two H200, two workers a server",
+    "vs-weights-2xh100-host-base": "the copy of the base for `fused` is in host memory",
+    "vs-weights-2xh100-fused": "that copy is on the GPU, as in all later runs",
+    "vs-weights-2xh100-again": "an adapter is read and written by CUDA graphs; the trainer's base is checked meanwhile",
+    "vs-weights-32b-2xh200": "one server at a time",
+    "vs-weights-0.6b-2xh100": "",
+    "vs-weights-8b-2xh200": "CUDA graph for the checksum; base checked after the load requests are sent",
+    "vs-weights-8b-2xh100": "`fused`: adapter is read before the engine pauses; faster kernel",
+    "vs-weights-8b-file-2xh100": "`runtime by file`: base checked after the file is complete",
+    "vs-weights-8b-parts-2xh200": "a file is read in parts while the trainer writes it",
+    "vs-weights-32b-file-2xh200": "the same host; one server at a time",
+    "vs-weights-8b-tp2-2xh200": "the same host; two workers a server, one on the trainer's GPU; `--enforce-eager`",
+}
+# Whole GRPO steps in such runs, and the completions of a step.
+STEP_RUNS = {
+    "vs-weights-2xh100-again": "64 of 128 tokens",
+    "vs-weights-8b-2xh100": "128 of 256 tokens",
+    "vs-weights-8b-steps-2xh200": "128 of 256 tokens",
 }
 # The first one has the timelines that are drawn.
 OVERLAPS = ("overlap-2xh100", "overlap-256x256-2xh100", "overlap-fused-2xh100")
 MB = 1e6
+WHERE = ("shape", "GPU", "arm", "day")
+DECODING = ("tokens/s, 32 at once", "TRL's own", "ratio", "tokens/s, 256 at once", "TRL's own", "ratio")
 TRLS_OWN = "TRL's own"
 PACKAGES = {"trl": "TRL", "torch": "torch", "peft": "PEFT", "deepspeed": "DeepSpeed", "bitsandbytes": "bitsandbytes"}
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -62,48 +72,116 @@ def versus_tables() -> str:
     return table.tables(read("vs-weights"))
 
 
+def by_date(names: Iterable[str]) -> list[tuple[str, str, str, Any]]:
+    """The name, day, GPU and shapes of each run, from the oldest to the newest."""
+    runs = []
+    for name in names:
+        found = read(name)
+        last = found["runs"][-1]
+        runs.append((name, last["date"], last["gpus"][0].split()[1], found["shapes"]))
+    return sorted(runs, key=lambda run: run[1])
+
+
+def newest(phase: str, names: Iterable[str]) -> list[tuple[Row, Any, Any]]:
+    """Where and when each arm was measured last at rank 32 beside TRL's own, what was found of it, and of TRL's own."""
+    arms = ("runtime", "runtime by file", "fused")
+    found = {}
+    for _, date, gpu, shapes in by_date(names):
+        for shape, measured in shapes.items():
+            of_phase = measured["ranks"].get("32", {}).get(phase, {})
+            for place, arm in enumerate(arms):
+                if arm in of_phase and "weights" in of_phase:
+                    where = (shape.upper(), gpu, f"`{arm}`", date)
+                    found[float(shape[:-1]), gpu, place] = (where, of_phase[arm], of_phase["weights"])
+    return [found[key] for key in sorted(found)]
+
+
+def newest_syncs() -> str:
+    """With the decoding speed from the newest run that measured it, on the same kind of GPU if there is one."""
+    speeds: dict[Row, str] = {}
+    for (shape, gpu, arm, _), ours, theirs in newest("decode", ("vs-weights", *SYNC_RUNS)):
+        speeds[shape, arm] = speeds[shape, gpu, arm] = ", ".join(_speeds(ours, theirs)[2::3])
+    rows = []
+    for where, ours, theirs in newest("sync", SYNC_RUNS):
+        shape, gpu, arm, _ = where
+        served = arm.replace(" by file", "")
+        seconds = [one["median"]["sync_s"] for one in (ours, theirs)]
+        rows.append((*where, *(f"{_ms(one)} ms" for one in seconds), f"{seconds[0] / seconds[1]:.2f}",
+                     speeds.get((shape, gpu, served)) or speeds.get((shape, served), "")))  # fmt: skip
+    return markdown((*WHERE, "sync", "TRL's own sync", "ratio", "tokens/s / TRL's own, 32 and 256 at once"), rows)
+
+
+def newest_decoding() -> str:
+    found = newest("decode", ("vs-weights", *SYNC_RUNS))
+    return markdown((*WHERE, *DECODING), [(*where, *_speeds(ours, theirs)) for where, ours, theirs in found])
+
+
+def headline_decoding() -> str:
+    """In the runs of the headline."""
+    rows: list[Row] = []
+    for arm, name in NEWEST.items():
+        arms = read(name)["shapes"]["8b"]["ranks"]["32"]["decode"]
+        rows.append((f"`{arm}`", *_speeds(arms[arm], arms["weights"])))
+    return markdown(("LoRA r=32, 8B", *DECODING), rows)
+
+
+def _speeds(ours: Any, theirs: Any) -> list[str]:
+    cells = []
+    for load in ("32", "256"):
+        if load in ours and load in theirs:
+            speeds = [one[load]["median"] for one in (ours, theirs)]
+            cells += [*(f"{one:,.0f}" for one in speeds), f"{speeds[0] / speeds[1]:.2f}"]
+        else:
+            cells += [""] * 3
+    return cells
+
+
+def newest_drift() -> str:
+    """What syncs left of the base weights."""
+    rows = []
+    for where, *both in newest("drift", ("vs-weights", *SYNC_RUNS)):
+        changed = ["none" if one["trainer_bit_identical"] else f"{one['trainer_changed_share']:.1%}" for one in both]
+        served = [f"{one['served_max_logprob_gap']:.2g}" for one in both]
+        rows.append((*where, str(both[0]["syncs"]), *changed, *served))
+    header = (*WHERE, "syncs", "base weights changed", "by TRL's own",
+              "largest change of a log-probability of the served base", "by TRL's own")  # fmt: skip
+    return markdown(header, rows)
+
+
 def parts_of_syncs() -> str:
     """The parts of each arm's sync, run by run."""
     rows = []
-    for name, about in SYNC_RUNS.items():
-        for shape, measured in read(name)["shapes"].items():
+    for name, date, gpu, shapes in by_date(SYNC_RUNS):
+        for shape, measured in shapes.items():
+            where, about = (date, gpu, shape.upper()), SYNC_RUNS[name]
             for rank, found in measured["ranks"].items():
-                arms = found["sync"]
+                arms = found.get("sync", {})
                 # Servers with a worker on each GPU leave no GPU to the trainer alone, which TRL's own sync needs.
                 stock_s = arms["weights"]["median"]["sync_s"] if "weights" in arms else None
                 for arm, one in arms.items():
                     parts = [_ms(one["split"][f"{part}_s"]) for part in ("gather", "write", "load")]
                     sync_s = one["median"]["sync_s"]
                     ratio = f"{sync_s / stock_s:.2f}" if stock_s else ""
-                    rows.append((about, shape.upper(), rank, f"`{arm}`", *parts, _ms(sync_s), ratio))
-    return markdown(("run", "shape", "rank", "arm", "gather ms", "write ms", "load ms", "sync ms", "/ `weights`"), rows)
+                    rows.append((*where, rank, f"`{arm}`", *parts, _ms(sync_s), ratio, about))
+                    where, about = ("", "", ""), ""
+    return markdown(("day", "GPU", "shape", "rank", "arm", "gather ms", "write ms", "load ms", "sync ms",
+                     "/ `weights`", "what differs"), rows)  # fmt: skip
 
 
 def steps_with_syncs() -> str:
     """Whole GRPO steps of each arm, which take turns."""
-    arms = read("vs-weights-8b-steps-2xh200")["shapes"]["8b"]["ranks"]["32"]["steps"]
-    stock_s = arms["weights"]["median"]["step_s"]
     rows = []
-    for arm, found in arms.items():
-        median = found["median"]
-        parts = [f"{median[part]:.1f}" for part in ("generate_s", "train_s", "step_s")]
-        ratio = f"{median['step_s'] / stock_s:.2f}"
-        rows.append((f"`{arm}`", str(len(found["samples"])), _ms(median["sync_s"]), *parts, ratio))
-    return markdown(("arm", "steps", "sync ms", "generation s", "training s", "step s", "/ `weights`"), rows)
-
-
-def before_and_after() -> str:
-    """A sync and decoding with the core of November 22 and of November 26, on one host."""
-    rows = []
-    for name, about in (("before", "before"), ("after", "now")):
-        found = read(f"vs-weights-8b-{name}-2xh200")["shapes"]["8b"]["ranks"]["32"]
-        stock_s = found["sync"]["weights"]["median"]["sync_s"]
-        for arm, one in found["sync"].items():
-            decoded = found["decode"].get(arm)
-            speed = f"{decoded['32']['median']:,.0f}" if decoded else ""
-            sync_s = one["median"]["sync_s"]
-            rows.append((about, f"`{arm}`", str(len(one["samples"])), _ms(sync_s), f"{sync_s / stock_s:.3f}", speed))
-    return markdown(("core", "arm", "syncs", "sync ms", "/ `weights`", "tokens/s, 32 at once"), rows)
+    for name, date, gpu, shapes in by_date(STEP_RUNS):
+        arms = shapes["8b"]["ranks"]["32"]["steps"]
+        stock_s = arms["weights"]["median"]["step_s"]
+        for arm, found in arms.items():
+            median = found["median"]
+            parts = [f"{median[part]:.1f}" for part in ("generate_s", "train_s", "step_s")]
+            ratio = f"{median['step_s'] / stock_s:.2f}"
+            rows.append((date, gpu, STEP_RUNS[name], f"`{arm}`", str(len(found["samples"])), _ms(median["sync_s"]),
+                         *parts, ratio))  # fmt: skip
+    return markdown(("day", "GPU", "completions", "arm", "steps", "sync ms", "generation s", "training s", "step s",
+                     "/ `weights`"), rows)  # fmt: skip
 
 
 def several_servers() -> str:
@@ -165,29 +243,22 @@ def async_grpo() -> str:
 
 
 def default_runs() -> str:
-    header = ("serving", "runs", "syncs after the first", "median ms", "largest ms", "gather", "write", "load",
-              "verify", "first sync s", "all verified")  # fmt: skip
+    parts = ("total", "gather", "write", "load", "verify")
     rows = []
     for one in read("default-runs"):
-        later, first, median = _later_syncs(one), _first_syncs(one), one["median_after_the_first"]
-        parts = [_ms(median[f"{part}_s"]) for part in ("gather", "write", "load", "verify")]
+        median, first = one["median_after_the_first"], [run["syncs"][0]["total_s"] for run in one["runs"]]
+        count = sum(len(run["syncs"]) - 1 for run in one["runs"])
         rows.append((
-            f"`{_serving(one)}`", str(len(one["runs"])), str(len(later)), _ms(statistics.median(later)),
-            _ms(max(later)), *parts, f"{min(first):.2f} to {max(first):.2f}", "yes" if one["all_verified"] else "no",
+            f"`{_serving(one)}`", str(count), *(_ms(median[f"{part}_s"]) for part in parts),
+            _ms(one["largest_after_the_first_s"]), f"{min(first):.2f} to {max(first):.2f}",
+            "yes" if one["all_verified"] else "no",
         ))  # fmt: skip
-    return markdown(header, rows)
+    return markdown(("serving", "syncs after the first", "median ms", *parts[1:], "largest ms", "first sync s",
+                     "all verified"), rows)  # fmt: skip
 
 
 def _serving(one: dict[str, Any]) -> str:
     return "fused" if "--fused" in one["serve"] else "runtime"
-
-
-def _later_syncs(one: dict[str, Any]) -> list[float]:
-    return [sync["total_s"] for run in one["runs"] for sync in run["syncs"][1:]]
-
-
-def _first_syncs(one: dict[str, Any]) -> list[float]:
-    return [run["syncs"][0]["total_s"] for run in one["runs"]]
 
 
 def other_arms() -> str:
@@ -568,41 +639,88 @@ def expert_sync() -> str:
 COLOCATE_RUNS = {
     "colocate-8b-shared-h100": "8B",
     "colocate-8b-own-h100": "8B, at the same time, on the other GPU",
-    "colocate-8b-small-h100": "8B, 2 completions at a time, KV cache 2.6 GiB",
-    "colocate-8b-liger-h100": "8B, 4 at a time, KV cache 3 GiB",
-    "colocate-8b-24gb-h100": "8B, 4 at a time, for 24 GB, older",
-    "colocate-8b-folding-h100": "8B, folding in one pass",
     "colocate-8b-no-text-h100": "8B, tokens not decoded to text",
     "colocate-8b-256x128-h100": "8B, 256 completions of 128 tokens, 32 at a time",
     "colocate-8b-h200": "8B, on an H200, `vllm_gpu_memory_utilization=0.3`",
+    "colocate-0.6b-h100": "0.6B",
+}
+# With less memory, or of another kind.
+COLOCATE_OTHERS = {
+    "colocate-8b-small-h100": "8B, 2 completions at a time, KV cache 2.6 GiB",
+    "colocate-8b-liger-h100": "8B, 4 at a time, KV cache 3 GiB",
+    "colocate-8b-folding-h100": "8B, folding in one pass",
     "colocate-8b-kv26-h100": "8B, KV cache 26 GiB",
     "colocate-8b-kv26-liger-h100": "8B, 2 at a time, KV cache 26 GiB",
-    "colocate-0.6b-h100": "0.6B",
     "colocate-0.6b-sleep-h100": "0.6B, `vllm_enable_sleep_mode`, on a busy host",
     "colocate-32b-h100": "32B, 8 x 128 tokens, not compiled",
 }
 
 
-def colocate() -> str:
-    header = ("shape", "arm", "ready after", "most GPU memory, by the driver", "of it allocated by torch", "sync",
-              "generation of a step", "whole step", "tokens/s, 32 at once", "256 at once",
-              "base weights changed")  # fmt: skip
+def colocate_summary() -> str:
+    header = ("LoRA r=32, 8B", "sync", "TRL's own sync", "ratio", "decoding speed / TRL's own", "most GPU memory",
+              "TRL's own", "base weights changed", "by TRL's own", "after")  # fmt: skip
     rows = []
-    for name, shape in COLOCATE_RUNS.items():
-        for arm, found in read(name)["arms"].items():
-            if "median_sync_ms" not in found:
-                ended = f"{found['driver_peak_gib']:.1f} GiB, then out of memory"
-                rows.append((shape, f"`{arm}`", "", ended, *[""] * 7))
-                continue
-            changed = found.get("changed_share_after_syncs", found["changed_share_after_training"])
-            speeds = found.get("tokens_per_s", {})
-            rows.append((
-                shape, f"`{arm}`", f"{found['ready_s']:.0f} s", f"{found['driver_peak_gib']:.1f} GiB",
-                f"{found['allocated_peak_gib']:.1f} GiB", f"{found['median_sync_ms']:.0f} ms",
-                f"{found['median_generate_s']:.2f} s", f"{found['median_step_s']:.2f} s",
-                *(f"{speeds[count]:,.0f}" if count in speeds else "" for count in ("32", "256")), f"{changed:.1%}",
-            ))  # fmt: skip
+    for arm, name in NEWEST_COLOCATE.items():
+        found = read(name)
+        ours, theirs = found["arms"][arm], found["arms"]["weights"]
+        speeds = sorted(ours["tokens_per_s"][load] / theirs["tokens_per_s"][load] for load in ("32", "256"))
+        rows.append((
+            f"`{arm}`", *(f"{one['median_sync_ms']:.0f} ms" for one in (ours, theirs)),
+            f"{ours['median_sync_ms'] / theirs['median_sync_ms']:.2f}", " to ".join(f"{one:.2f}" for one in speeds),
+            *(f"{one['allocated_peak_gib']:.1f} GiB" for one in (ours, theirs)),
+            *(f"{one['changed_share_after_syncs']:.1%}" for one in (ours, theirs)),
+            "{steps} steps and {syncs} syncs".format_map(found["settings"]),
+        ))  # fmt: skip
     return markdown(header, rows)
+
+
+# Of each column the key, the form, and whether the ratio to `weights` in the same run follows in brackets.
+COLOCATE_SPEED = {
+    "sync": ("median_sync_ms", "{:.0f} ms", True),
+    "generation of a step": ("median_generate_s", "{:.2f} s", True),
+    "whole step": ("median_step_s", "{:.2f} s", True),
+    "tokens/s, 32 at once": ("32", "{:,.0f}", True),
+    "256 at once": ("256", "{:,.0f}", True),
+    "base weights changed": ("changed", "{:.1%}", False),
+}
+COLOCATE_MEMORY = {
+    "most GPU memory, by the driver": ("driver_peak_gib", "{:.1f} GiB", True),
+    "of it allocated by torch": ("allocated_peak_gib", "{:.1f} GiB", True),
+    "ready after": ("ready_s", "{:.0f} s", False),
+}
+
+
+def colocate(runs: Mapping[str, str], figures: Mapping[str, tuple[str, str, bool]]) -> str:
+    rows = []
+    for name, title in runs.items():
+        theirs: dict[str, Any] = {}
+        for arm, measured in read(name)["arms"].items():
+            found = measured | measured.get("tokens_per_s", {})
+            is_complete = "median_sync_ms" in found
+            if is_complete:
+                found["changed"] = found.get("changed_share_after_syncs", found["changed_share_after_training"])
+            cells = []
+            for key, form, has_ratio in figures.values():
+                cell = form.format(found[key]) if key in found else ""
+                if has_ratio and key in found and key in theirs:
+                    cell += f" ({found[key] / theirs[key]:.3f})"
+                cells.append(cell)
+            if arm == "weights" and is_complete:
+                theirs = found
+            rows.append((title, f"`{arm}`" if is_complete else f"`{arm}`, out of memory", *cells))
+    return markdown(("run", "arm", *figures), rows)
+
+
+def trls_generate() -> str:
+    """Tokens per second of TRL's `generate`, with log-probabilities, beside `weights` in the same run."""
+    rows = []
+    for name, title in (COLOCATE_RUNS | COLOCATE_OTHERS).items():
+        arms = read(name)["arms"]
+        speeds = arms.get("weights", {}).get("tokens_per_s_by_trl", {})
+        for load, theirs in speeds.items():
+            ours = arms["fused-shared"]["tokens_per_s_by_trl"][load]
+            rows.append((title, load, f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours / theirs:.3f}"))
+    return markdown(("run", "requests at once", "tokens/s with `fused-shared`", "with `weights`", "ratio"), rows)
 
 
 def colocate_two_gpus() -> str:
@@ -620,50 +738,11 @@ def colocate_two_gpus() -> str:
     return markdown(header, rows)
 
 
-COLOCATE_PAIRS = (
-    "colocate-8b-shared-h100",
-    "colocate-8b-own-h100",
-    "colocate-8b-small-h100",
-    "colocate-8b-folding-h100",
-    "colocate-8b-no-text-h100",
-    "colocate-8b-256x128-h100",
-    "colocate-8b-h200",
-    "colocate-0.6b-h100",
-)
-
-
-def colocate_ratios() -> str:
-    """Each arm beside TRL's own in the same run."""
-    figures = {
-        "sync": "median_sync_ms",
-        "most GPU memory, by the driver": "driver_peak_gib",
-        "allocated by torch": "allocated_peak_gib",
-        "whole step": "median_step_s",
-    }
-    rows = []
-    for name in COLOCATE_PAIRS:
-        arms = read(name)["arms"]
-        theirs = arms["weights"]
-        for arm, ours in arms.items():
-            if arm != "weights":
-                speeds = [
-                    f"{ours[key][count] / theirs[key][count]:.3f}" if count in theirs.get(key, {}) else ""
-                    for key in ("tokens_per_s", "tokens_per_s_by_trl")
-                    for count in ("32", "256")
-                ]
-                ratios = [f"{ours[key] / theirs[key]:.3f}" for key in figures.values()]
-                rows.append((COLOCATE_RUNS[name], f"`{arm}`", *ratios, *speeds))
-    counts = ("tokens/s, 32 at once", "256 at once", "by TRL's `generate`, 32 at once", "256 at once")
-    return markdown(("shape", "arm", *figures, *counts), rows)
-
-
 def folding() -> str:
-    now, before = (read(name)["arms"]["fused-shared"] for name in ("colocate-8b-folding-h100", COLOCATE_PAIRS[0]))
-    return textwrap.fill(
-        f"Folding took {now['fold_ms']:.0f} ms and unfolding {now['unfold_ms']:.0f} ms for each generation at 8B, and "
-        f"{now['kept_mib']:.0f} MiB were kept meanwhile. Earlier runs, which read the weights once more in both, "
-        f"took {before['fold_ms']:.0f} and {before['unfold_ms']:.0f} ms.",
-        width=120,
+    found = read("colocate-8b-folding-h100")["arms"]["fused-shared"]
+    return (
+        f"Folding took {found['fold_ms']:.0f} ms and unfolding {found['unfold_ms']:.0f} ms for each generation at 8B, "
+        f"and {found['kept_mib']:.0f} MiB were kept meanwhile."
     )
 
 
@@ -712,9 +791,19 @@ def fused_tp() -> str:
     return markdown(("", ""), rows)
 
 
+# By how the names of their files begin.
+GROUPS = {
+    "vs-weights": "Syncs and decoding beside TRL's own",
+    "colocate": "Colocate mode",
+    "sglang": "SGLang",
+    "vllm": "vLLM: experts, launchers, faults, long runs",
+    "": "Others",
+}
+
+
 def how_it_was_run() -> str:
     """Each file of results with its versions, hardware, day and commands; then the servers started by hand."""
-    parts = []
+    groups: dict[str, list[str]] = {title: [] for title in GROUPS.values()}
     servers: dict[tuple[str, str], list[str]] = {}
     for file in sorted(RESULTS.glob("*.json")):
         found = json.loads(file.read_text())
@@ -722,14 +811,18 @@ def how_it_was_run() -> str:
         about = "; ".join(dict.fromkeys(_about(run) for run in runs))
         commands = dict.fromkeys(command for run in runs for command in run["command"].split("; "))
         note = f" {found['note'].rstrip('.')}." if "note" in found else ""
-        parts.append(f"**{file.name}**: {about}.{note}\n\n" + _code(commands))
+        title = next(title for start, title in GROUPS.items() if file.name.startswith(start))
+        groups[title].append(f"**{file.name}**: {about}.{note}\n\n" + _code(commands))
         if "server_command" in runs[0]:
             servers.setdefault((runs[0]["server_command"], runs[0]["model"]), []).append(file.name)
-    for (command, model), files in servers.items():
-        parts.append(
-            f"The server of {', '.join(f'`{name}`' for name in files)}; the model: {model}.\n\n" + _code([command])
-        )
-    return "\n\n".join(parts)
+    groups["Servers that were started by hand"] = [
+        f"The server of {', '.join(f'`{name}`' for name in files)}; the model: {model}.\n\n" + _code([command])
+        for (command, model), files in servers.items()
+    ]
+    return "\n\n".join(
+        "\n\n".join((f'<details markdown="1">\n<summary>{title}</summary>', *parts, "</details>"))
+        for title, parts in groups.items()
+    )
 
 
 def _code(commands: Iterable[str]) -> str:
@@ -757,9 +850,12 @@ README_SECTIONS: Mapping[str, Callable[[], str]] = {
 }
 PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "vs-weights-summary": versus_summary,
+    "newest-syncs": newest_syncs,
+    "newest-decoding": newest_decoding,
+    "newest-drift": newest_drift,
+    "headline-decoding": headline_decoding,
     "parts-of-syncs": parts_of_syncs,
     "several-servers": several_servers,
-    "before-and-after": before_and_after,
     "steps-with-syncs": steps_with_syncs,
     "overlap": overlap,
     "async-grpo": async_grpo,
@@ -785,9 +881,13 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "expert-sync": expert_sync,
     "sglang-adapters": sglang_adapters,
     "sglang-sync": sglang_sync,
-    "colocate": colocate,
+    "colocate-summary": colocate_summary,
+    "colocate": lambda: colocate(COLOCATE_RUNS, COLOCATE_SPEED),
+    "colocate-others": lambda: colocate(COLOCATE_OTHERS, COLOCATE_SPEED),
+    "memory": lambda: colocate(COLOCATE_RUNS, COLOCATE_MEMORY),
+    "memory-others": lambda: colocate(COLOCATE_OTHERS, COLOCATE_MEMORY),
+    "trls-generate": trls_generate,
     "colocate-two-gpus": colocate_two_gpus,
-    "colocate-ratios": colocate_ratios,
     "folding": folding,
     "launchers": launchers,
     "fused-tp": fused_tp,
