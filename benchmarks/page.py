@@ -32,15 +32,15 @@ NEWEST_COLOCATE = {"fused-shared": "colocate-8b-no-text-h100", "runtime-shared":
 # Runs beside TRL's own sync, and what differs in them. The tables order them by date; within a day this order counts.
 SYNC_RUNS = {
     "vs-weights-2xh100-host-base": "the copy of the base for `fused` is in host memory",
-    "vs-weights-2xh100-fused": "that copy is on the GPU, as in all later runs",
+    "vs-weights-2xh100-fused": "that copy is on the GPU, as in all later runs; the arms followed one another",
     "vs-weights-2xh100-again": "an adapter is read and written by CUDA graphs; the trainer's base is checked meanwhile",
-    "vs-weights-32b-2xh200": "one server at a time",
+    "vs-weights-32b-2xh200": "one server at a time, so the arms followed one another",
     "vs-weights-0.6b-2xh100": "",
     "vs-weights-8b-2xh200": "CUDA graph for the checksum; base checked after the load requests are sent",
     "vs-weights-8b-2xh100": "`fused`: adapter is read before the engine pauses; faster kernel",
     "vs-weights-8b-file-2xh100": "`runtime by file`: base checked after the file is complete",
     "vs-weights-8b-parts-2xh200": "a file is read in parts while the trainer writes it",
-    "vs-weights-32b-file-2xh200": "the same host; one server at a time",
+    "vs-weights-32b-file-2xh200": "the same host; one server at a time, so the arms followed one another",
     "vs-weights-8b-tp2-2xh200": "the same host; two workers a server, one on the trainer's GPU; `--enforce-eager`",
 }
 # Whole GRPO steps in such runs, and the completions of a step.
@@ -638,7 +638,7 @@ def expert_sync() -> str:
 
 COLOCATE_RUNS = {
     "colocate-8b-shared-h100": "8B",
-    "colocate-8b-own-h100": "8B, at the same time, on the other GPU",
+    "colocate-8b-own-h100": "8B, at the same time on another GPU",
     "colocate-8b-no-text-h100": "8B, tokens not decoded to text",
     "colocate-8b-256x128-h100": "8B, 256 completions of 128 tokens, 32 at a time",
     "colocate-8b-h200": "8B, on an H200, `vllm_gpu_memory_utilization=0.3`",
@@ -646,13 +646,13 @@ COLOCATE_RUNS = {
 }
 # With less memory, or of another kind.
 COLOCATE_OTHERS = {
-    "colocate-8b-small-h100": "8B, 2 completions at a time, KV cache 2.6 GiB",
+    "colocate-0.6b-sleep-h100": "0.6B, `vllm_enable_sleep_mode`, on a busy host",
+    "colocate-32b-h100": "32B, 8 x 128 tokens, not compiled",
     "colocate-8b-liger-h100": "8B, 4 at a time, KV cache 3 GiB",
     "colocate-8b-folding-h100": "8B, folding in one pass",
     "colocate-8b-kv26-h100": "8B, KV cache 26 GiB",
     "colocate-8b-kv26-liger-h100": "8B, 2 at a time, KV cache 26 GiB",
-    "colocate-0.6b-sleep-h100": "0.6B, `vllm_enable_sleep_mode`, on a busy host",
-    "colocate-32b-h100": "32B, 8 x 128 tokens, not compiled",
+    "colocate-8b-small-h100": "8B, 2 at a time, KV cache 2.6 GiB",
 }
 
 
@@ -694,7 +694,8 @@ def colocate(runs: Mapping[str, str], figures: Mapping[str, tuple[str, str, bool
     rows = []
     for name, title in runs.items():
         theirs: dict[str, Any] = {}
-        for arm, measured in read(name)["arms"].items():
+        results = read(name)
+        for arm, measured in results["arms"].items():
             found = measured | measured.get("tokens_per_s", {})
             is_complete = "median_sync_ms" in found
             if is_complete:
@@ -707,8 +708,9 @@ def colocate(runs: Mapping[str, str], figures: Mapping[str, tuple[str, str, bool
                 cells.append(cell)
             if arm == "weights" and is_complete:
                 theirs = found
-            rows.append((title, f"`{arm}`" if is_complete else f"`{arm}`, out of memory", *cells))
-    return markdown(("run", "arm", *figures), rows)
+            shown = f"`{arm}`" if is_complete else f"`{arm}`, out of memory"
+            rows.append((results["date"], title, shown, *cells))
+    return markdown(("day", "run", "arm", *figures), rows)
 
 
 def trls_generate() -> str:
