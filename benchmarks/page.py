@@ -42,6 +42,14 @@ SYNC_RUNS = {
     "vs-weights-8b-parts-2xh200": "a file is read in parts while the trainer writes it",
     "vs-weights-32b-file-2xh200": "the same host; one server at a time, so the arms followed one another",
     "vs-weights-8b-tp2-2xh200": "the same host; two workers a server, one on the trainer's GPU; `--enforce-eager`",
+    "vs-weights-8b-before-2xh200": "for comparison, the package of November 22, before its core was rebuilt",
+    "vs-weights-8b-after-2xh200": "the same host, the package of November 26",
+    "vs-weights-8b-not-ahead-2xh200": "for comparison, without the next change",
+    "vs-weights-8b-ahead-2xh200": (
+        "the same host; workers copy a version before its load; the engine pauses while an adapter to be fused is read"
+    ),
+    "vs-weights-32b-ahead-2xh200": "the same host; one server at a time, so the arms followed one another",
+    "vs-weights-32b-ahead-fused-2xh200": "the same host; one server at a time, so the arms followed one another",
 }
 # Whole GRPO steps in such runs, and the completions of a step.
 STEP_RUNS = {
@@ -90,6 +98,8 @@ def newest(phase: str, names: Iterable[str]) -> list[tuple[Row, Any, Any]]:
         for shape, measured in shapes.items():
             of_phase = measured["ranks"].get("32", {}).get(phase, {})
             for place, arm in enumerate(arms):
+                if phase == "decode" and "256" not in of_phase.get(arm, ()):
+                    continue  # a run with 32 at once only
                 if arm in of_phase and "weights" in of_phase:
                     where = (shape.upper(), gpu, f"`{arm}`", date)
                     found[float(shape[:-1]), gpu, place] = (where, of_phase[arm], of_phase["weights"])

@@ -463,7 +463,7 @@ def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_ad
             store.finish()
             if seed > 1:  # with the first version, the worker connects
                 assert is_there.wait(20)
-            # The one in the weights, and the one that is put back after an error.
+            # What is in the weights, and what would be put back after an error.
             kept = kept[-1:]
             kept.append(reader.read(stored.name, read_head(str(stored.path))))
             for adapter, of in zip(reversed(kept), (seed, seed - 1), strict=False):
