@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,13 +30,15 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
-from trl_lora_sync.engine_plugins import shared_files, unfinished
+from trl_lora_sync.engine_plugins import fused_weights, shared_files, unfinished
 from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.fused_file import read_head
+from trl_lora_sync.engine_plugins.fetching import Fetcher, Staging
+from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, Reader
-from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles
-from trl_lora_sync.engine_plugins.version_note import VersionNote
+from trl_lora_sync.engine_plugins.safetensors_file import head_of
+from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles, SharedFiles
+from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, VersionNote
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.testing import FakeSGLang
@@ -88,11 +91,17 @@ def apart() -> Iterator[OnOneHost]:
         apart.store.close()
 
 
-def socket_of(stored: StoredAdapter) -> Path:
+def note_of(stored: StoredAdapter) -> tuple[Path, VersionNote]:
+    """The folder of a version, and its note."""
     assert stored.path
     note = VersionNote.read(stored.path)
     assert note
-    return stored.path / note.files
+    return stored.path, note
+
+
+def socket_of(stored: StoredAdapter) -> Path:
+    folder, note = note_of(stored)
+    return folder / note.files
 
 
 def is_complete(stored: StoredAdapter) -> bool:
@@ -350,12 +359,13 @@ def test_without_such_locks_a_file_is_complete_when_it_is_found(
 # Ahead of the load
 
 
-def copy_after(event: threading.Event) -> Callable[[Tensor, Tensor], Callable[[], object]]:
-    """As `begin_copy_to_host`, of a copy that is not complete before an event."""
+def all_but_the_first_after(event: threading.Event) -> Callable[[Tensor, Tensor], Callable[[], object]]:
+    """As `begin_copy_to_host`, of copies that are not complete before an event, except for the first one."""
+    waits = iter([lambda: None])
 
     def begin_copy(target: Tensor, source: Tensor) -> Callable[[], object]:
         target.copy_(source)
-        return partial(event.wait, 20)
+        return next(waits, partial(event.wait, 20))
 
     return begin_copy
 
@@ -432,18 +442,72 @@ def test_two_trainers_that_publish_at_the_same_time_both_get_their_versions(ahea
 
 @pytest.mark.parametrize("ahead", ["by file"], indirect=True)  # a GPU's memory is filled before the request is sent
 def test_a_load_waits_for_the_parts_that_are_still_to_come(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = threading.Event()
-    monkeypatch.setattr(unfinished, "PART_BYTES", flat(3).payload_bytes // 2)
-    monkeypatch.setattr(pinned_files, "begin_copy_to_host", copy_after(copied))
+    copied, part = threading.Event(), flat(3).payload_bytes // 2
+    monkeypatch.setattr(unfinished, "PART_BYTES", part)
+    monkeypatch.setattr(pinned_files, "begin_copy_to_host", all_but_the_first_after(copied))
     stored = ahead.write(3)
     with ThreadPoolExecutor(2) as pool:
-        finishing, loading = pool.submit(ahead.store.finish), pool.submit(ahead.add, stored)
+        finishing = pool.submit(ahead.store.finish)
+        assert happens(lambda: torch.equal(ahead.writer.stage[:part], flat(3).flat.view(torch.uint8)[:part]))
+        loading = pool.submit(ahead.add, stored)
         with pytest.raises(concurrent.futures.TimeoutError):
             loading.result(0.2)
         copied.set()
         finishing.result(20)
         loading.result(20)
     assert ahead.serves(stored)
+    assert ahead.writer.counts["ahead"] == 1
+
+
+def test_a_version_that_comes_during_the_wait_for_another_is_not_taken_for_it() -> None:
+    """The listener of a second trainer may get its turn before the load that was waiting."""
+    with shared_folder() as folder, ThreadPoolExecutor(3) as pool:
+        store = AdapterStore(folder / "root", pinned=PinnedFilePool())
+        stored = store.write(1, flat(1))
+        for _ in range(30):
+            assert torch.equal(loaded_while_another_comes(stored, pool), flat(1).flat.view(torch.uint8))
+        store.close()
+
+
+def copies_from(source: Tensor) -> Fetch:
+    def fetch(target: Tensor) -> None:
+        target.copy_(source)
+
+    return fetch
+
+
+def loaded_while_another_comes(stored: StoredAdapter, pool: ThreadPoolExecutor) -> Tensor:
+    """What a load of `flat(1)` makes of memory for which `flat(2)` comes during the copy of the last part."""
+    data, other = (flat(seed).flat.view(torch.uint8) for seed in (1, 2))
+    size, half = len(data), len(data) // 2
+    folder, note = note_of(stored)
+    fetcher, into, has_turn, comes = Fetcher(CPU), Staging(size, CPU), threading.Event(), threading.Event()
+    fetcher.files = MappedFiles(CPU)
+
+    def load() -> Tensor:
+        with fetcher.turn, (folder / FILE).open("rb", buffering=0) as file:
+            has_turn.set()
+            config = (folder / "adapter_config.json").read_bytes()
+            fetcher.fetch("1", folder, file.fileno(), head_of(file.fileno()), config, note, into)
+            return into.data.clone()
+
+    def copy_last_part(target: Tensor) -> None:
+        target.copy_(data[half:])
+        comes.wait(20)
+
+    def come() -> None:
+        comes.set()
+        fetcher.fetch_ahead(Filled(checksum(other), size, 0, size), copies_from(other))
+
+    with fetcher.turn:
+        fetcher.fetch_ahead_into(into)
+    fetcher.fetch_ahead(Filled(note.checksum, size, 0, half), copies_from(data[:half]))
+    loading = pool.submit(load)
+    has_turn.wait(20)
+    last_part = Filled(note.checksum, size, half, size)
+    for one in (pool.submit(fetcher.fetch_ahead, last_part, copy_last_part), pool.submit(come)):
+        one.result(20)
+    return loading.result(20)
 
 
 def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_adapter_is_in() -> None:
@@ -463,11 +527,12 @@ def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_ad
             store.finish()
             if seed > 1:  # with the first version, the worker connects
                 assert is_there.wait(20)
-            # What is in the weights, and what would be put back after an error.
+            # What is in the weights, and what would be put back after an error; neither has changed.
+            for adapter, of in zip(reversed(kept), (seed - 1, seed - 2), strict=False):
+                assert same_bits(adapter, flat(of))
             kept = kept[-1:]
             kept.append(reader.read(stored.name, read_head(str(stored.path))))
-            for adapter, of in zip(reversed(kept), (seed, seed - 1), strict=False):
-                assert same_bits(adapter, flat(of))
+            assert same_bits(kept[-1], flat(seed))
             if seed == 5:
                 # Of another trainer, without a file that is shared; into what the next version would have come.
                 apart = AdapterStore(folder / "apart")
@@ -480,6 +545,73 @@ def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_ad
                 apart.close()
         assert reader.fetcher.counts == {"mapped": 2, "ahead": 5, "read": 1}  # 6 follows one of another trainer
         store.close()
+
+
+def test_what_a_refused_adapter_has_gone_over_is_fetched_again() -> None:
+    reader, is_there = Reader(CPU), threading.Event()
+
+    def fetch_ahead(part: Filled, fetch: Fetch) -> None:
+        reader.fetcher.fetch_ahead(part, fetch)
+        is_there.set()
+
+    reader.fetcher.files = MappedFiles(CPU, on_filled=fetch_ahead)
+    with shared_folder() as folder:
+        store, apart = AdapterStore(folder / "root", pinned=PinnedFilePool()), AdapterStore(folder / "apart")
+        kept = [reader.read("1", read_head(str(store.write(1, flat(1)).path)))]
+        is_there.clear()
+        stored = store.write(2, flat(2))
+        assert is_there.wait(20)
+        # Of another client, without a note, and cut short once its head has been read.
+        other, _ = note_of(apart.write(9, flat(9)))
+        (other / NOTE_FILE).unlink()
+        head = read_head(str(other))
+        os.truncate(other / FILE, (other / FILE).stat().st_size - 64)
+        with pytest.raises(AdapterFileError):
+            reader.read("9", head)
+        kept.append(reader.read("2", read_head(str(stored.path))))
+        assert same_bits(kept[-1], flat(2))
+        apart.close()
+        store.close()
+
+
+def test_without_room_for_the_next_adapter_versions_are_loaded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = iter(range(2))
+
+    def staging(size: int, device: torch.device) -> Staging:
+        if next(room, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Staging(size, device)
+
+    monkeypatch.setattr(fused_weights, "Staging", staging)
+    reader = Reader(CPU)
+    with shared_folder() as folder:
+        store = AdapterStore(folder / "root", pinned=PinnedFilePool())
+        kept: list[FusedAdapter] = []
+        for seed in range(1, 5):
+            kept = kept[-1:]
+            kept.append(reader.read(str(seed), read_head(str(store.write(seed, flat(seed)).path))))
+            assert same_bits(kept[-1], flat(seed))
+        store.close()
+
+
+def test_a_worker_that_does_not_listen_is_still_waited_for_before_memory_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_files, "PATIENCE_S", 0.1)
+    accept: list[Callable[[], None]] = []
+
+    def watch(_: socket.socket, act: Callable[[], None]) -> Callable[[], None]:
+        accept.append(act)
+        return lambda: None
+
+    shared = SharedFiles(tmp_path, watch)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+        worker.connect(str(tmp_path / shared_files.SOCKET))
+        accept[0]()
+        for _ in range(2000):  # more than the kernel keeps for the worker
+            shared.note_filled(Filled("0" * 16, 1 << 33, 0, 1 << 25))
+        assert not shared.withdraw_memory()
+    shared.close()
 
 
 def same_bits(adapter: FusedAdapter, of: CanonicalAdapter) -> bool:

@@ -37,6 +37,7 @@ class Engine:
         self.cache_is_free = True
         self.paused = False
         self.is_busy = False
+        self.reading_s = 0.0
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(worker_extension_cls=WORKER, _api_process_count=1, data_parallel_size=1),
@@ -46,7 +47,7 @@ class Engine:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         name = method.removeprefix("lora_sync_")
         self.events.append(" ".join([name, *(str(arg) for arg in args)]))
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.reading_s if name == "prepare" else 0)
         return [self._work(rank, name, *args) for rank in range(2)]
 
     def _work(self, rank: int, name: str, *args: Any) -> dict[str, Any]:
@@ -84,6 +85,7 @@ class Engine:
         self.paused = False
 
     async def is_paused(self) -> bool:
+        await asyncio.sleep(0)  # vLLM asks its engine, which answers one call after another
         return self.paused
 
     async def reset_prefix_cache(self, reset_connector: bool) -> bool:
@@ -175,7 +177,7 @@ def test_a_fuse_pauses_checks_and_clears_the_cache_before_it_touches_a_weight() 
         server = Server()
         status, answer = await server.load("v1")
         assert (status, answer["current"], answer["path"]) == (200, "v1", "/a")
-        assert server.engine.events == ["pause", "prepare v1 /a", "reset", "apply v1", "resume"]
+        assert server.engine.events == ["prepare v1 /a", "pause", "reset", "apply v1", "resume"]
         assert server.engine.active == ["v1", "v1"]
 
     run(test())
@@ -186,7 +188,7 @@ def test_an_engine_whose_core_takes_no_pause_is_paused_by_its_own_method() -> No
         server = Server()
         server.engine.engine_core = SimpleNamespace()
         assert (await server.load("v1"))[0] == 200
-        assert server.engine.events[:2] == ["pause by name", "pause"]
+        assert server.engine.events[1:3] == ["pause by name", "pause"]
 
     run(test())
 
@@ -201,7 +203,29 @@ def test_an_engine_that_stays_busy_is_left_as_it_was() -> None:
         assert "still busy after" in answer["error"]["message"]
         assert not server.engine.paused
         assert server.engine.active == ["v1", "v1"]
-        assert server.engine.events[-4:] == ["pause", "prepare v2 /a", "resume", "undo"]
+        assert server.engine.events[-4:] == ["prepare v2 /a", "pause", "undo", "resume"]
+
+    run(test())
+
+
+def test_the_engine_has_all_of_its_time_to_pause_however_long_an_adapter_is_read() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.reading_s = 0.3
+        assert (await server.load("v1", timeout_s=0.2))[0] == 200
+
+    run(test())
+
+
+def test_a_refused_adapter_does_not_wait_for_an_engine_that_stays_busy() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.is_busy = True
+        server.engine.fails = {(1, "prepare"): "out of memory"}
+        status, answer = await asyncio.wait_for(server.load("v1", timeout_s=3600), 20)
+        assert (status, "out of memory" in answer["error"]["message"]) == (422, True)
+        assert server.engine.events == ["prepare v1 /a", "pause", "undo", "resume"]
+        assert not server.engine.paused
 
     run(test())
 
@@ -304,7 +328,7 @@ def test_a_load_gives_up_on_requests_that_do_not_end() -> None:
 
 @pytest.mark.parametrize(
     ("left_s", "words", "changes"),
-    [(0.05, "The engine was still busy", ["pause", "prepare v1 /a", "resume", "undo"]), (-1, "no time is left", [])],
+    [(0.05, "The engine was still busy", ["prepare v1 /a", "pause", "undo", "resume"]), (-1, "no time is left", [])],
 )
 def test_waiting_for_requests_and_for_the_engine_has_one_deadline(
     left_s: float, words: str, changes: list[str], monkeypatch: pytest.MonkeyPatch
@@ -371,8 +395,8 @@ def test_weights_are_put_back_while_the_engine_is_paused_which_goes_on_after_a_r
     async def test() -> None:
         server = Server()
         for method, events in (
-            ("prepare", ["pause", "prepare v1 /a", "undo", "resume"]),
-            ("apply", ["pause", "prepare v1 /a", "reset", "apply v1", "undo", "resume"]),
+            ("prepare", ["prepare v1 /a", "pause", "undo", "resume"]),
+            ("apply", ["prepare v1 /a", "pause", "reset", "apply v1", "undo", "resume"]),
         ):
             server.engine.events.clear()
             server.engine.fails = {(1, method): "out of memory"}

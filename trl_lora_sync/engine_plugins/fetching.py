@@ -22,7 +22,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, 
 from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
 
-# Between two parts of a version; each takes a millisecond, unless the trainer has stopped.
+# For the next part of a version, each of which takes a millisecond unless the trainer has stopped, and for the turn.
 _NEXT_PART_S = 0.5
 
 
@@ -84,7 +84,6 @@ class Fetcher:
         self.turn = threading.Condition()
         self._ahead_into: Staging | None = None
         self._ahead: _Ahead | None = None
-        # Apart from the engine's stream, so that what is fetched ahead does not wait for a step of the engine.
         self._ahead_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -165,7 +164,7 @@ class Fetcher:
                 self._ahead = _Ahead(part.checksum, self._ahead_into)
             ahead = self._ahead
             assert ahead is not None
-            with torch.cuda.stream(self._ahead_stream):  # does nothing for None
+            with self._beside_the_engine():
                 fetch(ahead.into.data[part.start : part.end])
                 if part.end == ahead.size:
                     ahead.found = ahead.into.checksum()
@@ -177,8 +176,18 @@ class Fetcher:
             self.turn.notify_all()
             self.turn.release()
 
+    @contextmanager
+    def _beside_the_engine(self) -> Iterator[None]:
+        """Use another stream than the engine, for whose steps nothing is to wait."""
+        if self._ahead_stream is None:
+            yield
+            return
+        # The device as well: a new thread has the first GPU, on which leaving the stream alone would make a context.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._ahead_stream):
+            yield
+
     def _goes_on_with(self, part: Filled) -> bool:
-        """Whether a part can be fetched ahead; not if one before it was missed, or it is of another trainer."""
+        """Whether a part can be fetched ahead: the first one of a version, or the next one of the version before."""
         into, ahead = self._ahead_into, self._ahead
         if part.start == 0:
             return into is not None and into.data.numel() == part.size
@@ -194,9 +203,11 @@ class Fetcher:
                 while self._ahead is ahead and ahead.end < ahead.size:
                     if not self.turn.wait(_NEXT_PART_S):
                         break
+        # During the wait another version may have come, and gone over this one.
+        is_there = self._ahead is ahead and ahead.found == note.checksum
         # Used once, and not at all if it is another version, as the memory is overwritten next.
         self._ahead = None
-        return ahead.found == ahead.checksum == note.checksum
+        return is_there
 
     def _fetch_from_gpu(self, socket_path: Path, note: VersionNote, into: Staging) -> bool:
         """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
@@ -230,6 +241,8 @@ class Fetcher:
         Raises:
             OSError, ShortFileError: the file has less.
         """
+        # It may be memory into which a version was fetched ahead.
+        self._ahead = None
         # On a CPU the threads fill the target itself. A GPU needs pinned memory in between to copy in the background.
         if self._device.type != "cuda":
             for _ in self._reader.read(file, bytes_of(into), start):

@@ -282,23 +282,22 @@ class FusedMiddleware:
                 raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
             async with contextlib.AsyncExitStack() as pause:
                 try:
-                    # While the engine is paused, as reading an adapter touches no weight. In the `try`, as workers that
-                    # did prepare hold the adapter's memory until `lora_sync_undo`.
+                    # While the engine comes to its pause, as reading an adapter touches no weight. In the `try`, as
+                    # workers that did prepare hold the adapter's memory until `lora_sync_undo`.
                     reading = asyncio.ensure_future(_call(engine, "lora_sync_prepare", name, path))
-                    try:
-                        await pause.enter_async_context(_paused(engine, timeout_s))
-                    finally:
-                        paused = time.perf_counter()
-                        await asyncio.wait([reading])
-                    answers = _good(reading.result())
+                    pausing = await pause.enter_async_context(_pausing(engine))
+                    answers = _good(await reading)
                     _check_placed(answers)
                     prepared = time.perf_counter()
+                    await _until_paused(pausing, timeout_s)
+                    paused = time.perf_counter()
                     # Before the first weight changes, so that a refusal leaves nothing to undo.
                     await _reset_caches(engine)
                     reset = time.perf_counter()
                     applied = _good(await _call(engine, "lora_sync_apply", name))
                 # Also a cancelled task or an exit: the workers must not keep different versions. Inside the pause.
                 except BaseException as error:
+                    await asyncio.gather(reading, return_exceptions=True)  # workers undo what they have prepared
                     await self._undo(engine, error)
                     raise
                 # Inside the pause: if resuming the engine fails, the record still matches the weights.
@@ -309,9 +308,9 @@ class FusedMiddleware:
         seconds = {
             "read": max(answer["read_s"] for answer in answers),
             "place": max(answer["place_s"] for answer in answers),
-            "pause": paused - started,
             "prepare": prepared - started,
-            "reset": reset - prepared,
+            "pause": paused - prepared,
+            "reset": reset - paused,
             "fuse": max(answer["fuse_s"] for answer in applied),
             "total": done - started,
         }
@@ -428,34 +427,41 @@ def _check_placed(answers: list[dict[str, Any]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _paused(engine: Any, timeout_s: float) -> AsyncIterator[None]:
-    """Inside, the engine is paused and idle, requests that are answered in the background included."""
-    if await engine.is_paused():  # by a client, who resumes it
-        yield
+async def _pausing(engine: Any) -> "AsyncIterator[asyncio.Future[None]]":
+    """Inside, the engine is being paused, or was paused by a client, who resumes it; see `_until_paused`.
+
+    It is vLLM's pause without the 20 ms that it sleeps afterwards, which order its answers and protect nothing.
+    Source: `pause_generation` in vllm/v1/engine/async_llm.py (0.26, 0.31).
+    """
+    if await engine.is_paused():
+        pausing = asyncio.get_running_loop().create_future()
+        pausing.set_result(None)
+        yield pausing
         return
+    # `engine_core` is internal to vLLM, so another version may lack it.
+    core = getattr(engine, "engine_core", None)
+    pause = getattr(core, "pause_scheduler_async", engine.pause_generation)
+    # The pause would clear caches with `reset_running_requests=True`, which succeeds whatever still runs
+    # (`_reset_caches` in v1/engine/core.py, 0.26, 0.31). So `_reset_caches` below does it apart.
+    pausing = asyncio.ensure_future(pause(mode="wait", clear_cache=False))
     try:
-        await _pause(engine, timeout_s)
-        yield
+        yield pausing
     finally:
+        pausing.cancel()
+        await asyncio.gather(pausing, return_exceptions=True)
         # Also after a pause that took too long, as the engine would still complete it, and stay paused.
         await engine.resume_generation()
 
 
-async def _pause(engine: Any, timeout_s: float) -> None:
-    """vLLM's pause without the 20 ms that it sleeps afterwards, which order its answers and protect nothing.
+async def _until_paused(pausing: "asyncio.Future[None]", timeout_s: float) -> None:
+    """Return once the engine is idle, requests that are answered in the background included.
 
     Raises:
-        Refused: the engine is still busy after `timeout_s`.
-    Source: `pause_generation` in vllm/v1/engine/async_llm.py (0.26, 0.31).
+        Refused: it is still busy after `timeout_s`.
     """
-    # `engine_core` is internal to vLLM, so another version may lack it.
-    core = getattr(engine, "engine_core", None)
-    pause = getattr(core, "pause_scheduler_async", engine.pause_generation)
     try:
         async with timeout(timeout_s):
-            # The pause would clear caches with `reset_running_requests=True`, which succeeds whatever still runs
-            # (`_reset_caches` in v1/engine/core.py, 0.26, 0.31). So `_reset_caches` below does it apart.
-            await pause(mode="wait", clear_cache=False)
+            await pausing
     except asyncio.TimeoutError as error:
         raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
 

@@ -117,10 +117,17 @@ class Reader:
             memory = self._free_memory(adapter)
             self._fill(name, memory.staging, adapter)
             found = self._in_memory(name, adapter, memory)
-            # Never memory that an adapter is in, since that may have to be put back, or subtracted.
             is_shared = adapter.note is not None and bool(adapter.note.files)
-            self._fetch_ahead_into(self._free_memory(adapter) if is_shared else None)
+            self._fetch_ahead_into(self._next_memory(adapter) if is_shared else None)
         return found
+
+    def _next_memory(self, adapter: AdapterFile) -> "_Memory | None":
+        """Memory for the next version; never that of an adapter, which may have to be put back, or subtracted."""
+        try:
+            return self._free_memory(adapter)
+        except RuntimeError as error:  # the GPU is full
+            logger.info("Adapters are not fetched ahead of their loads, as there is no memory for it: %s", error)
+            return None
 
     def _fetch_ahead_into(self, memory: "_Memory | None") -> None:
         self._ahead = memory

@@ -145,8 +145,14 @@ class SharedFiles:
 
     def note_filled(self, part: Filled) -> None:
         """Let workers fetch a part of a version ahead of its load. Never fails."""
+
+        def send(worker: socket.socket) -> None:
+            # A worker that does not listen misses a part, and fetches that version when it is to be loaded.
+            with contextlib.suppress(BlockingIOError):
+                worker.send(_FILLED + part.encode())
+
         with self._lock:
-            self._tell(lambda worker: worker.send(_FILLED + part.encode()))
+            self._tell(send)
 
     def offer_memory(self, memory: Offer) -> None:
         """Let workers open memory of a GPU in the place of what was offered before; see `withdraw_memory`."""

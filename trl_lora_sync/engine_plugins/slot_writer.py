@@ -343,6 +343,7 @@ class SlotWriter:
             if self.stage.numel() != kind.head.size:
                 # Freed before its successor is allocated, so that there need not be room for both.
                 self.fetcher.fetch_ahead_into(None)
+                self._staged = None  # also if there is no room for the next one
                 self._staging = Staging(0, torch.device("cpu"))
                 self._staging = Staging(kind.head.size, self._device)
                 self.fetcher.fetch_ahead_into(self._staging)
