@@ -85,7 +85,7 @@ class Engine:
         self.paused = False
 
     async def is_paused(self) -> bool:
-        await asyncio.sleep(0)  # vLLM asks its engine, which answers one call after another
+        await asyncio.sleep(0)  # in vLLM this is a call to the engine's process
         return self.paused
 
     async def reset_prefix_cache(self, reset_connector: bool) -> bool:
