@@ -275,6 +275,20 @@ def test_server_of_something_else_is_a_problem(status: int, content: str, capsys
     )
 
 
+@pytest.mark.parametrize("status", [401, 403, 503])
+def test_answer_that_tells_nothing_of_the_server_leaves_the_first_error(
+    status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a gateway that wants a key for each route."""
+
+    def answer(request: Request) -> None:
+        request.send(200 if request.path == "/health" else status, "no")
+
+    with serving(answer) as server:
+        _, [found] = diagnose(capsys, server.url)
+    assert "not as an inference server" not in words(found, "problem")["server"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -510,6 +510,13 @@ def loaded_while_another_comes(stored: StoredAdapter, pool: ThreadPoolExecutor) 
     return loading.result(20)
 
 
+def test_memory_that_was_made_within_a_step_of_the_engine_can_be_filled_outside_of_it() -> None:
+    with torch.inference_mode():
+        staging = Staging(32, CPU)
+    staging.data.copy_(torch.ones(32, dtype=torch.uint8))
+    assert staging.checksum() == checksum(torch.ones(32, dtype=torch.uint8))
+
+
 def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_adapter_is_in() -> None:
     reader, is_there = Reader(CPU), threading.Event()
 
@@ -575,14 +582,14 @@ def test_what_a_refused_adapter_has_gone_over_is_fetched_again() -> None:
 
 
 def test_without_room_for_the_next_adapter_versions_are_loaded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = iter(range(2))
+    staged: list[Staging] = []
 
     def staging(size: int, device: torch.device) -> Staging:
-        if next(room, None) is None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return Staging(size, device)
+        staged.append(Staging(size, device))
+        return staged[-1]
 
     monkeypatch.setattr(fused_weights, "Staging", staging)
+    monkeypatch.setattr(fused_weights, "has_room", lambda size, device: False)
     reader = Reader(CPU)
     with shared_folder() as folder:
         store = AdapterStore(folder / "root", pinned=PinnedFilePool())
@@ -592,6 +599,7 @@ def test_without_room_for_the_next_adapter_versions_are_loaded_all_the_same(monk
             kept.append(reader.read(str(seed), read_head(str(store.write(seed, flat(seed)).path))))
             assert same_bits(kept[-1], flat(seed))
         store.close()
+    assert len(staged) == 2  # for the one in the weights and the next one
 
 
 def test_a_worker_that_does_not_listen_is_still_waited_for_before_memory_is_freed(
@@ -610,6 +618,9 @@ def test_a_worker_that_does_not_listen_is_still_waited_for_before_memory_is_free
         accept[0]()
         for _ in range(2000):  # more than the kernel keeps for the worker
             shared.note_filled(Filled("0" * 16, 1 << 33, 0, 1 << 25))
+        with (tmp_path / "file").open("w") as file:
+            shared.offer(file.fileno())
+            shared.withdraw(file.fileno())
         assert not shared.withdraw_memory()
     shared.close()
 

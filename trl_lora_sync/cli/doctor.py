@@ -7,7 +7,6 @@ Keys are read from VLLM_API_KEY, SGLANG_API_KEY and SGLANG_ADMIN_API_KEY.
 
 import contextlib
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -194,10 +193,11 @@ def _serve_arguments(given: DoctorInput) -> tuple[str, ...]:
 def _other_server(url: str, seen: list[str], given: DoctorInput) -> str:
     """The message for a URL with a server of something else, without the settings of a trainer."""
     expected = " or ".join(spec.description for spec in ENGINES.values())
-    start = shlex.join(["trl-lora-sync", "serve", "vllm", *_serve_arguments(given), "--port", "PORT"])
+    where = "" if is_local_url(url) else " on its host"
+    start = start_command(url, *_serve_arguments(given), port="PORT")
     return (
         f"{url} answers, but not as an inference server: {', and '.join(seen)}. Expected was {expected}. Correct the "
-        f"URL, or start a server at a free port with `{start}`."
+        f"URL, or start a server at a free port{where} with `{start}`."
     )
 
 
@@ -205,9 +205,10 @@ def _identify(diagnosis: Diagnosis, given: DoctorInput) -> list[str]:
     """Find engine and version of a server that cannot be connected to.
 
     Returns:
-        Its answers, if none of them has a version.
+        Its answers, if they show that it is a server of something else.
     """
     seen: list[str] = []
+    is_known = True
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
     from trl_lora_sync.errors import LoRASyncError
 
@@ -219,11 +220,12 @@ def _identify(diagnosis: Diagnosis, given: DoctorInput) -> list[str]:
             with contextlib.suppress(LoRASyncError, ValueError, AttributeError):
                 asked = client.request("GET", spec.version_route, given.deadline("Asking for the version"))
                 answer = runtime.run(asked)
-                if not answer.is_redirect:  # the error names its target
-                    seen.append(f"{spec.version_route} answered HTTP {answer.status_code} without a version")
+                seen.append(f"{spec.version_route} answered HTTP {answer.status_code} without a version")
+                # Not such as a redirect, a key that is wanted, or a server that is not ready.
+                is_known = is_known and answer.status_code in (200, 404)
                 if version := answer.json().get("version"):
                     diagnosis.engine, diagnosis.version = spec.name, str(version)
             runtime.run(client.close())
             if diagnosis.engine:
                 return []
-    return list(dict.fromkeys(seen))
+    return list(dict.fromkeys(seen)) if is_known else []

@@ -103,13 +103,14 @@ def check_listening(url: str, timeout_s: float, advice: str) -> None:
         run(client.close())
 
 
-def start_command(url: str, *serve_arguments: str) -> str:
+def start_command(url: str, *serve_arguments: str, port: str | None = None) -> str:
     """What starts a server at `url`.
 
     Args:
         serve_arguments: of `trl-lora-sync serve vllm`, the model first.
+        port: another one than that of the URL.
     """
     parts = urlsplit(url)
     flags = [] if is_local_url(url) else ["--host", "0.0.0.0"]
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return shlex.join(["trl-lora-sync", "serve", "vllm", *serve_arguments, *flags, "--port", str(port)])
+    port = port or str(parts.port or (443 if parts.scheme == "https" else 80))
+    return shlex.join(["trl-lora-sync", "serve", "vllm", *serve_arguments, *flags, "--port", port])

@@ -39,12 +39,14 @@ class Staging:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.data = torch.empty(size, dtype=torch.uint8, device=device)
-        # A recorded checksum reads this address, so `data` may be filled again but not replaced.
-        self.checksum = RepeatedChecksum(self.data)
-        if size:
-            # Recorded here, in the thread of the engine; what is fetched ahead is compared in another one.
-            self.checksum()
+        # vLLM also loads within a step, in inference mode. Memory that is made in it cannot be filled outside of it.
+        with torch.inference_mode(False):
+            self.data = torch.empty(size, dtype=torch.uint8, device=device)
+            # A recorded checksum reads this address, so `data` may be filled again but not replaced.
+            self.checksum = RepeatedChecksum(self.data)
+            if size:
+                # Recorded here, in the thread of the engine; what is fetched ahead is compared in another one.
+                self.checksum()
 
 
 class _Ahead:

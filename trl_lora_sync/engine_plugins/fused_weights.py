@@ -123,11 +123,8 @@ class Reader:
 
     def _next_memory(self, adapter: AdapterFile) -> "_Memory | None":
         """Memory for the next version; never that of an adapter, which may have to be put back, or subtracted."""
-        try:
-            return self._free_memory(adapter)
-        except RuntimeError as error:  # the GPU is full
-            logger.info("Adapters are not fetched ahead of their loads, as there is no memory for it: %s", error)
-            return None
+        is_there = any(memory.newest() is None for memory in self._memories)
+        return self._free_memory(adapter) if is_there or has_room(adapter.head.size, self.device) else None
 
     def _fetch_ahead_into(self, memory: "_Memory | None") -> None:
         self._ahead = memory
@@ -437,6 +434,12 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     return launches_of
 
 
+def has_room(size: int, device: torch.device) -> bool:
+    """Whether the device has room for so many bytes beside what is left to the engine; True for a CPU."""
+    # The driver's figure, in which memory that torch has cached counts as used.
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > size + _GPU_RESERVE_BYTES
+
+
 def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]:
     """Copies of weights, and where they are: `"gpu"`, or `"host"` in pinned memory.
 
@@ -451,16 +454,15 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     if not weights or weights[0].device.type != "cuda":
         return [weight.clone() for weight in weights], "host"
-    # The driver's figure, in which memory that torch has cached counts as used.
-    free, _ = torch.cuda.mem_get_info(weights[0].device)
-    has_room = free > size + _GPU_RESERVE_BYTES
-    if place == "gpu" and not has_room:
+    device = weights[0].device
+    fits, (free, _) = has_room(size, device), torch.cuda.mem_get_info(device)
+    if place == "gpu" and not fits:
         raise MemoryError(
             f"The copy of the base weights takes {size / 2**30:.1f} GiB of GPU memory and {free / 2**30:.1f} GiB are "
             "free, of which 1 GiB is left to the engine. Lower --gpu-memory-utilization, or keep the copy in host "
             "memory."
         )
-    if has_room and place != "host":
+    if fits and place != "host":
         return [weight.clone() for weight in weights], "gpu"
     available = psutil.virtual_memory().available
     if available < size * 1.1:

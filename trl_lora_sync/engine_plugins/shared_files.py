@@ -16,11 +16,13 @@ the trainer withdraws a file or its process is gone, which closes the connection
 """
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,8 +149,9 @@ class SharedFiles:
         """Let workers fetch a part of a version ahead of its load. Never fails."""
 
         def send(worker: socket.socket) -> None:
-            # A worker that does not listen misses a part, and fetches that version when it is to be loaded.
-            with contextlib.suppress(BlockingIOError):
+            # Half of the room is left to the other messages. A worker that is behind misses a part, and fetches that
+            # version when it is to be loaded.
+            if _unread_bytes(worker) < worker.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2:
                 worker.send(_FILLED + part.encode())
 
         with self._lock:
@@ -463,6 +466,12 @@ class _Mapping:
         # A view that is still there keeps the mapping, and the mapping goes with it.
         with contextlib.suppress(BufferError):
             self._map.close()
+
+
+def _unread_bytes(peer: socket.socket) -> int:
+    """What the kernel keeps for the process at the other end. Source: unix(7), `SIOCOUTQ`."""
+    (unread,) = struct.unpack("i", fcntl.ioctl(peer, termios.TIOCOUTQ, bytes(4)))  # which is the same number
+    return int(unread)
 
 
 def _is_same_user(peer: socket.socket) -> bool:
