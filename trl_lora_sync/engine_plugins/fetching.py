@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import logger, unfinished
 from trl_lora_sync.engine_plugins.checksum import RepeatedChecksum
 from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
+from trl_lora_sync.engine_plugins.pinned_memory import copy_from_host
 from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, bytes_of
 from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
@@ -49,6 +51,7 @@ class Staging:
                 self.checksum()
 
 
+@dataclass
 class _Ahead:
     """A version that is being fetched before its load.
 
@@ -59,11 +62,10 @@ class _Ahead:
         found: the checksum of what is there; empty until all of it is.
     """
 
-    def __init__(self, checksum: str, into: Staging) -> None:
-        self.checksum = checksum
-        self.into = into
-        self.end = 0
-        self.found = ""
+    checksum: str
+    into: Staging
+    end: int = 0
+    found: str = ""
 
     @property
     def size(self) -> int:
@@ -75,7 +77,8 @@ class Fetcher:
 
     Attributes:
         files: of all trainers.
-        turn: held by the one thread that fills or uses the memory of `fetch_ahead_into`.
+        turn: held by the one thread that fills or uses the memory `ahead_into`.
+        ahead_into: see `fetch_ahead_into`.
         counts: how many versions came which way.
         seconds: of the parts, of all versions together.
     """
@@ -84,7 +87,7 @@ class Fetcher:
         self._device = device
         self.files = MappedFiles(device, on_filled=self.fetch_ahead)
         self.turn = threading.Condition()
-        self._ahead_into: Staging | None = None
+        self.ahead_into: Staging | None = None
         self._ahead: _Ahead | None = None
         self._ahead_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
@@ -150,7 +153,7 @@ class Fetcher:
 
         To be called in turn, as `fetch` with that memory.
         """
-        self._ahead_into = memory
+        self.ahead_into = memory
         self._ahead = None
 
     def fetch_ahead(self, part: Filled, fetch: Fetch) -> None:
@@ -162,8 +165,8 @@ class Fetcher:
             if not self._goes_on_with(part):
                 return
             if part.start == 0:
-                assert self._ahead_into is not None
-                self._ahead = _Ahead(part.checksum, self._ahead_into)
+                assert self.ahead_into is not None
+                self._ahead = _Ahead(part.checksum, self.ahead_into)
             ahead = self._ahead
             assert ahead is not None
             with self._beside_the_engine():
@@ -190,7 +193,7 @@ class Fetcher:
 
     def _goes_on_with(self, part: Filled) -> bool:
         """Whether a part can be fetched ahead: the first one of a version, or the next one of the version before."""
-        into, ahead = self._ahead_into, self._ahead
+        into, ahead = self.ahead_into, self._ahead
         if part.start == 0:
             return into is not None and into.data.numel() == part.size
         return ahead is not None and (ahead.checksum, ahead.end) == (part.checksum, part.start)
@@ -232,8 +235,7 @@ class Fetcher:
             with self.files.mapped(file, socket_path) as mapped:
                 if mapped is None:
                     return False
-                part.copy_(mapped[start : start + len(part)], non_blocking=True)
-                self._finish_copies()
+                copy_from_host(part, mapped[start : start + len(part)])
             start += len(part)
         return True
 

@@ -59,6 +59,14 @@ def copy_to_host(target: Tensor, source: Tensor) -> None:
         torch.cuda.current_stream(source.device).synchronize()
 
 
+def copy_from_host(target: Tensor, source: Tensor) -> None:
+    """Copy `source`, on the CPU, to `target`, by its device's current stream; done when it returns."""
+    target.copy_(source, non_blocking=True)
+    if target.is_cuda:
+        # As in `copy_to_host`.
+        torch.cuda.current_stream(target.device).synchronize()
+
+
 def begin_copy_to_host(target: Tensor, source: Tensor) -> Callable[[], None]:
     """Begin `copy_to_host`, beside what the device does next; the result waits until it is done.
 

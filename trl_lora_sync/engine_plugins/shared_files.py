@@ -35,7 +35,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, pin
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_from_host, pin
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
@@ -415,10 +415,7 @@ class _Trainer:
             if part.memory and part.memory == self._heard and self._memory is not None:
                 self._memory.copy_to(into)
             elif mapping is not None:
-                into.copy_(mapping.data[part.offset + part.start : part.offset + part.end], non_blocking=True)
-                # With `non_blocking`, a copy from page-locked memory goes on after `copy_` has returned.
-                if into.is_cuda:
-                    torch.cuda.current_stream(into.device).synchronize()
+                copy_from_host(into, mapping.data[part.offset + part.start : part.offset + part.end])
             else:
                 raise IPCError("the trainer's memory is not open here, or its file not mapped")
 
