@@ -517,7 +517,8 @@ def test_memory_that_was_made_within_a_step_of_the_engine_can_be_filled_outside_
     assert staging.checksum() == checksum(torch.ones(32, dtype=torch.uint8))
 
 
-def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_adapter_is_in() -> None:
+def reader_that_listens() -> tuple[Reader, threading.Event]:
+    """A reader for fused serving, and what is set once it has handled a part that a trainer has filled."""
     reader, is_there = Reader(CPU), threading.Event()
 
     def fetch_ahead(part: Filled, fetch: Fetch) -> None:
@@ -525,6 +526,11 @@ def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_ad
         is_there.set()
 
     reader.fetcher.files = MappedFiles(CPU, on_filled=fetch_ahead)
+    return reader, is_there
+
+
+def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_adapter_is_in() -> None:
+    reader, is_there = reader_that_listens()
     with shared_folder() as folder:
         store = AdapterStore(folder / "root", pinned=PinnedFilePool())
         kept: list[FusedAdapter] = []
@@ -555,13 +561,7 @@ def test_versions_to_be_fused_are_fetched_ahead_and_never_into_memory_that_an_ad
 
 
 def test_what_a_refused_adapter_has_gone_over_is_fetched_again() -> None:
-    reader, is_there = Reader(CPU), threading.Event()
-
-    def fetch_ahead(part: Filled, fetch: Fetch) -> None:
-        reader.fetcher.fetch_ahead(part, fetch)
-        is_there.set()
-
-    reader.fetcher.files = MappedFiles(CPU, on_filled=fetch_ahead)
+    reader, is_there = reader_that_listens()
     with shared_folder() as folder:
         store, apart = AdapterStore(folder / "root", pinned=PinnedFilePool()), AdapterStore(folder / "apart")
         kept = [reader.read("1", read_head(str(store.write(1, flat(1)).path)))]
@@ -589,7 +589,7 @@ def test_without_room_for_the_next_adapter_versions_are_loaded_all_the_same(monk
         return staged[-1]
 
     monkeypatch.setattr(fused_weights, "Staging", staging)
-    monkeypatch.setattr(fused_weights, "has_room", lambda size, device: False)
+    monkeypatch.setattr(fused_weights, "room_on", lambda device: 0)
     reader = Reader(CPU)
     with shared_folder() as folder:
         store = AdapterStore(folder / "root", pinned=PinnedFilePool())

@@ -103,8 +103,6 @@ class Reader:
         self.device = device
         self.fetcher = Fetcher(device)
         self._memories: list[_Memory] = []
-        # What the next version is fetched into ahead of its load.
-        self._ahead: _Memory | None = None
 
     def read(self, name: str, adapter: AdapterFile) -> FusedAdapter:
         """The adapter without its all-zero modules, as views of memory that is used again once the result is gone.
@@ -114,21 +112,24 @@ class Reader:
                 trainer sent, or holds NaN or infinity.
         """
         with self.fetcher.turn:
-            memory = self._free_memory(adapter)
+            # What held other kinds goes with its adapters.
+            if any(memory.content is not adapter.content for memory in self._memories):
+                self._memories.clear()
+                self.fetcher.fetch_ahead_into(None)
+            memory = self._free() or self._new(adapter)
             self._fill(name, memory.staging, adapter)
             found = self._in_memory(name, adapter, memory)
-            is_shared = adapter.note is not None and bool(adapter.note.files)
-            self._fetch_ahead_into(self._next_memory(adapter) if is_shared else None)
+            self.fetcher.fetch_ahead_into(self._for_the_next(adapter))
         return found
 
-    def _next_memory(self, adapter: AdapterFile) -> "_Memory | None":
-        """Memory for the next version; never that of an adapter, which may have to be put back, or subtracted."""
-        is_there = any(memory.newest() is None for memory in self._memories)
-        return self._free_memory(adapter) if is_there or has_room(adapter.head.size, self.device) else None
-
-    def _fetch_ahead_into(self, memory: "_Memory | None") -> None:
-        self._ahead = memory
-        self.fetcher.fetch_ahead_into(None if memory is None else memory.staging)
+    def _for_the_next(self, adapter: AdapterFile) -> Staging | None:
+        """Where the next version may come; never to an adapter, which may have to be put back, or subtracted."""
+        if adapter.note is None or not adapter.note.files:
+            return None
+        memory = self._free()
+        if memory is None and room_on(self.device) > adapter.head.size:
+            memory = self._new(adapter)
+        return None if memory is None else memory.staging
 
     def _fill(self, name: str, staging: Staging, adapter: AdapterFile) -> None:
         try:
@@ -167,18 +168,14 @@ class Reader:
         memory.newest = weakref.ref(found)
         return found
 
-    def _free_memory(self, adapter: AdapterFile) -> "_Memory":
-        """Memory of the right kind that no adapter is in; what held other kinds goes with its adapters."""
-        self._memories = [one for one in self._memories if one.content is adapter.content]
-        if self._ahead not in self._memories:
-            self._fetch_ahead_into(None)
-        # First what the version may have been fetched into.
-        for memory in [self._ahead, *self._memories]:
-            if memory is not None and memory.newest() is None:
-                return memory
-        new = _Memory(adapter.content, Staging(adapter.head.size, self.device))
-        self._memories.append(new)
-        return new
+    def _free(self) -> "_Memory | None":
+        """Memory that no adapter is in; first what a version may have been fetched into."""
+        free = [memory for memory in self._memories if memory.newest() is None]
+        return min(free, key=lambda memory: memory.staging is not self.fetcher.ahead_into, default=None)
+
+    def _new(self, adapter: AdapterFile) -> "_Memory":
+        self._memories.append(_Memory(adapter.content, Staging(adapter.head.size, self.device)))
+        return self._memories[-1]
 
 
 class _Memory:
@@ -434,10 +431,10 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     return launches_of
 
 
-def has_room(size: int, device: torch.device) -> bool:
-    """Whether the device has room for so many bytes beside what is left to the engine; True for a CPU."""
+def room_on(device: torch.device) -> float:
+    """How many bytes the device has beside those that are left to the engine; infinity for a CPU."""
     # The driver's figure, in which memory that torch has cached counts as used.
-    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > size + _GPU_RESERVE_BYTES
+    return torch.cuda.mem_get_info(device)[0] - _GPU_RESERVE_BYTES if device.type == "cuda" else float("inf")
 
 
 def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]:
@@ -454,8 +451,8 @@ def copies_of(weights: Iterable[Tensor], place: str) -> tuple[list[Tensor], str]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
     if not weights or weights[0].device.type != "cuda":
         return [weight.clone() for weight in weights], "host"
-    device = weights[0].device
-    fits, (free, _) = has_room(size, device), torch.cuda.mem_get_info(device)
+    room = room_on(weights[0].device)
+    fits, free = room > size, room + _GPU_RESERVE_BYTES
     if place == "gpu" and not fits:
         raise MemoryError(
             f"The copy of the base weights takes {size / 2**30:.1f} GiB of GPU memory and {free / 2**30:.1f} GiB are "
