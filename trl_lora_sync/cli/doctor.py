@@ -207,11 +207,11 @@ def _identify(diagnosis: Diagnosis, given: DoctorInput) -> list[str]:
     Returns:
         Its answers, if they show that it is a server of something else.
     """
-    seen: list[str] = []
-    is_known = True
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
     from trl_lora_sync.errors import LoRASyncError
 
+    seen: list[str] = []
+    is_telling = True
     # vLLM, which is first, sends its version without a key, so SGLang's key never goes to vLLM.
     for spec in ENGINES.values():
         for key in (NO_KEY, APIKey(spec.api_key_variable)) if spec.guards_version else (NO_KEY,):
@@ -222,10 +222,10 @@ def _identify(diagnosis: Diagnosis, given: DoctorInput) -> list[str]:
                 answer = runtime.run(asked)
                 seen.append(f"{spec.version_route} answered HTTP {answer.status_code} without a version")
                 # Not such as a redirect, a key that is wanted, or a server that is not ready.
-                is_known = is_known and answer.status_code in (200, 404)
+                is_telling = is_telling and answer.status_code in (200, 404)
                 if version := answer.json().get("version"):
                     diagnosis.engine, diagnosis.version = spec.name, str(version)
             runtime.run(client.close())
             if diagnosis.engine:
                 return []
-    return list(dict.fromkeys(seen)) if is_known else []
+    return list(dict.fromkeys(seen)) if is_telling else []
