@@ -432,7 +432,7 @@ def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 
 def room_on(device: torch.device) -> float:
-    """How many bytes the device has beside those that are left to the engine; infinity for a CPU."""
+    """The free bytes of the device beyond the reserve of the engine; infinity for a CPU."""
     # The driver's figure, in which memory that torch has cached counts as used.
     return torch.cuda.mem_get_info(device)[0] - _GPU_RESERVE_BYTES if device.type == "cuda" else float("inf")
 
