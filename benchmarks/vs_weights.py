@@ -219,6 +219,7 @@ class Comparison:
             kv_bytes=self.kv_bytes if decodes and not number else min(self.kv_bytes, GIB),
             number=number,
             workers=self.args.tensor_parallel,
+            is_eager=self.args.enforce_eager,
         )
 
     def groups(self, rank: int) -> list[Group]:
@@ -483,7 +484,8 @@ def parse_args() -> argparse.Namespace:
     add("--micro-batch", type=int, default=8, help="completions that the trainer computes at once (default: 8)")
     add("--steps", type=int, default=3, help="GRPO steps of each arm that count, after one warm-up step (default: 3)")
     add("--fleet", type=int, nargs="+", default=[1, 2, 3, 4], help="numbers of servers (default: 1 2 3 4)")
-    add("--tensor-parallel", type=int, default=1, help="workers of each server, on all GPUs (default: 1)")
+    add("--tensor-parallel", type=int, default=1, help="workers of each server, each on another GPU (default: 1)")
+    add("--enforce-eager", action="store_true", help="servers compile nothing, and start sooner and decode more slowly")
     add("--budget-s", type=float, default=NO_BUDGET_S, help="stop in good time before so many seconds have passed")
     add("--again", action="store_true", help="measure also what the file has already")
     add("--keep", action="store_true", help="leave the servers running for a further run with the same --work")

@@ -23,8 +23,7 @@ def why_left_out(name: str, device: str, gpus: int, workers: int = 1) -> str | N
         return None
     if device == "cpu":
         return "vLLM's weight transfer for other processes runs on NCCL, which needs CUDA"
-    is_apart = gpus > 1 and workers == 1
-    return None if is_apart else "NCCL needs one GPU for the trainer and others for the server"
+    return None if gpus > workers else "NCCL needs one GPU for the trainer and others for the server"
 
 
 def server_kind(arm: str) -> str:

@@ -1,8 +1,8 @@
 """Starts the servers that the arms need, side by side where the GPUs have room, and reports their memory.
 
-The trainer has the first GPU. Servers go to the others, and beside the trainer only if those are full; the server that
-gets weights over NCCL never does, as NCCL wants a GPU per process. How much KV cache a server gets is given in bytes:
-servers that start side by side on one GPU cannot find it out by measuring.
+The trainer has the first GPU. Servers go to the others, and beside the trainer only if those are full or too few; the
+server that gets weights over NCCL never does, as NCCL wants a GPU per process. How much KV cache a server gets is given
+in bytes: servers that start side by side on one GPU cannot find it out by measuring.
 """
 
 import contextlib
@@ -62,7 +62,8 @@ class ServerSpec:
         lora_rank: the largest rank it takes; 0 where the server reserves nothing for it.
         kv_bytes: of its KV cache.
         number: distinguishes equal servers.
-        workers: that share it by tensor parallelism, each on another GPU, the trainer's included.
+        workers: that share it by tensor parallelism, each on another GPU.
+        is_eager: whether it records no CUDA graphs and compiles nothing.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class ServerSpec:
     kv_bytes: int = 0
     number: int = 0
     workers: int = 1
+    is_eager: bool = False
 
     @property
     def name(self) -> str:
@@ -80,13 +82,13 @@ class ServerSpec:
         return "-".join(parts + [str(self.number)] * bool(self.number))
 
     def memory_bytes(self) -> int:
-        """About what it takes of a GPU."""
+        """About what it takes of each of its GPUs."""
         # A copy of the base to fuse into; and what TRL's weight transfer leaves reserved, 44.5 GB in all at 8B (0.26).
         weights = model_bytes(self.shape) * (1 if self.kind == "runtime" else 2)
         slots = (
             2 * 2 * adapter_parameters(self.shape, VLLM.allowed_max_lora_rank(self.lora_rank)) if self.lora_rank else 0
         )
-        return weights + slots + self.kv_bytes + _OVERHEAD
+        return (weights + slots) // self.workers + self.kv_bytes + _OVERHEAD
 
 
 @dataclass(kw_only=True)
@@ -94,13 +96,14 @@ class Running:
     """A server's process.
 
     Attributes:
-        gpu: the one it is on, or `HOST`.
+        gpus: those it is on, or `HOST` alone.
+        memory_bytes: on each of them.
     """
 
     name: str
     pid: int
     port: int
-    gpu: int
+    gpus: list[int]
     log: str
     memory_bytes: int
     is_up: bool = False
@@ -169,8 +172,8 @@ class ServerPool:
     def start_what_fits(self, specs: Sequence[ServerSpec]) -> None:
         """Start servers, without waiting for them, as long as there is room."""
         for spec in specs:
-            if self._is_missing(spec) and (gpu := self._place(spec)) is not None:
-                self._launch(spec, gpu)
+            if self._is_missing(spec) and (gpus := self._place(spec)):
+                self._launch(spec, gpus)
 
     def settle(self) -> None:
         """Wait until each started server is up or has failed; `wait` raises for a server that failed."""
@@ -186,9 +189,9 @@ class ServerPool:
             free = self._capacity()
             group = []
             for spec in rest:
-                gpu = _roomiest(spec, free, self._trainer_gpu)
-                if gpu is not None:
-                    free[gpu] -= spec.memory_bytes()
+                gpus = _roomiest(spec, free, self._trainer_gpu)
+                if gpus:
+                    _take(free, gpus, spec.memory_bytes())
                     group.append(spec)
             groups.append(group)
             rest = [spec for spec in rest if spec not in group]
@@ -200,7 +203,7 @@ class ServerPool:
 
     def has_room(self, spec: ServerSpec) -> bool:
         """Whether it would fit if nothing else were running."""
-        return _roomiest(spec, self._capacity(), self._trainer_gpu) is not None
+        return bool(_roomiest(spec, self._capacity(), self._trainer_gpu))
 
     def start(self, specs: Sequence[ServerSpec]) -> None:
         """Start what is missing of `specs`, without waiting for it, and stop what is in its way.
@@ -211,9 +214,9 @@ class ServerPool:
         wanted = {spec.name for spec in specs}
         for spec in specs:
             while self._is_missing(spec):
-                gpu = self._place(spec)
-                if gpu is not None:
-                    self._launch(spec, gpu)
+                gpus = self._place(spec)
+                if gpus:
+                    self._launch(spec, gpus)
                     continue
                 others = [name for name in self.running if name not in wanted]
                 if not others:
@@ -234,26 +237,26 @@ class ServerPool:
         """Stop the servers on the trainer's GPU, except the ones still needed."""
         kept = {spec.name for spec in keep}
         for name, server in list(self.running.items()):
-            if server.gpu == self._trainer_gpu and name not in kept:
+            if self._trainer_gpu in server.gpus and name not in kept:
                 self.stop(name)
 
     def url(self, spec: ServerSpec) -> str:
         return self.running[spec.name].url
 
     def memory(self, spec: ServerSpec) -> dict[str, Any]:
-        """Where a server is, and the bytes that it has of its GPU, or of the host's memory on a CPU.
+        """Where a server is, and the bytes that it has of its GPUs, or of the host's memory on a CPU.
 
         The bytes are left out where the driver does not count them by process.
         """
         server = self.running[spec.name]
         family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-        if server.gpu == HOST:
+        if server.gpus == [HOST]:
             return {"bytes": sum(process.memory_info().rss for process in family)}
         pids = {str(process.pid) for process in family}
         apps = _nvidia_smi("--query-compute-apps=pid,used_memory")
         used = sum(int(mib) * 1024**2 for pid, mib in apps if pid in pids and mib.isdigit())
-        beside = [name for name, other in self.running.items() if other.gpu == server.gpu and name != spec.name]
-        return {"gpu": server.gpu, "beside": beside} | ({"bytes": used} if used else {})
+        beside = [name for name, other in self.running.items() if {*other.gpus} & {*server.gpus} and name != spec.name]
+        return {"gpus": server.gpus, "beside": beside} | ({"bytes": used} if used else {})
 
     def stop(self, name: str) -> None:
         server = self.running.pop(name)
@@ -269,7 +272,7 @@ class ServerPool:
             os.killpg(server.pid, signal.SIGKILL)  # the server leads its group
         if (process := self._processes.pop(server.pid, None)) is not None:
             process.wait()
-        if server.gpu != HOST:
+        if server.gpus != [HOST]:
             time.sleep(1.0)  # until the driver has taken the memory back
 
     # Room
@@ -285,10 +288,10 @@ class ServerPool:
         free[next(iter(free))] -= self._trainer_bytes
         return free
 
-    def _place(self, spec: ServerSpec) -> int | None:
+    def _place(self, spec: ServerSpec) -> list[int]:
         free = self._capacity()
         for server in self.running.values():
-            free[server.gpu] -= server.memory_bytes
+            _take(free, server.gpus, server.memory_bytes)
         return _roomiest(spec, free, self._trainer_gpu)
 
     # Processes
@@ -296,20 +299,20 @@ class ServerPool:
     def _is_missing(self, spec: ServerSpec) -> bool:
         return spec.name not in self.running and spec.name not in self._troubles
 
-    def _launch(self, spec: ServerSpec, gpu: int) -> None:
+    def _launch(self, spec: ServerSpec, gpus: list[int]) -> None:
         holder = hold_free_port()
         self._ports.append(holder)
         port = int(holder.getsockname()[1])
         log = self._work / f"{spec.name}.log"
         profiles = profile_folder(self._work, spec.name)
         profiles.mkdir(exist_ok=True)
-        command = serve_command(spec, port, self._python, on_cpu=gpu == HOST)
+        command = serve_command(spec, port, self._python, on_cpu=gpus == [HOST])
         if not self._keep:
             command = [sys.executable, "-c", _TIED, str(os.getpid()), *command]
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
-                env=server_environment([gpu] if spec.workers == 1 else [*self._gpus], profiles),
+                env=server_environment(gpus, profiles),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -320,11 +323,12 @@ class ServerPool:
             name=spec.name,
             pid=process.pid,
             port=port,
-            gpu=gpu,
+            gpus=gpus,
             log=str(log),
             memory_bytes=spec.memory_bytes(),
         )
-        self._clock.say(f"starting {spec.name}" + ("" if gpu == HOST else f" on GPU {gpu}"))
+        where = "" if gpus == [HOST] else f" on GPU {', '.join(map(str, gpus))}"
+        self._clock.say(f"starting {spec.name}{where}")
 
     def _wait(self, server: Running) -> None:
         if server.is_up and server.is_alive():
@@ -360,6 +364,8 @@ def serve_command(spec: ServerSpec, port: int, python: Path, *, on_cpu: bool) ->
         common += ["--max-num-seqs", str(_MAX_SEQS)]
     if spec.workers > 1:
         common += ["--tensor-parallel-size", str(spec.workers)]
+    if spec.is_eager:
+        common += ["--enforce-eager"]
     if spec.kind == "weights":
         program = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(spec.model)]
         flags = ["--host", "127.0.0.1", "--port", str(port), "--logprobs-mode", "processed_logprobs"]
@@ -406,14 +412,20 @@ def gpu_names() -> list[str]:
     return [name for (name,) in _nvidia_smi("--query-gpu=name")]
 
 
-def _roomiest(spec: ServerSpec, free: dict[int, int], trainer_gpu: int | None) -> int | None:
-    """The GPU with the most room; the trainer's only if no other has enough; None if none has."""
-    best = max((gpu for gpu in free if gpu != trainer_gpu), key=lambda gpu: free[gpu], default=None)
-    if best is not None and free[best] >= spec.memory_bytes():
-        return best
-    if trainer_gpu is not None and spec.kind != "weights" and free[trainer_gpu] >= spec.memory_bytes():
-        return trainer_gpu
-    return None
+def _roomiest(spec: ServerSpec, free: dict[int, int], trainer_gpu: int | None) -> list[int]:
+    """The GPUs with the most room; the trainer's only if too few others have enough; empty if it does not suffice."""
+    enough = [gpu for gpu in free if free[gpu] >= spec.memory_bytes()]
+    others = sorted((gpu for gpu in enough if gpu != trainer_gpu), key=lambda gpu: -free[gpu])
+    trainers = [gpu for gpu in enough if gpu == trainer_gpu and spec.kind != "weights"]
+    # On a CPU all workers share the host's memory.
+    wanted = 1 if HOST in free else spec.workers
+    found = [*others, *trainers][:wanted]
+    return sorted(found) if len(found) == wanted else []
+
+
+def _take(free: dict[int, int], gpus: Sequence[int], memory_bytes: int) -> None:
+    for gpu in gpus:
+        free[gpu] -= memory_bytes
 
 
 def _nvidia_smi(query: str) -> list[list[str]]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 from versus import arms, measure, servers, shapes, table
 from versus.clock import Clock, OutOfTimeError
+from versus.kinds import why_left_out
 from versus.results import Results
 from versus.servers import GIB, ServerPool, ServerSpec, ServerTroubleError
 from versus.workbench import Workbench
@@ -179,9 +180,9 @@ def test_decoding_is_measured_with_a_version_active_that_the_arm_has_just_brough
 # Where servers go
 
 
-def specs(shape: str, kinds: dict[str, int]) -> list[ServerSpec]:
+def specs(shape: str, kinds: dict[str, int], workers: int = 1) -> list[ServerSpec]:
     return [
-        ServerSpec(kind=kind, shape=shape, model=Path("model"), lora_rank=rank, kv_bytes=9 * GIB)
+        ServerSpec(kind=kind, shape=shape, model=Path("model"), lora_rank=rank, kv_bytes=9 * GIB, workers=workers)
         for kind, rank in kinds.items()
     ]
 
@@ -305,6 +306,22 @@ def test_server_that_does_not_come_up_is_tried_once_and_said_each_time(tmp_path:
             with pytest.raises(ServerTroubleError, match="no room"):
                 pool.wait(failing)
     assert (tmp_path / f"{failing.name}.starts").read_text() == "x"
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(("gpus", "expected"), [(4, {"weights": 2, "runtime": 2}), (2, {"runtime": 2})])
+@pytest.mark.usefixtures("stand_ins")
+def test_workers_that_share_a_server_have_gpus_apart_from_the_trainer_where_there_are_enough(
+    gpus: int, expected: dict[str, int], tmp_path: Path
+) -> None:
+    wanted = specs("8b", {"weights": 0, "runtime": 32}, workers=2)
+
+    with pool(gpus, "8b", tmp_path) as started:
+        started.start_what_fits([one for one in wanted if why_left_out(one.kind, "cuda", gpus, one.workers) is None])
+        found = {name.split("-")[0]: server.gpus for name, server in started.running.items()}
+
+    assert {kind: len(set(on)) for kind, on in found.items()} == expected
+    assert all((0 in on) == (gpus == 2) for on in found.values())
 
 
 def test_memory_that_others_use_is_not_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
