@@ -380,6 +380,7 @@ class Comparison:
                     ),
                     self.args.fleet,
                     self.bench,
+                    self.args.warmup,
                     self.args.repeats,
                     self.clock,
                 )

@@ -212,9 +212,9 @@ def _scored_without_effect(arm: Arm, bench: Workbench, prompt: list[int]) -> lis
 
 
 def measure_fleets(
-    make: Callable[[int], Arm], counts: Sequence[int], bench: Workbench, repeats: int, clock: Clock
+    make: Callable[[int], Arm], counts: Sequence[int], bench: Workbench, warmup: int, repeats: int, clock: Clock
 ) -> dict[str, Any]:
-    """Seconds of a sync to one server and to several.
+    """Seconds of a sync to one server and to several, with a request between two syncs, as in `measure_syncs`.
 
     Args:
         make: connects an arm to so many servers.
@@ -225,18 +225,16 @@ def measure_fleets(
         arm = make(count)
         assert arm.name in OURS
         try:
+            served = _sync_and_check(arm, bench)
             samples = []
-            for turn in range(1 + repeats):
-                bench.change_adapter()
-                start = time.perf_counter()
-                phases = arm.sync()
-                bench.settle()
+            for turn in range(warmup + repeats):
+                sample, phases = _one_sync(arm, bench)
                 assert phases is not None
-                if turn:
-                    samples.append({"sync_s": time.perf_counter() - start, **asdict(phases)})
+                if turn >= warmup:
+                    samples.append(sample | asdict(phases))
         finally:
             arm.close()
-        found[str(count)] = {"median": medians(samples), "samples": samples}
+        found[str(count)] = {"served": served, "median": medians(samples), "samples": samples}
     return found
 
 

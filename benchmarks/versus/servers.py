@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class Running:
     """
 
     name: str
+    kind: str
     pid: int
     port: int
     gpus: list[int]
@@ -292,7 +293,9 @@ class ServerPool:
         free = self._capacity()
         for server in self.running.values():
             _take(free, server.gpus, server.memory_bytes)
-        return _roomiest(spec, free, self._trainer_gpu)
+        # Servers of one fleet would compute in turn on one GPU.
+        alike = {gpu for server in self.running.values() if server.kind == spec.kind for gpu in server.gpus}
+        return _roomiest(spec, free, self._trainer_gpu, avoid=alike)
 
     # Processes
 
@@ -321,6 +324,7 @@ class ServerPool:
         self._processes[process.pid] = process
         self.running[spec.name] = Running(
             name=spec.name,
+            kind=spec.kind,
             pid=process.pid,
             port=port,
             gpus=gpus,
@@ -412,10 +416,16 @@ def gpu_names() -> list[str]:
     return [name for (name,) in _nvidia_smi("--query-gpu=name")]
 
 
-def _roomiest(spec: ServerSpec, free: dict[int, int], trainer_gpu: int | None) -> list[int]:
-    """The GPUs with the most room; the trainer's only if too few others have enough; empty if it does not suffice."""
+def _roomiest(
+    spec: ServerSpec, free: dict[int, int], trainer_gpu: int | None, *, avoid: Collection[int] = ()
+) -> list[int]:
+    """The GPUs with the most room; the trainer's only if too few others have enough; empty if it does not suffice.
+
+    Args:
+        avoid: taken only if too few others have enough.
+    """
     enough = [gpu for gpu in free if free[gpu] >= spec.memory_bytes()]
-    others = sorted((gpu for gpu in enough if gpu != trainer_gpu), key=lambda gpu: -free[gpu])
+    others = sorted((gpu for gpu in enough if gpu != trainer_gpu), key=lambda gpu: (gpu in avoid, -free[gpu]))
     trainers = [gpu for gpu in enough if gpu == trainer_gpu and spec.kind != "weights"]
     # On a CPU all workers share the host's memory.
     wanted = 1 if HOST in free else spec.workers

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -322,6 +323,19 @@ def test_workers_that_share_a_server_have_gpus_apart_from_the_trainer_where_ther
 
     assert {kind: len(set(on)) for kind, on in found.items()} == expected
     assert all((0 in on) == (gpus == 2) for on in found.values())
+
+
+@pytest.mark.outside
+@pytest.mark.usefixtures("stand_ins")
+def test_servers_of_a_fleet_have_a_gpu_each_where_there_are_enough(tmp_path: Path) -> None:
+    [first] = specs("8b", {"runtime": 32})
+    fleet = [replace(first, number=number) for number in range(3)]
+
+    with pool(4, "8b", tmp_path) as started:
+        started.start_what_fits([*specs("8b", {"weights": 0}), *fleet])
+        found = [started.running[one.name].gpus for one in fleet]
+
+    assert sorted(found) == [[1], [2], [3]]
 
 
 def test_memory_that_others_use_is_not_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
