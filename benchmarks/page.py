@@ -41,7 +41,6 @@ SYNC_RUNS = {
     "vs-weights-8b-file-2xh100": "`runtime by file`: base checked after the file is complete",
     "vs-weights-8b-parts-2xh200": "a file is read in parts while the trainer writes it",
     "vs-weights-32b-file-2xh200": "the same host; one server at a time, so the arms followed one another",
-    "vs-weights-8b-tp2-2xh200": "the same host; two workers a server, one on the trainer's GPU; `--enforce-eager`",
     "vs-weights-8b-before-2xh200": "for comparison, the package of November 22, before its core was rebuilt",
     "vs-weights-8b-after-2xh200": "the same host, the package of November 26",
     "vs-weights-8b-not-ahead-2xh200": "for comparison, without the next change",
@@ -50,7 +49,15 @@ SYNC_RUNS = {
     ),
     "vs-weights-32b-ahead-2xh200": "the same host; one server at a time, so the arms followed one another",
     "vs-weights-32b-ahead-fused-2xh200": "the same host; one server at a time, so the arms followed one another",
+    "vs-weights-8b-4xh100": "four GPUs, each server apart from the trainer",
 }
+# Runs with two workers a server, and where these are.
+TENSOR_PARALLEL_RUNS = {
+    "vs-weights-8b-tp2-4xh100": "4 H100, none on the trainer's",
+    "vs-weights-8b-tp2-2xh200": "2 H200, one on the trainer's",
+}
+# Syncs to several servers, and where these are.
+FLEET_RUNS = {"vs-weights-0.6b-2xh100": "one H100", "vs-weights-8b-4xh100": "an H100 each"}
 # Whole GRPO steps in such runs, and the completions of a step.
 STEP_RUNS = {
     "vs-weights-2xh100-again": "64 of 128 tokens",
@@ -166,7 +173,6 @@ def parts_of_syncs() -> str:
             where, about = (date, gpu, shape.upper()), SYNC_RUNS[name]
             for rank, found in measured["ranks"].items():
                 arms = found.get("sync", {})
-                # Servers with a worker on each GPU leave no GPU to the trainer alone, which TRL's own sync needs.
                 stock_s = arms["weights"]["median"]["sync_s"] if "weights" in arms else None
                 for arm, one in arms.items():
                     parts = [_ms(one["split"][f"{part}_s"]) for part in ("gather", "write", "load")]
@@ -195,14 +201,33 @@ def steps_with_syncs() -> str:
 
 
 def several_servers() -> str:
-    """Syncs to several servers that share a GPU."""
-    [(shape, found)] = read("vs-weights-0.6b-2xh100")["shapes"].items()
-    counts = sorted({count for one in found["fleet"].values() for count in one if count.isdigit()})
+    """Syncs to several servers, which share a GPU or have one each."""
+    counts = ("1", "2", "3", "4")
     rows = [
-        (shape.upper(), f"`{arm}`", *(_ms(one[count]["median"]["sync_s"]) for count in counts))
+        (shape.upper(), where, f"`{arm}`", *(_ms(one[n]["median"]["sync_s"]) if n in one else "" for n in counts))
+        for name, where in FLEET_RUNS.items()
+        for shape, found in read(name)["shapes"].items()
         for arm, one in found["fleet"].items()
     ]
-    return markdown(("shape", "arm", *(f"sync ms, {count} server" + "s" * (count != "1") for count in counts)), rows)
+    return markdown(("shape", "servers on", "arm", *(f"sync ms, {n} server" + "s" * (n != "1") for n in counts)), rows)
+
+
+def tensor_parallel() -> str:
+    """Syncs to a server of two workers, decoding, and what is left of the base."""
+    rows = []
+    for name, where in TENSOR_PARALLEL_RUNS.items():
+        found = read(name)["shapes"]["8b"]["ranks"]["32"]
+        syncs, speeds, drifts = found["sync"], found.get("decode", {}), found["drift"]
+        for arm in filter(syncs.get, ("runtime", "runtime by file", "fused", "weights")):
+            sync_s, drift = syncs[arm]["median"]["sync_s"], drifts[arm]
+            ratio = f"{sync_s / syncs['weights']['median']['sync_s']:.2f}" if "weights" in syncs else ""
+            speed = speeds[arm]["32"]["median"] if arm in speeds else None
+            share = f"{speed:,.0f} ({speed / speeds['weights']['32']['median']:.2f})" if speed else ""
+            changed = "none" if drift["trainer_bit_identical"] else f"{drift['trainer_changed_share']:.0%}"
+            rows.append((where, f"`{arm}`", _ms(sync_s), ratio, share, f"{changed} in {drift['syncs']} syncs"))
+            where = ""
+    return markdown(("GPUs", "arm", "sync ms", "/ `weights`", "tokens/s, 32 at once (/ `weights`)",
+                     "base weights changed"), rows)  # fmt: skip
 
 
 def ahead_sentence() -> str:
@@ -765,6 +790,7 @@ WAYS = {
     "vllm-0.26.0-2xh200-ways-4bit-whole": "4-bit base, whole on each GPU; another model",
     "vllm-0.26.0-2xh200-ways-bf16": "bfloat16 base; that other model",
     "vllm-0.26.0-2xh200-ways-4bit-refused": "4-bit base, sharded, with the check of this package",
+    "vllm-0.26.0-4xh100-ways": "bfloat16 base; three processes on H100, the server on a fourth",
 }
 
 
@@ -868,6 +894,7 @@ PAGE_SECTIONS: Mapping[str, Callable[[], str]] = {
     "headline-decoding": headline_decoding,
     "parts-of-syncs": parts_of_syncs,
     "several-servers": several_servers,
+    "tensor-parallel": tensor_parallel,
     "steps-with-syncs": steps_with_syncs,
     "overlap": overlap,
     "async-grpo": async_grpo,
