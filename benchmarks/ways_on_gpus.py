@@ -82,6 +82,7 @@ def work(args: argparse.Namespace) -> None:
         vllm_server_timeout=120.0,
         lora_sync_timeout=120.0,
         lora_sync_generation_timeout=120.0,
+        lora_sync_dir=None,  # in memory, as by default
     )
     generation = trainer.vllm_generation
     randomize_adapter(generation.model, seed=1)  # makes the policy differ from the base; before it is sharded
@@ -96,6 +97,10 @@ def work(args: argparse.Namespace) -> None:
     torch.cuda.synchronize()
     seen = {
         "sync_s": time.perf_counter() - started,
+        "step_sync_s": [
+            {part: step[f"lora_sync/{part}_s"] for part in ("gather", "write", "load", "verify", "total")}
+            for step in steps_of(trainer)
+        ],
         "peak_bytes": torch.cuda.max_memory_allocated() - held,
         "adapter_bytes": steps_of(trainer)[-1]["lora_sync/bytes"],
         "collective_bytes": {name: sum(sizes) for name, sizes in traffic.bytes.items()},
