@@ -235,9 +235,13 @@ class Served:
 
     def serves(self, stored: StoredAdapter) -> bool:
         """Whether a batch with this adapter is computed with its matrices."""
-        self.manager._apply_adapters([self._request(stored)])
+        self.compute(stored)
         held, expected = self.tables.held_by(self.numbers[stored.name]), self.adapters[stored.name]
         return held.keys() == expected.keys() and all(torch.equal(held[key], expected[key]) for key in held)
+
+    def compute(self, *batch: StoredAdapter) -> None:
+        """What vLLM does for the adapters of a batch."""
+        self.manager._apply_adapters([self._request(stored) for stored in batch])
 
     def maps(self, stored: StoredAdapter) -> bool:
         """Whether the worker has got the trainer's file; a file that it is sent late, it reads."""
@@ -587,6 +591,25 @@ def test_a_version_that_one_worker_does_not_see_yet_is_refused_by_the_whole_grou
     (folder / "hidden").rename(folder / hidden)
     assert added(workers, versions) == [None, None]
     assert all(one.serves(stored) for one, stored in zip(workers, versions, strict=True))
+
+
+def test_a_group_evicts_the_same_versions_whatever_the_order_in_which_each_worker_gets_a_batch(
+    pair: tuple[Threads, list[Served]],
+) -> None:
+    """vLLM gives each worker a set, whose order differs between processes.
+
+    One worker loaded a version again that another had evicted, and waited for it in a collective.
+    """
+    group, workers = pair
+    first, second, third = ([one.write(seed) for one in workers] for seed in (1, 2, 3))
+    assert [added(workers, versions) for versions in (first, second)] == [[None, None]] * 2
+    orders = [(first[0], second[0]), (second[1], first[1])]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda served, batch: served.compute(*batch), workers, orders))
+        assert added(workers, third) == [None, None]
+        assert list(pool.map(Served.serves, workers, second)) == [True, True]
+        assert list(pool.map(Served.serves, workers, first)) == [True, True]
+    assert not group.barrier.broken
 
 
 def test_an_adapter_without_a_note_costs_a_group_one_collective(pair: tuple[Threads, list[Served]]) -> None:
