@@ -286,6 +286,17 @@ def test_a_version_that_is_refused_changes_nothing(
     assert fused.gap(fused.score(fused.load(3)), 3) < fused.reference.tolerance
 
 
+def test_a_path_that_vllm_cannot_pass_to_its_workers_changes_nothing(fused: Fused) -> None:
+    """The version before came back into the weights, and requests for the base were sampled from it."""
+    base = fused.score(fused.base)
+    assert fused.engine.unload(fused.load(1), soon(60))
+    url = f"{fused.server.base_url}{ROUTE}/v2"
+    answer = httpx.put(url, headers=RIGHT, content=b'{"path": "/\\ud800"}', timeout=60, trust_env=False)
+    assert answer.status_code == 400
+    assert fused.score(fused.base) == base
+    assert fused.state()["broken"] is None
+
+
 def test_only_the_key_of_the_server_opens_the_routes(fused: Fused) -> None:
     stored = fused.write(1)
     for headers in ({}, {"Authorization": "Bearer wrong"}):

@@ -424,6 +424,29 @@ def test_a_fuse_that_fails_on_one_worker_leaves_the_version_before(method: str, 
     run(test())
 
 
+def test_a_load_of_which_no_worker_hears_leaves_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers undid the change before it, which had succeeded: the base was sampled from a version that was gone."""
+
+    async def test() -> None:
+        server = Server()
+        await server.load("v1")
+        await server.ask("DELETE", f"{ROUTE}/v1")
+        call = server.engine.collective_rpc
+
+        async def encode(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+            "".join(map(str, args)).encode()  # as vLLM does before it sends anything
+            return await call(method, args)
+
+        monkeypatch.setattr(server.engine, "collective_rpc", encode)
+        with pytest.raises(UnicodeEncodeError):
+            await server.load("v2", "/\ud800")
+        assert (await server.sample(BASE))[::2] == (200, BASE)
+        assert server.sampling == [BASE]
+        assert (server.engine.active, server.engine.paused) == ([None, None], False)
+
+    run(test())
+
+
 def test_a_fuse_that_cannot_be_undone_stops_the_server_until_one_succeeds() -> None:
     async def test() -> None:
         server = Server()

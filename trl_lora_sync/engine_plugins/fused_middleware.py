@@ -297,8 +297,11 @@ class FusedMiddleware:
                     applied = _good(await _call(engine, "lora_sync_apply", name))
                 # Also a cancelled task or an exit: the workers must not keep different versions. Inside the pause.
                 except BaseException as error:
-                    await asyncio.gather(reading, return_exceptions=True)  # workers undo what they have prepared
-                    await self._undo(engine, error)
+                    found = await asyncio.gather(reading, return_exceptions=True)
+                    # Workers that were never reached, as with a path that vLLM cannot encode, would undo the change
+                    # before this one, which has succeeded.
+                    if not isinstance(found[0], BaseException):
+                        await self._undo(engine, error)
                     raise
                 # Inside the pause: if resuming the engine fails, the record still matches the weights.
                 self.lock.note(name)
