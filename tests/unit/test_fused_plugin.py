@@ -126,7 +126,8 @@ class Server:
     ) -> tuple[int, Any, str | None]:
         """Status, JSON and the version that the answer names."""
         answer: list[Any] = []
-        messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        messages = iter([{"type": "http.request", "body": content}])
 
         async def receive() -> Any:
             return next(messages)
@@ -546,6 +547,22 @@ def test_an_unload_waits_for_the_change_that_brings_its_version(is_load: bool) -
     run(test())
 
 
+def test_a_name_whose_load_was_cancelled_at_its_end_can_be_given_to_another_adapter() -> None:
+    """Its weights were there, so the other adapter was registered without being read."""
+
+    async def test() -> None:
+        server = Server()
+        loading = asyncio.create_task(server.load("v1", "/a"))
+        await until(lambda: "apply v1" in server.engine.events)
+        loading.cancel()
+        await asyncio.wait([loading])
+        assert (loading.cancelled(), server.engine.active) == (True, ["v1", "v1"])
+        assert (await server.load("v1", "/b"))[0] == 200
+        assert "prepare v1 /b" in server.engine.events
+
+    run(test())
+
+
 def test_a_pause_of_a_client_is_not_ended() -> None:
     async def test() -> None:
         server = Server()
@@ -706,6 +723,7 @@ def test_only_the_key_of_the_server_opens_the_routes_and_chooses_a_version() -> 
         ("/v1", [], 400),
         ("/v1", {"path": "/a", "timeout_s": "x"}, 400),
         ("/v1", {"path": "/" + "a" * 70000}, 413),
+        ("/v1", b"[" * 60000, 400),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(path: str, body: Any, status: int) -> None:

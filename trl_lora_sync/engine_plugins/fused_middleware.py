@@ -226,7 +226,8 @@ class FusedMiddleware:
             known = self.adapters.get(name)
             if known not in (None, path):
                 raise Refused(409, f"{name} is registered already, with the path {known}. A name is used once.")
-            if self.lock.current == name and self.broken is None:
+            # Registered as well, or the weights may have come from another path, by a load that was cancelled since.
+            if known and self.lock.current == name and self.broken is None:
                 seconds = {}  # a request that is repeated because its answer was lost
             elif waited_s < timeout_s:
                 # The client waits for `timeout_s` in all.
@@ -533,7 +534,7 @@ async def _content_of(request: Request) -> dict[str, Any]:
             raise Refused(413, "The body is too large.")
     try:
         content = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(400, "The body is not JSON.") from error
     if not isinstance(content, dict):
         raise Refused(400, "The body is not a JSON object.")
