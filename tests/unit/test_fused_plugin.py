@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trl_lora_sync.engine_plugins import vllm_fused
+from trl_lora_sync.engine_plugins import fused_middleware, vllm_fused
 from trl_lora_sync.engine_plugins.timeouts import timeout
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE, WORKER, FusedMiddleware
 
@@ -559,6 +559,67 @@ def test_a_name_whose_load_was_cancelled_at_its_end_can_be_given_to_another_adap
         assert (loading.cancelled(), server.engine.active) == (True, ["v1", "v1"])
         assert (await server.load("v1", "/b"))[0] == 200
         assert "prepare v1 /b" in server.engine.events
+
+    run(test())
+
+
+def test_a_client_that_stops_in_the_middle_of_its_body_holds_no_change_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is gone closes no connection, so its request counted as under way for ever."""
+    monkeypatch.setattr(fused_middleware, "BODY_TIMEOUT_S", 0.1)
+
+    async def test() -> None:
+        server = Server()
+        parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+
+        async def receive() -> Any:
+            for part in parts:
+                return part
+            return await asyncio.Future()
+
+        read: list[Any] = []
+
+        async def read_all(scope: Any, receive: Any, send: Any) -> None:
+            while not read or read[-1].get("more_body"):
+                read.append(await receive())
+
+        server.middleware.app = read_all
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": server.app}
+        sampling = asyncio.create_task(server.middleware(scope, receive, read_all))
+        await until(lambda: len(read) == 1)
+        assert (await server.load("v1", timeout_s=10))[0] == 200
+        await sampling
+        assert [one["type"] for one in read] == ["http.request", "http.disconnect"]
+
+    run(test())
+
+
+def test_a_client_whose_body_is_complete_may_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_middleware, "BODY_TIMEOUT_S", 0.05)
+
+    async def test() -> None:
+        server, has_left = Server(), asyncio.Event()
+        parts = iter(
+            [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.request", "body": b"}"}]
+        )
+
+        async def receive() -> Any:
+            for part in parts:
+                return part
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def watch(scope: Any, receive: Any, send: Any) -> None:
+            assert b"".join([(await receive())["body"] for _ in range(2)]) == b"{}"
+            watching = asyncio.create_task(receive())
+            await asyncio.sleep(0.2)
+            assert not watching.done()
+            has_left.set()
+            assert (await watching)["type"] == "http.disconnect"
+
+        server.middleware.app = watch
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": server.app}
+        await server.middleware(scope, receive, watch)
+        assert has_left.is_set()
 
     run(test())
 

@@ -28,6 +28,8 @@ _MAX_BODY_BYTES = 1 << 16
 _LOAD_TIMEOUT_S = 60.0
 # For a request that wants another version than the one which requests before it are sampled from.
 _CHANGE_TIMEOUT_S = 600.0
+# Between two parts of the body of a request for tokens.
+BODY_TIMEOUT_S = 30.0
 # POST routes that sample nothing, of which some must work while requests are held back. Source: vLLM 0.26 to 0.33.
 _CONTROL = frozenset(
     {
@@ -164,7 +166,7 @@ class FusedMiddleware:
             # Inside the gate, as a change that this request has waited for may have failed, or repaired the weights.
             if self.broken is not None:
                 raise Refused(500, self.broken)
-            await self.app(scope, receive, _naming(send, current))
+            await self.app(scope, _in_time(receive), _naming(send, current))
 
     def _check_known(self, name: str) -> None:
         if name != BASE and name not in self.adapters:
@@ -511,6 +513,28 @@ def _wanted(scope: Scope) -> str | None:
     if len(values) > 1:
         raise Refused(400, f"The header {HEADER} is there more than once.")
     return values[0] if values else None
+
+
+def _in_time(receive: Receive) -> Receive:
+    """Takes a client for gone that sends nothing more before its body is complete.
+
+    The connection of a host that is gone stays open for ever, and weights never change under a request.
+    """
+    is_complete = False
+
+    async def receive_in_time() -> Message:
+        nonlocal is_complete
+        if is_complete:
+            return await receive()
+        try:
+            async with timeout(BODY_TIMEOUT_S):
+                message = await receive()
+        except asyncio.TimeoutError:
+            return {"type": "http.disconnect"}
+        is_complete = not message.get("more_body", False)
+        return message
+
+    return receive_in_time
 
 
 def _naming(send: Send, current: str) -> Send:
