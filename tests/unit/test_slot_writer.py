@@ -306,6 +306,16 @@ def test_a_version_that_lost_its_slot_is_loaded_from_its_own_file(served: Served
         assert served.serves(one)
 
 
+def test_later_versions_can_be_loaded_after_a_version_was_loaded_again_within_a_step(served: Served) -> None:
+    """A step is computed in inference mode. Views of the staging memory that were made in it took no copies later."""
+    first = served.write(1)
+    assert served.serves(first)
+    assert all(served.serves(served.write(seed, 4)) for seed in (2, 3))  # of another kind, in both slots
+    with torch.inference_mode():
+        assert served.serves(first)
+    assert all(served.serves(served.write(seed)) for seed in range(4, 8))
+
+
 def test_another_kind_in_a_slot_leaves_nothing_behind(served: Served) -> None:
     for seed, rank in enumerate([2, 4, 2, 3, 4, 2, 2, 4, 4], 1):
         assert served.serves(served.write(seed, rank))

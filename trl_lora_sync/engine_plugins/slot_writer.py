@@ -317,9 +317,14 @@ class SlotWriter:
 
     def _content(self, plan: _Plan, slot: int) -> "_Content":
         if slot not in plan.contents:
-            parts = [part[slot] for part in self._parts]
-            flat = self.stage.view(self._parts[0].dtype)
-            groups = [_in_batches([(box.in_slot(parts), box.in_file(flat)) for box in group]) for group in plan.groups]
+            # As for `Staging`: of memory that is viewed in another dtype, a view that is made within a step of vLLM
+            # could not be written to outside of it.
+            with torch.inference_mode(False):
+                parts = [part[slot] for part in self._parts]
+                flat = self.stage.view(self._parts[0].dtype)
+                groups = [
+                    _in_batches([(box.in_slot(parts), box.in_file(flat)) for box in group]) for group in plan.groups
+                ]
             # No method of this object: the two would keep each other, and the memory, until garbage is collected.
             plan.contents[slot] = _Content(groups, Repeated([self.stage, *parts], partial(_put, self.stage, groups)))
         return plan.contents[slot]
