@@ -220,7 +220,7 @@ class SlotWriter:
             # vLLM gives a set (0.26 to 0.33), whose order differs between processes, as the hash is that of a name. The
             # workers of a group have to use adapters in one order: by it vLLM evicts, and a version that only some of
             # them must load again would keep these in a collective for ever.
-            self._usual_apply(sorted(requests, key=lambda request: request.lora_int_id))
+            self._usual_apply(sorted(filter(None, requests), key=lambda request: request.lora_int_id))
         finally:
             self._is_in_step = False
 
