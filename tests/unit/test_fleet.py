@@ -400,6 +400,25 @@ def test_a_restart_between_two_syncs_is_noticed_by_the_sync(run: StartRun) -> No
     assert training.adapters()[0] == ["v1"]
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_restart_between_two_trainings_is_noticed_by_the_first_sync_of_the_second(
+    run: StartRun, servers: int
+) -> None:
+    """With no version loaded, nothing showed the restart, and completions came from another base model."""
+    training = run(servers=servers)
+    training.publish()
+    training.sync.close()
+    restart_with_another_base(training.fakes[-1])
+    with pytest.raises(ServerSetupError, match=f"{training.fakes[-1].base_url} serves .* not the base model"):
+        training.publish()
+    assert training.sync.active is None
+    assert training.adapters() == [[]] * servers
+    training.fakes[-1].args = training.fakes[0].args if servers > 1 else replace(training.fakes[0].args, seed=0)
+    training.fakes[-1].restart()
+    assert training.publish().servers == servers
+    assert training.is_policy_of(training.generate())
+
+
 def test_a_new_version_reaches_a_restarted_server_although_the_files_of_the_one_before_are_gone(run: StartRun) -> None:
     """The sync that should have mended it failed, because the old version could not be given again."""
     training = run(servers=1)
