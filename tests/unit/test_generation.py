@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from contract.served import sampling, soon
 from hypothesis import given
 from hypothesis import strategies as st
 from make_model import make_model
@@ -22,6 +23,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import RolloutClient, openai_messages
+from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError
 from trl_lora_sync.generation import group_rows
@@ -187,6 +189,25 @@ def test_threads_that_sample_a_changed_adapter_share_one_sync(tmp_path: Path) ->
                 running.result(30)
         versions = [name.rpartition("-")[2] for method, name in engine.calls if method == "load"]
         assert [version for version in versions if version[1:].isdigit()] == ["v1", "v2"]
+        generation.close()
+
+
+@pytest.mark.outside
+def test_a_server_that_restarts_is_checked_while_trl_computes_without_the_adapter(tmp_path: Path) -> None:
+    """What was sampled ahead failed if its server restarted beside the reference model's log-probabilities."""
+    policy = ModelPolicy(make_model(tmp_path / "tiny"))
+    with in_memory_engines(1, tmp_path / "tiny", policy=policy, shapes=policy.shapes) as [engine]:
+        trainer = grpo_trainer(
+            engine.base_url, tmp_path / "tiny", tmp_path, peft_config=lora(target_modules=["q_proj", "v_proj"])
+        )
+        generation = trainer.vllm_generation
+        generation.sync_weights()
+        engine.restart()
+        with trainer.model.disable_adapter():
+            groups = [PromptGroup(prompt=[1, 2, 3], count=1)]
+            [[found]] = generation.sync.generate(generation.active_name, groups, sampling(), soon())
+        assert found.prompt_ids == [1, 2, 3]
+        assert [name for method, name in engine.calls if method == "load"][-1] == generation.active_name
         generation.close()
 
 

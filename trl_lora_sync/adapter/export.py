@@ -296,7 +296,7 @@ class AdapterReader:
         gathered: Mapping[nn.Module, Tensor] | None = None,
     ) -> CanonicalAdapter:
         """As `read_adapter`, of the `modules`; valid until the next read."""
-        return self._read(model, self.buffer, dtype, form, gathered)
+        return self._read(model, self.modules(gathered), self.buffer, dtype, form, gathered)
 
     def read_again(self, model: "PeftModel", *, dtype: torch.dtype, form: Form = PLAIN) -> CanonicalAdapter | None:
         """As `read`, of the matrices that were read before, without a look at the model.
@@ -323,17 +323,18 @@ class AdapterReader:
             weights: for each of the `linears`, and each parameter of the `extras`.
         """
         # Not in `self.buffer`: a server that comes back is tried with this while the trainer reads a version there.
-        return self._read(model, FlatBuffer(), dtype, form, weights)
+        # Nor is the adapter checked, which TRL may have disabled for its reference policy at that moment.
+        return self._read(model, _read(self._layers, weights), FlatBuffer(), dtype, form, weights)
 
     def _read(
         self,
         model: "PeftModel",
+        modules: Sequence[LoRAModule],
         buffer: FlatBuffer,
         dtype: torch.dtype,
         form: Form,
         gathered: Mapping[nn.Module, Tensor] | None,
     ) -> CanonicalAdapter:
-        modules = self.modules(gathered)
         extras = read_extras(self._extras, gathered or {}, dtype) if self._extras else NO_EXTRAS
         if self._experts:
             extras = self._with_experts(modules, extras, gathered or {}, form)
