@@ -188,7 +188,7 @@ class Fleet:
         excluded = [server for server in self.servers if server.is_excluded]
         readmitting = [spawn(server.readmit(self._checks, stored, deadline)) for server in excluded]
         try:
-            await self._on_all_or_none(in_service, lambda server: server.load_new(stored, deadline), deadline, patience)
+            await self._on_all_or_none(in_service, lambda server: server.load_new(stored, patience), deadline, patience)
             await asyncio.gather(*readmitting)
         finally:
             # A refusal by a server in service ends the wait for excluded ones.

@@ -894,6 +894,32 @@ def test_a_fused_server_that_stays_busy_is_dropped(tmp_path: Path, monkeypatch: 
         run_on_loop(fused.close())
 
 
+def test_a_server_that_never_answers_a_load_is_dropped_early_enough_to_complete_the_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped at the deadline, when no time was left to compare the files, and a file system was blamed."""
+
+    async def hang(adapter: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+        await asyncio.sleep(deadline.remaining_s())
+        raise deadline.error("no answer")
+
+    with in_memory_engines(2, shapes=SMALL) as engines:
+        begun = InMemoryRun(engines, tmp_path, on_server_loss="drop", sync_timeout_s=3.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(engines[1], "load", hang)
+            assert begun.sync.publish(small_adapter(2)).servers == 1
+        assert begun.samples_from(2)
+        assert begun.sync.publish(small_adapter(3)).servers == 2
+        # The last server is never dropped.
+        with monkeypatch.context() as patch:
+            for engine in engines:
+                patch.setattr(engine, "load", hang)
+            with pytest.raises(DeadlineExceededError, match="no answer"):
+                begun.sync.publish(small_adapter(4))
+        assert begun.samples_from(3)
+        begun.sync.shutdown()
+
+
 @pytest.mark.usefixtures("no_patience")
 def test_the_last_server_is_never_dropped(run: StartRun) -> None:
     training = run(on_server_loss="drop")
