@@ -460,6 +460,28 @@ def test_close_leaves_what_others_keep_in_the_root(tmp_path: Path) -> None:
     assert everything_under(tmp_path) == ["notes.txt"]
 
 
+def test_a_run_starts_although_another_one_deletes_the_empty_root_at_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two runs with one folder, one that ended between two calls of the other's start ended that as well."""
+    root, make, ended = tmp_path / "sync", Path.mkdir, []
+
+    def end_of_the_other(path: Path, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        if path == root and not ended:
+            ended.append(root)
+            root.rmdir()
+
+    store = AdapterStore(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", end_of_the_other)
+        store.open()
+    assert ended
+    assert_whole(store.write(1, canonical()).path)
+    store.close()
+    assert everything_under(tmp_path) == []
+
+
 def test_store_may_be_written_again_after_close(store: AdapterStore) -> None:
     store.write(1, canonical())
     store.close()

@@ -244,10 +244,7 @@ class AdapterStore:
         # Locked under another name first, so that a sweep never meets a run folder without its lock.
         starting = self.root / f".{self.run_id}{_STARTING}"
         try:
-            self.root.mkdir(mode=_PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-            # After `mkdir`, which accepts a folder that another user has made in advance.
-            _check_owner(self.root)
-            starting.mkdir(mode=_PRIVATE_DIRECTORY)
+            self._make_in_root(starting)
             self.lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
             # Before it is written: a sweep leaves an empty file alone, and takes any other one without a lock for that
             # of a dead run. A sweep that looks at it holds the lock for that moment, which this waits for.
@@ -266,6 +263,20 @@ class AdapterStore:
                 "for the servers to load. Set lora_sync_dir to a folder that this process can write and the servers "
                 "can read."
             ) from error
+
+    def _make_in_root(self, folder: Path) -> None:
+        for is_last in (False, False, True):
+            try:
+                self.root.mkdir(mode=_PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+                # After `mkdir`, which accepts a folder that another user has made in advance.
+                _check_owner(self.root)
+                folder.mkdir(mode=_PRIVATE_DIRECTORY)
+                return
+            # Another run that ends at this moment deletes the root if it is empty (`_release`). If it does so within
+            # the `mkdir` of the root, the error is that the root exists (Python 3.10 to 3.13).
+            except (FileNotFoundError, FileExistsError):
+                if is_last:
+                    raise
 
     def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Write a version, or a probe with a word for a version, under a unique name; see `write_adapter`."""
