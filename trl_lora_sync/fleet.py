@@ -130,7 +130,7 @@ class Fleet:
         return await transport.sweep(lambda name: run(unload(name)), knows, deadline)  # called in the file thread
 
     async def let_go(self, adapter_names: Sequence[str], deadline: Deadline) -> dict[str, list[str]]:
-        """Wake all servers, and unload these names and the unconfirmed ones from each.
+        """Wake all servers, and unload these names and all that they may have from each.
 
         Never fails, and ends by the deadline, whatever is still under way.
 
@@ -142,13 +142,14 @@ class Fleet:
             # Queued before the unloads, of which none may meet a server asleep.
             if server.is_asleep and not server.is_excluded:
                 tasks.append(server.wake_later())
-            names = dict.fromkeys([*self._ledger.unneeded(server.base_url), *adapter_names])
+            # A load that was interrupted may still be under way, and its version belongs to no list of versions.
+            names = dict.fromkeys([*self._ledger.held(server.base_url), *adapter_names])
             tasks += [server.unload_later(name, deadline) for name in names]
         if tasks:
             # Raises no error of a task. What is late goes on, and its names are in the result.
             await asyncio.wait(tasks, timeout=deadline.left_s())
-        unconfirmed = {server.base_url: self._ledger.unneeded(server.base_url) for server in self.servers}
-        left = {url: sorted(names) for url, names in unconfirmed.items() if names}
+        held = {server.base_url: self._ledger.held(server.base_url) for server in self.servers}
+        left = {url: sorted(names) for url, names in held.items() if names}
         for url in list(left):
             # In a thread, as it opens a connection, which may take a second (addresses.py, `_REFUSED_WITHIN_S`).
             if await offload(partial(is_gone, url)):  # its process has ended, and with it all names

@@ -62,9 +62,9 @@ class VersionLedger:
             if url == base_url and name not in adapter_names:
                 del self._held[url, name]
 
-    def has_any(self, base_url: str) -> bool:
-        """Whether a server may have a version of this run."""
-        return any(url == base_url for url, _ in self._held)
+    def held(self, base_url: str) -> list[str]:
+        """The names that a server may have, in whatever state."""
+        return [name for url, name in self._held if url == base_url]
 
     def overdue(self, base_url: str) -> list[str]:
         """The names whose unload a server has not confirmed."""
@@ -126,6 +126,6 @@ class VersionLedger:
 
     def retire_all(self) -> list[StoredAdapter]:
         """The end of the run: every version is to be unloaded now."""
-        # The unload of what is in `_unloaded` was requested before, and `unneeded` has what was not confirmed of it.
+        # The unload of what is in `_unloaded` was requested before, and `held` has what was not confirmed of it.
         loaded, self.kept, self._unloaded, self.active = self.kept, [], [], None
         return loaded

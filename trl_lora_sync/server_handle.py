@@ -261,7 +261,7 @@ class ServerHandle:
             if not is_complete or self.is_excluded or isinstance(self.last_error, AdapterLostError):
                 # First, as connecting and the checks sample, which ends an SGLang process that is asleep. A process
                 # that lists a version may be the same as before the loss.
-                if self.ledger.has_any(self.base_url):
+                if self.ledger.held(self.base_url):
                     await self.wake(deadline)
                 await self.connect(deadline)
                 # Checked before any load: SGLang crashes on an adapter that does not fit its base model.
@@ -405,7 +405,7 @@ class ServerHandle:
             Whether the server confirmed it; if not, the unload is repeated with the next one, and at the end.
         """
         if self._engine is not None:
-            # Before the task gets its turn: at the end of a run, `unneeded` must list a name whose turn never came.
+            # Before the task gets its turn: from here on the name does not count as loaded.
             self.ledger.note(self.base_url, adapter_name, Holding.UNLOADING)
         return spawn(self._unload(adapter_name, deadline))
 

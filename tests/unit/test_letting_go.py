@@ -276,6 +276,32 @@ def test_an_interrupted_load_is_carried_out_before_its_version_is_unloaded(tmp_p
         begun.sync.shutdown()
 
 
+def test_a_load_that_outlives_an_interrupt_and_the_end_of_the_run_leaves_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that hung during a pause had the version once it went on, and nothing on disk named it."""
+    monkeypatch.setitem(vars(TIMEOUTS), "close_s", 0.5)
+    with FakeSGLang(shapes=SMALL) as fake:
+        training = FleetRun(AdapterSync(settings_for([fake], tmp_path / "sync", pause="abort")), [fake])
+        training.start()
+        training.publish()
+        for path in ("/load_lora_adapter", "/unload_lora_adapter", "/continue_generation"):
+            fake.delay_s[path] = 60.0
+
+        def interrupt() -> None:
+            fake.wait_until(lambda: sum(request.path == "/load_lora_adapter" for request in fake.requests) > loads)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        loads = sum(request.path == "/load_lora_adapter" for request in fake.requests)
+        sender = threading.Thread(target=interrupt)
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            training.publish()
+        sender.join()
+        training.sync.close()
+        assert [name.rpartition("-")[2] for name in left_in(tmp_path / "sync")] == ["v1", "v2"]
+
+
 # The end
 
 
