@@ -97,9 +97,9 @@ class DiskTransport:
         try:
             return await self._wait(writing, deadline)
         except BaseException:
-            # A call that has begun cannot be cancelled, so what it still writes is deleted after it.
+            # A call that has begun cannot be cancelled, so what it still writes is deleted after it, in the same thread.
             if not writing.cancel():
-                writing.add_done_callback(self._delete_late)
+                self._files.submit(lambda: self._delete_late(writing))
             raise
 
     async def _wait(self, task: "Future[T]", deadline: Deadline | None) -> T:
@@ -115,8 +115,7 @@ class DiskTransport:
         return waiting.result()
 
     def _delete_late(self, writing: "Future[StoredAdapter]") -> None:
-        # The file thread calls this when the call ends, so the files are gone before any later call.
-        if not writing.cancelled() and writing.exception() is None:
+        if writing.exception() is None:
             self.store.delete(writing.result())
 
     async def finish(self, deadline: Deadline | None = None) -> None:

@@ -1,9 +1,11 @@
 """The transports on a file system that hangs, and where a version cannot be kept."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.engines.base import Deadline, Timeouts
 from trl_lora_sync.errors import AdapterExportError, DeadlineExceededError
-from trl_lora_sync.runtime import Blocking, run
+from trl_lora_sync.runtime import Blocking, offload, run
 from trl_lora_sync.transports import DiskAndHTTPTransport, DiskTransport, HTTPTransport
 
 
@@ -77,6 +79,35 @@ def test_what_is_written_too_late_is_deleted_again(transport: Blocking, hang: Ha
 
     assert third.path is not None
     assert sorted(path.name for path in transport.directory.iterdir()) == [third.path.name, "owner.json"]
+
+
+def test_a_write_that_is_cancelled_as_it_ends_is_deleted_in_the_file_thread(
+    transport: Blocking, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was deleted on the event loop, beside what the file thread did, and a file system that hung held up both."""
+    deleting: list[str] = []
+    delete = AdapterStore.delete
+
+    def note(store: AdapterStore, *args: Any, **kwargs: Any) -> None:
+        deleting.append(threading.current_thread().name)
+        delete(store, *args, **kwargs)
+
+    monkeypatch.setattr(AdapterStore, "delete", note)
+
+    async def cancel_as_it_ends() -> None:
+        writing = asyncio.ensure_future(transport.wrapped.write(1, adapter(), soon()))
+        await offload(hang.reached.wait)
+        hang.let_go.set()
+        # The loop sees the end of the write and the cancellation in one turn.
+        time.sleep(0.5)  # noqa: ASYNC251
+        writing.cancel()
+        await asyncio.wait({writing})
+        assert writing.cancelled()
+        await transport.wrapped.finish(soon())
+
+    run(cancel_as_it_ends())
+    assert deleting == ["lora-sync-files"]
+    assert [path.name for path in transport.directory.iterdir()] == ["owner.json"]
 
 
 def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(tmp_path: Path, hang: Hang) -> None:
