@@ -179,17 +179,22 @@ class Fleet:
             LoRASyncError: the first error of any server that may not be excluded.
         """
         # One start for all, so the seconds of a server contain the wait for its recovery.
-        started = time.perf_counter()
-        in_service, patience = self.in_service, deadline
-        if self.settings.on_server_loss == "drop" and len(in_service) > 1:
-            # The servers that are left need time for what follows.
-            patience = Deadline.after(deadline.remaining_s() / 2, f"{deadline.task}, half of it for lost servers,")
+        started, in_service = time.perf_counter(), self.in_service
+        may_exclude = self.settings.on_server_loss == "drop" and len(in_service) > 1
+
+        def patience() -> Deadline:
+            # The servers that are left need time for what follows: their own loads, and the comparison of the files.
+            half = f"{deadline.task}, half of it for lost servers,"
+            return Deadline.after(deadline.remaining_s() / 2, half) if may_exclude else deadline
+
         # `readmit` raises nothing, so it ends no load on a server in service. The sync waits for it, for half of the
         # time that is left at most.
         excluded = [server for server in self.servers if server.is_excluded]
         readmitting = [spawn(server.readmit(self._checks, stored, deadline)) for server in excluded]
         try:
-            await self._on_all_or_none(in_service, lambda server: server.load_new(stored, patience), deadline, patience)
+            await self._on_all_or_none(
+                in_service, lambda server: server.load_new(stored, patience()), deadline, patience()
+            )
             await asyncio.gather(*readmitting)
         finally:
             # A refusal by a server in service ends the wait for excluded ones.

@@ -223,19 +223,21 @@ class ServerHandle:
         Raises:
             LoRASyncError: it is not before the deadline; or another server came up in its place; or as for `lose`.
         """
+        seen = self.last_error
         # Again after another loss, as the server may crash while it gets its versions.
-        while (error := self.last_error) is not None and not self.is_excluded:
+        while self.last_error is not None and not self.is_excluded:
             try:
                 async with self._alone(deadline):
                     if not self.is_excluded:  # meanwhile
                         await self._readmit(checks, deadline, needs_active)
             except DeadlineExceededError as late:
-                if isinstance(error, ServerUnreachableError):
-                    raise error from late  # names the server
+                if isinstance(seen, ServerUnreachableError):
+                    raise seen from late  # names the server
                 raise
             except LoRASyncError as again:
                 if not is_loss(again) or deadline.is_over():
                     raise
+                seen = again
                 # No other loss replaces it: after an AdapterLostError `_readmit` checks the process that answers.
                 if isinstance(again, AdapterLostError):
                     self._note_loss(again)

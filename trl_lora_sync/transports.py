@@ -97,7 +97,7 @@ class DiskTransport:
         try:
             return await self._wait(writing, deadline)
         except BaseException:
-            # A call that has begun cannot be cancelled, so what it still writes is deleted after it, in the same thread.
+            # A call that has begun cannot be cancelled, so what it still writes is deleted after it, in that thread.
             if not writing.cancel():
                 self._files.submit(lambda: self._delete_late(writing))
             raise

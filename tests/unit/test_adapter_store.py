@@ -463,7 +463,7 @@ def test_close_leaves_what_others_keep_in_the_root(tmp_path: Path) -> None:
 def test_a_run_starts_although_another_one_deletes_the_empty_root_at_that_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two runs with one folder, one that ended between two calls of the other's start ended that as well."""
+    """Of two runs with one folder, the end of the first within the start of the second made that start fail."""
     root, make, ended = tmp_path / "sync", Path.mkdir, []
 
     def end_of_the_other(path: Path, *args: Any, **kwargs: Any) -> None:

@@ -99,7 +99,7 @@ def test_a_write_that_is_cancelled_as_it_ends_is_deleted_in_the_file_thread(
         await offload(hang.reached.wait)
         hang.let_go.set()
         # The loop sees the end of the write and the cancellation in one turn.
-        time.sleep(0.5)  # noqa: ASYNC251
+        time.sleep(0.5)
         writing.cancel()
         await asyncio.wait({writing})
         assert writing.cancelled()
