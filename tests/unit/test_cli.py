@@ -126,6 +126,15 @@ def test_interrupted_command_ends_with_130(tmp_path: Path, monkeypatch: pytest.M
     assert main(["sweep", str(tmp_path)]) == 130
 
 
+@pytest.mark.parametrize("command", [["sweep"], ["serve", "vllm"], ["grpo", "--config"]], ids=" ".join)
+def test_path_that_the_system_refuses_gets_no_traceback(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As a folder without rights does, which the user of a test may have."""
+    assert main([*command, "./" + 300 * "x"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"trl-lora-sync {command[0]}: ")
+    assert "File name too long" in line
+
+
 @pytest.mark.outside
 @pytest.mark.parametrize("arguments", [["--version"], ["serve", "--help"], ["sweep", "."]], ids=" ".join)
 def test_reader_that_has_seen_enough_gets_no_traceback(arguments: list[str], tmp_path: Path) -> None:

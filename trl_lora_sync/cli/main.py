@@ -85,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         err().print(f"trl-lora-sync {chosen}: {error}", style="red")
         return USAGE
+    # A folder without rights, in which `Path.is_dir` raises it before Python 3.14, or a full disk.
+    except OSError as error:
+        err().print(f"trl-lora-sync {chosen}: {error}", style="red")
+        return PROBLEM
     return GOOD
 
 
