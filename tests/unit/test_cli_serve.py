@@ -706,6 +706,30 @@ def test_engine_that_is_not_installed_is_asked_for(environment: Path, capsys: py
 
 
 @pytest.mark.outside
+@pytest.mark.parametrize(("program", "why"), [("/bin/false", "exit status 1"), ("/bin/echo", "exit status 0")])
+def test_program_in_place_of_the_interpreter_is_refused(
+    program: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, without the code that it was given."""
+    assert main(["serve", "vllm", "M", "--python", program, "--dry-run"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"--python {program} does not run as a Python interpreter ({why})" in line
+    assert "importlib" not in line
+
+
+@pytest.mark.outside
+def test_interpreter_that_prints_at_its_start_is_understood(
+    environment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loud = environment.with_name("loud-python")
+    loud.write_text(environment.read_text().replace("#!/bin/sh\n", "#!/bin/sh\necho welcome\n"))
+    loud.chmod(environment.stat().st_mode)
+    assert main(["serve", "vllm", "M", "--python", str(loud), "--dry-run"]) == 0
+    assert main(["serve", "sglang", "M", "--python", str(loud), "--dry-run"]) == 2
+    assert "SGLang is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.outside
 @pytest.mark.parametrize("option", ["--push", "--fused", "--quick-load"])
 def test_interpreter_without_this_package_is_found_out(
     option: str, tmp_path: Path, environment: Path, capsys: pytest.CaptureFixture[str]

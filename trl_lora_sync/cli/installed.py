@@ -29,6 +29,8 @@ for name in sys.argv[1:]:
     plugins = has("trl_lora_sync.engine_plugins")
     print(json.dumps({"distribution": name, "version": version, "has_plugins": plugins, "has_pip": has("pip")}))
     break
+else:
+    print("{}")
 """
 
 
@@ -86,9 +88,19 @@ def find_engine(engine: str, python: Path | None, *, option: str = "--python") -
     command = [str(interpreter), "-c", _FIND, *ENGINES[engine].distributions]
     try:
         # In that interpreter, as packages of another environment cannot be found from here.
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError) as error:
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+        # The last line, as modules that run at each start of an interpreter (`sitecustomize`) may print others.
+        found = json.loads(_last_line(ended.stdout))
+    except subprocess.TimeoutExpired as error:  # its own text has all of `_FIND`
+        raise UsageError(f"{option} {interpreter} did not answer within {error.timeout:g} s.") from error
+    except OSError as error:
         raise UsageError(f"{option} {interpreter} does not run ({error}).") from error
+    except ValueError as error:
+        why = _last_line(ended.stderr) or f"exit status {ended.returncode}"
+        raise UsageError(
+            f"{option} {interpreter} does not run as a Python interpreter ({why}). Give the one of the engine's "
+            f"environment: {option} PATH/TO/bin/python."
+        ) from error
     title = ENGINES[engine].versions.title
     if not found:
         raise UsageError(
@@ -97,7 +109,11 @@ def find_engine(engine: str, python: Path | None, *, option: str = "--python") -
         )
     # Not by PATH, which may have the script of another environment first.
     script = interpreter.parent / engine
-    return Installed(python=interpreter, script=script if _starts(script) else None, **json.loads(found))
+    return Installed(python=interpreter, script=script if _starts(script) else None, **found)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def _starts(script: Path) -> bool:
