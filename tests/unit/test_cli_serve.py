@@ -681,6 +681,27 @@ def test_adapter_that_no_server_serves_is_refused(
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"r": 0},
+        {"r": True},
+        {"rank_pattern": {"q_proj": "8"}},
+        {"rank_pattern": [8]},
+        {"target_modules": 5},
+        {"target_modules": [1]},
+        {"target_modules": ["q_proj"], "exclude_modules": 5},
+    ],
+    ids=str,
+)
+def test_damaged_peft_config_is_refused(
+    fields: dict[str, Any], environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **fields}))
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--peft-config", str(tmp_path), "--dry-run"]) == 2
+    assert f"{tmp_path}/adapter_config.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--lora-rank", "0"], "Invalid value for '--lora-rank'"),

@@ -27,14 +27,27 @@ def read_peft_config(path: Path) -> dict[str, Any]:
     file = path / "adapter_config.json" if path.is_dir() else path
     try:
         saved = json.loads(file.read_text())
-        if not isinstance(saved, dict) or not isinstance(saved.get("r", 1), int):
-            raise ValueError("it is not a PEFT configuration")
+        _check_types(saved)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{file} cannot be read ({error}). Give a folder that PEFT or a trainer has saved an adapter to."
         ) from error
     # PEFT's default (0.21), for a configuration that leaves it out.
     return {"r": 8, **saved}
+
+
+def _check_types(saved: Any) -> None:
+    """Raise a ValueError unless the fields that are read here have the types that PEFT writes."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("rank_pattern") or {}, dict):
+        raise ValueError("it is not a PEFT configuration")
+    for rank in (saved.get("r", 8), *(saved.get("rank_pattern") or {}).values()):
+        # `isinstance` would take True for a rank.
+        if type(rank) is not int or rank < 1:
+            raise ValueError(f"a rank in it is {rank!r}, and must be a whole number above 0")
+    for field in ("target_modules", "exclude_modules", "target_parameters"):
+        names = saved.get(field) or []
+        if not isinstance(names, str) and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+            raise ValueError(f"{field} in it is {names!r}, and must be a name or a list of names")
 
 
 def served_modules(targets: str | Sequence[str] | None) -> tuple[str, ...]:
