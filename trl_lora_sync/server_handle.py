@@ -480,7 +480,8 @@ class ServerHandle:
 
     async def release_kv_cache(self, deadline: Deadline) -> None:
         """See `Engine`; unloads end first, for none may meet the server asleep."""
-        if self.is_asleep:
+        # A lost one stays awake: another process may run there by now, and the checks of its recovery sample.
+        if self.is_asleep or self.last_error is not None:
             return
         # Not until the caller's deadline, as the training step waits, and an unload on SGLang may be stuck for ever.
         await self.wait_for_unloads(Deadline.after(self._timeouts.close_s, "Waiting for unloads"))

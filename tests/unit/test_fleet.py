@@ -1014,6 +1014,20 @@ def test_a_server_that_was_away_while_it_slept_is_woken_before_anything_is_sampl
     assert all(fake.death is None for fake in training.fakes)
 
 
+def test_a_server_that_was_lost_in_a_generation_is_not_put_to_sleep_before_it_is_back(run: StartRun) -> None:
+    """Its new process lists no version, so it passed for awake, and the prompts that the checks score ended it."""
+    training = run(**ASLEEP)
+    training.publish()
+    training.fakes[1].stop()
+    assert training.is_policy_of(training.generate())  # by the other server
+    training.fakes[1].restart()
+    training.sync.sleep()
+    training.publish()
+    assert all(fake.death is None for fake in training.fakes)
+    assert training.sync.wake()
+    assert training.is_policy_of(training.generate())
+
+
 @pytest.mark.usefixtures("no_patience")
 def test_an_excluded_server_that_sleeps_is_woken_before_it_is_checked(run: StartRun) -> None:
     """Its health, and the prompts that the checks score, ended an SGLang server whose KV cache was released."""
