@@ -200,6 +200,29 @@ def test_every_bit_and_every_place_shows_in_the_fingerprint() -> None:
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_sign_shows_in_the_fingerprint(dtype: torch.dtype) -> None:
+    """It is the highest bit of a 64-bit word in some places, and vanished in sums that wrap around."""
+    values = torch.randn(4, 1024).to(dtype)
+    found = [fingerprint([values])]
+    for place in range(values.numel()):
+        changed = values.clone()
+        changed.view(-1)[place].neg_()
+        found.append(fingerprint([changed]))
+    every_second = values.clone()
+    every_second[:, 1::2].neg_()
+    found.append(fingerprint([every_second]))
+    assert len(set(found)) == len(found)
+
+
+def test_words_that_change_places_show_in_the_fingerprint() -> None:
+    """A word one row further and one column back counted as much as before."""
+    words = torch.randn(8, 1024).view(torch.int64).view(-1)
+    swapped = words.clone()
+    swapped[[600, 600 + 511]] = words[[600 + 511, 600]]
+    assert fingerprint([swapped]) != fingerprint([words])
+
+
 def test_large_and_empty_tensors_have_fingerprints() -> None:
     large = torch.zeros(20_000_000)
     before = fingerprint([large, torch.empty(0), large])
