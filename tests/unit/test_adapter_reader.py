@@ -1,8 +1,11 @@
 """What a reader remembers of a model is never what the model was."""
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from torch import nn
 
@@ -169,6 +172,31 @@ def test_layer_that_computes_with_another_adapter_as_well_is_refused() -> None:
     assert_reads_what_is_there(reader, model)
     # Of an adapter that is not the active one, nothing is expected of the layers.
     assert read_adapter(model, dtype=torch.float32, adapter_name="other").rank == 3
+
+
+@pytest.mark.parametrize("beside", [{"target_modules": ["up_proj"]}, {"trainable_token_indices": [3]}], ids=str)
+@pytest.mark.parametrize("change", ["merged", "active"])
+def test_layer_without_the_adapter_that_computes_with_another_one_is_refused(beside: Any, change: str) -> None:
+    """With an adapter of the MLP merged beside one of the attention, the server's MLP was the checkpoint's."""
+    reader, model = AdapterReader(), lora_model()
+    fields = {"r": 3, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | beside
+    model.add_adapter("other", LoraConfig(**fields))
+    read(reader, model)
+    layers = [one for one in model.modules() if isinstance(one, BaseTunerLayer)]
+    # Of the model, `merge_adapter` would change the layers with the adapter as well.
+    layer = next(one for one in layers if "default" not in getattr(one, "lora_A", ()))
+    if change == "merged":
+        layer.merge(adapter_names=["other"])
+    else:
+        layer.enable_adapters(True)
+        layer.set_adapter("other")
+    for refused in (reader.is_as_read, lambda: lora_linears(model), lambda: AdapterReader().linears(model)):
+        with pytest.raises(UnsupportedAdapterError, match=r"\(.*\) has 'other' (merged|active).* first\)"):
+            refused()
+    if change == "merged":
+        layer.unmerge()
+    model.set_adapter("default")
+    assert_reads_what_is_there(reader, model)
 
 
 def test_another_adapter_that_was_active_for_a_while_is_no_change() -> None:

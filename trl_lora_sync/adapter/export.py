@@ -184,6 +184,7 @@ class AdapterReader:
         self._tree: ModuleTree | None = None
         self._layers: list[_Layer] = []
         self._scaled: list[Any] = []  # all of PEFT's layers with the adapter
+        self._others: list[_OtherLayer] = []
         self._has_initial = False
         self.last_linears: list[nn.Linear] = []
         self._adapter_name = ""
@@ -203,6 +204,7 @@ class AdapterReader:
             self._modules = self._checked = None
             self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
             self._scaled = list(_adapted(model, adapter_name).values())
+            self._others = _other_layers(model, adapter_name)
             self._has_initial = any(layer.initial is not None for layer in self._layers)
             self._experts = _find_experts(model, adapter_name, self._serving)
             self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
@@ -250,17 +252,20 @@ class AdapterReader:
             for layer in self._layers:
                 # `_checked` is still None here, so a layer that is refused now is checked at the next sync as well.
                 layer.check()
+            for other in self._others:
+                other.check()
             self._checked = found
         for expert in self._experts:
             if oddity := expert.oddity():
                 raise _strange(f"{expert.path}.{expert.parameter}", expert.layer, oddity)
 
     def _look(self) -> list[object]:
-        """All on which it depends what the linear layers compute, but for the values of tensors.
+        """All on which it depends what PEFT's layers compute, but for the values of tensors.
 
         Taken from many layers at once, which is faster than to check each.
         """
         layers, name = [one.layer for one in self._layers], repeat(self._adapter_name)
+        all_layers = layers + [one.layer for one in self._others]
         # The dictionaries, as `matrix.weight` is a call of `nn.Module.__getattr__`, in Python, for each matrix.
         parameters = [matrix._parameters for one in self._layers for matrix in one.matrices]
         return [
@@ -268,9 +273,9 @@ class AdapterReader:
             *map(dict.get, parameters, repeat("bias")),
             *map(dict.get, map(attrgetter("scaling"), layers), name),
             *map(dict.get, map(attrgetter("lora_variant"), layers), name),
-            *map(attrgetter("merged"), layers),
-            *map(attrgetter("disable_adapters"), layers),
-            *map(_active_names, layers),
+            *map(attrgetter("merged"), all_layers),
+            *map(attrgetter("disable_adapters"), all_layers),
+            *map(_active_names, all_layers),
         ]
 
     def modules(self, gathered: Mapping[nn.Module, Tensor] | None = None) -> Sequence[LoRAModule]:
@@ -499,6 +504,41 @@ class _Layer:
         return module if initial is None else module.less(initial)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _OtherLayer:
+    """A layer of PEFT's without matrices of the adapter: it must compute its base alone, or with the adapter's rows.
+
+    Attributes:
+        path: in the trained model.
+        is_active: as for `_Layer`.
+    """
+
+    path: str
+    layer: Any
+    adapter_name: str
+    is_active: bool
+
+    def check(self) -> None:
+        """Refuse a layer that computes with another adapter at this moment."""
+        layer = self.layer
+        others = [
+            name
+            for name in layer.active_adapters
+            if name != self.adapter_name and any(name in getattr(layer, kind) for kind in layer.adapter_layer_names)
+        ]
+        if layer.merged:
+            names, how = layer.merged_adapters, "merged into its base weights (call model.unmerge_adapter() first)"
+        elif self.is_active and others and not layer.disable_adapters:
+            names, how = others, f"active (call model.set_adapter({self.adapter_name!r}) first)"
+        else:
+            return
+        raise UnsupportedAdapterError(
+            f"The layer {self.path!r} ({type(layer).__name__}) has {', '.join(map(repr, names))} {how}. Only "
+            f"{self.adapter_name!r} is served, and the server's base is the checkpoint's, so the trainer would compute "
+            f"something else. Use one adapter, {WEIGHTS_WAY_OUT}."
+        )
+
+
 def _strange(path: str, layer: Any, oddity: str) -> UnsupportedAdapterError:
     return UnsupportedAdapterError(
         f"The LoRA layer {path!r} ({type(layer).__name__}) {oddity}, so its product lora_B @ lora_A "
@@ -539,6 +579,22 @@ def _adapted(model: nn.Module, adapter_name: str) -> dict[str, Any]:
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and _carries(layer, adapter_name)
     }
+
+
+def _is_active(model: Any, adapter_name: str) -> bool:
+    """Whether a model of PEFT's computes with this adapter alone, as far as it knows."""
+    return hasattr(model, "get_base_model") and list(model.active_adapters) == [adapter_name]
+
+
+def _other_layers(model: nn.Module, adapter_name: str) -> list[_OtherLayer]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    is_active = _is_active(model, adapter_name)
+    return [
+        _OtherLayer(path=trained_path(path), layer=layer, adapter_name=adapter_name, is_active=is_active)
+        for path, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer) and adapter_name not in getattr(layer, "lora_A", ())
+    ]
 
 
 def _is_of_experts(layer: Any) -> bool:
@@ -641,9 +697,8 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
             "least."
         )
     peft_model: Any = model
-    is_active = False
+    is_active = _is_active(model, adapter_name)
     if hasattr(peft_model, "get_base_model"):
-        is_active = list(peft_model.active_adapters) == [adapter_name]
         config = peft_model.peft_config[adapter_name]
         check_adapted_modules(peft_model.get_base_model(), adapted, config, proves_groups=proves_groups)
         # Here and not in `check_peft_config`, as PEFT sets the field for a Conv1D and unsets it for a Linear.
@@ -672,6 +727,8 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
     ]
     for one in layers:
         one.check()
+    for other in _other_layers(model, adapter_name):
+        other.check()
     return layers
 
 
