@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from trl_lora_sync.adapter import export
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -172,6 +173,19 @@ def test_layer_that_computes_with_another_adapter_as_well_is_refused() -> None:
     assert_reads_what_is_there(reader, model)
     # Of an adapter that is not the active one, nothing is expected of the layers.
     assert read_adapter(model, dtype=torch.float32, adapter_name="other").rank == 3
+
+
+@pytest.mark.parametrize(
+    "way", [parametrizations.weight_norm, lambda one: prune.l1_unstructured(one, "weight", 0.5)], ids=["norm", "prune"]
+)
+def test_matrix_that_is_computed_from_other_parameters_is_refused(way: Any) -> None:
+    """The matrix of the first read was published ever after."""
+    reader, model = AdapterReader(), lora_model()
+    read(reader, model)
+    way(model.base_model.model.model.layers[1].self_attn.q_proj.lora_A["default"])
+    for refused in (reader.is_as_read, lambda: lora_linears(model), lambda: AdapterReader().linears(model)):
+        with pytest.raises(UnsupportedAdapterError, match=r"q_proj' .* computes a LoRA matrix from other parameters"):
+            refused()
 
 
 @pytest.mark.parametrize("beside", [{"target_modules": ["up_proj"]}, {"trainable_token_indices": [3]}], ids=str)

@@ -467,6 +467,10 @@ class _Layer:
         """What makes it more than plain LoRA at this moment, in words, or None."""
         layer, (lora_A, lora_B) = self.layer, self.matrices
         is_fused = self.serving == "fused"
+        # As by `torch.nn.utils.parametrizations` and `prune`. The weight is then another tensor at each read, or the
+        # one of the last forward pass.
+        if any(matrix._modules or matrix._parameters.keys() - {"weight", "bias"} for matrix in self.matrices):
+            return "computes a LoRA matrix from other parameters"
         if lora_A.bias is not None or (lora_B.bias is not None and not is_fused):
             return "has a bias on a LoRA matrix"
         variant = layer.lora_variant.get(self.adapter_name)
