@@ -557,6 +557,16 @@ def test_adapter_that_cannot_be_written_into_slots_is_loaded_from_files_and_serv
     assert words in warning.message
 
 
+def test_adapter_on_a_layer_that_vllm_ignores_is_refused(unlearned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start warned of slow loads only, and in a model of eight layers the trial adapter did not show it."""
+    layers = engine.adapter_manager(unlearned.vllm_generation.llm).modules
+    monkeypatch.delitem(layers, next(name for name in layers if name.endswith("o_proj")))
+    active = version(unlearned)
+    with pytest.raises(AdapterRejectedError, match=r"no layer for the adapter on model\.layers\.\*\.self_attn\.o_proj"):
+        unlearned.vllm_generation.sync_weights()
+    assert version(unlearned) == active
+
+
 def test_adapter_is_written_into_slots_without_files_once_each_is_known(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
+from trl_lora_sync.adapter.groups import without_numbers
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.colocate.engine import Policy
@@ -74,7 +75,7 @@ class AdapterSlots:
             adapter_id: its slot must not be sampled from meanwhile.
 
         Raises:
-            AdapterRejectedError: vLLM refused it.
+            AdapterRejectedError: vLLM refused it, or ignores a part of it.
             AdapterExportError: as for `_written`.
             VerificationError: the slot does not hold the bits of the adapter.
         """
@@ -178,6 +179,8 @@ class AdapterSlots:
             torch._foreach_copy_(targets, from_where)
             is_same = all(map(_same_bits, loaded, _parts(manager, slot)))
             reason = None if is_same else "the slot then holds other values than vLLM puts there"
+        except AdapterRejectedError:  # from a file, vLLM would serve no more than this
+            raise
         except Exception as error:  # whatever other layers and other versions of vLLM raise
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
@@ -196,7 +199,11 @@ class AdapterSlots:
         return self.copies[adapter_id]
 
     def set_layers(self, manager: Any, slot: int, sources: CanonicalAdapter) -> None:
-        """As `LoRAModelManager.activate_adapter` does, with the tensors of `sources`."""
+        """As `LoRAModelManager.activate_adapter` does, with the tensors of `sources`.
+
+        Raises:
+            AdapterRejectedError: vLLM ignores some of them.
+        """
         matrices: dict[str, list[Tensor]] = {}
         for key, tensor in sources.tensors.items():
             # lora_A comes before lora_B, in the order of the keys.
@@ -211,7 +218,12 @@ class AdapterSlots:
                 pairs = [matrices.pop(member, [None, None]) for member in members]
                 layer.set_lora(slot, [a for a, _ in pairs], [b for _, b in pairs])
         if matrices:
-            raise AdapterRejectedError(f"vLLM has no layer for {', '.join(sorted(matrices))}")
+            raise AdapterRejectedError(
+                f"vLLM has no layer for the adapter on {', '.join(without_numbers(sorted(matrices)))}, and ignores it "
+                "without an error, so samples would come from another policy. Leave these modules out of the adapter "
+                'with exclude_modules of the LoraConfig, or set lora_sync_serving="fused", which needs their weights '
+                "alone."
+            )
 
     @staticmethod
     def compare(name: str, copies: _Copies) -> None:
