@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 
@@ -276,6 +276,15 @@ def test_fused_expert_parameter_is_refused_even_if_the_config_does_not_show_it(t
     model = get_peft_model(Zoo(), LoraConfig(r=2, target_modules=[], target_parameters=["linear.weight"]))
     model.peft_config["default"].target_parameters = None
     with pytest.raises(UnsupportedAdapterError, match=r"ParamWrapper. does not adapt one linear layer"):
+        export_adapter(model, tmp_path / "adapter")
+
+
+def test_model_with_an_adapter_of_another_kind_below_is_refused(tmp_path: Path) -> None:
+    """The trainer computed with both, and both are called "default"."""
+    base = base_model()
+    inject_adapter_in_model(LoHaConfig(r=2, target_modules=["up_proj"], init_weights=False), base)
+    model = get_peft_model(base, LoraConfig(r=R, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedAdapterError, match=r"up_proj' \(Linear\) has 'default' active"):
         export_adapter(model, tmp_path / "adapter")
 
 

@@ -342,3 +342,14 @@ def test_an_init_that_rewrites_the_base_weights_does_so() -> None:
     model = get_peft_model(base_model(), lora_config(r=2, target_modules=["q_proj"], init_lora_weights="pissa"))
     after = model.get_base_model().state_dict()["model.layers.0.self_attn.q_proj.base_layer.weight"]
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")])
+def test_model_with_an_injected_adapter_is_refused(peft_config: Any) -> None:
+    """It has a `peft_config` as a PeftModel has one, and its `active_adapters` is a method, which was a TypeError."""
+    model = base_model()
+    peft.inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model)
+    with pytest.raises(
+        UnsupportedAdapterError, match=r"is no PeftModel \(Qwen3ForCausalLM\).*PeftModel\.from_pretrained"
+    ):
+        check_model(model, peft_config)

@@ -525,10 +525,13 @@ class _OtherLayer:
     def check(self) -> None:
         """Refuse a layer that computes with another adapter at this moment."""
         layer = self.layer
+        # A layer of another kind, which was in the model before, may have an adapter of the same name.
+        is_ours = hasattr(layer, "lora_A") or hasattr(layer, "trainable_tokens_delta")
         others = [
             name
             for name in layer.active_adapters
-            if name != self.adapter_name and any(name in getattr(layer, kind) for kind in layer.adapter_layer_names)
+            if not (is_ours and name == self.adapter_name)
+            and any(name in getattr(layer, kind) for kind in layer.adapter_layer_names)
         ]
         if layer.merged:
             names, how = layer.merged_adapters, "merged into its base weights (call model.unmerge_adapter() first)"

@@ -419,6 +419,15 @@ def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, p
     from trl_lora_sync.adapter.modalities import check_planned_modules
 
     if hasattr(model, "peft_config"):
+        # Of a model that PEFT has changed in place, TRL would wrap the changed layers, and its adapter is not trained.
+        if not hasattr(model, "get_base_model"):
+            raise refuse(
+                f"A model with adapters that is no PeftModel ({type(model).__name__})",
+                "its adapters, as inject_adapter_in_model puts them there, are neither in the server's base nor in the "
+                "adapter that is trained",
+                "Give the trainer a PeftModel, as from PeftModel.from_pretrained(base, folder, is_trainable=True), or "
+                "the base model and peft_config",
+            )
         # Where the adapter sits is checked when it is read, before the first step.
         active = check_active_adapters(model.active_adapters)
         check_peft_config(model.peft_config[active], is_of_model=True, serving=serving, proves_groups=proves_groups)
