@@ -350,6 +350,6 @@ def test_model_with_an_injected_adapter_is_refused(peft_config: Any) -> None:
     model = base_model()
     peft.inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model)
     with pytest.raises(
-        UnsupportedAdapterError, match=r"is no PeftModel \(Qwen3ForCausalLM\).*PeftModel\.from_pretrained"
+        UnsupportedAdapterError, match=r"\(Qwen3ForCausalLM\) with adapters.*PeftModel\.from_pretrained"
     ):
         check_model(model, peft_config)

@@ -422,7 +422,7 @@ def check_model(model: Any, peft_config: Any, serving: Serving = "runtime", *, p
         # Of a model that PEFT has changed in place, TRL would wrap the changed layers, and its adapter is not trained.
         if not hasattr(model, "get_base_model"):
             raise refuse(
-                f"A model with adapters that is no PeftModel ({type(model).__name__})",
+                f"A model ({type(model).__name__}) with adapters but without a PeftModel around it",
                 "its adapters, as inject_adapter_in_model puts them there, are neither in the server's base nor in the "
                 "adapter that is trained",
                 "Give the trainer a PeftModel, as from PeftModel.from_pretrained(base, folder, is_trainable=True), or "
