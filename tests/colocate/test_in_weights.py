@@ -93,6 +93,15 @@ def test_adapter_that_has_changed_is_loaded_before_anything_is_sampled(trainer: 
     assert samples_policy(trainer)
 
 
+def test_flag_for_transposed_weights_changes_nothing_on_linear_layers(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT (0.21) leaves it in the configuration of a second adapter, and the base was merged transposed."""
+    monkeypatch.setattr(trainer.model.peft_config["default"], "fan_in_fan_out", True)
+    change(trainer)
+    assert samples_policy(trainer)
+
+
 def test_request_that_names_another_adapter_is_refused(trainer: Any) -> None:
     with pytest.raises(Exception, match=r"names the adapter 'other'|LoRA is not enabled"):  # ours, or vLLM's own
         answered(trainer.vllm_generation.llm, ASKED, lora_request=_request("other"))

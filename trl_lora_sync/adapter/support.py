@@ -451,6 +451,6 @@ def supported_features(serving: Serving = "runtime") -> dict[str, str]:
     table["target_parameters"] = _EXPERTS[serving]
     if serving == "fused":
         table |= _FUSED
-        table["fan_in_fan_out"] = "not on Conv1D layers, such as GPT-2's, on a server; any value in colocate mode"
+        table["fan_in_fan_out"] = "not on Conv1D layers, such as GPT-2's"
         table["target_modules"] = "any; the embedding and the output head only if they are not tied"
     return table

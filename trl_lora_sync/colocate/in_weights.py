@@ -58,7 +58,7 @@ class AdaptersInWeights(ABC):
         self._names[adapter_id] = name
         held.flat.copy_(adapter.flat)
         policy = Policy(name, adapter_id)
-        self._prepare(policy, self.matrices(policy), is_transposed=adapter.fan_in_fan_out)
+        self._prepare(policy, self.matrices(policy))
         return policy
 
     def check(self, policy: Policy) -> None:
@@ -95,7 +95,7 @@ class AdaptersInWeights(ABC):
         """From now on only this adapter is sampled from, until the next call; the others may be dropped."""
 
     @abstractmethod
-    def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
+    def _prepare(self, policy: Policy, matrices: Matrices) -> None:
         """Do what does not have to wait until it is sampled from."""
 
     @abstractmethod
@@ -109,7 +109,6 @@ class MergedIntoOwnWeights(AdaptersInWeights):
     def __init__(self, llm: Any, base: Mapping[str, Tensor]) -> None:
         super().__init__(llm, base)
         self._pieces: dict[str, list[WeightSlice]] = {}
-        self._is_transposed = False
         self._written: str | None = None  # the adapter in the weights; None for the base
         self._is_whole = True  # whether that is in all of them
         self._launches = KnownLaunches()
@@ -123,8 +122,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
     def activate(self, policy: Policy) -> None:
         """Nothing has to be done: the launches that are known read from the memory of both adapters."""
 
-    def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
-        self._is_transposed = is_transposed
+    def _prepare(self, policy: Policy, matrices: Matrices) -> None:
         new = {name: (b.shape[0], a.shape[1]) for name, (a, b) in matrices.items() if name not in self._pieces}
         if new:
             try:
@@ -164,8 +162,7 @@ class MergedIntoOwnWeights(AdaptersInWeights):
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for module, pieces in self._pieces.items():
                 base = self._base[module].data
-                # PEFT's `fan_in_fan_out`: the weight is `(in_features, out_features)`, as in Conv1D of Transformers.
-                base = base.T if self._is_transposed else base
+                # As a Linear has it, also with PEFT's `fan_in_fan_out`: `placing.find` refuses a Conv1D.
                 for piece in pieces:
                     target = part_of(self._parameters[piece.owner], piece)
                     source = base[slice(*piece.rows), slice(*piece.columns)]
@@ -217,7 +214,7 @@ class FoldedIntoSharedWeights(AdaptersInWeights):
         super().release()
         self._active = self._aside = None
 
-    def _prepare(self, policy: Policy, matrices: Matrices, *, is_transposed: bool) -> None:
+    def _prepare(self, policy: Policy, matrices: Matrices) -> None:
         with _changes_noticed():
             self._choose_modules(matrices)
 
