@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,26 @@ def test_short_help_shows_the_fields_as_they_are() -> None:
             assert read[field.name].help == field.metadata["help"]
             is_literal = typing.get_origin(hints[field.name]) is typing.Literal
             assert read[field.name].choices == (typing.get_args(hints[field.name]) if is_literal else ())
+
+
+@pytest.mark.parametrize("typed", [["grpo.yaml"], ["--lora_r", "16", "32"]])
+def test_word_that_belongs_to_no_flag_is_not_run_as_the_script(
+    typed: list[str], launched: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As accelerate takes it."""
+    assert main(["grpo", *typed, "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]) == 2
+    assert f"{typed[-1]} belongs to no flag" in capsys.readouterr().err
+    assert not launched
+
+
+@pytest.mark.outside
+def test_message_of_a_failed_training_is_followed_by_one_line(tmp_path: Path, run_python: Callable[..., str]) -> None:
+    """And by no traceback of the launch."""
+    code = "import sys; from trl_lora_sync.cli.main import main; sys.stderr = sys.stdout; print(main(sys.argv[1:]))"
+    typed = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", "--num_processes", "1"]
+    *_, line, status = run_python(code, "grpo", *typed).splitlines()
+    assert line.startswith("trl-lora-sync grpo: the training ended with status ")
+    assert status == "1"
 
 
 @pytest.mark.parametrize(

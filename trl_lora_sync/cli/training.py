@@ -6,13 +6,14 @@ Settings may come from a YAML file with --config. Launched through accelerate th
 from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module, resources
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Annotated, Any
 
 import typer
 from typer import Option
 from typer.core import TyperCommand
 
-from trl_lora_sync.cli.console import UsageError, out, working
+from trl_lora_sync.cli.console import UsageError, err, out, working
 from trl_lora_sync.cli.our_fields import our_fields
 from trl_lora_sync.cli.unknown import similar_flag
 from trl_lora_sync.errors import UnsupportedSettingError
@@ -93,7 +94,19 @@ def run(
         raise UsageError(str(error)) from error
     # By its path, as TRL launches its own scripts (1.16, cli/accelerate_launcher.py).
     file = str(resources.files("trl_lora_sync.scripts").joinpath(f"{name}.py"))
-    launch_command(accelerates.parse_args([*options, file, *without(arguments, typed)]))
+    launch = accelerates.parse_args([*options, file, *without(arguments, typed)])
+    # accelerate runs the first word that belongs to no flag.
+    if launch.training_script != file:
+        raise UsageError(
+            f"{launch.training_script} belongs to no flag. A file of settings follows --config, and each setting its "
+            f"flag: see `trl-lora-sync {name} --help`."
+        )
+    try:
+        launch_command(launch)
+    # Its traceback would follow the message of the training process.
+    except CalledProcessError as error:
+        err().print(f"trl-lora-sync {name}: the training ended with status {error.returncode}.", style="red")
+        raise typer.Exit(1) from None
 
 
 def without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
