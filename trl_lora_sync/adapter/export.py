@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 # LoRA layers with linear matrices that adapt something other than one linear layer.
 _OTHER_LAYERS = frozenset({"MultiheadAttention", "ParamWrapper"})
+# Of a linear matrix: its own, and what FSDP1 has in their place (torch/distributed/fsdp/_flat_param.py, 2.4 to 2.13).
+_PARAMETERS = frozenset({"weight", "bias", "_flat_param"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,7 +471,7 @@ class _Layer:
         is_fused = self.serving == "fused"
         # As by `torch.nn.utils.parametrizations` and `prune`. The weight is then another tensor at each read, or the
         # one of the last forward pass.
-        if any(matrix._modules or matrix._parameters.keys() - {"weight", "bias"} for matrix in self.matrices):
+        if any(matrix._modules or matrix._parameters.keys() - _PARAMETERS for matrix in self.matrices):
             return "computes a LoRA matrix from other parameters"
         if lora_A.bias is not None or (lora_B.bias is not None and not is_fused):
             return "has a bias on a LoRA matrix"
