@@ -902,6 +902,36 @@ def test_a_server_that_never_answers_a_load_is_dropped_early_enough_to_complete_
 
 
 @pytest.mark.usefixtures("no_patience")
+def test_a_server_that_stays_away_is_named_also_if_it_had_lost_its_versions_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_nothing(base_url: str, *, deadline: Deadline, **options: Any) -> None:
+        await asyncio.sleep(0.05)
+        # The attempts of the real one end before the deadline, and there may be no time for another.
+        raise (
+            deadline.error() if deadline.left_s() < 0.5 else ServerUnreachableError(f"No server answers at {base_url}.")
+        )
+
+    with in_memory_engines(shapes=SMALL) as engines:
+        begun = InMemoryRun(engines, tmp_path, sync_timeout_s=1.0)
+        [server] = begun.sync.fleet.servers
+        server.lose(AdapterLostError("no longer known"), server.engine)
+        monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", find_nothing)
+        with pytest.raises(ServerUnreachableError, match=engines[0].base_url):
+            begun.sync.publish(small_adapter(2))
+        begun.sync.shutdown()
+
+
+def test_servers_that_had_lost_their_versions_have_time_to_load_after_the_wait_for_another(run: StartRun) -> None:
+    training = run(on_server_loss="drop", sync_timeout_s=4.0)
+    training.publish()
+    for server in training.sync.fleet.servers:
+        server.lose(AdapterLostError("no longer known"), server.engine)
+    training.fakes[1].stop()
+    assert training.publish().servers == 1
+    assert training.is_policy_of(training.generate())
+
+
 def test_the_last_server_is_never_dropped(run: StartRun) -> None:
     training = run(on_server_loss="drop")
     training.publish()
