@@ -83,9 +83,10 @@ def trial_weights(linears: Sequence[nn.Linear], strength: float, device: torch.d
     for lora_A, lora_B in zip(linears[::2], linears[1::2], strict=True):
         for linear, size in ((lora_A, 1.0), (lora_B, strength)):
             shape = (linear.out_features, linear.in_features)
-            weight = torch.randn(shape, generator=random, device=device, dtype=linear.weight.dtype)
+            # In float32, as another dtype has other random numbers, and accelerate widens adapters that FSDP shards.
+            weight = torch.randn(shape, generator=random, device=device, dtype=torch.float32)
             # So that the size of a layer's output does not depend on its width.
-            weights[linear] = weight.mul_(size / linear.in_features**0.5)
+            weights[linear] = weight.mul_(size / linear.in_features**0.5).to(linear.weight.dtype)
     return weights
 
 

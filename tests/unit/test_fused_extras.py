@@ -36,7 +36,7 @@ from trl_lora_sync.engine_plugins.fused_weights import InPlace, Reader, Target, 
 from trl_lora_sync.engine_plugins.safetensors_file import bytes_of
 from trl_lora_sync.errors import AdapterNotFiniteError, UnsupportedAdapterError, UnsupportedSettingError
 from trl_lora_sync.generation import LoRASyncGeneration
-from trl_lora_sync.scoring import computing_with
+from trl_lora_sync.scoring import computing_with, trial_weights
 
 from .tiny import VOCABULARY, logits
 
@@ -196,6 +196,23 @@ def test_what_is_neutral_is_the_base_and_a_trial_is_computed_alike(kind: dict[st
     if any(one.trial_size for one in reader.extras):
         assert (expected - logits(base_model(tied=tied))).abs().max() > 0.05
     assert all(torch.equal(one, model.state_dict()[name]) for name, one in before.items())
+
+
+def test_a_trial_adapter_is_the_same_before_and_after_the_training(kind: dict[str, Any]) -> None:
+    """A restarted server was refused, because its trial held trained values and the scores were those of the start."""
+    model, reader, cpu = trained_model(**kind), AdapterReader("fused"), torch.device("cpu")
+
+    def trial() -> dict[str, Tensor]:
+        linears = reader.linears(model)
+        extras = neutral_extras(reader.extras) | trial_extras(reader.extras, 0.5, cpu)
+        weights: dict[Any, Tensor] = {**trial_weights(linears, 0.5, cpu), **extras}
+        return dict(reader.read_trial(model, weights, dtype=torch.float32).on_host().tensors)
+
+    first = trial()
+    move(model)
+    again = trial()
+    assert first.keys() == again.keys()
+    assert all(torch.equal(one, again[key]) for key, one in first.items())
 
 
 def test_a_magnitude_keeps_its_digits_in_bfloat16(write: Write) -> None:

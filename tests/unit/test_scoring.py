@@ -47,6 +47,16 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert all(torch.equal(values[name], others[name]) for name in values)
 
 
+def test_a_trial_has_the_same_numbers_for_an_adapter_that_was_widened_since() -> None:
+    """Accelerate makes an adapter in bfloat16 that FSDP shards float32, after the trainer has computed its scores."""
+    model = lora_model()
+    narrow = list(trial_of(model.to(torch.bfloat16)).values())
+    wide = list(trial_of(model.float()).values())
+    assert {one.dtype for one in narrow} == {torch.bfloat16}
+    for here, there in zip(narrow, wide, strict=True):
+        torch.testing.assert_close(here.float(), there, rtol=2**-8, atol=0)
+
+
 @pytest.mark.parametrize("score", SCORES)
 def test_what_the_user_froze_stays_frozen(score: str) -> None:
     """LoRA-FA trains lora_B alone; PEFT's `disable_adapter()` makes lora_A trainable again."""

@@ -34,9 +34,10 @@ class Extra:
         key: of the tensor in the file.
         owner, name: where the trained parameter is.
         form: makes the tensor, in float32, of a value of the parameter and the dtype of the file.
-        neutral: makes the value that changes nothing in the model, of the parameter.
-        trial_size: how large the elements of a trial adapter's change are, before its strength, of the parameter. None
-            to leave it out of trials.
+        neutral: makes the value that changes nothing in the model, of the parameter, and of no trained value: a server
+            that restarts is tried with what the trainer computed before the training.
+        trial_size: how large the elements of a trial adapter's change are, before its strength, of the neutral value.
+            None to leave it out of trials.
         tokens: if rows of an embedding are replaced, how many it has and which ones.
     """
 
@@ -56,10 +57,9 @@ class Extra:
 
     def trial(self, strength: float, random: torch.Generator) -> Tensor:
         """A random value of the parameter that changes the model."""
-        parameter = self.parameter
-        neutral = self.neutral(parameter)
+        neutral = self.neutral(self.parameter)
         assert self.trial_size is not None
-        size = strength * self.trial_size(parameter)
+        size = strength * self.trial_size(neutral)
         noise = torch.randn(neutral.shape, generator=random, device=random.device, dtype=torch.float32)
         return neutral + (size * noise).to(neutral)
 
@@ -173,12 +173,10 @@ def _of_embedding(path: str, layer: Any, name: str) -> list[Extra]:
     # PEFT adds `(B @ A).T` to the weight. So A.T is the lora_B of the served matrix, and B.T its lora_A.
     tall, wide = layer.lora_embedding_A, layer.lora_embedding_B
 
-    def size(parameter: Tensor) -> float:
+    def size(neutral: Tensor) -> float:
         # A sum of `rank` random terms grows with the square root of the rank. The change is then as large as the
-        # embedding itself. An all-zero matrix would divide by zero.
-        rank = parameter.shape[0]
-        width = float(layer.scaling[name]) * math.sqrt(rank) * (_size_of(wide[name]) or 1.0)
-        return _size_of(layer.get_base_layer().weight) / width
+        # embedding itself.
+        return _size_of(layer.get_base_layer().weight) / (float(layer.scaling[name]) * math.sqrt(neutral.shape[0]))
 
     return [
         Extra(
@@ -187,8 +185,8 @@ def _of_embedding(path: str, layer: Any, name: str) -> list[Extra]:
             owner=wide,
             name=name,
             form=lambda value, dtype: value.float().T,
-            # The other matrix is zero then, so this one may stay as trained, and a trial changes only one of the two.
-            neutral=torch.detach,
+            # The other matrix is zero then, so this one may have any values, and a trial changes only one of the two.
+            neutral=_random_like,
         ),
         Extra(
             path=path,
@@ -232,7 +230,7 @@ def _magnitude(path: str, layer: Any, name: str) -> Extra:
         name="weight",
         form=form,
         neutral=neutral,
-        trial_size=lambda parameter: 0.5 * _size_of(parameter),
+        trial_size=lambda neutral: 0.5 * _size_of(neutral),
     )
 
 
@@ -251,7 +249,7 @@ def _bias(path: str, layer: Any, name: str) -> Extra:
         # PEFT scales the output of lora_B with its bias (0.21, `Linear.forward`).
         form=lambda value, dtype: value.float() * float(layer.scaling[name]),
         neutral=torch.zeros_like,
-        trial_size=lambda parameter: 1.0,
+        trial_size=lambda neutral: 1.0,
     )
 
 
@@ -304,6 +302,13 @@ def _tokens(model: Any, path: str, adapter: Any, name: str) -> list[Extra]:
             tokens=(int(adapter.get_base_layer().weight.shape[0]), indices),
         )
     ]
+
+
+def _random_like(parameter: Tensor) -> Tensor:
+    """Elements of the size 1, the same ones for each parameter of a shape, whatever its dtype."""
+    random = torch.Generator(parameter.device).manual_seed(_TRIAL_SEED)
+    shape, device = parameter.shape, parameter.device
+    return torch.randn(shape, generator=random, device=device, dtype=torch.float32).to(parameter)
 
 
 def _size_of(tensor: Tensor) -> float:
