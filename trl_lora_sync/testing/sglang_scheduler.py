@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import re
+import string
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 import torch
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from packaging.version import Version
 from safetensors.torch import load_file
 
 from trl_lora_sync.testing.policy import Array, ServedPolicy, Shapes, ToyPolicy, log_softmax
-from trl_lora_sync.testing.regular import Regular
 
 # srt/lora/utils.py `get_normalized_target_modules` (all)
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -30,6 +31,7 @@ _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 _STACKED = {"qkv_proj": 3, "gate_up_proj": 2}
 _EVERY_MODULE = frozenset({"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head"})
 TENSOR_PATH = "__tensor__"  # srt/managers/tokenizer_control_mixin.py `load_lora_adapter_from_tensors` (all)
+_CHARACTERS = frozenset(string.printable)  # of texts that follow a grammar
 GREEDY_BELOW = 1e-6  # srt/sampling/sampling_params.py `_SAMPLING_EPS` (all)
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")  # srt/constants.py
 
@@ -367,8 +369,7 @@ class Sampler:
             self._random = np.random.default_rng([42 if seed is None else seed, *prompt])
         else:
             self._random = np.random.default_rng([self._args.seed, draw, *prompt])
-        self._regular = Regular(params["regex"]) if params["regex"] is not None else None
-        self._states = self._regular.start() if self._regular else frozenset()
+        self._grammar = None if params["regex"] is None else regex.compile(params["regex"])
         if params["max_new_tokens"] == 0:
             self.finish = {"type": "length", "length": 0}
 
@@ -404,21 +405,22 @@ class Sampler:
             logits[seen] = np.where(values > 0, values / penalty, values * penalty)
         for token in seen:
             logits[token] -= params["presence_penalty"] + params["frequency_penalty"] * self.output.count(token)
-        if self._regular is not None:
-            allowed = self._allowed()
-            logits[~allowed] = -math.inf
+        if self._grammar is not None:
+            logits[~self._allowed(self._grammar)] = -math.inf
         for token, bias in (params["logit_bias"] or {}).items():
             logits[int(token)] += bias
         return logits
 
-    def _allowed(self) -> Array:
+    def _allowed(self, grammar: Any) -> Array:
+        before = self._args.text_of(self.output)
         allowed = np.zeros(self._args.shapes.vocab, dtype=bool)
-        assert self._regular is not None
         for token in range(self._args.shapes.vocab):
             text = self._args.text_of([token])
-            # A token without text would never bring the grammar nearer to its end.
-            allowed[token] = bool(text) and bool(self._regular.after(self._states, text))
-        allowed[self._args.eos_token_id] = self._regular.may_end(self._states)
+            # A token without text would never bring the grammar nearer to its end. What `\S` is differs between `re`
+            # and `regex` for control characters.
+            if text and _CHARACTERS.issuperset(text):
+                allowed[token] = grammar.fullmatch(before + text, partial=True) is not None
+        allowed[self._args.eos_token_id] = grammar.fullmatch(before) is not None
         return allowed
 
     def _draw(self, probabilities: Array) -> int:
@@ -435,8 +437,6 @@ class Sampler:
 
     def _end(self, token: int) -> None:
         params = self.params
-        if self._regular is not None:
-            self._states = self._regular.after(self._states, self._args.text_of([token]))
         # srt/managers/schedule_batch.py `_check_token_based_finish` (all): `ignore_eos` ignores `stop_token_ids`, too
         stops = set() if params["ignore_eos"] else {self._args.eos_token_id, *(params["stop_token_ids"] or ())}
         text = self._args.text_of(self.output)
