@@ -473,7 +473,7 @@ def soak_controls() -> str:
     added, rounds = found["server_rss_mb_added_by_100_rounds"], found["rounds"]
     later = [one["trainer_rss_mb"] for one in rounds[len(rounds) // 2 :]]
     apart = found["syncs"] / len(rounds)
-    slope, _, _ = table.line([place * apart / 100 for place in range(len(later))], later)
+    slope, _ = statistics.linear_regression([place * apart / 100 for place in range(len(later))], later)
     server = [one["server_rss_mb"] for one in rounds]
     begin, half = len(server) // 10, len(server) // 2  # the first tenth is warm-up
     rows = [

@@ -2,6 +2,7 @@
 
 import io
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,9 +130,11 @@ def growth(results: dict[str, Any], shape: str, arm: str) -> Growth | None:
     ]
     if len(points) < 3:
         return None
-    slope, fixed, r_squared = line([x / 1e9 for x, _ in points], [y for _, y in points])
-    exponent, _, _ = line([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
-    return Growth(fixed_s=fixed, s_per_gb=slope, r_squared=r_squared, exponent=exponent)
+    gigabytes, seconds = [size / 1e9 for size, _ in points], [sync_s for _, sync_s in points]
+    s_per_gb, fixed_s = statistics.linear_regression(gigabytes, seconds)
+    exponent, _ = statistics.linear_regression(list(map(math.log, gigabytes)), list(map(math.log, seconds)))
+    r_squared = statistics.correlation(gigabytes, seconds) ** 2
+    return Growth(fixed_s=fixed_s, s_per_gb=s_per_gb, r_squared=r_squared, exponent=exponent)
 
 
 def chart(results: dict[str, Any]) -> str:
@@ -415,16 +418,6 @@ def _speed_ratio(results: dict[str, Any], shape: str, rank: int, arm: str, concu
     decode = _at(results, shape, rank, "decode")
     speeds = [decode.get(name, {}).get(concurrency, {}).get("median") for name in (arm, _STOCK)]
     return None if None in speeds else float(speeds[0] / speeds[1])
-
-
-def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float, float]:
-    """Slope, intercept and R² of the least-squares line."""
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
-    fixed = mean_y - slope * mean_x
-    rest = sum((y - fixed - slope * x) ** 2 for x, y in zip(xs, ys, strict=True))
-    spread = sum((y - mean_y) ** 2 for y in ys)
-    return slope, fixed, 1 - rest / spread if spread else 1.0
 
 
 def markdown(header: Row, rows: Sequence[Row]) -> str:
