@@ -32,6 +32,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
 import page  # noqa: E402
 from versus import table  # noqa: E402
 from versus.clock import Clock, OutOfTimeError  # noqa: E402
+from versus.kinds import (  # noqa: E402
+    ARMS,
+    OURS,
+    SERVED_AS_RUNTIME,
+    STEP_PROMPT_TOKENS,
+    server_kind,
+    server_number,
+    why_left_out,
+)
 from versus.results import Results, command_line  # noqa: E402
 from vllm_server import DEFAULT_PYTHON, PYTHON_VARIABLE  # noqa: E402
 
@@ -47,7 +56,6 @@ USUAL_PHASES = {
 # Above the ranks that are compared: to see how a sync grows.
 GROWN_RANK = 256
 USUAL_RANKS = {"8b": [32, 8, 128, GROWN_RANK]}
-ARMS = ("weights", "async trainer", "runtime", "runtime by file", "fused")  # as in versus/kinds.py, which imports torch
 RESULT = ROOT / "benchmarks" / "results" / "vs-weights.json"
 GIB = 1024**3
 BLOCK_TOKENS = 16  # of vLLM's KV cache
@@ -132,7 +140,6 @@ class Comparison:
     def __init__(
         self, shape: str, args: argparse.Namespace, work: Path, pool: Any, gpus: int, clock: Clock, results: Results
     ) -> None:
-        from versus.kinds import STEP_PROMPT_TOKENS, why_left_out
         from versus.shapes import config_of
 
         self.shape = shape
@@ -203,8 +210,6 @@ class Comparison:
 
     def servers(self, rank: int) -> dict[str, Any]:
         """The server of each arm; a server that applies adapters to each token reserves this very rank."""
-        from versus.kinds import server_kind, server_number
-
         return {name: self.server(server_kind(name), rank, server_number(name)) for name in self.arms}
 
     def server(self, kind: str, rank: int, number: int = 0) -> Any:
@@ -319,7 +324,6 @@ class Comparison:
                 self.kept_arms.pop(url).close()
 
     def measure_phase(self, phase: str, rank: int, group: Group, turns: Any) -> None:
-        from versus.kinds import SERVED_AS_RUNTIME
         from versus.measure import Load, Turns, measure_decoding, measure_drift, measure_syncs
         from versus.profile import measure_profiles
         from versus.steps import Batch, measure_steps
@@ -350,8 +354,6 @@ class Comparison:
 
     def fleets(self, rank: int) -> dict[str, list[Any]]:
         """The servers of each arm of ours whose fleet is still to be measured."""
-        from versus.kinds import OURS
-
         if "fleet" not in self.wanted:
             return {}
         return {

@@ -33,7 +33,7 @@ from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.metrics import SyncReport
 from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import ServerAddress, SyncSettings
-from versus.kinds import BY_FILE, HAS_SERVING, server_kind
+from versus.kinds import BY_FILE, server_kind
 from versus.servers import ServerSpec
 from versus.workbench import Workbench
 
@@ -241,7 +241,6 @@ class OurArm:
         self.server = server
         self._bench = bench
         self._reports: list[SyncReport] = []
-        serving = {"serving": server_kind(name)} if HAS_SERVING else {}
         settings = SyncSettings(
             servers=tuple(ServerAddress(base_url=url, is_local=True) for url in urls),
             engine="vllm",
@@ -255,7 +254,7 @@ class OurArm:
             sync_timeout_s=TIMEOUT_S,
             startup_timeout_s=TIMEOUT_S,
             generation_timeout_s=TIMEOUT_S,
-            **serving,
+            serving=server_kind(name),
         )
         with _no_shared_gpu() if name == BY_FILE else contextlib.nullcontext():
             self.generation = LoRASyncGeneration(

@@ -1,9 +1,5 @@
 """What is known of the arms without TRL, whose import takes as long as a server takes to read a model."""
 
-from dataclasses import fields
-
-from trl_lora_sync.settings import SyncSettings
-
 BY_FILE = "runtime by file"
 ARMS = ("weights", "async trainer", "runtime", BY_FILE, "fused")
 OURS = ("runtime", "fused")
@@ -11,14 +7,10 @@ OURS = ("runtime", "fused")
 SERVED_AS_RUNTIME = ("async trainer", BY_FILE)
 # Of the prompts of a GRPO step.
 STEP_PROMPT_TOKENS = 64
-# Without fused serving in the package there is no such setting, and the arm is left out.
-HAS_SERVING = any(field.name == "serving" for field in fields(SyncSettings))
 
 
-def why_left_out(name: str, device: str, gpus: int, workers: int = 1) -> str | None:
+def why_left_out(name: str, device: str, gpus: int, workers: int) -> str | None:
     """Why an arm cannot run here."""
-    if name == "fused" and not HAS_SERVING:
-        return "this version of the package cannot serve fused weights"
     if name != "weights":
         return None
     if device == "cpu":
