@@ -17,45 +17,33 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from random_adapter import linear_shapes
-from run_environment import run_environment
-from transformers import AutoConfig
-from versus.scoring import prompt_logprobs
 
-from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
-from trl_lora_sync.adapter.flat import FlatBuffer
-from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
-from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE
-from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
-from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.runtime import Blocking, run
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from contract.reference import PeftReference  # noqa: E402
+from random_adapter import RandomAdapter  # noqa: E402
+from run_environment import run_environment  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+from versus.scoring import prompt_logprobs  # noqa: E402
+
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
+from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE  # noqa: E402
+from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling  # noqa: E402
+from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
+from trl_lora_sync.runtime import Blocking, run  # noqa: E402
 
 PROMPT_TOKENS = 128
+STD_OF_B = 0.025
 
 
 def soon() -> Deadline:
     return Deadline.after(600.0, "The check")
-
-
-def random_adapter(config: Any, rank: int, seed: int, std: float, device: str) -> CanonicalAdapter:
-    """A bfloat16 adapter on all linear layers of a Llama- or Qwen-shaped model."""
-    noise = torch.Generator(device).manual_seed(seed)
-    layers = [
-        LoRAModule(
-            name=f"model.layers.{layer}.{module}",
-            lora_A=(torch.randn(rank, inside, generator=noise, device=device) * inside**-0.5).cpu(),
-            lora_B=(torch.randn(out, rank, generator=noise, device=device) * std).cpu(),
-            scaling=1.0,
-        )
-        for layer in range(config.num_hidden_layers)
-        for module, (out, inside) in linear_shapes(config).items()
-    ]
-    return FlatBuffer().export(layers, dtype=torch.bfloat16, base_model="benchmark")
 
 
 def connected(url: str, serving: str = "runtime") -> Blocking:
@@ -95,29 +83,6 @@ def gap(one: list[float], other: list[float]) -> dict[str, float]:
     return {"mean": sum(distances) / len(distances), "max": max(distances)}
 
 
-def peft_logprobs(model: Any, adapter: CanonicalAdapter | None, prompt: list[int]) -> list[float]:
-    """In float32, with the adapter added to the weights' product as PEFT does it."""
-    hooks = []
-    if adapter is not None:
-        modules = dict(model.named_modules())
-        for name in {key.rpartition(".lora_")[0] for key in adapter.tensors}:
-            lora_A, lora_B = (adapter.tensors[f"{name}.lora_{kind}.weight"].float().to(model.device) for kind in "AB")
-            layer = modules[name.removeprefix("base_model.model.")]
-            hooks.append(
-                layer.register_forward_hook(
-                    lambda _, inputs, out, a=lora_A, b=lora_B: out + inputs[0] @ a.T @ b.T  # type: ignore[misc]
-                )
-            )
-    try:
-        ids = torch.tensor([prompt], device=model.device)
-        with torch.no_grad():
-            rows = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return rows.gather(-1, ids[0, 1:, None])[:, 0].tolist()  # type: ignore[no-any-return]
-
-
 def tokens_per_s(engine: Blocking, model: str, concurrency: int, new_tokens: int, vocab: int) -> float:
     groups = [
         PromptGroup(prompt=[random.randrange(vocab) for _ in range(PROMPT_TOKENS)], count=1) for _ in range(concurrency)
@@ -135,13 +100,14 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
     runtime = None
     if args.runtime_url:
         runtime = connected(args.runtime_url.rstrip("/"))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = RandomAdapter(config, args.rank, "cpu")
     prompt = [random.randrange(vocab) for _ in range(PROMPT_TOKENS)]
     before = prompt_logprobs(engine, base, prompt, soon())
 
     versions, adapters = [], {}
     for version in range(1, args.versions + 1):
-        adapter = random_adapter(config, args.rank, version, args.std, device)
+        policy.step(version, STD_OF_B)
+        adapter = policy.read()
         stored = store.write(version, adapter)
         row: dict[str, Any] = {"seconds": server.fuse(stored)}
         served = prompt_logprobs(engine, stored.name, prompt, soon())
@@ -151,7 +117,8 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
             row["gap_to_runtime"] = gap(served, prompt_logprobs(runtime, stored.name, prompt, soon()))
             runtime.unload(stored.name, soon())
         versions.append(row)
-        adapters[stored.name] = (adapter, served)
+        # The next version is read into the same memory.
+        adapters[stored.name] = (replace(adapter, flat=adapter.flat.clone()), served)
         if version > 2:
             engine.unload(next(iter(engine.loaded(soon()))), soon())
         print(json.dumps(row), file=sys.stderr, flush=True)
@@ -173,7 +140,8 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
     engine.score(name, prompt, soon())
     back_s = server.to_base()
     state = server.state(compare="base")
-    zero = store.write(args.versions + 1, random_adapter(config, args.rank, 0, 0.0, device))
+    policy.step(0, 0.0)
+    zero = store.write(args.versions + 1, policy.read())
     server.fuse(zero)
     zeros_equal = prompt_logprobs(engine, zero.name, prompt, soon()) == before
     zero_state = server.state(compare="base")
@@ -203,13 +171,10 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
         },
     }
     if not args.no_peft:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
-        own = peft_logprobs(model, None, prompt)
+        peft, ends = PeftReference(args.model), (prompt[:1], prompt[1:])
         result["gap_to_float32"] = {
-            "base": gap(before, own),
-            "adapters": [gap(served, peft_logprobs(model, adapter, prompt)) for adapter, served in adapters.values()],
+            "base": gap(before, peft.logprobs(None, *ends)),
+            "adapters": [gap(served, peft.logprobs(adapter, *ends)) for adapter, served in adapters.values()],
         }
     return result
 
@@ -220,7 +185,6 @@ def main() -> None:
     parser.add_argument("--url", required=True, help="of the server with fused serving")
     parser.add_argument("--runtime-url", help="of a server of the same model with --enable-lora")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--std", type=float, default=0.05, help="of lora_B")
     parser.add_argument("--versions", type=int, default=8)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[32, 256])
     parser.add_argument("--new-tokens", type=int, default=256)

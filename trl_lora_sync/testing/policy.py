@@ -17,7 +17,6 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = Mapping[str, torch.Tensor]
-_LORA_NAME = "base_model.model.model.layers.{layer}.{block}.{module}.lora_{matrix}.weight"
 _BLOCKS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
     ("gate_proj", "up_proj", "down_proj"), "mlp"
 )
@@ -65,9 +64,14 @@ class Shapes:
         }[module]
 
 
+def module_name(layer: int, module: str) -> str:
+    """The name of one projection in its model."""
+    return f"model.layers.{layer}.{_BLOCKS[module]}.{module}"
+
+
 def tensor_name(layer: int, module: str, matrix: str) -> str:
     """PEFT's key of `lora_A` or `lora_B` of one projection."""
-    return _LORA_NAME.format(layer=layer, block=_BLOCKS[module], module=module, matrix=matrix)
+    return f"base_model.model.{module_name(layer, module)}.lora_{matrix}.weight"
 
 
 def read_adapter(directory: Path) -> tuple[dict[str, torch.Tensor], float]:
@@ -237,10 +241,10 @@ def random_adapter(
     for layer in range(shapes.layers):
         for module in modules:
             out, inside = shapes.of(module)
-            name = tensor_name(layer, module, "A").removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             # The order of these draws belongs to the seed, as in `ToyPolicy`.
             lora_A = torch.randn(rank, inside, generator=random) * std
             lora_B = torch.randn(out, rank, generator=random) * std
+            name = module_name(layer, module)
             layers.append(LoRAModule(name=name, lora_A=lora_A, lora_B=lora_B, scaling=4.0))
     return FlatBuffer().export(layers, dtype=torch.float32, base_model="tiny-qwen3")
 
