@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,11 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "demo")]
 
 from grpo_run import train  # noqa: E402
 from run_environment import run_environment  # noqa: E402
+from server_process import running  # noqa: E402
 from versus.results import command_line  # noqa: E402
 from versus.shapes import SHAPES, write_model  # noqa: E402
 from vllm_server import CPU_ARGS, CPU_ENV, DEFAULT_PYTHON, hold_free_port  # noqa: E402
 
-START_TIMEOUT_S = 400.0
 PLACES = ("--model", "--server-python", "--out")
 PARTS = ("total_s", "gather_s", "write_s", "load_s", "verify_s", "verified", "version")
 
@@ -101,27 +100,8 @@ def server(model: Path, args: argparse.Namespace, *, on_gpu: bool, engine_args: 
         else:
             command += CPU_ARGS
             env |= CPU_ENV
-        log = args.out.with_suffix(".server.log")
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_up(url, process, log)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def wait_until_up(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.5)
-    raise SystemExit(f"The server did not come up. The end of its log:\n{log.read_text(errors='replace')[-3000:]}")
+        with running(command, port, env, args.out.with_suffix(".server.log")) as started:
+            yield started.url
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ from unittest import mock
 import httpx
 import torch
 from run_environment import run_environment
+from server_process import running
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
@@ -59,7 +59,6 @@ from trl_lora_sync.transports import DiskTransport  # noqa: E402
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
-START_TIMEOUT_S = 300.0
 LOGP_GAP = "sampling/sampling_logp_difference/mean"
 PARTS = ("export", "families", "sync", "fused")
 
@@ -106,31 +105,8 @@ def serving(
         command += ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']
     env = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM did not start (exit code {process.poll()})")
-            try:
-                if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(1)
-        yield url
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(20)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    with running(command, port, env, log) as server:
+        yield server.url
 
 
 def per_expert() -> Any:

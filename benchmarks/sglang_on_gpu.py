@@ -25,19 +25,19 @@ import random
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
 from run_environment import run_environment
+from server_process import Server, start
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
@@ -62,7 +62,6 @@ WITH_IMAGES = ("qwen3_vl_moe", "images")
 CASES = (*EXPERTS, "images", *LARGE)
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, KEEP = 32, 2
-START_TIMEOUT_S = 300.0
 PROMPT = [10, 20, 30, 40, 50, 60]
 
 
@@ -71,46 +70,6 @@ def soon(seconds: float = 120.0) -> Deadline:
 
 
 # Servers
-
-
-@dataclass
-class Server:
-    """One SGLang.
-
-    Attributes:
-        process: in its own process group.
-        up_s: from its start until it answered; None if it did not yet.
-    """
-
-    url: str
-    process: "subprocess.Popen[bytes]"
-    log: Path
-    started: float
-    up_s: float | None = None
-
-    def is_up(self) -> bool:
-        """Raises RuntimeError if it has ended, or takes too long."""
-        passed_s = time.monotonic() - self.started
-        if self.up_s is None:
-            if self.process.poll() is not None or passed_s > START_TIMEOUT_S:
-                raise RuntimeError(f"SGLang did not start (exit code {self.process.poll()}, {passed_s:.0f} s)")
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
-                    self.up_s = passed_s
-            except httpx.HTTPError:
-                pass
-        return self.up_s is not None
-
-    def end(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            self.process.wait(10)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
 
 
 def free_port() -> int:
@@ -122,7 +81,7 @@ def free_port() -> int:
             return port
 
 
-def start(case: str, model: Path, args: argparse.Namespace, log: Path) -> Server:
+def start_sglang(case: str, model: Path, args: argparse.Namespace, log: Path) -> Server:
     port = free_port()
     is_large = case in LARGE
     command = [
@@ -142,9 +101,7 @@ def start(case: str, model: Path, args: argparse.Namespace, log: Path) -> Server
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     if args.server_path:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [args.server_path, env.get("SERVER_PYTHONPATH")]))
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    return Server(f"http://127.0.0.1:{port}", process, log, time.monotonic())
+    return start(command, port, env, log)
 
 
 def make_model(case: str, folder: Path, device: str) -> Path:
@@ -389,7 +346,7 @@ def measured(case: str, server: Server, model: Path, folder: Path, args: argpars
     except Exception:
         found["failed"] = traceback.format_exc()[-3000:]
     if server.process.poll() is not None or "failed" in json.dumps(found):
-        found["log"] = server.log.read_text(errors="replace")[-4000:]
+        found["log"] = server.log_end()
     return found
 
 
@@ -416,7 +373,7 @@ def main() -> None:
                 model = make_model(case, folder, device)
                 if device == "cuda":
                     torch.cuda.empty_cache()
-                servers[case] = (start(case, model, args, folder / f"{case}.log"), model)
+                servers[case] = (start_sglang(case, model, args, folder / f"{case}.log"), model)
                 print("started", case, f"{time.monotonic() - began:.0f} s", flush=True)
             waiting = list(servers)
 
@@ -427,7 +384,7 @@ def main() -> None:
                 for case in list(waiting):
                     server, model = servers[case]
                     if time.monotonic() - began > args.budget_s:
-                        results.add(case, {"left_out": "no time was left", "log": log_end(server)})
+                        results.add(case, {"left_out": "no time was left", "log": server.log_end()})
                     else:
                         try:
                             # Speed is measured once nothing starts or computes beside it.
@@ -435,7 +392,7 @@ def main() -> None:
                             if not server.is_up() or (case in LARGE and not all(map(is_quiet, others))):
                                 continue
                         except RuntimeError as error:
-                            results.add(case, {"failed": str(error), "log": log_end(server)})
+                            results.add(case, {"failed": str(error)})
                         else:
                             results.add(case, measured(case, server, model, folder, args))
                     waiting.remove(case)
@@ -444,10 +401,6 @@ def main() -> None:
         finally:
             for server, _ in servers.values():
                 server.end()
-
-
-def log_end(server: Server) -> str:
-    return server.log.read_text(errors="replace")[-4000:]
 
 
 if __name__ == "__main__":
