@@ -387,26 +387,37 @@ class Results:
     """The file of results, written again after each case, and the time that is left for more.
 
     Args:
+        engine: what serves; a case has its version under this name.
         budget_s: a case that would begin later than this is left out.
     """
 
-    def __init__(self, out: Path, budget_s: float) -> None:
-        self._out, self._started, self._budget_s = out, time.monotonic(), budget_s
+    def __init__(self, out: Path, engine: str, budget_s: float) -> None:
+        self._out, self._engine = out, engine
+        self._started, self._budget_s = time.monotonic(), budget_s
         self._cases: dict[str, Any] = {}
 
-    def add(self, name: str, measure: Callable[[Path], dict[str, Any]], root: str | None = None) -> None:
-        passed_s = time.monotonic() - self._started
-        if passed_s > self._budget_s:
-            found: dict[str, Any] = {"left_out": f"after {passed_s:.0f} s"}
-        else:
-            with tempfile.TemporaryDirectory(dir=root) as folder:
-                found = measure(Path(folder))
-            found["case_s"] = time.monotonic() - self._started - passed_s
+    def passed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def has_time(self) -> bool:
+        return self.passed_s() <= self._budget_s
+
+    def measure(self, name: str, measure: Callable[[Path], dict[str, Any]], root: str | None = None) -> None:
+        began_s = self.passed_s()
+        if not self.has_time():
+            self.add(name, {"left_out": f"after {began_s:.0f} s"})
+            return
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            found = measure(Path(folder))
+        self.add(name, found | {"case_s": self.passed_s() - began_s})
+
+    def add(self, name: str, found: dict[str, Any]) -> None:
         print(name, json.dumps(found), flush=True)
         self._cases[name] = found
-        version = next((case["vllm"] for case in self._cases.values() if "vllm" in case), "unknown")
+        version = next((case[self._engine] for case in self._cases.values() if self._engine in case), "unknown")
+        result = run_environment(self._engine, version) | {"cases": self._cases}
         partial_file = self._out.with_suffix(".partial")
-        partial_file.write_text(json.dumps(run_environment("vllm", version) | {"cases": self._cases}, indent=1) + "\n")
+        partial_file.write_text(json.dumps(result, indent=1) + "\n")
         partial_file.replace(self._out)
 
 
@@ -430,20 +441,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers go, too
-    results = Results(args.out, args.budget_s)
+    results = Results(args.out, "vllm", args.budget_s)
     if "export" in args.parts:
         for name, is_stacked in {"stacked": True, "per_expert": False}.items():
-            results.add(f"export-{name}", partial(time_export, args, is_stacked=is_stacked), "/dev/shm")
+            results.measure(f"export-{name}", partial(time_export, args, is_stacked=is_stacked), "/dev/shm")
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     if "families" in args.parts:
         for family in args.families:
-            results.add(family, partial(check_family, family, args))
+            results.measure(family, partial(check_family, family, args))
     if "fused" in args.parts:
         for family in (family for family in args.families if not FAMILIES[family].is_always_stacked):
-            results.add(f"fused-{family}", partial(check_family, family, args, fused=True))
+            results.measure(f"fused-{family}", partial(check_family, family, args, fused=True))
     if "sync" in args.parts:
-        results.add("sync", partial(time_sync, args), "/dev/shm")
+        results.measure("sync", partial(time_sync, args), "/dev/shm")
 
 
 if __name__ == "__main__":

@@ -36,13 +36,12 @@ from typing import Any
 
 import httpx
 import torch
-from run_environment import run_environment
 from server_process import Server, start
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "demo")]
 
-from moe_on_gpu import ATTENTION, BOTH, compare, make_tiny, reward_run, trainer_for  # noqa: E402
+from moe_on_gpu import ATTENTION, BOTH, Results, compare, make_tiny, reward_run, trainer_for  # noqa: E402
 from random_adapter import RandomAdapter, synchronize  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 from versus.shapes import write_model  # noqa: E402
@@ -312,25 +311,6 @@ def tokens_per_second(engine: Any, stored: StoredAdapter, args: argparse.Namespa
 # The order of things
 
 
-class Results:
-    """The file of results, written again after each case."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._cases: dict[str, Any] = {}
-        self._version = "unknown"
-
-    def add(self, case: str, found: dict[str, Any]) -> None:
-        self._version = found.get("sglang", self._version)
-        self._cases[case] = found
-        print(case, json.dumps(found), flush=True)
-        partial = self._out.with_suffix(".partial")
-        partial.write_text(
-            json.dumps(run_environment("sglang", self._version) | {"cases": self._cases}, indent=1) + "\n"
-        )
-        partial.replace(self._out)
-
-
 def measured(case: str, server: Server, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"up_s": server.up_s}
     try:
@@ -363,7 +343,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers go, too
-    began, results = time.monotonic(), Results(args.out)
+    results = Results(args.out, "sglang", args.budget_s)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     servers: dict[str, tuple[Server, Path]] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -374,7 +354,7 @@ def main() -> None:
                 if device == "cuda":
                     torch.cuda.empty_cache()
                 servers[case] = (start_sglang(case, model, args, folder / f"{case}.log"), model)
-                print("started", case, f"{time.monotonic() - began:.0f} s", flush=True)
+                print("started", case, f"{results.passed_s():.0f} s", flush=True)
             waiting = list(servers)
 
             def is_quiet(case: str) -> bool:
@@ -383,7 +363,7 @@ def main() -> None:
             while waiting:
                 for case in list(waiting):
                     server, model = servers[case]
-                    if time.monotonic() - began > args.budget_s:
+                    if not results.has_time():
                         results.add(case, {"left_out": "no time was left", "log": server.log_end()})
                     else:
                         try:
