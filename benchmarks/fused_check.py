@@ -1,12 +1,12 @@
 """Fused serving on a running server: what a sync takes and where, that it is right, and how fast tokens come.
 
     trl-lora-sync serve vllm MODEL --fused --port 8001 [-- --tensor-parallel-size 2]
-    python benchmarks/fused_check.py --model MODEL --url http://localhost:8001 [--runtime-url http://localhost:8002]
+    python benchmarks/fused_check.py --model MODEL --url http://localhost:8001
 
 MODEL is the folder that the server was given. Random adapters are fused one after the other; each version's
-log-probabilities of a prompt are compared with PEFT's in float32 (unless --no-peft), and with the same of a server with
-run-time adapters at --runtime-url. Decoding is timed on the base and on a fused adapter in turn. At the end the weights
-must be the base's, bit for bit: compared on the server, and by the base's log-probabilities. Prints JSON.
+log-probabilities of a prompt are compared with PEFT's in float32 (unless --no-peft). Decoding is timed on the base and
+on a fused adapter in turn. At the end the weights must be the base's, bit for bit: compared on the server, and by the
+base's log-probabilities. Prints JSON.
 """
 
 import argparse
@@ -46,15 +46,12 @@ def soon() -> Deadline:
     return Deadline.after(600.0, "The check")
 
 
-def connected(url: str, serving: str = "runtime") -> Blocking:
-    return Blocking(run(connect_engine(url, engine="vllm", is_local=True, deadline=soon(), serving=serving)))
-
-
 class Server:
     """The fused routes of the server, as they are."""
 
     def __init__(self, url: str) -> None:
-        self.engine = connected(url, serving="fused")
+        engine = connect_engine(url, engine="vllm", is_local=True, deadline=soon(), serving="fused")
+        self.engine = Blocking(run(engine))
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=600, trust_env=False)
@@ -97,9 +94,6 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
     server = Server(args.url.rstrip("/"))
     engine, config = server.engine, AutoConfig.from_pretrained(args.model)
     base, vocab = engine.capabilities.base_model, min(config.vocab_size, 500)
-    runtime = None
-    if args.runtime_url:
-        runtime = connected(args.runtime_url.rstrip("/"))
     policy = RandomAdapter(config, args.rank, "cpu")
     prompt = [random.randrange(vocab) for _ in range(PROMPT_TOKENS)]
     before = prompt_logprobs(engine, base, prompt, soon())
@@ -112,10 +106,6 @@ def measure(args: argparse.Namespace, store: AdapterStore) -> dict[str, Any]:
         row: dict[str, Any] = {"seconds": server.fuse(stored)}
         served = prompt_logprobs(engine, stored.name, prompt, soon())
         row["gap_to_base"] = gap(served, before)
-        if runtime is not None:
-            runtime.load(stored, soon())
-            row["gap_to_runtime"] = gap(served, prompt_logprobs(runtime, stored.name, prompt, soon()))
-            runtime.unload(stored.name, soon())
         versions.append(row)
         # The next version is read into the same memory.
         adapters[stored.name] = (replace(adapter, flat=adapter.flat.clone()), served)
@@ -183,7 +173,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--url", required=True, help="of the server with fused serving")
-    parser.add_argument("--runtime-url", help="of a server of the same model with --enable-lora")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--versions", type=int, default=8)
     parser.add_argument("--concurrency", type=int, nargs="*", default=[32, 256])
