@@ -70,8 +70,6 @@ def _version(package: str) -> str | None:
 
 def lora_options(rank: int) -> dict[str, Any]:
     """Arguments of `LLM` for serving one adapter of this rank at run time, beside the arguments of TRL."""
-    from trl_lora_sync.engines.vllm.spec import VLLM
-
     return {
         "enable_lora": True,
         "max_loras": SLOTS,

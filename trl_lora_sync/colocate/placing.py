@@ -85,7 +85,7 @@ def first_difference(views: dict[str, Tensor], weights: dict[str, nn.Parameter])
     # The trainer's weights may still be on the host here, so they come to the device in parts.
     for name, view in views.items():
         weight = weights[name].data
-        if view.dtype != weight.dtype or not all(_equal(*parts) for parts in _chunks(view, weight)):
+        if view.dtype != weight.dtype or not all(same_bits(*parts) for parts in _chunks(view, weight)):
             return name
     return None
 
@@ -100,8 +100,8 @@ def _chunks(view: Tensor, weight: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         yield view[start : start + step], weight[start : start + step].to(view.device, non_blocking=True)
 
 
-def _equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same bits."""
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same bits."""
     # As numbers, 0.0 equals -0.0, and NaN differs from itself.
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     return torch.equal(left.view(bits), right.contiguous().view(bits))

@@ -23,13 +23,12 @@ from trl_lora_sync.adapter.groups import without_numbers
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.colocate.engine import Policy
+from trl_lora_sync.colocate.placing import same_bits
 from trl_lora_sync.errors import AdapterExportError, AdapterRejectedError, VerificationError
 
 logger = logging.getLogger(__name__)
 
 Layout = tuple[tuple[str, torch.Size], ...]
-# Of a matrix, by the size of its elements; comparing integers compares bits, NaN and -0.0 included.
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 _SHM = Path("/dev/shm")
 
 
@@ -177,7 +176,7 @@ class AdapterSlots:
                 self.set_layers(manager, slot, sources)
             torch._foreach_zero_(list(_parts(manager, slot)))
             torch._foreach_copy_(targets, from_where)
-            is_same = all(map(_same_bits, loaded, _parts(manager, slot)))
+            is_same = all(map(same_bits, loaded, _parts(manager, slot)))
             reason = None if is_same else "the slot then holds other values than vLLM puts there"
         except AdapterRejectedError:  # from a file, vLLM would serve no more than this
             raise
@@ -234,7 +233,7 @@ class AdapterSlots:
         # The sources are views of `flat`, so the same shapes, strides and offsets are their places in its copy.
         views = [held.as_strided(one.shape, one.stride(), one.storage_offset() - first) for one in copies.sources]
         torch._foreach_copy_(views, copies.targets)
-        if not _same_bits(held, flat):
+        if not same_bits(held, flat):
             raise VerificationError(
                 f"The slot of {name} does not hold the bits that were written to it. The last version stays active."
             )
@@ -273,11 +272,6 @@ def _parts(manager: Any, slot: int) -> Iterator[Tensor]:
             # Embedding and output head have one tensor, linear layers one for each slice of theirs (0.31, lora/layers).
             for stacked in (matrices,) if isinstance(matrices, Tensor) else matrices:
                 yield stacked[slot]
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    bits = _INTEGERS[left.element_size()]
-    return torch.equal(left.view(bits), right.view(bits))
 
 
 @contextmanager
