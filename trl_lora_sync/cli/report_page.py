@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 PHASES = ("gather", "write", "load")  # verification has a chart by itself, as it may take longer than all of them
 RATIO, GAP = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference"
-GAP_MAX = (f"{VERIFY_GAP}/max", f"{VERIFY_GAP}_max")
 _CLIPPED = "completions/clipped_ratio"
 # Title, metric, unit, and the text below the chart.
 TRAINING = (
@@ -96,19 +95,19 @@ Band = list[tuple[float, float, float]]
 
 def _lines(
     runs: Sequence[Run],
-    *metrics: tuple[str, Sequence[str]],
+    *metrics: tuple[str, str],
     band: Callable[[Run], Band] = lambda run: [],
     marks_outliers: bool = True,
 ) -> list[Line]:
-    """A line per run and metric, given as its label and its names; colours separate runs, or the metrics of one run.
+    """A line per run and metric, given as its label and its name; colours separate runs, or the metrics of one run.
 
     Args:
         band: that of the first metric.
     """
     found = []
     for number, run in enumerate(runs):
-        for place, (label, names) in enumerate(metrics):
-            points = run.series(*names)
+        for place, (label, metric) in enumerate(metrics):
+            points = run.series(metric)
             if points and len(runs) == 1:
                 line = Line(name=label, points=points, colour=place)
             elif points:
@@ -141,23 +140,23 @@ def _reward(runs: Sequence[Run]) -> Chart:
         spread = dict(run.series("reward_std"))
         return [(x, y - spread[x], y + spread[x]) for x, y in run.series("reward") if x in spread]
 
-    metrics = [("reward", ["reward"])]
+    metrics = [("reward", "reward")]
     if any(run.series("eval_reward") for run in runs):
-        metrics.append(("evaluation", ["eval_reward"]))
+        metrics.append(("evaluation", "eval_reward"))
     note = "Mean of each step; the band is one standard deviation within the batch."
     return _chart("Reward", _lines(runs, *metrics, band=deviation, marks_outliers=False), "reward", note)
 
 
 def _training(runs: Sequence[Run]) -> list[Chart]:
     return [
-        _chart(title, _lines(runs, (metric, [metric]), marks_outliers=metric != "learning_rate"), unit, note)
+        _chart(title, _lines(runs, (metric, metric), marks_outliers=metric != "learning_rate"), unit, note)
         for title, metric, unit, note in TRAINING
     ]
 
 
 def _lengths(runs: Sequence[Run]) -> Chart:
     name = "completions/mean_length"
-    lines = _lines(runs, ("mean", [name]), band=_between("completions/min_length", "completions/max_length"))
+    lines = _lines(runs, ("mean", name), band=_between("completions/min_length", "completions/max_length"))
     note = "The band is from the shortest to the longest."
     if cut := [f"{100 * statistics.fmean(values):.0f} %" for run in runs if (values := run.finite(_CLIPPED))]:
         note += f" Cut off at max_completion_length: {' and '.join(cut)} of all."
@@ -217,26 +216,26 @@ def _stacks(
 
 
 def _verify_time(runs: Sequence[Run]) -> Chart:
-    lines = _lines(runs, ("verify", [f"{PREFIX}verify_s"]), marks_outliers=False)
+    lines = _lines(runs, ("verify", f"{PREFIX}verify_s"), marks_outliers=False)
     counts = [f"{len(run.series(f'{PREFIX}verify_s'))} of {len(run.series(f'{PREFIX}total_s'))}" for run in runs]
     note = f"Of the syncs, verified were: {', '.join(counts)}."
     return _chart("Verification time", lines, "seconds", note, from_zero=True, is_sparse=True)
 
 
 def _verify_gap(runs: Sequence[Run]) -> Chart:
-    lines = _lines(runs, ("mean", [VERIFY_GAP, f"{VERIFY_GAP}/mean"]), ("max", GAP_MAX), marks_outliers=False)
+    lines = _lines(runs, ("mean", VERIFY_GAP), ("max", f"{VERIFY_GAP}_max"), marks_outliers=False)
     note = "|served - trained log-probability| of the probe prompt, where a version was verified."
     return _chart("Verify gap", lines, "nats", note, from_zero=True, is_sparse=True)
 
 
 def _logprob_gap(runs: Sequence[Run]) -> Chart:
-    lines = _lines(runs, ("mean", [f"{GAP}/mean"]), ("max", [f"{GAP}/max"]))
+    lines = _lines(runs, ("mean", f"{GAP}/mean"), ("max", f"{GAP}/max"))
     note = "|server - trainer| over the sampled tokens, as TRL logs it. It should stay small and flat."
     return _chart("Log-probability gap of the completions", lines, "nats", note, from_zero=True)
 
 
 def _ratio(runs: Sequence[Run]) -> Chart:
-    lines = _lines(runs, ("mean", [f"{RATIO}/mean"]), band=_between(f"{RATIO}/min", f"{RATIO}/max"))
+    lines = _lines(runs, ("mean", f"{RATIO}/mean"), band=_between(f"{RATIO}/min", f"{RATIO}/max"))
     note = "Trainer's over server's probability of what was sampled; the band is from least to most. Near 1 is right."
     return _chart("Importance ratio", lines, "ratio", note, reference=1.0)
 
@@ -247,7 +246,7 @@ def _servers(runs: Sequence[Run]) -> Chart:
     places = sorted(
         {key.removeprefix(start) for run in runs for row in run.rows for key in row if start in key}, key=_place
     )
-    lines = _lines(runs, *((f"server {place}", [f"{start}{place}"]) for place in places))
+    lines = _lines(runs, *((f"server {place}", f"{start}{place}") for place in places))
     note = "Seconds of the load on each server."
     if count := [value for run in runs for value in run.finite(f"{PREFIX}servers")]:
         fewest, most = int(min(count)), int(max(count))

@@ -28,22 +28,18 @@ class Run:
     header: dict[str, Any]
     rows: Sequence[Row]
 
-    def series(self, *metrics: str) -> list[Point]:
-        """(step, value) of the rows that have the metric, or of the first of several that any row has."""
-        for metric in metrics:
-            found = [
-                (float(row["step"]), float(row[metric]))
-                for row in self.rows
-                # A bool is an int to Python, and no metric.
-                if isinstance(row.get(metric), int | float) and not isinstance(row[metric], bool)
-            ]
-            if found:
-                return found
-        return []
+    def series(self, metric: str) -> list[Point]:
+        """(step, value) of the rows that have the metric."""
+        return [
+            (float(row["step"]), float(row[metric]))
+            for row in self.rows
+            # A bool is an int to Python, and no metric.
+            if isinstance(row.get(metric), int | float) and not isinstance(row[metric], bool)
+        ]
 
-    def finite(self, *metrics: str) -> list[float]:
+    def finite(self, metric: str) -> list[float]:
         """The values of `series` that are numbers."""
-        return [value for _, value in self.series(*metrics) if math.isfinite(value)]
+        return [value for _, value in self.series(metric) if math.isfinite(value)]
 
     @property
     def last_step(self) -> int:
