@@ -193,6 +193,7 @@ class AdapterReader:
         # The same tuple as long as it holds the matrices that are trained; None if it has to be made for each sync.
         self._modules: tuple[LoRAModule, ...] | None = None
         self._checked: list[object] | None = None  # what `_look` found when all layers were checked
+        self._sizes: list[int] = []  # of the matrices in `_modules`
 
     def linears(self, model: "PeftModel") -> list[nn.Linear]:
         """As `lora_linears`.
@@ -248,15 +249,17 @@ class AdapterReader:
     def check(self) -> None:
         """Refuse layers that compute something other than plain LoRA at this moment, as `read_adapter` does."""
         found = self._look()
+        # A parameter with other `data` stays the same object. A rank of 1 would be copied to all rows of the old one.
+        sizes = [weight.numel() for weight in found[: 2 * len(self._layers)] if isinstance(weight, Tensor)]
         # By identity: `==` of two parameters compares their elements on the device, and waits for it.
-        if self._checked is None or not all(map(is_, found, self._checked)):
+        if self._checked is None or sizes != self._sizes or not all(map(is_, found, self._checked)):
             self._modules = self._checked = None
             for layer in self._layers:
                 # `_checked` is still None here, so a layer that is refused now is checked at the next sync as well.
                 layer.check()
             for other in self._others:
                 other.check()
-            self._checked = found
+            self._checked, self._sizes = found, sizes
         for expert in self._experts:
             if oddity := expert.oddity():
                 raise _strange(f"{expert.path}.{expert.parameter}", expert.layer, oddity)
