@@ -170,6 +170,8 @@ class LoRASyncTrainer:
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """TRL's `_prepare_inputs`; with overlap a batch to train on comes from what was sampled ahead."""
+        if self._syncs_adapters:
+            self._check_model()
         if self._look_ahead is None or not _trl.generation_is_due(self):
             return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         with self.vllm_generation.training_batch(self._following_prompts()) as batch:
@@ -182,6 +184,19 @@ class LoRASyncTrainer:
             masked = {OVERLAP_MASKED: _trl.masked_share(self)}
             _trl.record_metrics(self, batch.figures.metrics() | masked, latest=frozenset())
         return inputs
+
+    def _check_model(self) -> None:
+        """Refuse a model that the trainer was given after it was built, of which nothing that is sampled comes."""
+        unwrap, sampled = self.accelerator.unwrap_model, self.vllm_generation.model
+        if self.model is not sampled and unwrap(self.model, keep_torch_compile=False) is not unwrap(
+            sampled, keep_torch_compile=False
+        ):
+            raise UnsupportedSettingError(
+                "trainer.model is another model than the one that the trainer was built with, and completions come "
+                "from the adapter of that one. Load weights into the model that is there, with "
+                "trainer.model.load_adapter(folder, trainer.model.active_adapter, is_trainable=True), or build another "
+                "trainer with the new model."
+            )
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `_tool_call_loop`, which samples only on the processes that still have a tool call."""

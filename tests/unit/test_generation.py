@@ -18,14 +18,14 @@ from peft.helpers import rescale_adapter_scale
 from PIL import Image
 from support.models import lora, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
-from support.trainers import grpo_trainer
+from support.trainers import grpo_trainer, prompts
 from trl.generation.vllm_client import VLLMClient
 
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.images import data_url
-from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError
+from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError
 from trl_lora_sync.generation import group_rows
 from trl_lora_sync.testing import ModelPolicy, in_memory_engines
 
@@ -233,6 +233,18 @@ def test_base_weights_that_are_trained_beside_the_adapter_are_refused(tmp_path: 
             trainer.train()
         with refused:
             grpo_trainer(engine.base_url, model, tmp_path, peft_config=None)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("act", ["train", "evaluate"])
+def test_a_model_that_is_put_into_a_built_trainer_is_refused(act: str, tmp_path: Path) -> None:
+    """With TRL 1.11 to 1.14 the new model was trained, and completions came from the old one's adapter."""
+    model = make_model(tmp_path / "model")
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, tmp_path, eval_dataset=prompts())
+        trainer.model = trainer.model_wrapped = peft_model(model)
+        with pytest.raises(UnsupportedSettingError, match=r"trainer\.model is another model .*load_adapter"):
+            getattr(trainer, act)()
 
 
 # Servers that are asleep
