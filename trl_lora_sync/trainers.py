@@ -186,16 +186,16 @@ class LoRASyncTrainer:
         return inputs
 
     def _check_model(self) -> None:
-        """Refuse a model that the trainer was given after it was built, of which nothing that is sampled comes."""
+        """Refuse a model that was put into the built trainer: completions come from the adapter of the first model."""
         unwrap, sampled = self.accelerator.unwrap_model, self.vllm_generation.model
         if self.model is not sampled and unwrap(self.model, keep_torch_compile=False) is not unwrap(
             sampled, keep_torch_compile=False
         ):
             raise UnsupportedSettingError(
-                "trainer.model is another model than the one that the trainer was built with, and completions come "
-                "from the adapter of that one. Load weights into the model that is there, with "
-                "trainer.model.load_adapter(folder, trainer.model.active_adapter, is_trainable=True), or build another "
-                "trainer with the new model."
+                "trainer.model was replaced by another model after the trainer was built, and completions still come "
+                "from the adapter of the first model. Build another trainer with the new model. Or put the first one "
+                "back, with trainer.model = trainer.model_wrapped = trainer.vllm_generation.model, and load weights "
+                "into it, with trainer.model.load_adapter(folder, trainer.model.active_adapter, is_trainable=True)."
             )
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
