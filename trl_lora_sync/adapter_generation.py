@@ -3,6 +3,7 @@
 Reads and scores the adapter during training, however a launcher has wrapped or sharded the model. Knows no engine.
 """
 
+import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync._trl import zero3_hooks_removed
+from trl_lora_sync.adapter.base_drift import BaseDrift
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.export import (
     AdapterReader,
@@ -26,7 +28,7 @@ from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.groups import experts_note, sees_images, without_numbers
 from trl_lora_sync.adapter.modalities import vision_exclusion
 from trl_lora_sync.adapter.names import trained_path, unwrapped_path
-from trl_lora_sync.adapter.support import check_other_parameters
+from trl_lora_sync.adapter.support import WEIGHTS_WAY_OUT, check_other_parameters
 from trl_lora_sync.distributed import (
     check_launcher,
     check_same_start,
@@ -37,7 +39,7 @@ from trl_lora_sync.distributed import (
     run_on_all,
     run_on_main,
 )
-from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
+from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import (
     Prompt,
@@ -52,6 +54,8 @@ from trl_lora_sync.scoring import (
 from trl_lora_sync.settings import PolicySettings
 from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
 from trl_lora_sync.verify import PROBE_PROMPT, ImageProbe, ReadAdapter, Scores, TrainedBase, Trial
+
+logger = logging.getLogger(__name__)
 
 Score = Callable[[dict[Any, Tensor], Prompt], list[float]]
 # Of the bits of the matrices and extras, not waited for, and the scalings, which PEFT keeps beside them as numbers.
@@ -93,6 +97,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._generate_s: float | None = None  # since it was last taken; None before the first generation
         self._sharded = False
         self._published: Fingerprint | None = None  # of this process's part of the active version
+        self._base_drift = BaseDrift()
         self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
         # Last, as TRL's `__init__` ends with `_init_vllm` (1.11 to 1.16), which uses all of these.
         super().__init__(*args, **kwargs)
@@ -117,6 +122,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _print_start(self, summary: str) -> None:
         """Print on process 0 what was set up."""
+        self._check_base_weights()
         if self.accelerator.is_main_process:
             print(summary, flush=True)
             if dropout := active_dropout(self.model):
@@ -154,6 +160,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         linears = self.linears()
         # Also where an older version is requested: a merged or disabled adapter must not be sampled from unnoticed.
         self.reader.check()
+        self._check_base_weights()
         if self.settings.samples_older:
             return False
         if self._published is None:
@@ -161,6 +168,36 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         (bits, scalings), (published_bits, published_scalings) = self._fingerprint(linears), self._published
         # The bits as numbers, since the model may have been moved to another device.
         return scalings != published_scalings or bits.tolist() != published_bits.tolist()
+
+    @property
+    def _samples_trained_base(self) -> bool:
+        """Whether samples come from the base weights of the trainer itself."""
+        return False
+
+    def _check_base_weights(self) -> None:
+        """Refuse base weights that have been changed since the start, and warn of what an undone merge leaves."""
+        # A sharded model has no whole rows to compare.
+        if self._sharded or self._samples_trained_base:
+            return
+        drift = self._base_drift
+        has_moved = drift.has_moved(self.reader.scaled_layers)
+        what = (
+            f"The base weights below the adapter have changed since the start of the run, by {drift.share:.2g} of "
+            "their size, as merge_adapter() changes them. The served base is the checkpoint's"
+        )
+        # At each look, as the training may be started again after the error.
+        if not drift.is_rounding:
+            raise UnsupportedAdapterError(
+                f"{what}, so completions would come from another policy. Merge a copy of the model "
+                "(copy.deepcopy(model)), or save the merged model, serve it and start another run on it, "
+                f"{WEIGHTS_WAY_OUT}."
+            )
+        if has_moved:
+            logger.warning(
+                "%s. The rounding of merges that were undone leaves as much. To avoid it, merge a copy of the model "
+                "(copy.deepcopy(model)).",
+                what,
+            )
 
     def _sync_if_changed(self) -> None:
         """For what samples on process 0 alone, such as a rollout function.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync import _trl
 from trl_lora_sync.config import AsyncLoRASyncConfig, check_async_arguments
-from trl_lora_sync.distributed import run_on_main
+from trl_lora_sync.distributed import run_on_all, run_on_main
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.generation import LoRASyncGeneration
 from trl_lora_sync.trainers import LoRASyncTrainer
@@ -34,6 +34,8 @@ class AsyncGeneration(LoRASyncGeneration):
 
     def sync_weights(self) -> None:
         """**Collective.** As for other trainers; the servers go on sampling meanwhile."""
+        # For other trainers before each generation, which here goes on beside the training.
+        run_on_all(self.accelerator, self._check_base_weights)
         with _trl.plain_forward(self.model):
             super().sync_weights()
 

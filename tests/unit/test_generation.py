@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_model import make_model
 from peft.helpers import rescale_adapter_scale
+from peft.tuners.lora import LoraLayer
 from PIL import Image
-from support.models import lora, peft_model, randomize_adapter
+from support.models import base_weights, lora, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer, prompts
 from trl.generation.vllm_client import VLLMClient
@@ -243,8 +244,48 @@ def test_a_model_that_is_put_into_a_built_trainer_is_refused(act: str, tmp_path:
     with in_memory_engines(model_path=model) as [engine]:
         trainer = grpo_trainer(engine.base_url, model, tmp_path, eval_dataset=prompts())
         trainer.model = trainer.model_wrapped = peft_model(model)
-        with pytest.raises(UnsupportedSettingError, match=r"trainer\.model is another model .*load_adapter"):
+        with pytest.raises(UnsupportedSettingError, match=r"trainer\.model was replaced .*load_adapter"):
             getattr(trainer, act)()
+
+
+def merge_for_good(model: Any) -> None:
+    """As ReLoRA does between two of its stages."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.merge()
+            layer.merged_adapters.clear()
+            layer.reset_lora_parameters("default", True)
+
+
+@pytest.mark.outside
+def test_an_adapter_that_was_merged_for_good_is_refused_until_the_base_is_back(tmp_path: Path) -> None:
+    """The servers kept the checkpoint's base, and completions came from the policy of before the merges."""
+    model = make_model(tmp_path / "model")
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, tmp_path)
+        randomize_adapter(trainer.model, seed=1)
+        trainer.train()
+        before = base_weights(trainer.model)
+        merge_for_good(trainer.model)
+        for _ in range(2):
+            with pytest.raises(UnsupportedAdapterError, match=r"base weights .*have changed .*Merge a copy"):
+                trainer.train()
+        trainer.model.load_state_dict(before, strict=False)
+        trainer.train()
+
+
+@pytest.mark.outside
+def test_what_undone_merges_leave_is_served_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(tmp_path / "model")
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, tmp_path)
+        randomize_adapter(trainer.model, seed=1)
+        trainer.train()
+        assert "base weights" not in caplog.text
+        trainer.model.merge_adapter()
+        trainer.model.unmerge_adapter()
+        trainer.train()
+        assert caplog.text.count("base weights below the adapter have changed") == 1
 
 
 # Servers that are asleep

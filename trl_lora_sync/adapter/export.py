@@ -242,6 +242,11 @@ class AdapterReader:
                 found.setdefault(group_of(one.path), {}).setdefault(one.path, ())
         return found
 
+    @property
+    def scaled_layers(self) -> list[Any]:
+        """All of PEFT's layers with the adapter, as found by the last `linears`."""
+        return self._scaled
+
     def scalings(self) -> tuple[float, ...]:
         """Of all layers of the last `linears` at this moment, embeddings and experts included."""
         return tuple(float(layer.scaling[self._adapter_name]) for layer in self._scaled)

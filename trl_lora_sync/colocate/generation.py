@@ -73,6 +73,11 @@ class ColocateGeneration(AdapterGeneration):
     _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
 
     @property
+    def _samples_trained_base(self) -> bool:
+        # With fused serving the weights are computed from the trainer's base.
+        return self._shared is not None or self.settings.serving == "fused"
+
+    @property
     def engine_summary(self) -> dict[str, Any]:
         """The engine's part of a run's log."""
         return {
