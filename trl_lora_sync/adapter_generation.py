@@ -98,6 +98,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         self._sharded = False
         self._published: Fingerprint | None = None  # of this process's part of the active version
         self._base_drift = BaseDrift()
+        self._frozen: list[nn.Parameter] = []  # when the layout was looked at
         self._base_logprobs: list[float] | None = None  # of `PROBE_PROMPT`, by the model with its present wrapper
         # Last, as TRL's `__init__` ends with `_init_vllm` (1.11 to 1.16), which uses all of these.
         super().__init__(*args, **kwargs)
@@ -157,6 +158,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         Raises:
             UnsupportedAdapterError: the model does not compute with the adapter, or with more than the adapter.
         """
+        # An optimizer that was given to the trainer may have all parameters, and train them once they are unfrozen.
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._looked_at = None
         linears = self.linears()
         # Also where an older version is requested: a merged or disabled adapter must not be sampled from unnoticed.
         self.reader.check()
@@ -250,8 +254,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         # Looked up at each sync, as accelerate wraps the model in `train`, after the start has read it.
         if self._looked_at != prepared:
             # In `train` as well, whose optimizer takes all that is to be trained by then.
-            trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-            check_other_parameters(map(trained_path, trained))
+            named = list(self.model.named_parameters())
+            check_other_parameters(trained_path(name) for name, parameter in named if parameter.requires_grad)
+            self._frozen = [parameter for _, parameter in named if not parameter.requires_grad]
             check_quantised(self.model, self.accelerator.device)
             self._sharded = is_sharded(self.model)
             self._base_logprobs = None

@@ -20,6 +20,7 @@ from PIL import Image
 from support.models import base_weights, lora, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer, prompts
+from transformers import TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
 from trl_lora_sync.checks.server import is_same_model
@@ -234,6 +235,26 @@ def test_base_weights_that_are_trained_beside_the_adapter_are_refused(tmp_path: 
             trainer.train()
         with refused:
             grpo_trainer(engine.base_url, model, tmp_path, peft_config=None)
+
+
+@pytest.mark.outside
+def test_base_weights_that_are_unfrozen_in_the_middle_of_a_training_are_refused(tmp_path: Path) -> None:
+    """With an optimizer of all parameters they were trained from then on, and the servers kept the checkpoint's."""
+    model = peft_model(make_model(tmp_path / "model"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    class Unfreeze(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                unfreeze_norms(model)
+
+    optimizers = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+    with in_memory_engines(model_path=tmp_path / "model") as [engine]:
+        given = {"optimizers": optimizers, "callbacks": [Unfreeze()]}
+        trainer = grpo_trainer(engine.base_url, model, tmp_path, peft_config=None, trainer_kwargs=given)
+        with pytest.raises(UnsupportedAdapterError, match=r"that trains 'model.*norm.weight' and \d+ more"):
+            trainer.train()
+        assert trainer.state.global_step == 1
 
 
 @pytest.mark.outside
