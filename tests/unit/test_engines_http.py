@@ -8,6 +8,7 @@ import json
 import logging
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -710,6 +711,30 @@ def test_proxy_is_bypassed_for_a_server_on_this_host(host: str, proxy: Server, a
 def test_proxy_is_used_for_a_server_elsewhere(proxy: Server, ask: Ask) -> None:
     assert ask("http://inference.example:8000", is_local=False).text == "from the proxy"
     assert proxy.requests[0].path == "http://inference.example:8000/path"
+
+
+@pytest.fixture(params=["socks5://user:secret@127.0.0.1:9", "ftp://user:secret@127.0.0.1:9", "http://[::1"])
+def unusable_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy in the environment for which httpx has no package or no rule, or whose URL it cannot read."""
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, request.param)
+    monkeypatch.setitem(sys.modules, "socksio", None)
+
+
+@pytest.mark.usefixtures("unusable_proxy")
+def test_proxy_that_cannot_be_used_is_no_matter_for_a_server_on_this_host(ask: Ask) -> None:
+    """An error of httpx ended the run and `doctor`, although the proxy is bypassed there."""
+    with serving(lambda request: request.send(200, "from the server")) as server:
+        assert ask(server.url, is_local=True).text == "from the server"
+
+
+@pytest.mark.usefixtures("unusable_proxy")
+def test_proxy_that_cannot_be_used_is_an_error_with_what_to_change(ask: Ask) -> None:
+    with pytest.raises(ServerSetupError, match=r"ALL_PROXY\) cannot be used.*pip install 'httpx\[socks\]'") as caught:
+        ask("http://inference.example:8000", is_local=False)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

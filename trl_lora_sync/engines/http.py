@@ -94,8 +94,6 @@ class HTTPClient:
         self.api_key = api_key
         self._timeouts = timeouts
         self._is_local = is_local
-        # None for a scheme is a direct connection, whatever proxies the environment names.
-        self._mounts = dict.fromkeys(("http://", "https://")) if is_local else None
         self._certificates = _certificates()
         self._connections = _Connections(self._new_client)
         self._is_probing = False
@@ -103,9 +101,21 @@ class HTTPClient:
 
     def _new_client(self) -> httpx.AsyncClient:
         # Follows no redirects, which is the default of httpx: `redirect_error` explains why none may be followed.
-        return httpx.AsyncClient(
-            base_url=self.base_url, auth=self.api_key, mounts=self._mounts, verify=self._certificates
-        )
+        try:
+            return httpx.AsyncClient(
+                base_url=self.base_url,
+                auth=self.api_key,
+                verify=self._certificates,
+                # The proxies of the environment, and nothing else, as the certificates are given.
+                trust_env=not self._is_local,
+            )
+        # The text of the error is not quoted, as a proxy's URL may have a password.
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            # httpx makes a client for each proxy that is named, whatever NO_PROXY spares (0.28).
+            raise ServerSetupError(
+                "A proxy in the environment (HTTP_PROXY, HTTPS_PROXY or ALL_PROXY) cannot be used for "
+                f"{self.base_url}. Unset it, or correct it; for a SOCKS proxy, run: pip install 'httpx[socks]'"
+            ) from error
 
     async def start_afresh(self) -> None:
         """Use new connections from now on; running requests keep theirs.
