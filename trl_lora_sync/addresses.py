@@ -46,6 +46,21 @@ def is_local_url(url: str) -> bool:
     return any(_can_bind(family, address) for family, _, _, _, address in addresses)
 
 
+def listen_address(url: str, *, is_local: bool) -> str | None:
+    """The address on which a server must listen to be reached at `url`; None for that of `serve`, 127.0.0.1.
+
+    Args:
+        is_local: whether its clients are on its host.
+    """
+    host = urlsplit(url).hostname or ""
+    if not is_local:
+        return "::" if ":" in host else "0.0.0.0"
+    if host in ("localhost", "127.0.0.1", "0.0.0.0"):
+        return None
+    # The name of this host, for one, most often leads to an address that 127.0.0.1 does not cover.
+    return "::1" if host == "::" else host
+
+
 def is_same_server(url: str, others: Iterable[str]) -> bool:
     """Whether a URL is of one of the others' servers: of the same port, and of the same host or of this one as well."""
     host, port = _host_and_port(url)

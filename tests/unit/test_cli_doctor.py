@@ -246,6 +246,12 @@ def test_nobody_at_the_url_is_a_problem(capsys: pytest.CaptureFixture[str]) -> N
     assert f"`trl-lora-sync serve vllm MODEL --port {url.rpartition(':')[2]}`" in said
 
 
+def test_command_that_starts_a_missing_server_listens_where_the_url_leads(capsys: pytest.CaptureFixture[str]) -> None:
+    """It listened on 127.0.0.1 for every address of this host."""
+    assert main(["doctor", "http://127.8.8.8:9", "--timeout", "0.5"]) == 1
+    assert "`trl-lora-sync serve vllm MODEL --host 127.8.8.8 --port 9`" in capsys.readouterr().out
+
+
 def test_command_that_starts_a_missing_server_names_model_and_adapter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,11 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
             "trl-lora-sync serve vllm M --host 0.0.0.0 --port 8431",
         ),
         ({"base_url": "http://gpu-1", "is_local": False}, "trl-lora-sync serve vllm M --host 0.0.0.0 --port 80"),
+        ({"base_url": "http://0.0.0.0:8000"}, "trl-lora-sync serve vllm M"),
+        ({"base_url": "http://gpu-1:8000"}, "trl-lora-sync serve vllm M --host gpu-1"),
+        ({"base_url": "http://[::1]:8000"}, "trl-lora-sync serve vllm M --host ::1"),
+        ({"base_url": "http://[::]:8000"}, "trl-lora-sync serve vllm M --host ::1"),
+        ({"base_url": "http://[fd00::7]:8000", "is_local": False}, "trl-lora-sync serve vllm M --host ::"),
         ({"base_url": "https://gpu-1.example/vllm", "is_local": False}, "trl-lora-sync serve vllm M"),
         (
             {"options": ["--lora-rank", "32"], "engine_options": ["--dtype", "bfloat16"]},
@@ -73,7 +78,10 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_command_starts_a_server_at_the_url_that_the_trainer_has(settings: dict[str, Any], command: str) -> None:
-    """For a URL without a port, which stands for port 80, it started one at port 8000."""
+    """For a URL without a port, which stands for port 80, it started one at port 8000.
+
+    For IPv6 and for other names of this host it started one at 127.0.0.1, which is not reached at the URL.
+    """
     assert VLLM.serve_command("M", **settings) == f"`{command}`"
 
 

@@ -6,7 +6,7 @@ import shlex
 import time
 from urllib.parse import urlsplit
 
-from trl_lora_sync.addresses import has_secrets, is_http_url, is_local_url
+from trl_lora_sync.addresses import has_secrets, is_http_url, is_local_url, listen_address
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.runtime import run
 
@@ -111,6 +111,7 @@ def start_command(url: str, *serve_arguments: str, port: str | None = None) -> s
         port: another one than that of the URL.
     """
     parts = urlsplit(url)
-    flags = [] if is_local_url(url) else ["--host", "0.0.0.0"]
+    host = listen_address(url, is_local=is_local_url(url))
+    flags = ["--host", host] if host else []
     port = port or str(parts.port or (443 if parts.scheme == "https" else 80))
     return shlex.join(["trl-lora-sync", "serve", "vllm", *serve_arguments, *flags, "--port", port])
