@@ -447,8 +447,8 @@ def _advice(model: Any, group: str) -> str:
         return ""
     return (
         "vLLM applies adapters to modules that see images only with --enable-tower-connector-lora: restart the server "
-        "with that flag (`trl-lora-sync serve vllm MODEL --enable-tower-connector-lora`), or train the language model "
-        f"only, with LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
+        "with that flag (`trl-lora-sync serve vllm MODEL -- --enable-tower-connector-lora`), or train the language "
+        f"model only, with LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
     )
 
 

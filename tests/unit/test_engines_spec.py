@@ -1,5 +1,7 @@
 """What is known of the engines without a server: references to code, and the command that messages give."""
 
+import ast
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import fields
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from contract.served import SMALL, engine_at, sampling, soon
 
+import trl_lora_sync
 from trl_lora_sync.cli.installed import Installed
 from trl_lora_sync.cli.launch import ServerRequest
 from trl_lora_sync.cli.main import main
@@ -83,6 +86,26 @@ def test_the_command_starts_a_server_at_the_url_that_the_trainer_has(settings: d
     For IPv6 and for other names of this host it started one at 127.0.0.1, which is not reached at the URL.
     """
     assert VLLM.serve_command("M", **settings) == f"`{command}`"
+
+
+def _written_commands() -> list[str]:
+    """The `serve` commands in backquotes in messages and help texts of the package."""
+    files = [file for file in Path(trl_lora_sync.__file__).parent.rglob("*.py") if file.is_file()]
+    texts = [
+        node.value
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return sorted({found for text in texts for found in re.findall(r"`(trl-lora-sync serve \w+ MODEL [^`]+)`", text)})
+
+
+def test_each_command_in_a_message_can_be_typed(carried_out: Callable[[str], list[str]]) -> None:
+    """An engine argument stood before the `--`, where `serve` refuses it."""
+    commands = _written_commands()
+    assert any("--enable-tower-connector-lora" in command for command in commands)
+    for command in commands:
+        assert "MODEL" in carried_out(command)
 
 
 @pytest.mark.parametrize("model", ["org/model", "/models/a base", "/tmp/$(touch x); `id`"])
