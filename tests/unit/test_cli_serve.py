@@ -851,6 +851,22 @@ def test_engine_argument_before_the_dashes_is_refused_with_the_command_to_type(
     assert shlex.split(capsys.readouterr().out)[-len(after) :] == after
 
 
+@pytest.mark.parametrize(
+    ("typed", "place"),
+    [
+        (["vllm", "--model", "M"], "vllm MODEL"),
+        (["--model=M"], "vllm MODEL"),
+        (["sglang", "--model-path", "M", "--tp", "2"], "sglang MODEL"),
+    ],
+)
+def test_model_that_is_typed_as_for_trl_or_an_engine_is_refused_with_its_place(
+    typed: list[str], place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model was taken for the place that it belongs to, and the printed command ended with a bare --model."""
+    assert main(["serve", *typed]) == 2
+    assert f"The model follows the engine, without a flag: trl-lora-sync serve {place}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_is_shown_beside_an_engine_argument(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "vllm", "--dtype", "half", flag]) == 0

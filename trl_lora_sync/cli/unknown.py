@@ -8,6 +8,8 @@ from itertools import islice
 from trl_lora_sync.cli.launch import without_keys
 from trl_lora_sync.engines.registry import ENGINES
 
+# The engines and `trl vllm-serve` name the model by one of these, and `serve` takes it without a flag.
+_MODEL_FLAGS = ("--model", "--model-path", "--model_path")
 # `--lora-rnak` is as close to `--lora-rank` as 0.91, and `--max-lora-rank` of vLLM 0.85.
 _CLOSE = 0.86
 
@@ -34,6 +36,9 @@ def explain_unknown(serve: str, known: Mapping[str, bool], typed: Sequence[str],
     if not others:
         return None
     flags = [other.partition("=")[0] for other in others]
+    if found := next((flag for flag in flags if flag in _MODEL_FLAGS), None):
+        engine = next((word for word in typed if word in ENGINES), next(iter(ENGINES)))
+        return f"{found} is not known. The model follows the engine, without a flag: {serve} {engine} MODEL"
     for flag in flags:
         if meant := similar_flag(flag, known):
             return f"{flag} is not known. Did you mean {meant}?"
