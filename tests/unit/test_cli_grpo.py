@@ -159,6 +159,15 @@ def test_unknown_flag_ends_with_2_and_a_suggestion(
     assert not launched
 
 
+def test_value_of_another_type_ends_with_2_and_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """The usage of all flags, 250 lines, stood before the message."""
+    assert main(["grpo", "--lora_sync_keep", "two"]) == 2
+    said = capsys.readouterr().err
+    assert "--lora_sync_keep" in said
+    assert "invalid int value: 'two'" in said
+    assert len(said.splitlines()) < 10
+
+
 def test_beginning_of_a_flag_is_taken_as_argparse_does(launched: list[Any], tmp_path: Path) -> None:
     typed = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", "--lora_sync_timeo", "60"]
     assert main(["grpo", *typed, f"--config={_empty(tmp_path)}"]) == 0

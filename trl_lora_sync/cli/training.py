@@ -71,6 +71,8 @@ def run(
         from trl_lora_sync import _trl
 
     parser = script.make_parser(f"trl-lora-sync {name}")
+    # argparse's own, which it prints before each error, has 250 lines.
+    parser.usage = _USAGE.format(name)
     if help_all:
         out().print(_with_ours_first(name, parser).format_help(), end="")
         return
@@ -159,5 +161,5 @@ def _with_ours_first(name: str, parser: Any) -> Any:
     first = parser.add_argument_group(_TITLE)
     first._group_actions.extend(ours)
     parser._action_groups.insert(0, parser._action_groups.pop())
-    parser.usage = f"{_USAGE.format(name)}\n\n`accelerate launch --help` lists the arguments of accelerate."
+    parser.usage += "\n\n`accelerate launch --help` lists the arguments of accelerate."
     return parser
