@@ -243,6 +243,8 @@ def test_nobody_at_the_url_is_a_problem(capsys: pytest.CaptureFixture[str]) -> N
     assert time.monotonic() - started < 20  # the default --timeout is 30
     said = capsys.readouterr().out
     assert said.startswith(f"{url}: unknown server\n  problem server: No server accepts connections at {url} ")
+    # A server that was started a moment ago looks the same.
+    assert "Wait if it is still loading its model." in said
     assert f"`trl-lora-sync serve vllm MODEL --port {url.rpartition(':')[2]}`" in said
 
 

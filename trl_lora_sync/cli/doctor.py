@@ -143,7 +143,9 @@ def diagnose(url: str, given: DoctorInput, scores: list[list[float]]) -> Diagnos
         where = "" if is_local_url(url) else " on its host"
         start = start_command(url, *_serve_arguments(given))
         # First, as `connect` would wait its whole timeout for a port that is closed.
-        check_listening(url, given.timeout_s, f"Start one{where} with `{start}`, or correct the URL.")
+        # An engine accepts none before its model is loaded.
+        advice = f"Otherwise start one{where} with `{start}`, or correct the URL."
+        check_listening(url, given.timeout_s, f"Wait if it is still loading its model. {advice}")
     except LoRASyncError as error:
         # How it would serve is not known, so by the rules of the default of `lora_sync_serving`.
         _judge_features(diagnosis, given, "runtime")
