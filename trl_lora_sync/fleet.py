@@ -155,6 +155,8 @@ class Fleet:
             if await offload(partial(is_gone, url)):  # its process has ended, and with it all names
                 self._ledger.note_listed(url, ())
                 del left[url]
+        for server in self.servers:
+            server.note_emptied()
         return left
 
     async def disconnect(self) -> None:

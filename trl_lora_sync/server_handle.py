@@ -188,6 +188,14 @@ class ServerHandle:
                     f"URL, separated by commas. {error}"
                 ) from error
 
+    def note_emptied(self) -> None:
+        """All versions were unloaded, so nothing shows whether its process is replaced: the next version checks it."""
+        if self.state is ServerState.READY:
+            self.state = ServerState.LOST
+            self.last_error = AdapterLostError(f"{self.base_url} has had no version since the end of a training.")
+            # Already here, as the next sync looks before it begins whether it needs scores.
+            self.require_verification()
+
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Count a single request while the block lasts."""

@@ -300,8 +300,9 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
     def sampled() -> float:
         return float(distance(copy, sample(generation, [token_ids(process)])).mean())
 
-    seen["traffic"] = attempt(traffic)
+    # First, as the first sync after a training checks the server again, with a forward pass of the model.
     seen["published"] = attempt(published)
+    seen["traffic"] = attempt(traffic)
     seen["verified"] = attempt(verified)
     seen["disproved"] = attempt(disproved)
     if way.removesuffix(QLORA).removesuffix(WITH_PISSA).removesuffix(WITH_TEACHER) in FSDP:

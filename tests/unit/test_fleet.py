@@ -400,6 +400,54 @@ def test_a_restart_between_two_syncs_is_noticed_by_the_sync(run: StartRun) -> No
     assert training.adapters()[0] == ["v1"]
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_restart_between_two_trainings_is_noticed_by_the_first_sync_of_the_second(
+    run: StartRun, servers: int
+) -> None:
+    """With no version loaded, nothing showed the restart, and completions came from another base model."""
+    training = run(servers=servers)
+    training.publish()
+    training.sync.close()
+    restart_with_another_base(training.fakes[-1])
+    with pytest.raises(ServerSetupError, match=f"{training.fakes[-1].base_url} serves .* not the base model"):
+        training.publish()
+    assert training.sync.active is None
+    assert training.adapters() == [[]] * servers
+    training.fakes[-1].args = training.fakes[0].args if servers > 1 else replace(training.fakes[0].args, seed=0)
+    training.fakes[-1].restart()
+    assert training.publish().servers == servers
+    assert training.is_policy_of(training.generate())
+
+
+def test_a_server_that_is_away_when_a_second_training_begins_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_nothing(base_url: str, *, deadline: Deadline, **options: Any) -> None:
+        await asyncio.sleep(0.05)
+        # The attempts of the real one end before the deadline, and there may be no time for another.
+        raise (
+            deadline.error() if deadline.left_s() < 0.5 else ServerUnreachableError(f"No server answers at {base_url}.")
+        )
+
+    with in_memory_engines(shapes=SMALL) as engines:
+        begun = InMemoryRun(engines, tmp_path, sync_timeout_s=1.0)
+        begun.sync.close()
+        monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", find_nothing)
+        with pytest.raises(ServerUnreachableError, match=engines[0].base_url):
+            begun.sync.publish(small_adapter(2))
+        begun.sync.shutdown()
+
+
+def test_a_server_that_is_away_when_a_second_training_begins_is_dropped(run: StartRun) -> None:
+    """The others have time to load a version after the wait for it."""
+    training = run(on_server_loss="drop", sync_timeout_s=4.0)
+    training.publish()
+    training.sync.close()
+    training.fakes[1].stop()
+    assert training.publish().servers == 1
+    assert training.is_policy_of(training.generate())
+
+
 def test_a_new_version_reaches_a_restarted_server_although_the_files_of_the_one_before_are_gone(run: StartRun) -> None:
     """The sync that should have mended it failed, because the old version could not be given again."""
     training = run(servers=1)

@@ -199,7 +199,7 @@ def test_what_is_neutral_is_the_base_and_a_trial_is_computed_alike(kind: dict[st
 
 
 def test_a_trial_adapter_is_the_same_before_and_after_the_training(kind: dict[str, Any]) -> None:
-    """A restarted server was refused, because its trial held trained values and the scores were those of the start."""
+    """A restarted server was refused, as its trial held trained values, which the scores of the start did not fit."""
     model, reader, cpu = trained_model(**kind), AdapterReader("fused"), torch.device("cpu")
 
     def trial() -> dict[str, Tensor]:
