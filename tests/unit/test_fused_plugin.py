@@ -802,7 +802,9 @@ def test_requests_that_make_no_sense_are_refused(path: str, body: Any, status: i
         (lambda config: setattr(config.parallel_config, "worker_extension_cls", ""), "--worker-extension-cls"),
         (lambda config: setattr(config.parallel_config, "_api_process_count", 2), "--api-server-count 1"),
         (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "--data-parallel-size"),
+        (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "Start one server for each"),
         (lambda config: setattr(config, "lora_config", object()), "--enable-lora"),
+        (lambda config: setattr(config, "lora_config", object()), "Leave it out"),
     ],
 )
 def test_a_server_that_was_started_wrongly_does_not_start(change: Callable[[Any], None], words: str) -> None:

@@ -365,18 +365,13 @@ def _engine_of(scope: Scope) -> Any:
         raise Refused(
             500,
             "Fused serving cannot be used with --data-parallel-size above 1, because vLLM reports the result "
-            "of one replica only. Start one server for each.",
+            "of one replica only. Start one server for each, and give the trainer all URLs with commas in between.",
         )
     if engine.vllm_config.lora_config is not None:
         raise Refused(
             500, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
         )
     return engine
-
-
-def _has_connector(engine: Any) -> bool:
-    """Whether the KV cache has a part outside the engine."""
-    return getattr(engine.vllm_config, "kv_transfer_config", None) is not None
 
 
 async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
@@ -478,9 +473,11 @@ async def _reset_caches(engine: Any) -> None:
     Raises:
         Refused: something does.
     """
+    # With a connector, the KV cache has a part outside the engine.
+    has_connector = getattr(engine.vllm_config, "kv_transfer_config", None) is not None
     # The encoder cache too: it holds what a vision tower computed, whose layers an adapter may change.
     was_reset, _ = await asyncio.gather(
-        engine.reset_prefix_cache(reset_connector=_has_connector(engine)), engine.reset_encoder_cache()
+        engine.reset_prefix_cache(reset_connector=has_connector), engine.reset_encoder_cache()
     )
     if not was_reset:
         raise Refused(409, "The prefix cache could not be reset, because requests still use it.")

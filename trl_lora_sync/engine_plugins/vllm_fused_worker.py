@@ -458,20 +458,11 @@ class _Repacked(InPlace):
 
 def check_server(config: Any) -> None:
     """Raises UnsuitableError for a server whose weights cannot be replaced, with what to change."""
-    if config.lora_config is not None:
-        raise UnsuitableError(
-            "The server was started with --enable-lora as well, so an adapter could be applied twice. Restart it "
-            "without --enable-lora."
-        )
+    # LoRA and data parallelism are refused before, by `fused_middleware`.
     if config.model_config.quantization is not None:
         raise UnsuitableError(
             f"The base model is quantised ({config.model_config.quantization}), and an adapter cannot be added to "
             'quantised weights without changing them. Serve the unquantised model, or use lora_sync_serving="runtime".'
-        )
-    if config.parallel_config.data_parallel_size > 1:
-        raise UnsuitableError(
-            "--data-parallel-size above 1 cannot be used: vLLM reports the result of one replica only. "
-            "Start one server for each, and give the trainer all URLs with commas in between."
         )
 
 
