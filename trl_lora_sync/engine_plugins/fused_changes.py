@@ -11,9 +11,6 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins.fused_file import Kind
 from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
 
-# Bounds a product in float32.
-_PRODUCT_BYTES = 64 << 20
-
 
 @dataclass(frozen=True)
 class Change:
@@ -48,24 +45,14 @@ class Change:
             weight[places] = columns[chosen.to(weight.device)].to(weight.dtype)
 
 
-def fuse_with_magnitude(
-    weight: Tensor, base: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, magnitude: Tensor
-) -> None:
-    """Write base + scaling * lora_B @ lora_A to `weight`, which may be `base`, with each row scaled to a given norm.
+def with_norms(rows: Tensor, norms: Tensor) -> Tensor:
+    """Each row scaled to its norm, `(rows,)`; all in float32.
 
-    Args:
-        magnitude: the norms, `(out_features,)` in float32.
     Source: DoRA as PEFT merges it, peft/tuners/lora/variants.py `DoraLinearVariant.merge_safe`, 0.18 to 0.21.
     """
-    lora_A = lora_A.float()
-    step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
-    for start in range(0, weight.shape[0], step):
-        part = slice(start, start + step)
-        # A part is read as a whole before it is written, so `weight` may be `base`.
-        total = torch.addmm(base[part].float(), lora_B[part].float(), lora_A, alpha=scaling)
-        norm = torch.linalg.vector_norm(total, dim=1)
-        # A row of zeros has no direction; PEFT divides by its norm, which the check for finite values finds there.
-        weight[part] = total * (magnitude[part] / norm.where(norm > 0, 1.0))[:, None]
+    found: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    # A row of zeros has no direction; PEFT divides by its norm, which the check for finite values finds there.
+    return rows * (norms / found.where(found > 0, 1.0))[:, None]
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

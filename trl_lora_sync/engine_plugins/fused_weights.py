@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.fetching import DamagedError, Fetcher, Staging
-from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, fuse_with_magnitude
+from trl_lora_sync.engine_plugins.fused_changes import Change, as_matrix, with_norms
 from trl_lora_sync.engine_plugins.fused_file import AdapterFile, AdapterFileError, Content
 from trl_lora_sync.engine_plugins.fused_placement import WeightSlice
 from trl_lora_sync.engine_plugins.pinned_memory import pin
@@ -400,16 +400,15 @@ def fuse_piece(
         # One transfer over the bus, into memory that is there already; the sum may be written over its base.
         weight.copy_(base, non_blocking=True)
         base = weight
-    if magnitude is not None:
-        fuse_with_magnitude(weight, base, columns, rows, scaling, magnitude[slice(*piece.rows)])
+    if magnitude is None and launch.takes((weight, base, columns, rows)):
         return
-    if launch.takes((weight, base, columns, rows)):
-        return
-    columns = columns.float()
+    columns, norms = columns.float(), None if magnitude is None else magnitude[slice(*piece.rows)]
     step = max(1, _PRODUCT_BYTES // (4 * weight.shape[1]))
     for start in range(0, weight.shape[0], step):
         part = slice(start, start + step)
-        weight[part] = torch.addmm(base[part].float(), rows[part].float(), columns, alpha=scaling)
+        # A part is read as a whole before it is written, so `weight` may be `base`.
+        total = torch.addmm(base[part].float(), rows[part].float(), columns, alpha=scaling)
+        weight[part] = total if norms is None else with_norms(total, norms[part])
 
 
 @cache
