@@ -298,7 +298,7 @@ def test_files_with_one_header_have_the_same_modules(write: Write) -> None:
     other = read_head(
         str(write({f"{PREFIX}k.lora_A.weight": matrices()[0], f"{PREFIX}k.lora_B.weight": matrices()[1]}))
     )
-    assert list(other.modules) == ["layers.0.k"]
+    assert list(other.content.modules) == ["layers.0.k"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -85,13 +85,10 @@ class AdapterFile:
     config: bytes
     note: VersionNote | None
 
-    @property
-    def modules(self) -> dict[str, tuple[TensorSpan, TensorSpan]]:
-        return self.content.modules
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape in the checkpoint of everything that changes, by `tensor_name`'s argument."""
-        shapes: dict[str, tuple[int, ...]] = {name: (b.shape[0], a.shape[1]) for name, (a, b) in self.modules.items()}
+        modules = self.content.modules.items()
+        shapes: dict[str, tuple[int, ...]] = {name: (b.shape[0], a.shape[1]) for name, (a, b) in modules}
         for name, (kind, span) in self.content.tensors.items():
             shapes[name] = (self.tokens[name][0], span.shape[1]) if kind == "rows" else span.shape
         return shapes
