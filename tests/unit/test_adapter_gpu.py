@@ -17,7 +17,7 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFile, PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins.cuda_ipc import Driver, IPCError
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_to_host, pin
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_now, pin
 from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.errors import AdapterNotFiniteError
 from unit.tiny import lora_model, lora_module, randomize_adapters, reference_tensors
@@ -122,7 +122,7 @@ def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
     pinned.discard()
 
 
-@pytest.mark.parametrize("copy", [copy_to_host, lambda target, source: begin_copy_to_host(target, source)()])
+@pytest.mark.parametrize("copy", [copy_now, lambda target, source: begin_copy_to_host(target, source)()])
 def test_copy_is_done_when_it_returns(copy: Callable[[Tensor, Tensor], None], folder: Path) -> None:
     source = torch.randn(1 << 24, device=GPU)
     pinned = PinnedFile(folder / "pinned", source.numel() * 4, GPU)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, GPUMemory, IPCError, Wait, driver_for
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_to_host, pin
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_now, pin
 from trl_lora_sync.engine_plugins.shared_files import FileKey, Filled, SharedFiles
 from trl_lora_sync.runtime import watch
 
@@ -98,7 +98,7 @@ class PinnedFile:
         self.is_awaited = False
         self._checksum, self._offset = checksum, len(header)
         self._map[: len(header)] = header
-        copy_to_host(self.memory[len(header) :].view(flat.dtype), flat)
+        copy_now(self.memory[len(header) :].view(flat.dtype), flat)
         self._end()
         self._note_filled(0, flat.nbytes)
 

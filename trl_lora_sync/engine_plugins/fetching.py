@@ -19,7 +19,7 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import logger, unfinished
 from trl_lora_sync.engine_plugins.checksum import RepeatedChecksum
 from trl_lora_sync.engine_plugins.cuda_ipc import IPCError
-from trl_lora_sync.engine_plugins.pinned_memory import copy_from_host
+from trl_lora_sync.engine_plugins.pinned_memory import copy_now
 from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, bytes_of
 from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
@@ -235,7 +235,7 @@ class Fetcher:
             with self.files.mapped(file, socket_path) as mapped:
                 if mapped is None:
                     return False
-                copy_from_host(part, mapped[start : start + len(part)])
+                copy_now(part, mapped[start : start + len(part)])
             start += len(part)
         return True
 
@@ -265,9 +265,4 @@ class Fetcher:
         finally:
             # After an error too: no thread may write to the memory, and no copy from it be under way, any more.
             parts.close()
-            self._finish_copies()
-
-    def _finish_copies(self) -> None:
-        """Wait until no memory of the host is copied from any more."""
-        if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

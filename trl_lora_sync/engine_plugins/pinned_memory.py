@@ -51,29 +51,25 @@ def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
     return unlock
 
 
-def copy_to_host(target: Tensor, source: Tensor) -> None:
-    """Copy `source` to `target` on the CPU, in one transfer if `target` is page-locked; done when it returns."""
-    target.copy_(source, non_blocking=True)
-    if source.is_cuda:
-        # With `non_blocking`, a copy to page-locked memory goes on after `copy_` has returned.
-        torch.cuda.current_stream(source.device).synchronize()
+def copy_now(target: Tensor, source: Tensor) -> None:
+    """Copy between the host and a device, by its current stream; done when it returns.
 
-
-def copy_from_host(target: Tensor, source: Tensor) -> None:
-    """Copy `source`, on the CPU, to `target`, by its device's current stream; done when it returns."""
+    If the host's memory is page-locked, it is one transfer.
+    """
     target.copy_(source, non_blocking=True)
-    if target.is_cuda:
-        # As in `copy_to_host`.
-        torch.cuda.current_stream(target.device).synchronize()
+    device = source.device if source.is_cuda else target.device
+    if device.type == "cuda":
+        # With `non_blocking`, a copy from or to page-locked memory goes on after `copy_` has returned.
+        torch.cuda.current_stream(device).synchronize()
 
 
 def begin_copy_to_host(target: Tensor, source: Tensor) -> Callable[[], None]:
-    """Begin `copy_to_host`, beside what the device does next; the result waits until it is done.
+    """Begin `copy_now` to the host, beside what the device does next; the result waits until it is done.
 
     `source` may not be written to before that, but may be freed.
     """
     if not source.is_cuda:
-        copy_to_host(target, source)
+        copy_now(target, source)
         return _nothing
     stream, done = _stream(source.device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     # What computes `source` may still be under way in the current stream.

@@ -26,7 +26,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_from_host, pin
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_now, pin
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
@@ -58,9 +58,9 @@ class FileKey(NamedTuple):
     inode: int
 
     @classmethod
-    def of(cls, file: int) -> "FileKey":
-        """By an open descriptor."""
-        found = os.fstat(file)
+    def of(cls, file: int | Path) -> "FileKey":
+        """By an open descriptor, or by a path."""
+        found = os.stat(file)  # noqa: PTH116 - `Path.stat` takes no descriptor
         return cls(found.st_dev, found.st_ino)
 
 
@@ -260,38 +260,27 @@ class MappedFiles:
         self._on_filled = on_filled
         self._trainers: dict[FileKey, _Trainer] = {}
 
-    @contextmanager
-    def mapped(self, file: int, socket_path: Path) -> Iterator[Tensor | None]:
+    def mapped(self, file: int, socket_path: Path) -> AbstractContextManager[Tensor | None]:
         """The bytes of an open file, if its trainer shares it; they stay there until the block ends.
 
         Args:
             socket_path: of the trainer that wrote the file.
         """
         trainer = self._trainer_at(socket_path)
-        if trainer is None:
-            yield None
-            return
-        with trainer.mapped(FileKey.of(file)) as found:
-            yield found
+        return nullcontext() if trainer is None else trainer.mapped(FileKey.of(file))
 
-    @contextmanager
-    def opened(self, number: int, socket_path: Path) -> Iterator[OpenedMemory | None]:
+    def opened(self, number: int, socket_path: Path) -> AbstractContextManager[OpenedMemory | None]:
         """The memory of this number that a trainer has offered, if it can be opened; open until the block ends."""
         trainer = self._trainer_at(socket_path)
-        if trainer is None:
-            yield None
-            return
-        with trainer.opened(number) as found:
-            yield found
+        return nullcontext() if trainer is None else trainer.opened(number)
 
     def _trainer_at(self, path: Path) -> "_Trainer | None":
         try:
-            found = path.stat()
+            key = FileKey.of(path)
         except OSError:
             return None
         # First, since the socket of a new trainer may get the inode of an old one.
         self._trainers = {key: one for key, one in self._trainers.items() if not one.is_gone}
-        key = FileKey(found.st_dev, found.st_ino)
         if key not in self._trainers:
             try:
                 self._trainers[key] = _Trainer(path, self._device, self._driver_for, self._on_filled)
@@ -415,7 +404,7 @@ class _Trainer:
             if part.memory and part.memory == self._heard and self._memory is not None:
                 self._memory.copy_to(into)
             elif mapping is not None:
-                copy_from_host(into, mapping.data[part.offset + part.start : part.offset + part.end])
+                copy_now(into, mapping.data[part.offset + part.start : part.offset + part.end])
             else:
                 raise IPCError("the trainer's memory is not open here, or its file not mapped")
 
