@@ -290,7 +290,7 @@ class Exporter:
         if self._device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter())
-        stored = run(self._transport.write(self._versions, adapter))
+        stored = run(self._transport.write(self._versions, adapter, Deadline.after(120.0, "A write")))
         times.append(time.perf_counter())
         return stored, adapter, {"export_s": times[1] - times[0], "write_s": times[2] - times[1]}
 

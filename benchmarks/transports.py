@@ -57,17 +57,17 @@ class Bench:
 
     def by_disk(self, adapter: CanonicalAdapter) -> Seconds:
         start = time.perf_counter()
-        stored = self.disk.write(self._next(), adapter)
+        stored = self.disk.write(self._next(), adapter, deadline())
         return self._loaded(stored, start)
 
     def by_tensors(self, adapter: CanonicalAdapter) -> Seconds:
         start = time.perf_counter()
-        stored = self.tensors.write(self._next(), adapter)
+        stored = self.tensors.write(self._next(), adapter, deadline())
         content = run(joined(self.engine.tensor_body(stored.name, adapter)))
         return self._posted(stored, content, len(content), start)
 
     def naively(self, adapter: CanonicalAdapter) -> Seconds:
-        stored = self.tensors.write(self._next(), adapter)
+        stored = self.tensors.write(self._next(), adapter, deadline())
         # The adapter's tensors are views of one buffer, which plain pickle would write once for each of them.
         own = {name: tensor.clone() for name, tensor in adapter.tensors.items()}
         start = time.perf_counter()

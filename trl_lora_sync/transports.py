@@ -56,10 +56,6 @@ class DiskTransport:
         return self.store.run_id
 
     @property
-    def root(self) -> Path:
-        return self.store.root
-
-    @property
     def directory(self) -> Path:
         return self.store.directory
 
@@ -69,11 +65,8 @@ class DiskTransport:
         seen = "" if self.store.is_seen_alike else f" (the server sees {self.store.server_root})"
         return f"{self.directory}{seen}"
 
-    async def open(self, deadline: Deadline | None = None) -> None:
+    async def open(self, deadline: Deadline) -> None:
         """Get ready; does nothing if it is ready already.
-
-        Args:
-            deadline: how long to wait; None for as long as it takes.
 
         Raises:
             AdapterExportError: versions could not be kept there.
@@ -81,16 +74,14 @@ class DiskTransport:
         """
         await self._wait(self._files.submit(self.store.open), deadline)
 
-    async def write(
-        self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
-    ) -> StoredAdapter:
-        """Keep a version under a unique name; arguments and errors as for `open`.
+    async def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline) -> StoredAdapter:
+        """Keep a version under a unique name; errors as for `open`.
 
         After a `close` it gets ready again: an evaluation after the training publishes once more.
         """
         return await self._keep(lambda: self.store.write(version, adapter), deadline)
 
-    async def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline | None) -> StoredAdapter:
+    async def _keep(self, write: Callable[[], StoredAdapter], deadline: Deadline) -> StoredAdapter:
         writing = self._files.submit(write)
         # In the same thread, so that the files are complete before any later call, such as `check` or `delete`.
         self._files.submit(self.store.finish)
@@ -102,13 +93,12 @@ class DiskTransport:
                 self._files.submit(lambda: self._delete_late(writing))
             raise
 
-    async def _wait(self, task: "Future[T]", deadline: Deadline | None) -> T:
+    async def _wait(self, task: "Future[T]", deadline: Deadline) -> T:
         waiting = asyncio.wrap_future(task)
         waiting.add_done_callback(lambda late: late.cancelled() or late.exception())  # else asyncio reports it
         # Not `wait_for`, which would cancel the call as well if it has not begun. Only `_keep` wants that.
-        await asyncio.wait({waiting}, timeout=None if deadline is None else deadline.left_s())
+        await asyncio.wait({waiting}, timeout=deadline.left_s())
         if not waiting.done():
-            assert deadline is not None
             raise deadline.error(
                 f"the file system of {self.directory} hangs. Set lora_sync_dir to another one, or look at its server"
             )
@@ -118,16 +108,15 @@ class DiskTransport:
         if writing.exception() is None:
             self.store.delete(writing.result())
 
-    async def finish(self, deadline: Deadline | None = None) -> None:
-        """Wait until what was written is complete; arguments and errors as for `open`."""
+    async def finish(self, deadline: Deadline) -> None:
+        """Wait until what was written is complete; errors as for `open`."""
         await self._wait(self._files.submit(self.store.finish), deadline)
 
-    async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+    async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline) -> None:
         """Once servers have loaded a version, see that what they read is what was written.
 
         Args:
             adapter: what the version was made from.
-            deadline: as for `open`.
 
         Raises:
             VerificationError: it is not.
@@ -143,10 +132,10 @@ class DiskTransport:
         await self._clean_up(lambda: self.store.delete(stored, keep_name=keep_name))
 
     async def sweep(
-        self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline | None = None
+        self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline
     ) -> list[str]:
         """Remove what dead runs left behind, see `sweep_leftovers`."""
-        return await self._wait(self._files.submit(lambda: sweep_leftovers(self.root, unload, knows)), deadline)
+        return await self._wait(self._files.submit(lambda: sweep_leftovers(self.store.root, unload, knows)), deadline)
 
     async def close(self, names: Collection[str] = ()) -> None:
         """Release everything but the names that a server may still have; never fails, and may be called again."""
@@ -164,9 +153,7 @@ class DiskAndHTTPTransport(DiskTransport):
     def where(self) -> str:
         return f"{super().where}, and over HTTP"
 
-    async def write(
-        self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
-    ) -> StoredAdapter:
+    async def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline) -> StoredAdapter:
         # In the file thread, because copying an adapter from a GPU would hold up the loop.
         return await self._keep(lambda: _with_content(self.store.write, version, adapter), deadline)
 
@@ -181,13 +168,11 @@ class HTTPTransport(DiskTransport):
     def where(self) -> str:
         return "no shared folder (sent over HTTP)"
 
-    async def write(
-        self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline | None = None
-    ) -> StoredAdapter:
+    async def write(self, version: int | str, adapter: CanonicalAdapter, deadline: Deadline) -> StoredAdapter:
         # A copy: a server that restarts needs this version, and the next read of the model overwrites its memory.
         return await self._keep(lambda: _with_content(self.store.note, version, adapter), deadline)
 
-    async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline | None = None) -> None:
+    async def check(self, stored: StoredAdapter, adapter: CanonicalAdapter, deadline: Deadline) -> None:
         """Does nothing: a push carries a digest that the server compares, and there is no file."""
 
 

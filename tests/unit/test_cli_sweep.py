@@ -12,7 +12,7 @@ from contract.served import SMALL, engine_at, soon
 from trl_lora_sync import addresses
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, run_states
 from trl_lora_sync.cli.main import main
-from trl_lora_sync.engines.base import Engine
+from trl_lora_sync.engines.base import Deadline, Engine
 from trl_lora_sync.runtime import run
 from trl_lora_sync.testing import FakeSGLang, random_adapter
 from trl_lora_sync.transports import HTTPTransport
@@ -162,7 +162,7 @@ def test_server_forgets_adapters_of_dead_runs_only(
         path=active.path,
         server_path=active.server_path,
     )
-    sent = run(HTTPTransport(tmp_path / "of-another-host").write(1, ADAPTER))
+    sent = run(HTTPTransport(tmp_path / "of-another-host").write(1, ADAPTER, Deadline.after(10.0, "the test")))
     abroad = foreign.directory / f"{foreign.run_id}-v1"
     kept = StoredAdapter(
         name=abroad.name,
