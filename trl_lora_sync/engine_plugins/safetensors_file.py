@@ -88,6 +88,10 @@ class Head(NamedTuple):
         entries = json.loads(self.header)
         return entries.pop("__metadata__", {}), entries
 
+    def spans(self) -> dict[str, TensorSpan]:
+        """Where each tensor is, by its key; errors as of `content`."""
+        return {name: TensorSpan.of(entry) for name, entry in self.content()[1].items()}
+
 
 def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """What a file of such tensors begins with: the length of a JSON object, the object, and padding.

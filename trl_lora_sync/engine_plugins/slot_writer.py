@@ -403,7 +403,7 @@ class SlotWriter:
         spans: dict[str, TensorSpan] = {}
         reason = ""
         try:
-            spans = _spans_in(kind.head)
+            spans = kind.head.spans()
             found = self._find_plan(kind, request, spans)
         except Exception as error:  # whatever other layers and other versions of vLLM raise
             reason = _reason(error)
@@ -548,13 +548,6 @@ def slot_parts(layers: Any, slots: int) -> list[Tensor]:
                     if one.dim() > 1 and one.shape[0] == slots and is_whole and one.is_contiguous():
                         found.setdefault(one.data_ptr(), one)
     return list(found.values())
-
-
-def _spans_in(head: Head) -> dict[str, TensorSpan]:
-    try:
-        return {name: TensorSpan.of(entry) for name, entry in head.content()[1].items()}
-    except MALFORMED as error:
-        raise _DoubtError(f"the head of the file cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _in_batches(pairs: list[tuple[Tensor, Tensor]]) -> list[_Batch]:

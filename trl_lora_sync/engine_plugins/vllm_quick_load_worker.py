@@ -218,7 +218,7 @@ def memory_for(buffer: _Buffer) -> Tensor:
 
 def _spans_in(head: Head) -> dict[str, TensorSpan]:
     """Where each tensor is, in the order of the file; empty unless they are lora_A and lora_B of one known dtype."""
-    spans = {name: TensorSpan.of(entry) for name, entry in head.content()[1].items()}
+    spans = head.spans()
     dtypes = {span.dtype for span in spans.values()}
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys() or not all(name.endswith(_MATRICES) for name in spans):
         return {}
