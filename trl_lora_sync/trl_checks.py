@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -35,6 +35,10 @@ LOADER = "create_model_from_path"
 # Where a trainer keeps the step of its last sync.
 LAST_SYNC_FIELDS = ("_last_loaded_step", "_last_vllm_sync_step")
 _GENERATE_PARAMETERS = ("self", "prompts", "images", "num_generations", "profiler")
+_GENERATION_METHODS = {"_init_vllm": ("self",), "sync_weights": ("self",), "generate": _GENERATE_PARAMETERS}
+# `_trl.save_adapter` calls the first, and `LoRASyncTrainer.save_model` overrides the second.
+_SAVING = {"_save": ("self", "output_dir", "state_dict"), "save_model": ("self", "output_dir", "_internal_call")}
+_OF_TRANSFORMERS = f" of Transformers {transformers.__version__}"
 # Token ids of prompts and of completions, the log-probabilities, and the token ids that these belong to.
 _RETURNED_VALUES = 4
 # What `VLLMGeneration.__init__` stores under the same name, for `LoRASyncGeneration` to read.
@@ -63,6 +67,7 @@ _SERVER_INFO_KEYS = ("model_config", "logprobs_mode")
 _SAMPLES_IF = "self._step % generate_every == 0 or self._buffered_inputs is None"
 _EVERY = "generate_every = self.args.steps_per_generation * self.num_iterations"
 _TAKING_PARAMETERS = ("self", "epoch_iterator", "num_batches", "device")
+_PREPARING = {"_prepare_inputs": ("self", "generation_batch"), "_tokenize_prompts": ("self", "prompts")}
 _STABLE = frozenset({"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"})
 # The beginnings of names of TRL's trainers and configurations, and why adapter sync is not for them.
 _OTHERS = {
@@ -141,13 +146,12 @@ def check_trl() -> None:
             f"TRL {trl.__version__} is installed, and adapter sync needs {TRL.oldest} or later. Install one with: "
             f"pip install 'trl>={TRL.oldest}'"
         )
-    grpo = _export_changes("GRPOConfig", "GRPOTrainer")
     _raise_if_changed(
         [
             *_generation_changes(),
             *_function_changes("trl.models.utils", "remove_hooks", "add_hooks"),
-            *_saving_changes(),
-            *grpo,
+            *_method_changes(transformers.Trainer, _SAVING, _OF_TRANSFORMERS),
+            *_export_changes("GRPOConfig", "GRPOTrainer"),
         ]
     )
     # Last, as the caution claims that every check has passed.
@@ -235,17 +239,11 @@ def check_overlap(trainer_class: type) -> None:
             'for samples of an earlier policy, which is inputs["importance_sampling_ratio"]. Multiply by it there, '
             "or set lora_sync_overlap=0."
         )
-    changes: list[str] = []
-    for where, owner, name, parameters in (
-        (f"of Transformers {transformers.__version__}", transformers.Trainer, "get_batch_samples", _TAKING_PARAMETERS),
-        ("of TRL", trl.GRPOTrainer, "_prepare_inputs", ("self", "generation_batch")),
-        ("of TRL", trl.GRPOTrainer, "_tokenize_prompts", ("self", "prompts")),
-    ):
-        found, what = getattr(owner, name, None), f"{owner.__name__}.{name}"
-        changes += _parameter_changes(what, found, parameters) if callable(found) else [f"there is no {what} {where}"]
-    if not changes:
-        changes += _overlap_changes()
-    _raise_if_changed(changes)
+    changes = [
+        *_method_changes(transformers.Trainer, {"get_batch_samples": _TAKING_PARAMETERS}, _OF_TRANSFORMERS),
+        *_method_changes(trl.GRPOTrainer, _PREPARING),
+    ]
+    _raise_if_changed(changes or [*_overlap_changes()])
 
 
 def _corrects(trainer_class: type) -> bool:
@@ -346,9 +344,7 @@ def check_async(trainer_class: type) -> None:
     loop, worker = module._AsyncRolloutLoop, getattr(module, ASYNC_WORKER)
     changes = [*_signature_changes(trainer_class, trls.__name__)]
     for owner, methods in ((loop, _ASYNC_LOOP), (worker, _ASYNC_WORKER), (trls, {"_sync_weight": ("self",)})):
-        for method, parameters in methods.items():
-            found, what = getattr(owner, method, None), f"{owner.__name__}.{method}"
-            changes += _parameter_changes(what, found, parameters) if callable(found) else [f"there is no {what}"]
+        changes += _method_changes(owner, methods)
     for owner, names in ((loop, _ASYNC_GIVEN), (trls, ("rollout_worker", "weight_transfer"))):
         missing = set(names) - set(inspect.signature(owner.__init__).parameters)
         changes += [f"{owner.__name__} takes no {', '.join(sorted(missing))}"] if missing else []
@@ -401,16 +397,10 @@ def check_async_built(trainer: Any, worker_class: type) -> None:
         UnsupportedTRLError: the trainer has built another worker, or lacks something.
     """
     name = type(trainer).__name__
-    changes = [
-        f"a {name} has no {attribute}"
-        for attribute in ("accelerator", "is_fsdp_enabled", "model_version", "rollout_worker")
-        if not hasattr(trainer, attribute)
-    ]
+    changes = [*_instance_changes(trainer, "model_version", "rollout_worker")]
     # TRL builds the worker on process 0 alone (1.16).
     if trainer.accelerator.is_main_process and not isinstance(getattr(trainer, "rollout_worker", None), worker_class):
         changes.append(f"a {name} builds its {ASYNC_WORKER} in another way")
-    if not {"train", "eval"} <= set(getattr(trainer, "_metrics", ())):
-        changes.append(f'the _metrics of a {name} have no "train" and "eval"')
     _raise_if_changed(changes, TRL_ASYNC)
 
 
@@ -461,18 +451,22 @@ def check_built(trainer: Any, generation_class: type) -> None:
         UnsupportedTRLError: the trainer has built another generation object, or lacks something.
     """
     name = type(trainer).__name__
-    changes = [
-        f"a {name} has no {attribute}"
-        for attribute in ("accelerator", "is_fsdp_enabled")
-        if not hasattr(trainer, attribute)
-    ]
+    changes = [*_instance_changes(trainer)]
     if not isinstance(getattr(trainer, "vllm_generation", None), generation_class):
         changes.append(f"a {name} builds its generation object in another way")
-    if not {"train", "eval"} <= set(getattr(trainer, "_metrics", ())):
-        changes.append(f'the _metrics of a {name} have no "train" and "eval"')
     if not any(hasattr(trainer, one) for one in LAST_SYNC_FIELDS):
         changes.append(f"a {name} has none of {', '.join(LAST_SYNC_FIELDS)}")
     _raise_if_changed(changes)
+
+
+def _instance_changes(trainer: Any, *more: str) -> Iterator[str]:
+    """What a trainer lacks that is used of all of them, and `more`."""
+    name = type(trainer).__name__
+    for attribute in ("accelerator", "is_fsdp_enabled", *more):
+        if not hasattr(trainer, attribute):
+            yield f"a {name} has no {attribute}"
+    if not {"train", "eval"} <= set(getattr(trainer, "_metrics", ())):
+        yield f'the _metrics of a {name} have no "train" and "eval"'
 
 
 def check_script(name: str, config: str, trainer: str) -> None:
@@ -536,16 +530,7 @@ def _generation_changes() -> Iterator[str]:
     if not isinstance(generation, type):
         yield f"{GENERATION_MODULE} has no class {GENERATION_CLASS}"
         return
-    for method, parameters in (
-        ("_init_vllm", ("self",)),
-        ("sync_weights", ("self",)),
-        ("generate", _GENERATE_PARAMETERS),
-    ):
-        found = getattr(generation, method, None)
-        if callable(found):
-            yield from _parameter_changes(f"{GENERATION_CLASS}.{method}", found, parameters)
-        else:
-            yield f"{GENERATION_CLASS} has no method {method}"
+    yield from _method_changes(generation, _GENERATION_METHODS)
     missing = _STORED - set(inspect.signature(generation.__init__).parameters)  # type: ignore[misc]
     if missing:
         yield f"{GENERATION_CLASS} takes no {', '.join(sorted(missing))}"
@@ -554,18 +539,28 @@ def _generation_changes() -> Iterator[str]:
     yield from _return_changes(_function_tree(getattr(generation, "generate", None)))
 
 
-def _parameter_changes(what: str, function: Callable[..., Any], expected: Sequence[str]) -> Iterator[str]:
-    found = tuple(inspect.signature(function).parameters)
-    for name in expected:
-        if name not in found:
-            yield f"{what} takes no {name}"
-    # Also one with a default: our overriding method would not know what a caller requests by it.
-    for name in found:
-        if name not in expected:
-            yield f"{what} takes another parameter, {name}"
-    # Some of these functions are called with arguments by position, such as `get_batch_samples` by Transformers.
-    if sorted(found) == sorted(expected) and found != tuple(expected):
-        yield f"{what} takes its parameters in another order"
+def _method_changes(owner: type, methods: Mapping[str, Sequence[str]], of: str = "") -> Iterator[str]:
+    """Whether a class has methods with these parameters.
+
+    Args:
+        of: in which software, if not in TRL.
+    """
+    for method, expected in methods.items():
+        function, what = getattr(owner, method, None), f"{owner.__name__}.{method}{of}"
+        if not callable(function):
+            yield f"there is no {what}"
+            continue
+        found = tuple(inspect.signature(function).parameters)
+        for name in expected:
+            if name not in found:
+                yield f"{what} takes no {name}"
+        # Also one with a default: our overriding method would not know what a caller requests by it.
+        for name in found:
+            if name not in expected:
+                yield f"{what} takes another parameter, {name}"
+        # Some of them are called with arguments by position, such as `get_batch_samples` by Transformers.
+        if sorted(found) == sorted(expected) and found != tuple(expected):
+            yield f"{what} takes its parameters in another order"
 
 
 def _init_changes(tree: ast.AST | None) -> Iterator[str]:
@@ -603,21 +598,6 @@ def _function_changes(module_name: str, *names: str) -> Iterator[str]:
             yield f"{module_name} has no {name}"
         elif len(inspect.signature(function).parameters) != 1:
             yield f"{module_name}.{name} takes other parameters"
-
-
-def _saving_changes() -> Iterator[str]:
-    # `_trl.save_adapter` calls the first, and `LoRASyncTrainer.save_model` overrides the second.
-    expected = {
-        "_save": ("self", "output_dir", "state_dict"),
-        "save_model": ("self", "output_dir", "_internal_call"),
-    }
-    for name, parameters in expected.items():
-        found = getattr(transformers.Trainer, name, None)
-        what = f"Trainer.{name} of Transformers {transformers.__version__}"
-        if callable(found):
-            yield from _parameter_changes(what, found, parameters)
-        else:
-            yield f"there is no {what}"
 
 
 # One trainer

@@ -67,7 +67,7 @@ TRL_CASES: dict[str, Case] = {
         {GENERATION: {"def sync_weights(": "def push_weights("}},
         {},
         TRAINER,
-        "VLLMGeneration has no method sync_weights",
+        "there is no VLLMGeneration.sync_weights",
     ),
     "a new parameter of generate": (
         {GENERATION: {"num_generations: int,\n": "num_generations: int,\n        masks: bool = False,\n"}},
