@@ -12,7 +12,7 @@ from peft.tuners.lora.config import CordaConfig
 from torch import Tensor, nn
 
 from trl_lora_sync import export_adapter
-from trl_lora_sync.adapter.export import AdapterReader, lora_linears, read_adapter, remember_initial_adapter
+from trl_lora_sync.adapter.export import AdapterReader, read_adapter, remember_initial_adapter
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.saved import read_saved_adapter
 from trl_lora_sync.adapter.support import check_model, check_peft_config, saved_rank
@@ -180,7 +180,7 @@ def test_a_small_step_survives_bfloat16(tmp_path: Path) -> None:
     model = model_of_a_run()
     before = logits(model)
     with torch.no_grad():
-        for linear in lora_linears(model):
+        for linear in AdapterReader().linears(model):
             linear.weight.mul_(1 + 2**-12)
     change = logits(model) - before
     export_adapter(model, tmp_path / "adapter", dtype=torch.bfloat16)
@@ -279,7 +279,7 @@ def test_a_new_model_that_the_user_made_is_recognised_by_its_checkpoint(
     init: str, dtype: torch.dtype, checkpoint: Path
 ) -> None:
     model = loaded(checkpoint, init=init, dtype=dtype)
-    assert len(remember_initial_adapter(model, is_new=False)) == len(lora_linears(model))
+    assert len(remember_initial_adapter(model, is_new=False)) == len(AdapterReader().linears(model))
 
 
 def test_a_model_that_was_trained_elsewhere_is_refused(checkpoint: Path) -> None:

@@ -12,14 +12,14 @@ from torch.nn.utils import parametrizations, prune
 
 from trl_lora_sync.adapter import export
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
-from trl_lora_sync.adapter.export import AdapterReader, lora_linears, read_adapter
+from trl_lora_sync.adapter.export import AdapterReader, read_adapter
 from trl_lora_sync.errors import UnsupportedAdapterError
 from unit.tiny import lora_model, randomize_adapters
 
 
 def read(reader: AdapterReader, model: PeftModel) -> CanonicalAdapter:
     """As a sync does."""
-    assert reader.linears(model) == lora_linears(model)
+    assert reader.linears(model) == AdapterReader().linears(model)
     return reader.read(model, dtype=torch.float32)
 
 
@@ -35,7 +35,7 @@ def test_new_values_and_new_parameters_are_read() -> None:
     assert_reads_what_is_there(reader, model)
     randomize_adapters(model, seed=2)
     assert_reads_what_is_there(reader, model)
-    for linear in lora_linears(model):
+    for linear in AdapterReader().linears(model):
         linear.weight = nn.Parameter(torch.full_like(linear.weight, 0.5))
     assert_reads_what_is_there(reader, model)
     assert float(next(iter(read(reader, model).tensors.values())).max()) == 0.5
@@ -176,7 +176,11 @@ def test_layer_that_computes_with_another_adapter_as_well_is_refused() -> None:
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
     for active in (["default", "other"], "other"):
         layer.set_adapter(active)
-        for refused in (reader.is_as_read, lambda: lora_linears(model), lambda: AdapterReader().linears(model)):
+        for refused in (
+            reader.is_as_read,
+            lambda: read_adapter(model, dtype=torch.float32),
+            lambda: AdapterReader().linears(model),
+        ):
             with pytest.raises(UnsupportedAdapterError, match=r"q_proj' .* has other active adapters .*set_adapter"):
                 refused()
     model.set_adapter("default")
@@ -193,7 +197,11 @@ def test_matrix_that_is_computed_from_other_parameters_is_refused(way: Any) -> N
     reader, model = AdapterReader(), lora_model()
     read(reader, model)
     way(model.base_model.model.model.layers[1].self_attn.q_proj.lora_A["default"])
-    for refused in (reader.is_as_read, lambda: lora_linears(model), lambda: AdapterReader().linears(model)):
+    for refused in (
+        reader.is_as_read,
+        lambda: read_adapter(model, dtype=torch.float32),
+        lambda: AdapterReader().linears(model),
+    ):
         with pytest.raises(UnsupportedAdapterError, match=r"q_proj' .* computes a LoRA matrix from other parameters"):
             refused()
 
@@ -214,7 +222,11 @@ def test_layer_without_the_adapter_that_computes_with_another_one_is_refused(bes
     else:
         layer.enable_adapters(True)
         layer.set_adapter("other")
-    for refused in (reader.is_as_read, lambda: lora_linears(model), lambda: AdapterReader().linears(model)):
+    for refused in (
+        reader.is_as_read,
+        lambda: read_adapter(model, dtype=torch.float32),
+        lambda: AdapterReader().linears(model),
+    ):
         with pytest.raises(UnsupportedAdapterError, match=r"\(.*\) has 'other' (merged|active).* first\)"):
             refused()
     if change == "merged":

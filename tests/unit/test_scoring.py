@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_lora_sync.adapter.export import AdapterReader, lora_linears
+from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.errors import UnsupportedAdapterError
@@ -18,7 +18,7 @@ IDS = [1, 5, 9, 2, 30, 7]
 
 
 def trial_of(model: Any, strength: float = 0.5) -> dict[torch.nn.Module, Tensor]:
-    return trial_weights(lora_linears(model), strength, torch.device("cpu"))
+    return trial_weights(AdapterReader().linears(model), strength, torch.device("cpu"))
 
 
 SCORES: dict[str, Callable[[Any], object]] = {

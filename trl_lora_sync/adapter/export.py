@@ -196,21 +196,22 @@ class AdapterReader:
         self._sizes: list[int] = []  # of the matrices in `_modules`
 
     def linears(self, model: "PeftModel") -> list[nn.Linear]:
-        """As `lora_linears`.
+        """The linear modules whose weights are the matrices of the active adapter, in model order; errors as a read.
 
-        That names every module of the model, which takes longer than to copy the adapter, and is done again only if a
-        module has come, gone or been replaced.
+        To find them names every module of the model, which takes longer than to copy the adapter, and is done again
+        only if a module has come, gone or been replaced.
         """
         adapter_name = _checked_name(model, None, self._serving, proves_groups=self._proves_groups)
         if self._tree is None or not self._tree.is_of(model) or adapter_name != self._adapter_name:
             # First: if a layer is refused below, `read_again` may not repeat what was read of the layers before.
             self._modules = self._checked = None
             self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
-            self._scaled = list(_adapted(model, adapter_name).values())
+            adapted = _adapted(model, adapter_name)
+            self._scaled = list(adapted.values())
             self._others = _other_layers(model, adapter_name)
             self._has_initial = any(layer.initial is not None for layer in self._layers)
-            self._experts = _find_experts(model, adapter_name, self._serving)
-            self._extras = _find_extras(model, adapter_name) if self._serving == "fused" else []
+            self._experts = _find_experts(model, adapter_name, adapted, self._serving)
+            self._extras = find_extras(model, adapter_name, adapted) if self._serving == "fused" else []
             pairs = [layer.matrices for layer in self._layers] + [layer.matrices for layer in self._experts]
             self.last_linears = [matrix for pair in pairs for matrix in pair]
             # Last: after an error above, the tree or the name is still the old one, so the next call searches again.
@@ -387,15 +388,6 @@ def base_dtype(model: nn.Module) -> torch.dtype:
         if parameter.is_floating_point() and "lora_" not in name:
             return parameter.dtype
     return torch.float32
-
-
-def lora_linears(model: "PeftModel") -> list[nn.Linear]:
-    """The linear modules whose weights are the matrices of the active adapter, in model order.
-
-    Raises:
-        UnsupportedAdapterError: as for `read_adapter`.
-    """
-    return [matrix for layer in find_layers(model, _checked_name(model, None)) for matrix in layer.matrices]
 
 
 def collect_modules(model: nn.Module, adapter_name: str) -> list[LoRAModule]:
@@ -594,7 +586,7 @@ def _adapted(model: nn.Module, adapter_name: str) -> dict[str, Any]:
     return {
         trained_path(path): layer
         for path, layer in model.named_modules()
-        if isinstance(layer, LoraLayer) and _carries(layer, adapter_name)
+        if isinstance(layer, LoraLayer) and (adapter_name in layer.lora_A or adapter_name in layer.lora_embedding_A)
     }
 
 
@@ -627,9 +619,9 @@ def _family(model: Any) -> Family:
     return family
 
 
-def _find_experts(model: Any, adapter_name: str, serving: Serving) -> list[ExpertLayer]:
+def _find_experts(model: Any, adapter_name: str, adapted: Mapping[str, Any], serving: Serving) -> list[ExpertLayer]:
     """The parameters of experts that carry the adapter."""
-    found = {path: layer for path, layer in _adapted(model, adapter_name).items() if _is_of_experts(layer)}
+    found = {path: layer for path, layer in adapted.items() if _is_of_experts(layer)}
     if not found:
         return []
     family, names = _family(model), ServedNames.of(model)
@@ -682,10 +674,6 @@ def _routers(model: Any, adapted: Mapping[str, Any], serving: Serving) -> dict[s
     for path in found:
         mark_read_directly(_matrices(adapted[path], model.active_adapter))
     return {path: path.replace(".mlp.gate", f".{family.moe}.gate") for path in found}
-
-
-def _find_extras(model: nn.Module, adapter_name: str) -> list[Extra]:
-    return find_extras(model, adapter_name, _adapted(model, adapter_name))
 
 
 def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, proves_groups: bool) -> list[_Layer]:
@@ -785,10 +773,6 @@ def _checked_name(
     check_peft_config(config, is_of_model=True, serving=serving, proves_groups=proves_groups)
     check_other_adapters(model.peft_config, adapter_name)
     return adapter_name
-
-
-def _carries(layer: Any, adapter_name: str) -> bool:
-    return adapter_name in layer.lora_A or adapter_name in layer.lora_embedding_A
 
 
 def _matrices(layer: Any, adapter_name: str) -> tuple[Any, Any]:
