@@ -40,11 +40,6 @@ class SavedAdapter:
     modules: tuple[LoRAModule, ...]
 
     @property
-    def is_zero(self) -> bool:
-        """Whether it changes nothing, as before the first optimizer step."""
-        return not any(bool(module.lora_B.any()) for module in self.modules)
-
-    @property
     def target_modules(self) -> tuple[str, ...]:
         return target_modules_of(self.modules)
 
