@@ -40,6 +40,7 @@ from trl_lora_sync.distributed import (
     run_on_main,
 )
 from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError
+from trl_lora_sync.image_probe import make_image_probe
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.scoring import (
     Prompt,
@@ -53,7 +54,7 @@ from trl_lora_sync.scoring import (
 )
 from trl_lora_sync.settings import PolicySettings
 from trl_lora_sync.shards import check_quantised, is_partitioned, is_sharded, shards_of, whole_in_forward
-from trl_lora_sync.verify import PROBE_PROMPT, ImageProbe, ReadAdapter, Scores, TrainedBase, Trial
+from trl_lora_sync.verify import PROBE_PROMPT, ReadAdapter, Scores, TrainedBase, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -345,7 +346,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             return unchanged | trial_weights(changed, strength, device) | trial_extras(extras, strength, device)
 
         def made(group: str, modules: Iterable[str], base: TrainedBase, score: Score) -> Trial:
-            probe = self._image_probe() if sees_images(group) else None
+            probe = make_image_probe(self.processing_class, self._image_token_id()) if sees_images(group) else None
             found = base.logprobs(PROBE_PROMPT) if probe is None else base_logprobs(model, probe, initial=initial)
             strength, logprobs = strong_trial(
                 lambda strength: score(weights(strength, group), probe or PROBE_PROMPT), *found
@@ -386,12 +387,6 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             trials = make(base, score_together)
             return lambda base: trials
         return lambda base: make(base, lambda trial, prompt: trial_logprobs(model, trial, prompt))
-
-    def _image_probe(self) -> ImageProbe:
-        """See `image_probe`; raises UnsupportedSettingError."""
-        from trl_lora_sync.image_probe import make_image_probe
-
-        return make_image_probe(self.processing_class, self._image_token_id())
 
     def _image_token_id(self) -> int | None:
         """What stands for an image in a tokenized prompt.

@@ -170,15 +170,12 @@ class LoRASyncGeneration(AdapterGeneration):
         assert self.overlap is not None
         self.overlap.settle()
 
-    def _needs_verification(self) -> bool:
-        return self.sync.needs_verification
-
     def _score_adapter(self, timer: PhaseTimer) -> ScoreAdapter:
         """**Collective** if the model is sharded, as its forward pass is then, and a server is to be verified."""
         if self.settings.verify == "off" or not self._is_sharded():
             return self.scores
         # Process 0 knows the servers, and all must take the same way, because the forward pass is collective.
-        if not run_on_main(self.accelerator, self._needs_verification):
+        if not run_on_main(self.accelerator, lambda: self.sync.needs_verification):
             # On a server that comes back during this sync the version is unverified: scores need all processes.
             return lambda: None
         with timer.phase("verify"), self._computing() as forward:

@@ -7,7 +7,7 @@ that version on the servers until the last answer. Knows prompts as token ids, a
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
@@ -58,7 +58,7 @@ class _Ahead:
     sampling: Sampling
     stored: StoredAdapter
     task: Task[tuple[Answers, float]]
-    waited_s: float = field(default=0.0)
+    waited_s: float = 0.0
 
     def wait(self) -> None:
         """Until it has been sampled, or has failed."""
@@ -113,7 +113,7 @@ class Overlap:
     def end_batch(self) -> None:
         """All turns of the batch have been sampled."""
         if self._turns_of is not None:
-            self._release(self._turns_of)
+            self._sync.ledger.release(self._turns_of)
             self._turns_of = None
 
     def settle(self) -> None:
@@ -128,7 +128,7 @@ class Overlap:
         if ahead is not None:
             # Before the lease ends, after which a sync may unload the version that these requests name.
             ahead.task.cancel()
-            self._release(ahead.stored)
+            self._sync.ledger.release(ahead.stored)
         self.end_batch()
 
     def _take(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Answers | None:
@@ -171,9 +171,6 @@ class Overlap:
         # The deadline begins with the sampling, and not when the training begins to wait for it.
         answers = await self._sync.fleet.generate(stored.name, groups, sampling, self._deadline())
         return answers, time.monotonic() - started
-
-    def _release(self, stored: StoredAdapter) -> None:
-        self._sync.ledger.release(stored)
 
 
 def start_sentence(mode: str) -> str:

@@ -45,7 +45,8 @@ def test_smaller_rank_in_the_same_parameters_is_read() -> None:
     """The one row of the new matrix was copied to all rows of the old one."""
     reader, model = AdapterReader(), lora_model()
     assert_reads_what_is_there(reader, model)
-    for lora_A, lora_B in zip(lora_linears(model)[::2], lora_linears(model)[1::2], strict=True):
+    linears = AdapterReader().linears(model)
+    for lora_A, lora_B in zip(linears[::2], linears[1::2], strict=True):
         lora_A.weight.data, lora_B.weight.data = lora_A.weight.data[:1].clone(), lora_B.weight.data[:, :1].clone()
     assert_reads_what_is_there(reader, model)
     assert read(reader, model).rank == 1

@@ -162,11 +162,6 @@ class Capabilities:
         """In which it takes adapters."""
         return Form(packed_modules=self.requires_packed_modules, stacked_experts=self.supports_stacked_experts)
 
-    @property
-    def serve_options(self) -> tuple[str, ...]:
-        """Of `trl-lora-sync serve`, for a server of the same kind."""
-        return ("--fused",) if self.is_fused else ()
-
     def serves_module(self, module: str) -> bool:
         """Whether layers of this name, such as `q_proj`, can be adapted; true if unknown."""
         # SGLang may list the packed layer (`qkv_proj`) or `all` in the place of its parts.

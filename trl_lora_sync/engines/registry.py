@@ -32,7 +32,7 @@ def restart_command(
         engine_options = [*engine_options, "--lora-target-modules", *sorted(served.target_modules)]
     return ENGINES[served.engine].serve_command(
         model or served.base_root,
-        (*served.serve_options, *options),
+        ("--fused", *options) if served.is_fused else options,
         engine_options=engine_options,
         base_url=url,
         is_local=is_local_url(url),

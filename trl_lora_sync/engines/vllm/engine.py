@@ -506,7 +506,10 @@ class VLLMEngine(ServerEngine):
                 **sampling_fields(sampling, groups[0].count),
             }
         response = await self._sample(path, body, model, deadline)
-        echoes = not groups[0].images or self._token_route_echoes()
+        # An unknown version counts as an old one, of whose answers less is required.
+        echoes = not groups[0].images or not _is_below(
+            self.capabilities.version, _TOKEN_ROUTE_ECHOES_FROM, if_unknown=True
+        )
         with collector_paused():
             content = json_object(response, GenerationError, without_alternatives if sampling.logprobs == 0 else None)
             self._check_policy(content, model, names_model=echoes)
@@ -514,10 +517,6 @@ class VLLMEngine(ServerEngine):
             if not echoes and content.get("prompt_token_ids") is None:
                 content["prompt_token_ids"] = groups[0].prompt
             return self._completions(content, groups, sampling)
-
-    def _token_route_echoes(self) -> bool:
-        # An unknown version counts as an old one, of whose answers less is required.
-        return not _is_below(self.capabilities.version, _TOKEN_ROUTE_ECHOES_FROM, if_unknown=True)
 
     async def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
         response = await self._post_sampling(path, body, model, deadline)
