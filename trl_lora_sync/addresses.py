@@ -92,10 +92,9 @@ def is_gone(url: str) -> bool:
 
     Never true for a server elsewhere, whose connections a gateway or a firewall may refuse.
     """
-    parts = urlsplit(url)
     try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        socket.create_connection((parts.hostname or "", port), _REFUSED_WITHIN_S).close()
+        host, port = _host_and_port(url)
+        socket.create_connection((host or "", port), _REFUSED_WITHIN_S).close()
     except ConnectionRefusedError:
         return is_local_url(url)
     except (OSError, ValueError):  # no answer, or no such host

@@ -14,13 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trl_lora_sync.adapter.canonical import ExtraTensors
+from trl_lora_sync.adapter.canonical import KEY_PREFIX, ExtraTensors
 from trl_lora_sync.adapter.initial import initial_of
 from trl_lora_sync.adapter.names import ServedNames, trained_path
 from trl_lora_sync.adapter.support import is_embedding_module, refuse, refuse_scaled_embedding
 from trl_lora_sync.errors import UnsupportedAdapterError
 
-_KEY_PREFIX = "base_model.model."
 _TRIAL_SEED = 20_012
 
 
@@ -181,7 +180,7 @@ def _of_embedding(path: str, layer: Any, name: str) -> list[Extra]:
     return [
         Extra(
             path=path,
-            key=f"{_KEY_PREFIX}{path}.lora_A.weight",
+            key=f"{KEY_PREFIX}{path}.lora_A.weight",
             owner=wide,
             name=name,
             form=lambda value, dtype: value.float().T,
@@ -190,7 +189,7 @@ def _of_embedding(path: str, layer: Any, name: str) -> list[Extra]:
         ),
         Extra(
             path=path,
-            key=f"{_KEY_PREFIX}{path}.lora_B.weight",
+            key=f"{KEY_PREFIX}{path}.lora_B.weight",
             owner=tall,
             name=name,
             form=lambda value, dtype: value.float().T * float(layer.scaling[name]),
@@ -225,7 +224,7 @@ def _magnitude(path: str, layer: Any, name: str) -> Extra:
 
     return Extra(
         path=path,
-        key=f"{_KEY_PREFIX}{path}.lora_magnitude_vector.weight",
+        key=f"{KEY_PREFIX}{path}.lora_magnitude_vector.weight",
         owner=layer.lora_magnitude_vector[name],
         name="weight",
         form=form,
@@ -243,7 +242,7 @@ def _bias(path: str, layer: Any, name: str) -> Extra:
         )
     return Extra(
         path=path,
-        key=f"{_KEY_PREFIX}{path}.lora_B.bias",
+        key=f"{KEY_PREFIX}{path}.lora_B.bias",
         owner=layer.lora_B[name],
         name="bias",
         # PEFT scales the output of lora_B with its bias (0.21, `Linear.forward`).
@@ -265,7 +264,7 @@ def _saved_module(path: str, wrapper: Any, name: str) -> list[Extra]:
         extras.append(
             Extra(
                 path=path,
-                key=f"{_KEY_PREFIX}{path}.{inner}",
+                key=f"{KEY_PREFIX}{path}.{inner}",
                 owner=saved.get_submodule(inner.rpartition(".")[0]),
                 name=inner.rpartition(".")[2],
                 form=_as_trained,
@@ -293,7 +292,7 @@ def _tokens(model: Any, path: str, adapter: Any, name: str) -> list[Extra]:
     return [
         Extra(
             path=path,
-            key=f"{_KEY_PREFIX}{path}.token_adapter.trainable_tokens_delta",
+            key=f"{KEY_PREFIX}{path}.token_adapter.trainable_tokens_delta",
             owner=adapter.trainable_tokens_delta,
             name=name,
             form=_as_trained,

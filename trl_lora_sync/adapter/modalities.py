@@ -71,7 +71,7 @@ def check_adapted_modules(
                 f"A LoRA adapter on {', '.join(without_numbers(left))}",
                 "vLLM ignores an adapter on the embedding of patches or positions, also with "
                 "--enable-tower-connector-lora",
-                f"Set LoraConfig(exclude_modules={_pattern(left, peft_config.exclude_modules)!r})",
+                f"Set LoraConfig(exclude_modules={_joined(_pattern(left), peft_config.exclude_modules)!r})",
             )
         return
     if outside:
@@ -134,17 +134,16 @@ def vision_exclusion(model: Any, peft_config: Any) -> str:
     return _exclusion(outside, language_path, peft_config.exclude_modules)
 
 
-def _pattern(paths: Iterable[str], existing: Any) -> str:
-    """The `exclude_modules` for some modules, with what was excluded already."""
-    return _joined(rf"(.*\.)?({'|'.join(map(re.escape, paths))})", existing)
+def _pattern(paths: Iterable[str]) -> str:
+    """The `exclude_modules` for some modules."""
+    return rf"(.*\.)?({'|'.join(map(re.escape, paths))})"
 
 
 def _joined(pattern: str, existing: Any) -> str:
+    """With what was excluded already."""
     if not existing:
         return pattern
-    if not isinstance(existing, str):
-        existing = rf"(.*\.)?({'|'.join(map(re.escape, sorted(existing)))})"
-    return f"{existing}|{pattern}"
+    return f"{existing if isinstance(existing, str) else _pattern(sorted(existing))}|{pattern}"
 
 
 def _exclusion(outside: Iterable[str], language_path: str, existing: Any) -> str:
