@@ -146,9 +146,11 @@ def test_kernels_have_room_for_what_the_adapter_before_kept_or_fold_again(
         base.unfold()
         assert same(bits(weights), before)
     assert kept[0] < kept[1] < kept[2] < kept[3]  # with room to spare the second time
+    assert not base.has_changed()
     weights[1].view(torch.int16)[3, 5] ^= 1
+    assert base.has_changed()
     with pytest.raises(BaseChangedError, match="1 of 3 weights"):
-        base.check()
+        base.unfold()
 
 
 def test_views_of_one_tensor_fold_each_for_itself() -> None:

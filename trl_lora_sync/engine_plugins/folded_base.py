@@ -245,7 +245,9 @@ class FoldedBase:
         with _signals_deferred(), _plain_arithmetic(self._weights):
             found = self._take_out()
             self._kept_bytes = 0
-        self._check(found)
+        if not torch.equal(found, self._sums):
+            different = int((found != self._sums).sum())
+            raise BaseChangedError(f"{different} of {len(self._weights)} weights have changed")
 
     def _take_out(self) -> Tensor:
         """Returns the sums of the bits of each weight afterwards."""
@@ -262,18 +264,9 @@ class FoldedBase:
         # Kernels sum up what they write. Rows that were taken out in another way are summed by reading all weights.
         return sums if summed == len(self._weights) else self._bit_sums()
 
-    def check(self) -> None:
-        """Compare the weights with what they were at first.
-
-        Raises:
-            BaseChangedError: they are not what they were.
-        """
-        self._check(self._bit_sums())
-
-    def _check(self, found: Tensor) -> None:
-        if not torch.equal(found, self._sums):
-            different = int((found != self._sums).sum())
-            raise BaseChangedError(f"{different} of {len(self._weights)} weights have changed")
+    def has_changed(self) -> bool:
+        """Whether the weights are something else than at first."""
+        return not torch.equal(self._bit_sums(), self._sums)
 
     def _bit_sums(self) -> Tensor:
         """For each weight, a sum over its bits as integers, modulo 2 to the 64; shape `(weights,)`."""

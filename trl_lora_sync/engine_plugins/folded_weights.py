@@ -94,7 +94,7 @@ class FoldedWeights:
 
     def compared(self) -> dict[str, int]:
         """How many parameters there are, and how many of them are not the base, by the sums of their bits."""
-        different = sum(_has_changed(base) for base in self._unchanged.values())
+        different = sum(base.has_changed() for base in self._unchanged.values())
         return {"compared": len(self._unchanged), "different": different}
 
 
@@ -102,11 +102,3 @@ def _matrices_of(piece: WeightSlice, lora_A: Tensor, lora_B: Tensor, scaling: fl
     rows = lora_B[slice(*piece.rows)]
     # The trainer writes adapters with a scaling of 1. In 16 bits, the product with another one would be rounded.
     return lora_A[:, slice(*piece.columns)], rows if scaling == 1.0 else rows.float() * scaling
-
-
-def _has_changed(base: FoldedBase) -> bool:
-    try:
-        base.check()
-    except BaseChangedError:
-        return True
-    return False
