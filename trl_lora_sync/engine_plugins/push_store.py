@@ -47,8 +47,7 @@ class PushStore:
         self._folder: Path | None = None
         self._descriptor: int | None = None
         self._pid = os.getpid()
-        self._checksums: dict[str, str] = {}
-        self._sizes: dict[str, int] = {}
+        self._kept: dict[str, tuple[str, int]] = {}  # checksum and size, by name
         self.arriving = 0  # bytes that were promised and are not in the file system yet
         # Guards the fields. An upload takes it inside its own lock, never the other way round.
         self._lock = threading.Lock()
@@ -56,7 +55,7 @@ class PushStore:
     def sizes(self) -> dict[str, int]:
         """Bytes of each adapter that is there, by name."""
         with self._lock:
-            return dict(self._sizes)
+            return {name: size for name, (_, size) in self._kept.items()}
 
     def path_of(self, name: str, checksum: str) -> Path | None:
         """The folder of an adapter that is there already, or None.
@@ -66,9 +65,9 @@ class PushStore:
         """
         check_name(name)
         with self._lock:
-            if name not in self._checksums:
+            if name not in self._kept:
                 return None
-            if self._checksums[name] != checksum:
+            if self._kept[name][0] != checksum:
                 raise Refused(409, f"{name} is there already, with other bytes. A name is used once.")
             return self.open_folder() / name
 
@@ -95,9 +94,8 @@ class PushStore:
         check_name(name)
         with self._lock:
             # Under one lock with the files: a push of this name meanwhile finds all of it or nothing.
-            if self._checksums.pop(name, None) is None:
+            if self._kept.pop(name, None) is None:
                 return False
-            del self._sizes[name]
             shutil.rmtree(self.open_folder() / name, ignore_errors=True)
             return True
 
@@ -110,8 +108,7 @@ class PushStore:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._descriptor)
             self._folder = self._descriptor = None
-            self._checksums.clear()
-            self._sizes.clear()
+            self._kept.clear()
 
     def open_folder(self) -> Path:
         if self._folder is None:
@@ -147,8 +144,7 @@ class PushStore:
             if self._folder != upload.folder.parent:
                 raise Refused(410, "The server is shutting down.")
             upload.folder.rename(path)  # refuses a name that another upload took meanwhile
-            self._checksums[upload.name] = checksum
-            self._sizes[upload.name] = upload.size
+            self._kept[upload.name] = (checksum, upload.size)
             return path
 
 
