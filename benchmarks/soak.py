@@ -100,7 +100,7 @@ def soak(args: argparse.Namespace) -> None:
                 print(number, {name: round(rounds[-1][name], 4) for name in (*measured, "gap", "change")}, flush=True)
     finally:
         sync.close()
-    left = [name for name in run(sync.fleet.loaded(deadline())) if name.startswith(sync.transport.run_id)]
+    left = [name for name in on_servers(sync) if name.startswith(sync.transport.run_id)]
     result = {
         **run_environment(sync.fleet.capabilities.engine, sync.fleet.capabilities.version),
         "syncs": len(rounds),
@@ -189,7 +189,7 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
     with held(model, before):
         former = reference(model, looked_at)
     # A sleeping server gets no request for its list of adapters.
-    on_server = {} if args.sleep else {"adapters_on_server": len(run(sync.fleet.loaded(deadline())))}
+    on_server = {} if args.sleep else {"adapters_on_server": len(on_servers(sync))}
     gap, change = distance(served, wanted), distance(served, former)
     if not gap < change / 2:
         raise SystemExit(f"{report.adapter_name}: {gap:.4f} from its own version, {change:.4f} from the one before")
@@ -211,6 +211,10 @@ def one_round(model: PeftModel, sync: AdapterSync, args: argparse.Namespace) -> 
         "gpu_used_mb": gpu_used_mb(),
         "files": count_files(sync),
     }
+
+
+def on_servers(sync: AdapterSync) -> set[str]:
+    return {name for server in sync.fleet.in_service for name in run(server.engine.loaded(deadline()))}
 
 
 def sample(sync: AdapterSync) -> list[list[Completion]]:

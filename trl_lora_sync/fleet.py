@@ -311,7 +311,7 @@ class Fleet:
 
     def _exclude(self, server: ServerHandle, error: LoRASyncError) -> None:
         """Go on without a server, unless it is the last one."""
-        # One server always stays in service: `sample` and `loaded` take the first one without a check.
+        # One server always stays in service: `sample` takes the first one without a check.
         if self.in_service == [server]:
             raise error
         server.exclude(error)
@@ -331,11 +331,6 @@ class Fleet:
     def unload_later(self, adapter_name: str) -> "list[asyncio.Task[bool]]":
         """Unload a name on every server, beside the training."""
         return [server.unload_later(adapter_name) for server in self.servers]
-
-    async def loaded(self, deadline: Deadline) -> dict[str, str]:
-        """The adapters that every server in service would serve."""
-        first, *others = await each(self.in_service, lambda server: server.engine.loaded(deadline))
-        return {name: path for name, path in first.items() if all(name in other for other in others)}
 
     async def wait_for_unloads(self, deadline: Deadline) -> None:
         for server in self.in_service:

@@ -48,7 +48,8 @@ class FleetAsEngine:
         return all(has_forgotten)
 
     def loaded(self, deadline: Deadline) -> dict[str, str]:
-        return run(self.fleet.loaded(deadline))
+        first, *others = [run(server.engine.loaded(deadline)) for server in self.fleet.in_service]
+        return {name: path for name, path in first.items() if all(name in other for other in others)}
 
     def generate(
         self, model: str, groups: Sequence[PromptGroup], sampling: Sampling, deadline: Deadline
