@@ -199,16 +199,10 @@ def _copies(places: Sequence[tuple[Tensor, Tensor]], modules: Sequence[LoRAModul
             if place[1].is_contiguous() is not padded
         ]
         if chosen:
-            chunks = []
-            for chunk in _chunks([(place[1], module) for place, module in chosen]):
-                of_chunk = [module for _, module in chunk]
-                chunks.append(
-                    (
-                        [place for place, _ in chunk],
-                        [module.lora_B for module in of_chunk],
-                        [module.scaling for module in of_chunk],
-                    )
-                )
+            chunks = [
+                ([place for place, _ in chunk], [one.lora_B for _, one in chunk], [one.scaling for _, one in chunk])
+                for chunk in _chunks([(place[1], module) for place, module in chosen])
+            ]
             found.append(_Copies([place[0] for place, _ in chosen], [module.lora_A for _, module in chosen], chunks))
     return found
 

@@ -59,8 +59,7 @@ def check_adapted_modules(
     """
     if not _has_more_than_text(getattr(model, "config", None)):
         return
-    language_model = model.get_decoder()
-    inside = set(language_model.modules())
+    inside = set(model.get_decoder().modules())
     # By the modules, so that no family's paths have to be known. The output head is not among them, and is treated as
     # in a text model (`export._plain_layers`).
     outside = [path for path, module in adapted.items() if module not in inside and not is_embedding_module(path)]
@@ -75,14 +74,13 @@ def check_adapted_modules(
             )
         return
     if outside:
-        language_path = next(path for path, module in model.named_modules() if module is language_model)
         names = without_numbers(outside)
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise refuse(
             f"A LoRA adapter on modules outside the language model ({shown})",
             "these matrices would be ignored, so completions for images would come from another policy than the one "
             "being trained",
-            f"Set LoraConfig(exclude_modules={_exclusion(outside, language_path, peft_config.exclude_modules)!r})",
+            f"Set LoraConfig(exclude_modules={_exclusion(model, outside, peft_config.exclude_modules)!r})",
         )
 
 
@@ -127,11 +125,9 @@ def _is_linear(layer: Any) -> bool:
 def vision_exclusion(model: Any, peft_config: Any) -> str:
     """The `exclude_modules` that leaves only the language model of `model` in the adapter."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    language_model = base.get_decoder()
-    inside = set(language_model.modules())
+    inside = set(base.get_decoder().modules())
     outside = [path for path, module in _adapted(base).items() if module not in inside]
-    language_path = next(path for path, module in base.named_modules() if module is language_model)
-    return _exclusion(outside, language_path, peft_config.exclude_modules)
+    return _exclusion(base, outside, peft_config.exclude_modules)
 
 
 def _pattern(paths: Iterable[str]) -> str:
@@ -146,8 +142,10 @@ def _joined(pattern: str, existing: Any) -> str:
     return f"{existing if isinstance(existing, str) else _pattern(sorted(existing))}|{pattern}"
 
 
-def _exclusion(outside: Iterable[str], language_path: str, existing: Any) -> str:
+def _exclusion(model: Any, outside: Iterable[str], existing: Any) -> str:
     """The `exclude_modules` for what is beside the language model, with what was excluded already."""
+    language_model = model.get_decoder()
+    language_path = next(path for path, module in model.named_modules() if module is language_model)
     shared = set(language_path.split("."))
     # The first component that the language model's path lacks, such as `visual`, covers a whole tower.
     roots = dict.fromkeys(next(part for part in path.split(".") if part not in shared) for path in outside)
