@@ -776,6 +776,26 @@ def test_a_server_that_is_away_is_dropped_early_enough_for_the_others_to_complet
     assert training.is_policy_of(training.generate())
 
 
+@pytest.mark.usefixtures("no_patience")
+def test_a_server_that_ends_between_a_load_and_its_first_token_is_dropped(run: StartRun) -> None:
+    """It counted as one that does not fit the adapter, and ended the run."""
+    training = run(on_server_loss="drop")
+    training.publish()
+    lost = training.fakes[1]
+    lost.requests.clear()
+    lost.token_delay_s = 5.0
+
+    def end_at_the_first_token() -> None:
+        lost.wait_until(lambda: sampled(lost) > 0)
+        lost.stop()
+
+    ending = threading.Thread(target=end_at_the_first_token)
+    ending.start()
+    assert training.publish().servers == 1
+    ending.join()
+    assert training.is_policy_of(training.generate())
+
+
 # Single requests, as an asynchronous trainer sends them
 
 

@@ -87,6 +87,7 @@ class SGLangEngine(SGLangServer):
         self._seeds: random.Random | None = None
         self._accepted_sampling: set[str] = set()
         self._stuck_unload: str | None = None
+        self._fits: set[tuple[int, tuple[str, ...]]] = set()  # rank and modules of adapters that gave a token
         self._takes_images = False
 
     # Connecting
@@ -276,7 +277,11 @@ class SGLangEngine(SGLangServer):
     async def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
         try:
             await self.generate(adapter.name, [PromptGroup(prompt=_WARM_UP_PROMPT, count=1)], _ONE_TOKEN, deadline)
+            self._fits.add((adapter.rank, adapter.target_modules))
         except (ServerUnreachableError, GenerationError) as error:
+            # It is a loss like any other if adapters of these shapes have given tokens before.
+            if isinstance(error, ServerUnreachableError) and (adapter.rank, adapter.target_modules) in self._fits:
+                raise
             raise AdapterRejectedError(
                 f"{self.base_url} loaded the adapter {adapter.name!r} but failed at its first token. SGLang crashes on "
                 "an adapter whose shapes do not fit its base model; look at its log, and serve the model that is "
