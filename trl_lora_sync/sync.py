@@ -14,6 +14,7 @@ The trainer's threads call the methods without `async`; what they start runs on 
 
 import asyncio
 import logging
+import shlex
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -393,13 +394,9 @@ class AdapterSync:
         if self._transport is not None:
             await self._transport.close({name for names in left.values() for name in names})
         for base_url, names in left.items():
-            logger.warning(
-                "%s did not confirm the unload of %s. The next run removes it, or: trl-lora-sync sweep %s --dir %s",
-                base_url,
-                ", ".join(names),
-                base_url,
-                self.settings.root,
-            )
+            sweep = shlex.join(["trl-lora-sync", "sweep", base_url, "--dir", str(self.settings.root)])
+            text = "%s did not confirm the unload of %s. The next run removes it, or: %s"
+            logger.warning(text, base_url, ", ".join(names), sweep)
 
     def shutdown(self) -> None:
         """`close` for good: the connections go too."""

@@ -334,20 +334,21 @@ def test_a_name_whose_unload_was_not_confirmed_is_unloaded_by_the_next_run(
     run: StartRun, tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The folder of the run was deleted, and with it the only record of the name."""
-    training = run()
+    root = tmp_path / "two words"
+    training = run(root=root)
     [fake] = training.fakes
     name = training.publish().adapter_name
     fake.canned["/unload_lora_adapter"] = [BUSY]
     training.sync.close()
     assert fake.host_adapters == [name]
-    assert left_in(tmp_path / "sync") == [name]
+    assert left_in(root) == [name]
     assert f"{fake.base_url} did not confirm the unload of {name}" in caplog.text
-    assert f"trl-lora-sync sweep {fake.base_url} --dir {tmp_path / 'sync'}" in caplog.text
+    assert f"trl-lora-sync sweep {fake.base_url} --dir '{root}'" in caplog.text
 
-    after = run([fake])
+    after = run([fake], root)
     assert fake.host_adapters == []
     after.sync.close()
-    assert not (tmp_path / "sync").exists()
+    assert not root.exists()
 
 
 def test_what_could_not_be_unloaded_is_unloaded_with_the_next_version(run: StartRun) -> None:
