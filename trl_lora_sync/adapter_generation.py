@@ -225,6 +225,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         The base is computed again when accelerate has wrapped the model: its autocast rounds both, and the base alone
         at the start was computed without.
         """
+        # First, as the server would be named for a difference that the trainer's base explains.
+        self._check_base_weights()
         model = self.model
         adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         # The frozen base does not change, so one forward pass is enough until the model is wrapped again.
