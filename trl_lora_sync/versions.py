@@ -76,7 +76,7 @@ VLLM_COLOCATE = KnownVersions(
     title="vLLM",
     oldest=Version("0.26"),
     newest=Version("0.33"),
-    run=("0.26.0 with fused serving on a GPU", "0.31.0", "0.32.0 on a CPU"),
+    run=("0.26.0 with fused serving on a GPU", "0.28.0", "0.30.0", "0.31.0", "0.32.0 on a CPU"),
 )
 
 

@@ -778,7 +778,7 @@ def test_a_server_that_is_away_is_dropped_early_enough_for_the_others_to_complet
 
 @pytest.mark.usefixtures("no_patience")
 def test_a_server_that_ends_between_a_load_and_its_first_token_is_dropped(run: StartRun) -> None:
-    """It counted as one that does not fit the adapter, and ended the run."""
+    """The loss counted as a misfit of the adapter, and ended the run."""
     training = run(on_server_loss="drop")
     training.publish()
     lost = training.fakes[1]

