@@ -185,24 +185,24 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         if self._sharded or self._samples_trained_base:
             return
         drift = self._base_drift
-        has_moved = drift.has_moved(self.reader.scaled_layers)
+        # An error at each look, as the training may be started again after it, and a warning at each change.
+        if not drift.has_moved(self.reader.scaled_layers) and drift.is_rounding:
+            return
         what = (
             f"The base weights below the adapter have changed since the start of the run, by {drift.share:.2g} of "
             "their size, as merge_adapter() changes them. The served base is the checkpoint's"
         )
-        # At each look, as the training may be started again after the error.
         if not drift.is_rounding:
             raise UnsupportedAdapterError(
                 f"{what}, so completions would come from another policy. Merge a copy of the model "
                 "(copy.deepcopy(model)), or save the merged model, serve it and start another run on it, "
                 f"{WEIGHTS_WAY_OUT}."
             )
-        if has_moved:
-            logger.warning(
-                "%s. The rounding of merges that were undone leaves as much. To avoid it, merge a copy of the model "
-                "(copy.deepcopy(model)).",
-                what,
-            )
+        logger.warning(
+            "%s. The rounding of merges that were undone leaves as much. To avoid it, merge a copy of the model "
+            "(copy.deepcopy(model)).",
+            what,
+        )
 
     def _sync_if_changed(self) -> None:
         """For what samples on process 0 alone, such as a rollout function.

@@ -46,33 +46,34 @@ def is_local_url(url: str) -> bool:
     return any(_can_bind(family, address) for family, _, _, _, address in addresses)
 
 
-def listen_address(url: str, *, is_local: bool) -> str | None:
-    """The address on which a server must listen to be reached at `url`; None for that of `serve`, 127.0.0.1.
+def listen_flags(url: str, *, is_local: bool) -> list[str]:
+    """Arguments of `serve` with which a server listens where it is reached at `url`; none for 127.0.0.1, its default.
 
     Args:
         is_local: whether its clients are on its host.
     """
     host = urlsplit(url).hostname or ""
     if not is_local:
-        return "::" if ":" in host else "0.0.0.0"
+        return ["--host", "::" if ":" in host else "0.0.0.0"]
     if host in ("localhost", "127.0.0.1", "0.0.0.0"):
-        return None
+        return []
     # The name of this host, for one, most often leads to an address that 127.0.0.1 does not cover.
-    return "::1" if host == "::" else host
+    return ["--host", "::1" if host == "::" else host]
 
 
 def is_same_server(url: str, others: Iterable[str]) -> bool:
     """Whether a URL is of one of the others' servers: of the same port, and of the same host or of this one as well."""
-    host, port = _host_and_port(url)
+    host, port = host_and_port(url)
     # The ports first, as `is_local_url` may query a name server.
     return any(
         port == other_port and (host == other_host or (is_local_url(url) and is_local_url(other)))
         for other in others
-        for other_host, other_port in [_host_and_port(other)]
+        for other_host, other_port in [host_and_port(other)]
     )
 
 
-def _host_and_port(url: str) -> tuple[str | None, int]:
+def host_and_port(url: str) -> tuple[str | None, int]:
+    """Where a client connects; raises ValueError for a port that is none."""
     parts = urlsplit(url)
     return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
@@ -93,7 +94,7 @@ def is_gone(url: str) -> bool:
     Never true for a server elsewhere, whose connections a gateway or a firewall may refuse.
     """
     try:
-        host, port = _host_and_port(url)
+        host, port = host_and_port(url)
         socket.create_connection((host or "", port), _REFUSED_WITHIN_S).close()
     except ConnectionRefusedError:
         return is_local_url(url)

@@ -395,8 +395,12 @@ class AdapterSync:
             await self._transport.close({name for names in left.values() for name in names})
         for base_url, names in left.items():
             sweep = shlex.join(["trl-lora-sync", "sweep", base_url, "--dir", str(self.settings.root)])
-            text = "%s did not confirm the unload of %s. The next run removes it, or: %s"
-            logger.warning(text, base_url, ", ".join(names), sweep)
+            logger.warning(
+                "%s did not confirm the unload of %s. The next run removes it, or: %s",
+                base_url,
+                ", ".join(names),
+                sweep,
+            )
 
     def shutdown(self) -> None:
         """`close` for good: the connections go too."""

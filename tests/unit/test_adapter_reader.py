@@ -1,5 +1,6 @@
 """What a reader remembers of a model is never what the model was."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,15 @@ def assert_reads_what_is_there(reader: AdapterReader, model: PeftModel) -> None:
     assert found.config() == expected.config()
     assert list(found.tensors) == list(expected.tensors)
     assert all(torch.equal(tensor, expected.tensors[key]) for key, tensor in found.tensors.items())
+
+
+def ways_to_read(reader: AdapterReader, model: PeftModel) -> tuple[Callable[[], object], ...]:
+    """By a reader that has read the model before, and by new ones."""
+    return (
+        reader.is_as_read,
+        lambda: read_adapter(model, dtype=torch.float32),
+        lambda: AdapterReader().linears(model),
+    )
 
 
 def test_new_values_and_new_parameters_are_read() -> None:
@@ -177,11 +187,7 @@ def test_layer_that_computes_with_another_adapter_as_well_is_refused() -> None:
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
     for active in (["default", "other"], "other"):
         layer.set_adapter(active)
-        for refused in (
-            reader.is_as_read,
-            lambda: read_adapter(model, dtype=torch.float32),
-            lambda: AdapterReader().linears(model),
-        ):
+        for refused in ways_to_read(reader, model):
             with pytest.raises(UnsupportedAdapterError, match=r"q_proj' .* has other active adapters .*set_adapter"):
                 refused()
     model.set_adapter("default")
@@ -198,11 +204,7 @@ def test_matrix_that_is_computed_from_other_parameters_is_refused(way: Any) -> N
     reader, model = AdapterReader(), lora_model()
     read(reader, model)
     way(model.base_model.model.model.layers[1].self_attn.q_proj.lora_A["default"])
-    for refused in (
-        reader.is_as_read,
-        lambda: read_adapter(model, dtype=torch.float32),
-        lambda: AdapterReader().linears(model),
-    ):
+    for refused in ways_to_read(reader, model):
         with pytest.raises(UnsupportedAdapterError, match=r"q_proj' .* computes a LoRA matrix from other parameters"):
             refused()
 
@@ -223,11 +225,7 @@ def test_layer_without_the_adapter_that_computes_with_another_one_is_refused(bes
     else:
         layer.enable_adapters(True)
         layer.set_adapter("other")
-    for refused in (
-        reader.is_as_read,
-        lambda: read_adapter(model, dtype=torch.float32),
-        lambda: AdapterReader().linears(model),
-    ):
+    for refused in ways_to_read(reader, model):
         with pytest.raises(UnsupportedAdapterError, match=r"\(.*\) has 'other' (merged|active).* first\)"):
             refused()
     if change == "merged":

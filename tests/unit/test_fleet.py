@@ -419,8 +419,19 @@ def test_a_restart_between_two_trainings_is_noticed_by_the_first_sync_of_the_sec
     assert training.is_policy_of(training.generate())
 
 
-def test_a_server_that_is_away_when_a_second_training_begins_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def end_training(sync: AdapterSync) -> None:
+    sync.close()
+
+
+def lose_versions(sync: AdapterSync) -> None:
+    for server in sync.fleet.servers:
+        server.lose(AdapterLostError("no longer known"), server.engine)
+
+
+@pytest.mark.parametrize("before", [end_training, lose_versions])
+@pytest.mark.usefixtures("no_patience")
+def test_a_server_that_stays_away_is_named_also_if_it_holds_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Callable[[AdapterSync], None]
 ) -> None:
     async def find_nothing(base_url: str, *, deadline: Deadline, **options: Any) -> None:
         await asyncio.sleep(0.05)
@@ -431,18 +442,20 @@ def test_a_server_that_is_away_when_a_second_training_begins_is_named(
 
     with in_memory_engines(shapes=SMALL) as engines:
         begun = InMemoryRun(engines, tmp_path, sync_timeout_s=1.0)
-        begun.sync.close()
+        before(begun.sync)
         monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", find_nothing)
         with pytest.raises(ServerUnreachableError, match=engines[0].base_url):
             begun.sync.publish(small_adapter(2))
         begun.sync.shutdown()
 
 
-def test_a_server_that_is_away_when_a_second_training_begins_is_dropped(run: StartRun) -> None:
-    """The others have time to load a version after the wait for it."""
+@pytest.mark.parametrize("before", [end_training, lose_versions])
+def test_servers_without_versions_have_time_to_load_after_the_wait_for_another(
+    run: StartRun, before: Callable[[AdapterSync], None]
+) -> None:
     training = run(on_server_loss="drop", sync_timeout_s=4.0)
     training.publish()
-    training.sync.close()
+    before(training.sync)
     training.fakes[1].stop()
     assert training.publish().servers == 1
     assert training.is_policy_of(training.generate())
@@ -967,37 +980,6 @@ def test_a_server_that_never_answers_a_load_is_dropped_early_enough_to_complete_
                 begun.sync.publish(small_adapter(4))
         assert begun.samples_from(3)
         begun.sync.shutdown()
-
-
-@pytest.mark.usefixtures("no_patience")
-def test_a_server_that_stays_away_is_named_also_if_it_had_lost_its_versions_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def find_nothing(base_url: str, *, deadline: Deadline, **options: Any) -> None:
-        await asyncio.sleep(0.05)
-        # The attempts of the real one end before the deadline, and there may be no time for another.
-        raise (
-            deadline.error() if deadline.left_s() < 0.5 else ServerUnreachableError(f"No server answers at {base_url}.")
-        )
-
-    with in_memory_engines(shapes=SMALL) as engines:
-        begun = InMemoryRun(engines, tmp_path, sync_timeout_s=1.0)
-        [server] = begun.sync.fleet.servers
-        server.lose(AdapterLostError("no longer known"), server.engine)
-        monkeypatch.setattr(trl_lora_sync.server_handle, "wait_until_up", find_nothing)
-        with pytest.raises(ServerUnreachableError, match=engines[0].base_url):
-            begun.sync.publish(small_adapter(2))
-        begun.sync.shutdown()
-
-
-def test_servers_that_had_lost_their_versions_have_time_to_load_after_the_wait_for_another(run: StartRun) -> None:
-    training = run(on_server_loss="drop", sync_timeout_s=4.0)
-    training.publish()
-    for server in training.sync.fleet.servers:
-        server.lose(AdapterLostError("no longer known"), server.engine)
-    training.fakes[1].stop()
-    assert training.publish().servers == 1
-    assert training.is_policy_of(training.generate())
 
 
 def test_the_last_server_is_never_dropped(run: StartRun) -> None:

@@ -4,9 +4,8 @@ import math
 import re
 import shlex
 import time
-from urllib.parse import urlsplit
 
-from trl_lora_sync.addresses import has_secrets, is_http_url, is_local_url, listen_address
+from trl_lora_sync.addresses import has_secrets, host_and_port, is_http_url, is_local_url, listen_flags
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.runtime import run
 
@@ -110,8 +109,6 @@ def start_command(url: str, *serve_arguments: str, port: str | None = None) -> s
         serve_arguments: of `trl-lora-sync serve vllm`, the model first.
         port: another one than that of the URL.
     """
-    parts = urlsplit(url)
-    host = listen_address(url, is_local=is_local_url(url))
-    flags = ["--host", host] if host else []
-    port = port or str(parts.port or (443 if parts.scheme == "https" else 80))
-    return shlex.join(["trl-lora-sync", "serve", "vllm", *serve_arguments, *flags, "--port", port])
+    _, own_port = host_and_port(url)
+    flags = [*listen_flags(url, is_local=is_local_url(url)), "--port", port or str(own_port)]
+    return shlex.join(["trl-lora-sync", "serve", "vllm", *serve_arguments, *flags])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from trl_lora_sync.addresses import listen_address
+from trl_lora_sync.addresses import listen_flags
 from trl_lora_sync.versions import KnownVersions
 
 _SERVE_PORT = 8000  # the default of `trl-lora-sync serve`
@@ -82,8 +82,7 @@ class EngineSpec:
         words = ["trl-lora-sync", "serve", self.name, model, *options]
         address = urlsplit(base_url or "")
         if address.scheme == "http":  # the URL of a server behind HTTPS does not show the address it listens on
-            host = listen_address(address.geturl(), is_local=is_local)
-            words += ["--host", host] if host else []
+            words += listen_flags(address.geturl(), is_local=is_local)
             port = address.port or 80  # that of HTTP
             words += [] if port == _SERVE_PORT else ["--port", str(port)]
         words += ["--", *engine_options] if engine_options else []

@@ -275,12 +275,13 @@ class SGLangEngine(SGLangServer):
         )
 
     async def warm_up(self, adapter: StoredAdapter, deadline: Deadline) -> None:
+        kind = adapter.rank, adapter.target_modules
         try:
             await self.generate(adapter.name, [PromptGroup(prompt=_WARM_UP_PROMPT, count=1)], _ONE_TOKEN, deadline)
-            self._fits.add((adapter.rank, adapter.target_modules))
+            self._fits.add(kind)
         except (ServerUnreachableError, GenerationError) as error:
             # It is a loss like any other if adapters of these shapes have given tokens before.
-            if isinstance(error, ServerUnreachableError) and (adapter.rank, adapter.target_modules) in self._fits:
+            if isinstance(error, ServerUnreachableError) and kind in self._fits:
                 raise
             raise AdapterRejectedError(
                 f"{self.base_url} loaded the adapter {adapter.name!r} but failed at its first token. SGLang crashes on "
