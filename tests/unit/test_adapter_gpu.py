@@ -122,7 +122,7 @@ def test_refused_page_lock_leaves_no_error_behind(folder: Path) -> None:
     pinned.discard()
 
 
-@pytest.mark.parametrize("copy", [copy_now, lambda target, source: begin_copy_to_host(target, source)()])
+@pytest.mark.parametrize("copy", [copy_now, lambda target, source: begin_copy_to_host(target, source, lambda: None)()])
 def test_copy_is_done_when_it_returns(copy: Callable[[Tensor, Tensor], None], folder: Path) -> None:
     source = torch.randn(1 << 24, device=GPU)
     pinned = PinnedFile(folder / "pinned", source.numel() * 4, GPU)

@@ -4,6 +4,7 @@ import concurrent.futures
 import errno
 import fcntl
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -44,6 +45,7 @@ from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.testing import FakeSGLang
 from trl_lora_sync.transports import DiskTransport
 from unit.test_fleet import handle_of
+from unit.test_shared_files import unlocked
 from unit.test_slot_writer import BF16, Served, damage_tensors, flat
 from unit.tiny import lora_module
 
@@ -294,7 +296,7 @@ def test_a_worker_copies_each_part_once_the_trainer_has(served: OnOneHost, monke
     copied = [threading.Event() for _ in range(4)]
     left = iter(copied)
 
-    def begin_copy(target: Tensor, source: Tensor) -> Callable[[], object]:
+    def begin_copy(target: Tensor, source: Tensor, then: Callable[[], None]) -> Callable[[], object]:
         target.copy_(source)
         return partial(next(left).wait, 20)
 
@@ -322,7 +324,7 @@ def test_a_trainer_that_ends_within_a_version_leaves_no_worker_waiting(
     served.trainer.refuses_to_share = True
     served.publish(1)
     ended = threading.Event()
-    monkeypatch.setattr(pinned_files, "begin_copy_to_host", lambda target, source: partial(ended.wait, 20))
+    monkeypatch.setattr(pinned_files, "begin_copy_to_host", lambda *_: partial(ended.wait, 20))
     stored = served.write(2)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(served.add, stored)
@@ -359,15 +361,26 @@ def test_without_such_locks_a_file_is_complete_when_it_is_found(
 # Ahead of the load
 
 
-def all_but_the_first_after(event: threading.Event) -> Callable[[Tensor, Tensor], Callable[[], object]]:
-    """As `begin_copy_to_host`, of copies that are not complete before an event, except for the first one."""
-    waits = iter([lambda: None])
+class CopiesLater:
+    """As `begin_copy_to_host`, of copies that are not complete before `all`, except for the first one."""
 
-    def begin_copy(target: Tensor, source: Tensor) -> Callable[[], object]:
-        target.copy_(source)
-        return next(waits, partial(event.wait, 20))
+    def __init__(self) -> None:
+        self.all = threading.Event()
+        self._is_first = True
 
-    return begin_copy
+    def __call__(self, target: Tensor, source: Tensor, then: Callable[[], None]) -> Callable[[], object]:
+        is_first, self._is_first = self._is_first, False
+
+        def copy() -> None:
+            if not is_first:
+                self.all.wait(20)
+            target.copy_(source)
+            then()
+
+        # As a GPU does, whether or not the trainer waits for it.
+        copying = threading.Thread(target=copy)
+        copying.start()
+        return copying.join
 
 
 class Ahead(OnOneHost):
@@ -380,15 +393,15 @@ class Ahead(OnOneHost):
         self.damage = 0
         self.publish(1)  # the worker connects, and learns the kind
 
-    def _fetch_ahead(self, part: Filled, fetch: Fetch) -> None:
+    def _fetch_ahead(self, filled: Filled, fetch: Fetch) -> None:
         def fetch_damaged(into: Tensor) -> None:
             fetch(into)
             into[5] += self.damage
 
-        self.writer.fetcher.fetch_ahead(part, fetch_damaged)
+        self.writer.fetcher.fetch_ahead(filled, fetch_damaged)
 
-    def has(self, seed: int) -> bool:
-        return torch.equal(self.writer.stage[8:], flat(seed).flat.view(torch.uint8)[8:])
+    def has(self, seed: int, size: int | None = None) -> bool:
+        return torch.equal(self.writer.stage[8:size], flat(seed).flat.view(torch.uint8)[8:size])
 
 
 @pytest.fixture(params=["from the GPU", "by file"])
@@ -442,25 +455,46 @@ def test_two_trainers_that_publish_at_the_same_time_both_get_their_versions(ahea
 
 @pytest.mark.parametrize("ahead", ["by file"], indirect=True)  # a GPU's memory is filled before the request is sent
 def test_a_load_waits_for_the_parts_that_are_still_to_come(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied, part = threading.Event(), flat(3).payload_bytes // 2
+    copies, part = CopiesLater(), flat(3).payload_bytes // 2
     monkeypatch.setattr(unfinished, "PART_BYTES", part)
-    monkeypatch.setattr(pinned_files, "begin_copy_to_host", all_but_the_first_after(copied))
+    monkeypatch.setattr(pinned_files, "begin_copy_to_host", copies)
+    monkeypatch.setattr(shared_files, "NEXT_PART_S", 20)
     stored = ahead.write(3)
-    with ThreadPoolExecutor(2) as pool:
-        finishing = pool.submit(ahead.store.finish)
-        assert happens(lambda: torch.equal(ahead.writer.stage[:part], flat(3).flat.view(torch.uint8)[:part]))
+    with ThreadPoolExecutor(1) as pool:
+        # Without `finish`: no thread of the trainer is needed for it.
+        assert happens(lambda: ahead.has(3, part))
         loading = pool.submit(ahead.add, stored)
         with pytest.raises(concurrent.futures.TimeoutError):
             loading.result(0.2)
-        copied.set()
-        finishing.result(20)
+        copies.all.set()
         loading.result(20)
+    ahead.store.finish()
     assert ahead.serves(stored)
     assert ahead.writer.counts["ahead"] == 1
 
 
-def test_a_version_that_comes_during_the_wait_for_another_is_not_taken_for_it() -> None:
-    """The listener of a second trainer may get its turn before the load that was waiting."""
+@pytest.mark.parametrize("ahead", ["by file"], indirect=True)
+def test_a_trainer_that_stops_within_a_version_holds_up_no_other(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker gives up what it fetches ahead, and loads the version from its file once that is complete."""
+    copies, part = CopiesLater(), flat(3).payload_bytes // 2
+    monkeypatch.setattr(unfinished, "PART_BYTES", part)
+    monkeypatch.setattr(pinned_files, "begin_copy_to_host", copies)
+    monkeypatch.setattr(shared_files, "NEXT_PART_S", 0.5)
+    stored = ahead.write(3)
+    apart = AdapterStore(ahead.store.root.parent / "apart")
+    assert happens(lambda: ahead.has(3, part))
+    ahead.add(other := ahead.write(4, store=apart))
+    assert ahead.serves(other)
+    copies.all.set()
+    ahead.store.finish()
+    ahead.add(stored)
+    assert ahead.serves(stored)
+    apart.close()
+    assert ahead.writer.counts["ahead"] == 0
+
+
+def test_a_version_that_comes_before_the_load_of_another_is_not_taken_for_it() -> None:
+    """The listener of a second trainer may get its turn before the load of what was fetched ahead."""
     with shared_folder() as folder, ThreadPoolExecutor(3) as pool:
         store = AdapterStore(folder / "root", pinned=PinnedFilePool())
         stored = store.write(1, flat(1))
@@ -477,35 +511,35 @@ def copies_from(source: Tensor) -> Fetch:
 
 
 def loaded_while_another_comes(stored: StoredAdapter, pool: ThreadPoolExecutor) -> Tensor:
-    """What a load of `flat(1)` makes of memory for which `flat(2)` comes during the copy of the last part."""
+    """What a load of `flat(1)` makes of memory for which `flat(2)` comes once `flat(1)` is there."""
     data, other = (flat(seed).flat.view(torch.uint8) for seed in (1, 2))
-    size, half = len(data), len(data) // 2
+    size = len(data)
     folder, note = note_of(stored)
-    fetcher, into, has_turn, comes = Fetcher(CPU), Staging(size, CPU), threading.Event(), threading.Event()
+    fetcher, into, is_copied, all_wait = Fetcher(CPU), Staging(size, CPU), threading.Event(), threading.Barrier(3)
     fetcher.files = MappedFiles(CPU)
 
     def load() -> Tensor:
+        all_wait.wait(20)
         with fetcher.turn, (folder / FILE).open("rb", buffering=0) as file:
-            has_turn.set()
             config = (folder / "adapter_config.json").read_bytes()
             fetcher.fetch("1", folder, file.fileno(), head_of(file.fileno()), config, note, into)
             return into.data.clone()
 
-    def copy_last_part(target: Tensor) -> None:
-        target.copy_(data[half:])
-        comes.wait(20)
+    def copy(target: Tensor) -> None:
+        target.copy_(data)
+        is_copied.set()
+        all_wait.wait(20)
 
     def come() -> None:
-        comes.set()
-        fetcher.fetch_ahead(Filled(checksum(other), size, 0, size), copies_from(other))
+        all_wait.wait(20)
+        fetcher.fetch_ahead(Filled(size), copies_from(other))
 
     with fetcher.turn:
         fetcher.fetch_ahead_into(into)
-    fetcher.fetch_ahead(Filled(note.checksum, size, 0, half), copies_from(data[:half]))
-    loading = pool.submit(load)
-    has_turn.wait(20)
-    last_part = Filled(note.checksum, size, half, size)
-    for one in (pool.submit(fetcher.fetch_ahead, last_part, copy_last_part), pool.submit(come)):
+    first = pool.submit(fetcher.fetch_ahead, Filled(size), copy)
+    assert is_copied.wait(20)
+    loading, coming = pool.submit(load), pool.submit(come)
+    for one in (first, coming):
         one.result(20)
     return loading.result(20)
 
@@ -518,11 +552,11 @@ def test_memory_that_was_made_within_a_step_of_the_engine_can_be_filled_outside_
 
 
 def reader_that_listens() -> tuple[Reader, threading.Event]:
-    """A reader for fused serving, and what is set once it has handled a part that a trainer has filled."""
+    """A reader for fused serving, and what is set once it has handled a version that a trainer fills."""
     reader, is_there = Reader(CPU), threading.Event()
 
-    def fetch_ahead(part: Filled, fetch: Fetch) -> None:
-        reader.fetcher.fetch_ahead(part, fetch)
+    def fetch_ahead(filled: Filled, fetch: Fetch) -> None:
+        reader.fetcher.fetch_ahead(filled, fetch)
         is_there.set()
 
     reader.fetcher.files = MappedFiles(CPU, on_filled=fetch_ahead)
@@ -612,12 +646,12 @@ def test_a_worker_that_does_not_listen_is_still_waited_for_before_memory_is_free
         accept.append(act)
         return lambda: None
 
-    shared = SharedFiles(tmp_path, watch)
+    shared = SharedFiles(tmp_path, watch, unlocked)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
         worker.connect(str(tmp_path / shared_files.SOCKET))
         accept[0]()
         for _ in range(2000):  # more than the kernel keeps for the worker
-            shared.note_filled(Filled("0" * 16, 1 << 33, 0, 1 << 25))
+            shared.note_filled(Filled(1 << 33))
         with (tmp_path / "file").open("w") as file:
             shared.offer(file.fileno())
             shared.withdraw(file.fileno())
@@ -794,6 +828,38 @@ def test_another_process_that_does_not_see_the_gpu_says_so(store: AdapterStore) 
     worker = OtherProcess(CUDA_VISIBLE_DEVICES="1")
     assert worker.sees(store.write(1, large(1))) == ""
     assert "is not visible here; CUDA_VISIBLE_DEVICES" in worker.end()
+
+
+@on_gpus(1)
+def test_a_file_is_fetched_as_the_gpu_fills_it_without_a_thread_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(_: torch.device) -> CUDADriver:
+        raise IPCError("files are to be used")
+
+    stage = torch.empty(large(0).flat.nbytes, dtype=torch.uint8, device=GPU)
+    found: queue.Queue[str] = queue.Queue()
+
+    def fetch_ahead(filled: Filled, fetch: Fetch) -> None:
+        fetch(stage)
+        found.put(checksum(stage))
+
+    monkeypatch.setattr(unfinished, "PART_BYTES", stage.nbytes // 20)
+    monkeypatch.setattr(shared_files, "NEXT_PART_S", 20)
+    files = MappedFiles(GPU, on_filled=fetch_ahead)
+    with shared_folder() as folder:
+        store = AdapterStore(folder / "root", pinned=PinnedFilePool(driver_for=no_driver, shares_gpu=True))
+        for seed in range(1, 30):
+            # Each version is finished before the next one is written.
+            stored = store.write(seed, large(seed))
+            path, note = note_of(stored)
+            if seed == 1:
+                store.finish()
+            else:
+                assert found.get(timeout=20) == note.checksum
+            # The worker connects, and learns of the file; the parts of another file are fetched ahead from then on.
+            with (path / FILE).open("rb") as file, files.mapped(file.fileno(), path / note.files) as mapped:
+                assert mapped is not None
+            store.delete(stored)
+        store.close()
 
 
 @on_gpus(1)

@@ -20,9 +20,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[SharedFiles]:
-    shared = SharedFiles(tmp_path, watch)
+    shared = SharedFiles(tmp_path, watch, unlocked)
     yield shared
     shared.close()
+
+
+def unlocked(memory: Tensor) -> Callable[[], None]:
+    return lambda: None
 
 
 def file_of(folder: Path, name: str, content: bytes) -> int:
@@ -71,7 +75,7 @@ def test_nothing_is_held_once_the_trainer_is_gone(shared: SharedFiles, tmp_path:
 def test_a_later_trainer_in_the_same_place_is_another_one(tmp_path: Path) -> None:
     files = MappedFiles(CPU)
     for content in (b"one", b"two"):
-        shared = SharedFiles(tmp_path, watch)
+        shared = SharedFiles(tmp_path, watch, unlocked)
         file = file_of(tmp_path, "file", content)
         shared.offer(file)
         assert happens(lambda file=file, content=content: seen(files, file, tmp_path) == content)  # type: ignore[misc]
@@ -82,7 +86,7 @@ def test_a_later_trainer_in_the_same_place_is_another_one(tmp_path: Path) -> Non
 def test_a_path_longer_than_the_kernel_takes_is_no_hindrance(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-    shared = SharedFiles(folder, watch)
+    shared = SharedFiles(folder, watch, unlocked)
     file = file_of(folder, "1", b"one")
     shared.offer(file)
     assert seen(MappedFiles(CPU), file, folder) == b"one"

@@ -72,7 +72,6 @@ class PinnedFile:
         self.device = device
         self._shared = shared
         self.is_awaited = False
-        self._checksum, self._offset = "", 0
         self._copying: list[tuple[int, Wait]] = []
         # Undone from the last to the first: workers drop the file, and pages are unlocked before they are unmapped.
         with contextlib.ExitStack() as undo:
@@ -89,38 +88,24 @@ class PinnedFile:
                 undo.callback(shared.withdraw, self._file)
             self._undo = undo.pop_all()
 
-    def fill(self, header: bytes, flat: Tensor, checksum: str = "") -> None:
-        """Write `header` and then `flat`, which together are as large as the pinned file.
-
-        Args:
-            checksum: of `flat`, by which workers know what they fetch ahead of its load; empty if they are not to.
-        """
+    def fill(self, header: bytes, flat: Tensor) -> None:
+        """Write `header` and then `flat`, which together are as large as the pinned file."""
         self.is_awaited = False
-        self._checksum, self._offset = checksum, len(header)
         self._map[: len(header)] = header
         copy_now(self.memory[len(header) :].view(flat.dtype), flat)
         self._end()
-        self._note_filled(0, flat.nbytes)
 
     def begin(
-        self,
-        header: bytes,
-        begin_copy: Callable[[Tensor, int], Wait],
-        *,
-        part_bytes: int,
-        is_awaited: bool,
-        checksum: str = "",
+        self, header: bytes, begin_copy: Callable[[Tensor, int], Wait], *, part_bytes: int, is_awaited: bool
     ) -> None:
         """Write `header`, and begin to fill what follows it; readers wait for `finish`.
 
         Args:
             begin_copy: begins to fill memory with what is so many bytes after the header.
             part_bytes: size of the parts in which readers get what follows the header, each once it is complete.
-            checksum: as of `fill`.
         """
         do_wait = unfinished.begin(self._file)
         self.is_awaited = is_awaited
-        self._checksum, self._offset = checksum, len(header)
         self._map[: len(header)] = header
         start = len(header)
         for part in torch.split(self.memory[len(header) :], part_bytes):
@@ -142,21 +127,18 @@ class PinnedFile:
         if not copying:
             return
         try:
-            start = 0
             for size, wait in copying:
                 wait()
                 unfinished.end(self._file, size)
-                self._note_filled(start, size - self._offset)
-                start = size - self._offset
         except Exception:
             logger.exception("An adapter version could not be copied from the GPU to %s.", self.path)
         else:
             self._end()
 
-    def _note_filled(self, start: int, end: int) -> None:
-        if self._shared is not None and self._checksum:
-            size, key = self.size - self._offset, FileKey.of(self._file)
-            self._shared.note_filled(Filled(self._checksum, size, start, end, file=key, offset=self._offset))
+    @property
+    def key(self) -> FileKey:
+        """By which workers know it."""
+        return FileKey.of(self._file)
 
     @property
     def is_shared(self) -> bool:
@@ -311,17 +293,18 @@ class PinnedFilePool:
         """The pinned file that the version `name` has, if it has one."""
         return self._assigned.get(name)
 
-    def fill(self, pinned: PinnedFile, header: bytes, flat: Tensor, checksum: str = "") -> str:
+    def fill(self, pinned: PinnedFile, header: bytes, flat: Tensor, *, is_noted: bool = False) -> str:
         """See `PinnedFile.fill`; where workers read the GPU, the file may be complete only after `finish`.
 
         Args:
-            checksum: as of `PinnedFile.fill`.
+            is_noted: whether the version has a note, so that workers can fetch it ahead of its load.
 
         Returns:
             The number of the GPU's memory that workers can read until the next `fill`; empty if there is none.
         """
         # The GPU's memory is written again below, so no copy from it may be under way.
         self.finish()
+        shared = self.shared if is_noted else None
         try:
             memory = self._memory_for(flat)
             if memory is not None:
@@ -329,8 +312,8 @@ class PinnedFilePool:
                 # the next export may overwrite `flat` before the file is complete.
                 memory.fill(flat)
                 number = memory.offer.number
-                if self.shared is not None and checksum:
-                    self.shared.note_filled(Filled(checksum, flat.nbytes, 0, flat.nbytes, memory=number))
+                if shared is not None:
+                    shared.note_filled(Filled(flat.nbytes, memory=number))
                 pinned.begin(header, memory.copy_to, part_bytes=flat.nbytes, is_awaited=False)
                 return str(number)
         except IPCError as error:
@@ -338,17 +321,24 @@ class PinnedFilePool:
             self._shares_gpu = False
             level = logging.INFO if flat.is_cuda else logging.DEBUG
             logger.log(level, "Servers read adapter versions from files, not from the trainer's GPU: %s.", error)
+        part_bytes = unfinished.PART_BYTES if self._readers_wait else flat.nbytes
+        if shared is not None:
+            begun = shared.progress.promised
+            shared.note_filled(Filled(flat.nbytes, 0, pinned.key, len(header), part_bytes, begun))
         if self._readers_wait:
             # From `flat` itself, which the next export overwrites: a load ends after this copy, as workers and
             # `ServerHandle.load` wait for the file, and a version that fails is deleted after `finish`.
             data = flat.view(torch.uint8)
 
             def begin_copy(target: Tensor, start: int) -> Wait:
-                return begin_copy_to_host(target, data[start : start + len(target)])
+                note = _nothing if shared is None else shared.progress.promise(flat.device)
+                return begin_copy_to_host(target, data[start : start + len(target)], note)
 
-            pinned.begin(header, begin_copy, part_bytes=unfinished.PART_BYTES, is_awaited=True, checksum=checksum)
+            pinned.begin(header, begin_copy, part_bytes=part_bytes, is_awaited=True)
         else:
-            pinned.fill(header, flat, checksum)
+            pinned.fill(header, flat)
+            if shared is not None:
+                shared.progress.promise(torch.device("cpu"))()
         return ""
 
     def _memory_for(self, flat: Tensor) -> GPUMemory | None:
@@ -444,7 +434,7 @@ class PinnedFilePool:
             return None
         try:
             # A new number each time, as a file that could not be deleted would be in the way of `O_EXCL`.
-            return PinnedFile(pool / str(next(self._numbers)), size, device, self._lock, self._share(pool))
+            return PinnedFile(pool / str(next(self._numbers)), size, device, self._lock, self._share(pool, device))
         except PinError as error:
             self._give_up(
                 f"{size / 1e6:.1f} MB of shared memory cannot be page-locked. Raise the limit of locked memory "
@@ -452,10 +442,10 @@ class PinnedFilePool:
             )
             return None
 
-    def _share(self, pool: Path) -> SharedFiles | None:
+    def _share(self, pool: Path, device: torch.device) -> SharedFiles | None:
         if self.shared is None and self._shares:
             try:
-                self.shared = SharedFiles(pool, watch)
+                self.shared = SharedFiles(pool, watch, lambda memory: self._lock(memory, device))
             except OSError as error:
                 logger.warning(
                     "Servers on this host read adapter versions instead of mapping them: %s: %s", pool, error
@@ -472,6 +462,10 @@ class PinnedFilePool:
         for pinned in files:
             pinned.discard()
         files.clear()
+
+
+def _nothing() -> None:
+    pass
 
 
 def is_in_memory(folder: Path) -> bool:

@@ -301,13 +301,12 @@ class AdapterStore:
 
     def _write_tensors(self, name: str, file: Path, adapter: CanonicalAdapter) -> None:
         """Into a pinned file if there is one, in one copy from wherever the adapter is; byte for byte the same file."""
-        pinned, memory, note = None, "", None
+        pinned, memory, checksum = None, "", None
         is_served = adapter.dtype in DTYPES.values()  # any other one is read from a plain file, if at all
         if self._has_checksums and is_served:
-            # Of what is on the trainer's device, not of what has come to be in the file. Computed before anything is
+            # Of what is on the trainer's device, not of what has come to be in the file. Begun before anything is
             # copied from there: its result would wait for a large copy that is under way.
-            head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
-            note = VersionNote(head=head, checksum=adapter.checksum())
+            checksum = adapter.checksum.begin()
         if self.pinned is not None and is_served:
             size = len(adapter.header) + adapter.payload_bytes
             pinned = self.pinned.acquire(self.directory / _PINNED, size, adapter.flat.device)
@@ -316,13 +315,13 @@ class AdapterStore:
         else:
             assert self.pinned is not None
             self.pinned.assign(name, pinned)
-            checksum = "" if note is None else note.checksum
-            memory = self.pinned.fill(pinned, adapter.header, adapter.flat, checksum)
+            memory = self.pinned.fill(pinned, adapter.header, adapter.flat, is_noted=checksum is not None)
             # Last, so that no reader finds the file without its content, or without the lock that makes it wait.
             pinned.move(file)
-        if note is not None:
+        if checksum is not None:
+            head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
             shared = f"../{_PINNED}/{SOCKET}" if pinned is not None and pinned.is_shared else ""
-            replace(note, files=shared, memory=memory).write(file.parent)
+            VersionNote(head=head, checksum=checksum(), files=shared, memory=memory).write(file.parent)
 
     def finish(self) -> None:
         """Wait until the versions that were written are complete, as they may not be when `write` returns; never fails.

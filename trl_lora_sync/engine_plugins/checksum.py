@@ -3,7 +3,7 @@
 It has 64 bits and finds damage. It does not protect against bytes that were made up on purpose.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -65,9 +65,25 @@ class RepeatedChecksum:
 
     def __init__(self, flat: Tensor) -> None:
         self._sum = Repeated([flat], partial(word_sum, flat))
+        self._total = torch.empty((), dtype=torch.int64, pin_memory=flat.is_cuda)
 
     def __call__(self) -> str:
-        return hexadecimal(self._sum.run())
+        return self.begin()()
+
+    def begin(self) -> Callable[[], str]:
+        """Compute it of what the memory holds now; the result waits for it, and is to be called before the next one."""
+        total = self._sum.run()
+        if not total.is_cuda:
+            return partial(hexadecimal, total)
+        self._total.copy_(total, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(total.device))
+
+        def finish() -> str:
+            done.synchronize()
+            return hexadecimal(self._total)
+
+        return finish
 
 
 def parts_of(size: int, count: int) -> list[tuple[int, int]]:

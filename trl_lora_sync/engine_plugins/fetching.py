@@ -10,7 +10,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,8 +23,8 @@ from trl_lora_sync.engine_plugins.safetensors_file import Head, ParallelReader, 
 from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote, digest_of
 
-# For the next part of a version, each of which takes a millisecond unless the trainer has stopped, and for the turn.
-_NEXT_PART_S = 0.5
+# The listening thread has other messages to hear, which must not wait for a long load.
+_TURN_S = 0.5
 
 
 class DamagedError(ValueError):
@@ -51,33 +50,12 @@ class Staging:
                 self.checksum()
 
 
-@dataclass
-class _Ahead:
-    """A version that is being fetched before its load.
-
-    Attributes:
-        checksum: of the version.
-        into: where it goes.
-        end: so many bytes of it are there.
-        found: the checksum of what is there; empty until all of it is.
-    """
-
-    checksum: str
-    into: Staging
-    end: int = 0
-    found: str = ""
-
-    @property
-    def size(self) -> int:
-        return self.into.data.numel()
-
-
 class Fetcher:
     """What one worker keeps between versions.
 
     Attributes:
         files: of all trainers.
-        turn: held by the one thread that fills or uses the memory `ahead_into`.
+        turn: held by the thread that fills or uses the memory `ahead_into`, for all of a version.
         ahead_into: see `fetch_ahead_into`.
         counts: how many versions came which way.
         seconds: of the parts, of all versions together.
@@ -86,9 +64,9 @@ class Fetcher:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.files = MappedFiles(device, on_filled=self.fetch_ahead)
-        self.turn = threading.Condition()
+        self.turn = threading.Lock()
         self.ahead_into: Staging | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead = ""  # the checksum of a version that was fetched ahead and is still there
         self._ahead_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -154,31 +132,23 @@ class Fetcher:
         To be called in turn, as `fetch` with that memory.
         """
         self.ahead_into = memory
-        self._ahead = None
+        self._ahead = ""
 
-    def fetch_ahead(self, part: Filled, fetch: Fetch) -> None:
-        """Fetch what a trainer has filled; to be called in another thread than `fetch`, with the parts in order."""
-        # Looked at first without the lock: the thread has other messages to hear, which must not wait for a long load.
-        if not self._goes_on_with(part) or not self.turn.acquire(timeout=_NEXT_PART_S):
+    def fetch_ahead(self, filled: Filled, fetch: Fetch) -> None:
+        """Fetch what a trainer fills; to be called in another thread than `fetch`."""
+        if not self.turn.acquire(timeout=_TURN_S):
             return
         try:
-            if not self._goes_on_with(part):
+            into = self.ahead_into
+            if into is None or into.data.numel() != filled.size:
                 return
-            if part.start == 0:
-                assert self.ahead_into is not None
-                self._ahead = _Ahead(part.checksum, self.ahead_into)
-            ahead = self._ahead
-            assert ahead is not None
+            self._ahead = ""  # also if this fails, as the memory is overwritten
             with self._beside_the_engine():
-                fetch(ahead.into.data[part.start : part.end])
-                if part.end == ahead.size:
-                    ahead.found = ahead.into.checksum()
-            ahead.end = part.end
+                fetch(into.data)
+                self._ahead = into.checksum()
         except (IPCError, RuntimeError) as error:
-            self._ahead = None
             logger.debug("A version is not fetched ahead of its load: %s", error)
         finally:
-            self.turn.notify_all()
             self.turn.release()
 
     @contextmanager
@@ -191,28 +161,13 @@ class Fetcher:
         with torch.cuda.device(self._device), torch.cuda.stream(self._ahead_stream):
             yield
 
-    def _goes_on_with(self, part: Filled) -> bool:
-        """Whether a part can be fetched ahead: the first one of a version, or the next one of the version before."""
-        into, ahead = self.ahead_into, self._ahead
-        if part.start == 0:
-            return into is not None and into.data.numel() == part.size
-        return ahead is not None and (ahead.checksum, ahead.end) == (part.checksum, part.start)
-
     def _has_ahead(self, note: VersionNote, into: Staging) -> bool:
-        """Whether a version was fetched ahead and is what the trainer sent; waits while that goes on."""
-        ahead = self._ahead
-        if ahead is None or ahead.into is not into:
+        """Whether memory has a version, fetched ahead, and it is what the trainer sent."""
+        if into is not self.ahead_into:
             return False
-        if ahead.checksum == note.checksum:
-            with self.timed("fetch ahead"):
-                while self._ahead is ahead and ahead.end < ahead.size:
-                    if not self.turn.wait(_NEXT_PART_S):
-                        break
-        # During the wait another version may have come, and gone over this one.
-        is_there = self._ahead is ahead and ahead.found == note.checksum
         # Used once, and not at all if it is another version, as the memory is overwritten next.
-        self._ahead = None
-        return is_there
+        found, self._ahead = self._ahead, ""
+        return found == note.checksum
 
     def _fetch_from_gpu(self, socket_path: Path, note: VersionNote, into: Staging) -> bool:
         """Copy the tensors from the memory of the trainer's GPU; False unless the version is there and still whole."""
@@ -246,7 +201,7 @@ class Fetcher:
             OSError, ShortFileError: the file has less.
         """
         # It may be memory into which a version was fetched ahead.
-        self._ahead = None
+        self._ahead = ""
         # On a CPU the threads fill the target itself. A GPU needs pinned memory in between to copy in the background.
         if self._device.type != "cuda":
             for _ in self._reader.read(file, bytes_of(into), start):

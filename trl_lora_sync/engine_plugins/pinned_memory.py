@@ -4,7 +4,7 @@ Without a GPU both do the plain thing, so that everything built on them runs any
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -56,26 +56,40 @@ def copy_now(target: Tensor, source: Tensor) -> None:
 
     If the host's memory is page-locked, it is one transfer.
     """
-    target.copy_(source, non_blocking=True)
-    device = source.device if source.is_cuda else target.device
-    if device.type == "cuda":
-        # With `non_blocking`, a copy from or to page-locked memory goes on after `copy_` has returned.
-        torch.cuda.current_stream(device).synchronize()
+    copy_each_now([(target, source)])
 
 
-def begin_copy_to_host(target: Tensor, source: Tensor) -> Callable[[], None]:
+def copy_each_now(parts: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """`copy_now` of each pair of a target and its source, begun as it comes; also after an error, none goes on."""
+    device = torch.device("cpu")
+    try:
+        for target, source in parts:
+            target.copy_(source, non_blocking=True)
+            device = source.device if source.is_cuda else target.device
+    finally:
+        if device.type == "cuda":
+            # With `non_blocking`, a copy from or to page-locked memory goes on after `copy_` has returned.
+            torch.cuda.current_stream(device).synchronize()
+
+
+def begin_copy_to_host(target: Tensor, source: Tensor, then: Callable[[], None]) -> Callable[[], None]:
     """Begin `copy_now` to the host, beside what the device does next; the result waits until it is done.
 
     `source` may not be written to before that, but may be freed.
+
+    Args:
+        then: queues what else is to be done after the copy, in its stream.
     """
     if not source.is_cuda:
         copy_now(target, source)
+        then()
         return _nothing
     stream, done = _stream(source.device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     # What computes `source` may still be under way in the current stream.
     stream.wait_stream(torch.cuda.current_stream(source.device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
+        then()
         done.record()
     # Otherwise torch could give the memory of a freed `source` to others while it is copied.
     source.record_stream(stream)

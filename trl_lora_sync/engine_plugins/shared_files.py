@@ -8,8 +8,8 @@ processes map it. While a worker reads, it also has the file open by its path, a
 Where trainer and worker compute on GPUs, the worker also opens the trainer's memory there (`cuda_ipc`), and reads the
 newest version from it instead.
 
-The trainer sends a message for each part that it has filled. So workers can fetch a version while the engine still
-handles the request to load it.
+The trainer sends a message when it begins to fill a file, and its GPU notes each part that is complete (`progress`). So
+workers can fetch a version while the engine still handles the request to load it.
 
 The socket is in the trainer's folder. Both ends accept only the same user. A worker drops what it has of a trainer once
 the trainer withdraws a file or its process is gone, which closes the connection.
@@ -25,7 +25,7 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -35,16 +35,19 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_now, pin
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_each_now, pin
+from trl_lora_sync.engine_plugins.progress import Progress, ProgressOf
 
 SOCKET = "files"
 """The socket's name in the folder that the trainer makes."""
 
-_OFFER, _WITHDRAW, _MEMORY, _ALL, _FILLED = b"+", b"-", b"*", b".", b"="
+_OFFER, _WITHDRAW, _MEMORY, _ALL, _PROGRESS, _FILLED = b"+", b"-", b"*", b".", b"#", b"="
 # The longest message is an offer of memory, with about 200 bytes.
 _MESSAGE_BYTES = 1024
 # Locking the pages of a large file takes a part of a second.
 PATIENCE_S = 2.0
+# For the next part of a file, each of which takes a millisecond unless the trainer has stopped.
+NEXT_PART_S = 0.5
 # As `runtime.watch`, which a worker has no use for: calls the function when the socket can be read, until its result is
 # called.
 Watch = Callable[[socket.socket, Callable[[], None]], Callable[[], None]]
@@ -65,24 +68,23 @@ class FileKey(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A part of a version's tensors that workers can read now.
+    """Where workers can read the tensors of the next version: all of them now, or each part once it is complete.
 
     Attributes:
-        checksum: of all tensors, as in the version's note.
         size: of all tensors, in bytes.
-        start, end: the part; the first one begins at 0, and each where the one before ended.
         memory: the number of the GPU's memory that has them; 0 if the file has them.
         file: the key of that file.
         offset: where the tensors begin in the file.
+        part_bytes: size of the parts of the file.
+        begun: the number of `Progress` before the first part, with which it is one more.
     """
 
-    checksum: str
     size: int
-    start: int
-    end: int
     memory: int = 0
     file: FileKey = FileKey(0, 0)
     offset: int = 0
+    part_bytes: int = 0
+    begun: int = 0
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
@@ -90,12 +92,12 @@ class Filled(NamedTuple):
     @classmethod
     def decode(cls, message: bytes) -> "Filled":
         """Raises ValueError, TypeError: it is none."""
-        checksum, size, start, end, memory, file, offset = json.loads(message)
-        return cls(str(checksum), int(size), int(start), int(end), int(memory), FileKey(*file), int(offset))
+        size, memory, file, offset, part_bytes, begun = json.loads(message)
+        return cls(int(size), int(memory), FileKey(*file), int(offset), int(part_bytes), int(begun))
 
 
 Fetch = Callable[[Tensor], None]
-# Called with what has been filled, and with what copies it to a tensor on the device; that is done when it returns.
+# Called with what is filled, and with what copies it to a tensor on the device; that is done when it returns.
 OnFilled = Callable[[Filled, Fetch], None]
 
 
@@ -105,15 +107,18 @@ class SharedFiles:
     Args:
         folder: private to the user; the socket is made in it.
         watch: how to hear of workers that connect.
+        pin: page-locks memory that the trainer's GPU writes.
 
     Attributes:
         workers: a connection for each that has connected.
+        progress: of the files that are being filled.
 
     Raises:
-        OSError: the socket cannot be made there.
+        OSError: the socket cannot be made there, or there is no room.
+        PinError: memory cannot be page-locked.
     """
 
-    def __init__(self, folder: Path, watch: Watch) -> None:
+    def __init__(self, folder: Path, watch: Watch, pin: Callable[[Tensor], Callable[[], None]]) -> None:
         # Guards what follows, so that a worker that connects meanwhile gets each offer once.
         self._lock = threading.Lock()
         self._offered: dict[FileKey, int] = {}
@@ -126,7 +131,8 @@ class SharedFiles:
             with _short_path(folder / SOCKET) as path:
                 self._listener.bind(path)
             self._listener.listen()
-        except OSError:
+            self.progress = Progress(folder, pin)
+        except (OSError, PinError):
             self._listener.close()
             raise
         self._listener.setblocking(False)
@@ -145,14 +151,14 @@ class SharedFiles:
             if self._offered.pop(key, None) is not None:
                 self._tell(lambda worker: worker.send(_WITHDRAW + b"%d %d" % key))
 
-    def note_filled(self, part: Filled) -> None:
-        """Let workers fetch a part of a version ahead of its load. Never fails."""
+    def note_filled(self, filled: Filled) -> None:
+        """Let workers fetch a version ahead of its load. Never fails."""
 
         def send(worker: socket.socket) -> None:
-            # Half of the room is left to the other messages. A worker that is behind misses a part, and fetches that
-            # version when it is to be loaded.
+            # Half of the room is left to the other messages. A worker that is behind fetches that version when it is
+            # to be loaded.
             if _unread_bytes(worker) < worker.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2:
-                worker.send(_FILLED + part.encode())
+                worker.send(_FILLED + filled.encode())
 
         with self._lock:
             self._tell(send)
@@ -187,6 +193,7 @@ class SharedFiles:
             self._offered.clear()
             self._memory, had_memory = None, self._memory is not None
             workers, self.workers = self.workers, []
+        self.progress.close()
         return self._disconnect(workers, waits=had_memory)
 
     @staticmethod
@@ -221,6 +228,7 @@ class SharedFiles:
                 if self._is_closed or not _is_same_user(worker):
                     raise PermissionError
                 worker.setblocking(False)  # a worker that hangs must not hold up the trainer
+                socket.send_fds(worker, [_PROGRESS], [self.progress.file])
                 for file in self._offered.values():
                     socket.send_fds(worker, [_OFFER], [file])
                 if self._memory is not None:
@@ -299,6 +307,7 @@ class _Trainer:
         self._on_filled = on_filled
         self._changed = threading.Condition()
         self._maps: dict[FileKey, _Mapping] = {}
+        self._progress: ProgressOf | None = None
         self._heard = 0  # the number of the memory that was offered last
         self._memory: OpenedMemory | None = None
         self._has_all = False
@@ -353,13 +362,18 @@ class _Trainer:
                 for one in self._maps.values():
                     one.close()
                 self._maps.clear()
+                if self._progress is not None:
+                    self._progress.close()
                 self._close_memory()
                 self._changed.notify_all()
             self._connection.close()  # by which the trainer knows that the memory is closed
 
     def _hear(self, message: bytes, files: list[int]) -> None:
         # At the limit of open files, the kernel delivers the message without its descriptor (recvmsg(2), MSG_CTRUNC).
-        if message == _OFFER and files:
+        if message == _PROGRESS and files:
+            with contextlib.suppress(OSError, ValueError):  # without it, versions are fetched when they are loaded
+                self._progress = ProgressOf(files[0])
+        elif message == _OFFER and files:
             try:
                 # Without the lock, as locking pages takes a part of a second, in which other files may be read.
                 new = _Mapping(files[0], self._device)
@@ -386,27 +400,38 @@ class _Trainer:
 
     def _tell_filled(self, message: bytes) -> None:
         try:
-            part = Filled.decode(message)
+            filled = Filled.decode(message)
         except (ValueError, TypeError):  # of a trainer of another version; its files are read as they are loaded
             return
         # Messages keep their order, so the file or memory was heard of before what fills it.
-        self._on_filled(part, lambda into: self._fetch(part, into))
+        self._on_filled(filled, lambda into: self._fetch(filled, into))
 
-    def _fetch(self, part: Filled, into: Tensor) -> None:
-        """Copy a part to the device; done when it returns.
+    def _fetch(self, filled: Filled, into: Tensor) -> None:
+        """Copy a version to the device, each part once the trainer has filled it; done when it returns.
 
         Raises:
-            IPCError: it cannot be read here.
+            IPCError: it cannot be read here, or its trainer has stopped.
         """
         # Without a wait as in `opened` and `mapped`, because what would be waited for is heard in this very thread.
         with self._changed:
-            mapping = self._maps.get(part.file)
-            if part.memory and part.memory == self._heard and self._memory is not None:
+            mapping = self._maps.get(filled.file)
+            if filled.memory and filled.memory == self._heard and self._memory is not None:
                 self._memory.copy_to(into)
-            elif mapping is not None:
-                copy_now(into, mapping.data[part.offset + part.start : part.offset + part.end])
+            elif mapping is not None and self._progress is not None:
+                data = mapping.data[filled.offset : filled.offset + filled.size]
+                targets, sources = (torch.split(whole, filled.part_bytes) for whole in (into, data))
+                # Not strict: of a file that is too short, as none of ours is, the checksum is another one.
+                copy_each_now(self._complete(filled, zip(targets, sources, strict=False)))
             else:
                 raise IPCError("the trainer's memory is not open here, or its file not mapped")
+
+    def _complete(self, filled: Filled, parts: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part once it is complete."""
+        assert self._progress is not None
+        for number, part in enumerate(parts, filled.begun + 1):
+            if not self._progress.wait_for(number, NEXT_PART_S):
+                raise IPCError(f"the trainer has not filled it for {NEXT_PART_S:g} s")
+            yield part
 
     def _open(self, message: bytes) -> None:
         try:
