@@ -49,6 +49,7 @@ SYNC_RUNS = {
     ),
     "vs-weights-32b-ahead-2xh200": "the same host; one server at a time, so the arms followed one another",
     "vs-weights-32b-ahead-fused-2xh200": "the same host; one server at a time, so the arms followed one another",
+    "vs-weights-8b-noted-2xh200": "`runtime by file`: the trainer's GPU notes each part that is complete",
     "vs-weights-8b-4xh100": "four GPUs, each server apart from the trainer",
 }
 # Runs with two workers a server, and where these are.
