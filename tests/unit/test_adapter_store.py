@@ -584,6 +584,31 @@ def dead_run(root: Path, run_id: str = RUN, **owner: str) -> Path:
     return store.directory
 
 
+@pytest.mark.outside
+def test_killed_run_is_swept_although_a_process_that_it_forked_lives_on(tmp_path: Path) -> None:
+    """Workers of a pool or of a data loader outlive a trainer that is killed, and held its lock."""
+    adapter = canonical()
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def run() -> None:
+        store = AdapterStore(tmp_path)
+        store.write(1, adapter)
+        worker = os.fork()
+        if worker == 0:
+            signal.pause()
+        sender.send((store.run_id, worker))
+        signal.pause()
+
+    with forked(run):
+        assert receiver.poll(30), "the run did not start"
+        run_id, worker = receiver.recv()
+        assert sweep_leftovers(tmp_path, lambda _: None) == [], "the worker released the lock of its live parent"
+    try:
+        assert sweep_leftovers(tmp_path, lambda _: None) == [run_id]
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
 def test_own_run_is_not_swept_by_itself(store: AdapterStore) -> None:
     stored = store.write(1, canonical())
     assert sweep_leftovers(store.root, lambda _: None) == []

@@ -1,6 +1,8 @@
 """Files that a trainer hands to the workers of engines on its host, which map them."""
 
+import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +72,44 @@ def test_nothing_is_held_once_the_trainer_is_gone(shared: SharedFiles, tmp_path:
     shared.close()
     assert happens(lambda: str(tmp_path / "1") not in Path("/proc/self/maps").read_text())
     assert seen(files, file, tmp_path) is None
+
+
+@pytest.mark.outside
+def test_nothing_is_held_once_the_trainer_is_killed_although_a_process_that_it_forked_lives_on(tmp_path: Path) -> None:
+    """Workers of a pool or of a data loader outlive a trainer that is killed, and held its connections."""
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+    go_on = multiprocessing.get_context("fork").Event()
+
+    def run() -> None:
+        shared = SharedFiles(tmp_path, watch)
+        shared.offer(file_of(tmp_path, "1", b"one" * 1000))
+        sender.send(None)
+        go_on.wait(30)
+        worker = os.fork()
+        if worker == 0:
+            signal.pause()
+        sender.send(worker)
+        signal.pause()
+
+    trainer = multiprocessing.get_context("fork").Process(target=run)
+    trainer.start()
+    try:
+        assert receiver.poll(30)
+        receiver.recv()
+        files = MappedFiles(CPU)
+        file = os.open(tmp_path / "1", os.O_RDWR)
+        assert seen(files, file, tmp_path)
+        go_on.set()
+        assert receiver.poll(30)
+        worker = receiver.recv()
+        assert seen(files, file, tmp_path), "the worker closed the connection of its live parent"
+    finally:
+        trainer.kill()
+        trainer.join(30)
+    try:
+        assert happens(lambda: str(tmp_path / "1") not in Path("/proc/self/maps").read_text())
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_a_later_trainer_in_the_same_place_is_another_one(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
+from trl_lora_sync.engine_plugins.forks import forget, keep_from_children
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
     DTYPES,
@@ -246,6 +247,7 @@ class AdapterStore:
         try:
             self._make_in_root(starting)
             self.lock = os.open(starting / _OWNER_FILE, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
+            keep_from_children(self.lock)
             # Before it is written: a sweep leaves an empty file alone, and takes any other one without a lock for that
             # of a dead run. A sweep that looks at it holds the lock for that moment, which this waits for.
             fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -433,6 +435,7 @@ class AdapterStore:
 
     def _release(self) -> None:
         if self.lock is not None:
+            forget(self.lock)
             os.close(self.lock)
             self.lock = None
         with contextlib.suppress(OSError):  # other runs may still use the root

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
+from trl_lora_sync.engine_plugins.forks import forget, keep_from_children
 from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_each_now, pin
 from trl_lora_sync.engine_plugins.progress import Progress, ProgressOf
 
@@ -215,7 +216,7 @@ class SharedFiles:
                     is_confirmed = False
                 except OSError:
                     pass
-            worker.close()
+            _close(worker)
         return is_confirmed
 
     def _accept(self) -> None:
@@ -238,6 +239,8 @@ class SharedFiles:
             except OSError:
                 worker.close()
             else:
+                # A worker drops the files of a trainer that is killed once no process has this end open.
+                keep_from_children(worker.fileno())
                 self.workers.append(worker)
 
     def _tell(self, send: Callable[[socket.socket], object]) -> None:
@@ -245,8 +248,13 @@ class SharedFiles:
             try:
                 send(worker)
             except OSError:  # it is gone, or does not listen
-                worker.close()
+                _close(worker)
                 self.workers.remove(worker)
+
+
+def _close(worker: socket.socket) -> None:
+    forget(worker.fileno())
+    worker.close()
 
 
 class MappedFiles:
