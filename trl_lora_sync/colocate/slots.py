@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.groups import without_numbers
 from trl_lora_sync.adapter.store import write_adapter
+from trl_lora_sync.addresses import SHARED_MEMORY
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.colocate.placing import same_bits
@@ -29,7 +30,6 @@ from trl_lora_sync.errors import AdapterExportError, AdapterRejectedError, Verif
 logger = logging.getLogger(__name__)
 
 Layout = tuple[tuple[str, torch.Size], ...]
-_SHM = Path("/dev/shm")
 
 
 @dataclass
@@ -247,17 +247,21 @@ def _written(name: str, adapter: CanonicalAdapter) -> Path:
     """
     failures = []
     # First in memory, as vLLM reads the file once and right away. Docker gives a container 64 MB there.
-    for place in (one for one in (_SHM, Path(tempfile.gettempdir())) if one.is_dir()):
-        # `mkdtemp` makes the folder private to this user.
-        folder = Path(tempfile.mkdtemp(prefix="trl-lora-sync-", dir=place))
+    for place in (SHARED_MEMORY, None):
+        folder: Path | None = None
         try:
+            # `mkdtemp` makes the folder private to this user. None is the folder for temporary files, which is looked
+            # for only then, as a container may have none that can be written.
+            folder = Path(tempfile.mkdtemp(prefix="trl-lora-sync-", dir=place))
             write_adapter(folder / name, adapter, private=True)
             return folder
         except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            if not isinstance(error, AdapterExportError):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, OSError):  # as `AdapterExportError` is, too
                 raise
-            failures.append(f"{place}: {error.__cause__ or error}")
+            # Without a folder, the error names the place.
+            failures.append(f"{folder.parent}: {error.__cause__ or error}" if folder is not None else str(error))
     raise AdapterExportError(
         f"The {adapter.payload_bytes / 1e6:.1f} MB of the adapter cannot be written to a file for vLLM, which loads "
         f"the first version from one ({'; '.join(failures)}). Free some space there, give the container more shared "
