@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from trl_lora_sync.errors import AdapterExportError
+
 SHARED_MEMORY = Path("/dev/shm")
 # A port of this host refuses at once. Only another host takes as long, and of those nothing is concluded.
 _REFUSED_WITHIN_S = 1.0
@@ -109,3 +111,19 @@ def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
         # A folder for each user: versions have mode 0700, and `AdapterStore` refuses the folder of another user here.
         return SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
     return Path(output_dir) / "lora_sync"
+
+
+def absolute_dir(folder: Path) -> Path:
+    """A `lora_sync_dir` by the path that the servers of this host are given.
+
+    Raises:
+        AdapterExportError: it has none.
+    """
+    try:
+        return folder.expanduser().absolute()
+    # An unknown user behind ~, or a user without a home folder; a relative path in a folder that was deleted.
+    except (RuntimeError, OSError) as error:
+        raise AdapterExportError(
+            f"The adapter folder {str(folder)!r} stands for no absolute path ({error}). Servers are given an absolute "
+            "one. Set lora_sync_dir to it, such as /data/lora-sync."
+        ) from error

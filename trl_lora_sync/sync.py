@@ -394,7 +394,7 @@ class AdapterSync:
         if self._transport is not None:
             await self._transport.close({name for names in left.values() for name in names})
         for base_url, names in left.items():
-            sweep = shlex.join(["trl-lora-sync", "sweep", base_url, "--dir", str(self.settings.root)])
+            sweep = shlex.join(["trl-lora-sync", "sweep", base_url, "--dir", str(self.transport.store.root)])
             logger.warning(
                 "%s did not confirm the unload of %s. The next run removes it, or: %s",
                 base_url,

@@ -404,6 +404,20 @@ def test_server_path_is_the_trainers_own_absolute_path_by_default(
             store.close()
 
 
+def test_folder_without_an_absolute_path_is_an_error_that_says_so() -> None:
+    """A shell leaves the ~ of an unknown user as it was typed."""
+    with pytest.raises(AdapterExportError, match="'~nosuchuser/sync' stands for no absolute path"):
+        AdapterStore(Path("~nosuchuser/sync"))
+
+
+def test_folder_whose_path_no_request_can_carry_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """The request to load the trial adapter failed with UnicodeEncodeError."""
+    store = AdapterStore(tmp_path / os.fsdecode(b"caf\xe9"))
+    with pytest.raises(AdapterExportError, match=r"caf\\udce9' is not UTF-8"):
+        store.write(1, canonical())
+    assert everything_under(tmp_path) == []
+
+
 def test_only_the_owner_may_read_a_version(store: AdapterStore) -> None:
     old = os.umask(0o000)  # the most open a user can have it
     try:

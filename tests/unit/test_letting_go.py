@@ -434,6 +434,19 @@ def test_the_model_is_looked_at_although_the_file_is_not_complete_in_time(
     assert looks == [True]
 
 
+def test_the_command_that_removes_what_was_left_works_in_any_folder(
+    run: StartRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It named a relative lora_sync_dir as it was set."""
+    monkeypatch.chdir(tmp_path)
+    training = run(root=Path("out"))
+    training.publish()
+    [fake] = training.fakes
+    fake.canned["/unload_lora_adapter"] = [BUSY]
+    training.sync.close()
+    assert f"trl-lora-sync sweep {fake.base_url} --dir {tmp_path / 'out'}" in caplog.text
+
+
 def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_killed(
     run: StartRun, tmp_path: Path
 ) -> None:

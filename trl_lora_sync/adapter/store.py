@@ -23,6 +23,7 @@ from pathlib import Path
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
+from trl_lora_sync.addresses import absolute_dir
 from trl_lora_sync.engine_plugins.forks import forget, keep_from_children
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
@@ -213,7 +214,7 @@ class AdapterStore:
         has_checksums: bool = True,
     ) -> None:
         self.run_id = run_id or new_run_id()
-        self.root = root.expanduser().absolute()
+        self.root = absolute_dir(root)
         self.server_root = (server_root or str(self.root)).rstrip("/")
         self._servers = list(servers)
         self.pinned = pinned
@@ -282,6 +283,7 @@ class AdapterStore:
 
     def write(self, version: int | str, adapter: CanonicalAdapter) -> StoredAdapter:
         """Write a version, or a probe with a word for a version, under a unique name; see `write_adapter`."""
+        _check_utf8(self.server_root)
         self.open()
         stored = self._named(version, adapter)
         assert stored.path is not None
@@ -440,6 +442,16 @@ class AdapterStore:
             self.lock = None
         with contextlib.suppress(OSError):  # other runs may still use the root
             self.root.rmdir()
+
+
+def _check_utf8(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise AdapterExportError(
+            f"The path {path!r} is not UTF-8, so no request to a server can carry it. Set lora_sync_dir to a folder "
+            "whose path is, such as /data/lora-sync."
+        ) from error
 
 
 def _make_record(version: Path) -> None:

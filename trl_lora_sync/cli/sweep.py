@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from trl_lora_sync import runtime
-from trl_lora_sync.addresses import default_sync_dir, is_gone, is_local_url
+from trl_lora_sync.addresses import absolute_dir, default_sync_dir, is_gone, is_local_url
 from trl_lora_sync.cli.console import UsageError, out, working
 from trl_lora_sync.cli.urls import check_listening, check_server_dir, check_timeout, checked_urls
 
@@ -124,7 +124,7 @@ def sweep_server(url: str, args: Options) -> list[str]:
 
     is_local = is_local_url(url)
     # As `AdapterStore` names it, since the path that the server lists is compared as text.
-    root = (args.dir or default_sync_dir(is_local, ".")).expanduser().absolute()
+    root = absolute_dir(args.dir or default_sync_dir(is_local, "."))
     seen_as = (args.server_dir or str(root)).rstrip("/")
     engine = runtime.run(
         connect_engine(url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"), serving="auto")
