@@ -1,4 +1,4 @@
-"""Unit tier: the file from which vLLM in the trainer's process loads its first adapter, where folders cannot be used."""
+"""Unit tier: the file from which vLLM in the trainer's process loads its first adapter, if folders cannot be used."""
 
 import tempfile
 from collections.abc import Iterator
