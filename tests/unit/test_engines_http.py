@@ -6,7 +6,9 @@ import gc
 import gzip
 import json
 import logging
+import os
 import pickle
+import resource
 import socket
 import sys
 import threading
@@ -450,6 +452,28 @@ def test_nobody_listening_is_an_error_with_the_url_the_setting_and_a_command_tha
     assert url in str(caught.value)
     assert ("serve vllm MODEL --host 0.0.0.0 --port" in str(caught.value)) is not is_local
     assert isinstance(caught.value, ConnectionError)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_process_with_as_many_open_files_as_it_may_have_is_an_error_with_the_command_that_raises_the_limit(
+    host: str, ask: Ask
+) -> None:
+    """The server was waited for until the deadline, and then called away."""
+    with serving(lambda request: request.send(200, {})) as server:
+        url = server.url.replace("127.0.0.1", host)
+        ask(url)  # what is opened once is open
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        next_file = os.open(os.devnull, os.O_RDONLY)
+        os.close(next_file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_file, hard))
+        try:
+            with pytest.raises(
+                LoRASyncError, match=r'as many files open as it may.* ulimit -n "\$\(ulimit -Hn\)"'
+            ) as caught:
+                ask(url)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not is_unreachable(caught.value)
 
 
 def test_host_without_an_address_is_an_error_with_the_url(ask: Ask) -> None:

@@ -6,12 +6,13 @@ Of all routes it knows only /health, which both engines have.
 import asyncio
 import contextlib
 import email.utils
+import errno
 import json
 import logging
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from functools import cache
 from typing import Any, Protocol, TypeGuard
 from urllib.parse import urljoin, urlsplit
@@ -19,7 +20,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 import tenacity
 
-from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
+from trl_lora_sync.engines.base import CONCURRENT_REQUESTS, TIMEOUTS, Deadline, Timeouts
 from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import (
     DeadlineExceededError,
@@ -294,6 +295,14 @@ class HTTPClient:
     def _our_error(self, error: httpx.RequestError, method: str, path: str, deadline: Deadline) -> LoRASyncError:
         # First, because ConnectTimeout is a TimeoutException too: such a server is down, and its answer not just late.
         if isinstance(error, _NO_CONNECTION):
+            # No loss of the server: waiting for it would end with the deadline, and other servers are as far away.
+            if any(isinstance(one, OSError) and one.errno == errno.EMFILE for one in _errors_behind(error)):
+                return LoRASyncError(
+                    f"No connection to {self.base_url} can be opened, as this process has as many files open as it "
+                    f"may. Up to {CONCURRENT_REQUESTS} connections to each server are needed. Before the run is "
+                    'started, raise the limit in the same shell with: ulimit -n "$(ulimit -Hn)" (for a container: '
+                    "docker run --ulimit nofile=65536)."
+                )
             command = VLLM.serve_command("MODEL", base_url=self.base_url, is_local=self._is_local)
             return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
@@ -366,12 +375,18 @@ def _ignore(task: "asyncio.Task[Any]") -> None:
         task.exception()
 
 
+def _errors_behind(error: BaseException | None) -> Iterator[BaseException]:
+    """An error with its causes, which the errors of httpx, httpcore and anyio wrap and do not show."""
+    while error is not None:
+        yield error
+        # A host may have several addresses, and each an error (anyio 4, `connect_tcp`).
+        yield from getattr(error, "exceptions", ())
+        error = error.__cause__ or error.__context__
+
+
 def _tls_error(base_url: str, error: BaseException) -> ServerSetupError | None:
     """What is wrong with the encryption, if that is the cause; waiting would not help."""
-    # httpx and httpcore wrap the error of `ssl` in errors that do not show it.
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLError):
-        cause = cause.__cause__ or cause.__context__
+    cause = next((one for one in _errors_behind(error) if isinstance(one, ssl.SSLError)), None)
     if isinstance(cause, ssl.SSLCertVerificationError):
         return ServerSetupError(
             f"The certificate of {base_url} is not trusted: {cause.verify_message}. Certificates are always verified, "
