@@ -745,6 +745,22 @@ def test_folder_of_another_user_in_a_place_open_to_all_is_refused(
     assert list(root.iterdir()) == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link for another user")
+def test_link_of_another_user_in_a_place_open_to_all_is_refused(tmp_path: Path) -> None:
+    """The link's owner could point it to other adapters, whoever owns the folder behind it."""
+    tmp_path.chmod(0o1777)
+    root, behind = tmp_path / "trl-lora-sync", tmp_path / "behind"
+    behind.mkdir()
+    root.symlink_to(behind)
+    store = AdapterStore(root)
+    store.open()
+    store.close()
+    os.lchown(root, os.getuid() + 1, -1)
+    # Where the kernel protects links, it refuses this one itself.
+    with pytest.raises(AdapterExportError, match=r"belongs to another user|Permission denied"):
+        AdapterStore(root).open()
+
+
 def test_default_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path / "a" / "b")
     store.open()

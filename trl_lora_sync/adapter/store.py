@@ -592,7 +592,8 @@ def _lock_if_dead(directory: Path) -> int | None:
 def _check_owner(root: Path) -> None:
     """Refuse another user's folder where every user may create one: that user could swap the adapters in it."""
     is_world_writable = root.parent.stat().st_mode & 0o002
-    if is_world_writable and root.stat().st_uid != os.getuid():
+    # Of a link as well, whose owner may point it elsewhere at any time (`fs.protected_symlinks` may be 0, see proc(5)).
+    if is_world_writable and {root.stat().st_uid, root.lstat().st_uid} != {os.getuid()}:
         raise PermissionError(errno.EPERM, "it belongs to another user", str(root))
 
 
