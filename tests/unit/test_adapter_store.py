@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from support.folders import becomes_read_only
 
 from trl_lora_sync.adapter import store as store_module
-from trl_lora_sync.adapter.store import AdapterStore, new_run_id, sweep_leftovers, write_adapter
+from trl_lora_sync.adapter.store import AdapterStore, new_run_id, run_states, sweep_leftovers, write_adapter
 from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engine_plugins.safetensors_file import head_of
 from trl_lora_sync.engine_plugins.version_note import VersionNote, digest_of
@@ -519,6 +519,30 @@ def test_store_may_be_written_again_although_close_could_delete_nothing(tmp_path
     assert written.path is not None
     assert_whole(written.path)
     assert not left.path.exists()
+    store.close()
+    assert everything_under(tmp_path) == []
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_run_whose_files_something_else_deletes_goes_on_and_is_still_swept_once_it_is_dead(
+    all_of_it: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing marked the folder that it made again, so after a kill that stayed, with its names on the servers."""
+    root = tmp_path / "root"
+    store = AdapterStore(root)
+    store.write(1, canonical())
+    if all_of_it:
+        shutil.rmtree(root)
+    else:
+        (store.directory / "owner.json").unlink()
+    second = store.write(2, canonical())
+    assert_whole(second.path)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert run_states(root) == {store.run_id: "live"}
+    assert "were deleted by something else" in caplog.text
+    assert (second.path.parent / f"{store.run_id}-v1").exists() is not all_of_it
+    store.write(3, canonical())
+    assert len(caplog.messages) == 1
     store.close()
     assert everything_under(tmp_path) == []
 

@@ -234,13 +234,19 @@ class AdapterStore:
         return self.server_root == str(self.root)
 
     def open(self) -> None:
-        """Create the run folder and mark it as live; does nothing if it is open already.
+        """Create the run folder and mark it as live; does nothing if it is open already and still marked.
 
         Raises:
             AdapterExportError: `root` cannot be created or written.
         """
-        if self.lock is not None:
+        is_lost = self.lock is not None and not os.fstat(self.lock).st_nlink
+        if self.lock is not None and not is_lost:
             return
+        if is_lost:
+            # By `RemoveIPC` of systemd, for one, when the last session of a user ends (logind.conf(5)), or in /tmp by
+            # systemd-tmpfiles, which deletes what is old. Unmarked, it would never be swept.
+            logger.warning("Files of this run in %s were deleted by something else. The run goes on.", self.directory)
+            self._unlock()
         if self.run_id in self._records:  # which the sweep of another run may be reading
             self.run_id = new_run_id()
         # Locked under another name first, so that a sweep never meets a run folder without its lock.
@@ -254,9 +260,13 @@ class AdapterStore:
             fcntl.flock(self.lock, fcntl.LOCK_EX)
             owner = {"pid": os.getpid(), "host": _host(), "boot": _boot_id(), "servers": self._servers}
             os.write(self.lock, json.dumps(owner).encode())
-            # What `close` could not delete, on a file system that was read-only then, would be in the way.
-            shutil.rmtree(self.directory, ignore_errors=True)
-            starting.rename(self.directory)
+            if is_lost and self.directory.is_dir():  # with versions that servers may read
+                (starting / _OWNER_FILE).rename(self.directory / _OWNER_FILE)
+                starting.rmdir()
+            else:
+                # What `close` could not delete, on a file system that was read-only then, would be in the way.
+                shutil.rmtree(self.directory, ignore_errors=True)
+                starting.rename(self.directory)
         except OSError as error:
             shutil.rmtree(starting, ignore_errors=True)
             if self.lock is not None:  # else the root may be another user's
@@ -435,11 +445,14 @@ class AdapterStore:
                 self._records.discard(run_id)
         self._release()
 
-    def _release(self) -> None:
+    def _unlock(self) -> None:
         if self.lock is not None:
             forget(self.lock)
             os.close(self.lock)
             self.lock = None
+
+    def _release(self) -> None:
+        self._unlock()
         with contextlib.suppress(OSError):  # other runs may still use the root
             self.root.rmdir()
 
