@@ -1,6 +1,7 @@
 """Versions on disk: whole or absent, never overwritten, private, and swept when their run is dead."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -556,6 +557,18 @@ def test_failed_open_leaves_nothing_and_may_be_repeated(tmp_path: Path, monkeypa
     assert everything_under(tmp_path / "root") == []
     store.open()
     store.close()
+    assert everything_under(tmp_path) == []
+
+
+def test_file_system_without_locks_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a folder that cannot be written, another one was advised, which most often is on the same file system."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(AdapterExportError, match=r"Set lora_sync_dir to a folder on a file system with locks"):
+        AdapterStore(tmp_path / "root").open()
     assert everything_under(tmp_path) == []
 
 

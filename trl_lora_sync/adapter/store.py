@@ -44,6 +44,8 @@ _STARTING = ".starting"
 _PINNED = ".pinned"
 _MAX_OWNER_BYTES = 1 << 20  # it names the servers of the run
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
+# Of `flock`, such as on Lustre that was mounted without it, and on NFS whose lock service is down (flock(2)).
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,9 +273,10 @@ class AdapterStore:
             shutil.rmtree(starting, ignore_errors=True)
             if self.lock is not None:  # else the root may be another user's
                 self._release()
+            needed = "a folder on a file system with locks (flock)" if error.errno in _NO_LOCKS else "a folder"
             raise AdapterExportError(
                 f"The adapter folder {self.directory} cannot be created ({error}). Adapter versions are written there "
-                "for the servers to load. Set lora_sync_dir to a folder that this process can write and the servers "
+                f"for the servers to load. Set lora_sync_dir to {needed} that this process can write and the servers "
                 "can read."
             ) from error
 
