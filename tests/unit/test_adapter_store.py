@@ -784,7 +784,7 @@ def test_folder_of_another_user_in_a_place_open_to_all_is_refused(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link for another user")
 def test_link_of_another_user_in_a_place_open_to_all_is_refused(tmp_path: Path) -> None:
-    """The link's owner could point it to other adapters, whoever owns the folder behind it."""
+    """The folder behind it was looked at only, and the owner of the link could point it to other adapters."""
     tmp_path.chmod(0o1777)
     root, behind = tmp_path / "trl-lora-sync", tmp_path / "behind"
     behind.mkdir()
