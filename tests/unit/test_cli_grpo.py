@@ -244,6 +244,58 @@ def test_message_of_a_failed_training_is_followed_by_one_line(tmp_path: Path, ru
     assert status == "1"
 
 
+_LAUNCHED_AND_TERMINATED = """
+import os, signal, subprocess, sys
+from accelerate.commands import launch
+
+def launch_as_accelerate_does(args):
+    wait = "import time; print('up', flush=True); time.sleep(100)"
+    training = subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE)
+    training.stdout.readline()
+    os.kill(os.getpid(), signal.SIGTERM)
+    status = training.wait()
+    raise subprocess.CalledProcessError(status, "the script")
+
+launch.launch_command = launch_as_accelerate_does
+sys.stderr = sys.stdout
+from trl_lora_sync.cli.main import main
+print(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.outside
+def test_a_command_that_is_terminated_terminates_its_training(tmp_path: Path, run_python: Callable[..., str]) -> None:
+    """It ended alone, and the training went on with its GPU and its server."""
+    typed = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False", "--num_processes", "1"]
+    *_, line, status = run_python(_LAUNCHED_AND_TERMINATED, "grpo", *typed).splitlines()
+    assert line == "trl-lora-sync grpo: the training ended with status -15."
+    assert status == "1"
+
+
+_TERMINATED = """
+import contextlib, signal, types
+from trl_lora_sync import _trl
+
+@contextlib.contextmanager
+def script(*_):
+    parser = types.SimpleNamespace(parse_args_and_config=lambda **_: ())
+    yield types.SimpleNamespace(make_parser=lambda: parser, main=lambda: signal.raise_signal(signal.SIGTERM))
+
+_trl.script = script
+from trl_lora_sync.scripts import grpo
+try:
+    grpo.main()
+except SystemExit as ended:
+    print(ended.code)
+"""
+
+
+@pytest.mark.outside
+def test_a_script_that_is_terminated_ends_by_an_exception(run_python: Callable[..., str]) -> None:
+    """It ended on the spot, and its versions stayed on the server until the next run."""
+    assert run_python(_TERMINATED).split() == ["143"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "part", "rest"),
     [

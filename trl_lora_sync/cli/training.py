@@ -3,12 +3,16 @@
 Settings may come from a YAML file with --config. Launched through accelerate the way `trl {name}` is.
 """
 
+import signal
+import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module, resources
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Annotated, Any
 
+import psutil
 import typer
 from typer import Option
 from typer.core import TyperCommand
@@ -103,12 +107,25 @@ def run(
             f"{launch.training_script} belongs to no flag. A file of settings follows --config, and each setting its "
             f"flag: see `trl-lora-sync {name} --help`."
         )
+    before = signal.signal(signal.SIGTERM, _pass_on)
     try:
         launch_command(launch)
     # Its traceback would follow the message of the training process.
     except CalledProcessError as error:
         err().print(f"trl-lora-sync {name}: the training ended with status {error.returncode}.", style="red")
         raise typer.Exit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _pass_on(number: int, frame: Any) -> None:
+    """End the training as well: of one process accelerate (1.15) is waiting for the end, and passes nothing on."""
+    training = psutil.Process().children()
+    if not training:
+        sys.exit(128 + number)
+    for process in training:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:

@@ -4,6 +4,8 @@ Everything in them is TRL's, whatever the version: their arguments, datasets, re
 folder, because it comes first on their module path.
 """
 
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,8 @@ def functions_of(name: str, config: type, trainer: type) -> tuple[Callable[..., 
             return script.make_parser(prog=prog)
 
     def main() -> None:
+        # An exception, with which a training unloads its versions; by default the process ends on the spot.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         with _trl.script(name, config, trainer) as script:
             # As in TRL (1.16): the file of --config may have settings of accelerate, which this parser does not know.
             script.main(*script.make_parser().parse_args_and_config(fail_with_unknown_args=False))
