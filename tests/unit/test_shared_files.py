@@ -112,6 +112,29 @@ def test_nothing_is_held_once_the_trainer_is_killed_although_a_process_that_it_f
         os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.outside
+def test_a_forked_process_keeps_a_file_whose_number_was_that_of_a_connection(tmp_path: Path) -> None:
+    shared = SharedFiles(tmp_path, watch)
+    shared.offer(file_of(tmp_path, "1", b"one"))
+    assert seen(MappedFiles(CPU), os.open(tmp_path / "1", os.O_RDWR), tmp_path)
+    [worker] = shared.workers
+    number = worker.fileno()
+    shared.workers.clear()
+    del worker  # which closes it
+    file = os.open(tmp_path / "1", os.O_RDONLY)
+    os.dup2(file, number)
+
+    def read() -> None:
+        assert os.pread(number, 3, 0) == b"one"
+
+    child = multiprocessing.get_context("fork").Process(target=read)
+    child.start()
+    child.join(30)
+    os.close(number)
+    shared.close()
+    assert child.exitcode == 0
+
+
 def test_a_later_trainer_in_the_same_place_is_another_one(tmp_path: Path) -> None:
     files = MappedFiles(CPU)
     for content in (b"one", b"two"):

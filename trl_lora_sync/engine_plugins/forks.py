@@ -5,29 +5,38 @@ for ever. So each fork gives up what was registered here.
 """
 
 import os
+import socket
+from weakref import WeakSet
 
-_of_this_process: set[int] = set()
+_descriptors: set[int] = set()
+# These close by themselves when they are collected, and their numbers may be another file's then.
+_sockets: WeakSet[socket.socket] = WeakSet()
 
 
-def keep_from_children(descriptor: int) -> None:
-    """Let no process that is forked from now on hold this file or socket open; `forget` comes before it is closed."""
-    _of_this_process.add(descriptor)
+def keep_from_children(one: int | socket.socket) -> None:
+    """Let no process that is forked from now on hold it open; of a descriptor, `forget` comes before it is closed."""
+    if isinstance(one, int):
+        _descriptors.add(one)
+    else:
+        _sockets.add(one)
 
 
 def forget(descriptor: int) -> None:
     """It is about to be closed, and its number may be another file's then."""
-    _of_this_process.discard(descriptor)
+    _descriptors.discard(descriptor)
 
 
 def _give_up() -> None:
-    if not _of_this_process:
+    inherited = {*_descriptors, *(one.fileno() for one in _sockets)} - {-1}  # of a socket that is closed
+    if not inherited:
         return
     # Replaced and not closed: an object in the child would close the number once more, and with it another file.
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for descriptor in _of_this_process:
+    for descriptor in inherited:
         os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)
-    _of_this_process.clear()
+    _descriptors.clear()
+    _sockets.clear()
 
 
 os.register_at_fork(after_in_child=_give_up)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
-from trl_lora_sync.engine_plugins.forks import forget, keep_from_children
+from trl_lora_sync.engine_plugins.forks import keep_from_children
 from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_each_now, pin
 from trl_lora_sync.engine_plugins.progress import Progress, ProgressOf
 
@@ -216,7 +216,7 @@ class SharedFiles:
                     is_confirmed = False
                 except OSError:
                     pass
-            _close(worker)
+            worker.close()
         return is_confirmed
 
     def _accept(self) -> None:
@@ -240,7 +240,7 @@ class SharedFiles:
                 worker.close()
             else:
                 # A worker drops the files of a trainer that is killed once no process has this end open.
-                keep_from_children(worker.fileno())
+                keep_from_children(worker)
                 self.workers.append(worker)
 
     def _tell(self, send: Callable[[socket.socket], object]) -> None:
@@ -248,13 +248,8 @@ class SharedFiles:
             try:
                 send(worker)
             except OSError:  # it is gone, or does not listen
-                _close(worker)
+                worker.close()
                 self.workers.remove(worker)
-
-
-def _close(worker: socket.socket) -> None:
-    forget(worker.fileno())
-    worker.close()
 
 
 class MappedFiles:
