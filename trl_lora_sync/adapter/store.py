@@ -241,7 +241,7 @@ class AdapterStore:
         Raises:
             AdapterExportError: `root` cannot be created or written.
         """
-        is_lost = self.lock is not None and not os.fstat(self.lock).st_nlink
+        is_lost = self.lock is not None and not self._is_marked()
         if self.lock is not None and not is_lost:
             return
         if is_lost:
@@ -279,6 +279,16 @@ class AdapterStore:
                 f"for the servers to load. Set lora_sync_dir to {needed} that this process can write and the servers "
                 "can read."
             ) from error
+
+    def _is_marked(self) -> bool:
+        # By the path, as a file system in user space may count no links.
+        try:
+            (self.directory / _OWNER_FILE).stat()
+        except FileNotFoundError:
+            return False
+        except OSError:  # `write` will raise it
+            pass
+        return True
 
     def _make_in_root(self, folder: Path) -> None:
         for is_last in (False, False, True):
