@@ -81,7 +81,7 @@ def test_nothing_is_held_once_the_trainer_is_killed_although_a_process_that_it_f
     go_on = multiprocessing.get_context("fork").Event()
 
     def run() -> None:
-        shared = SharedFiles(tmp_path, watch)
+        shared = SharedFiles(tmp_path, watch, unlocked)
         shared.offer(file_of(tmp_path, "1", b"one" * 1000))
         sender.send(None)
         go_on.wait(30)
@@ -114,7 +114,7 @@ def test_nothing_is_held_once_the_trainer_is_killed_although_a_process_that_it_f
 
 @pytest.mark.outside
 def test_a_forked_process_keeps_a_file_whose_number_was_that_of_a_connection(tmp_path: Path) -> None:
-    shared = SharedFiles(tmp_path, watch)
+    shared = SharedFiles(tmp_path, watch, unlocked)
     shared.offer(file_of(tmp_path, "1", b"one"))
     assert seen(MappedFiles(CPU), os.open(tmp_path / "1", os.O_RDWR), tmp_path)
     [worker] = shared.workers
