@@ -332,7 +332,10 @@ def _check_colocate(args: Any) -> None:
             )
     # TRL refuses such a size as well, but only once the model is loaded (`VLLMGeneration._init_vllm`, 1.16).
     size, processes = args.vllm_tensor_parallel_size, args.world_size
-    if size < 1 or processes % size:
+    _check_number("vllm_tensor_parallel_size", size, Integral)
+    if size < 1:
+        raise UnsupportedSettingError(f"vllm_tensor_parallel_size must be 1 or more, got {size}.")
+    if processes % size:
         raise UnsupportedSettingError(
             f'vllm_tensor_parallel_size={size} cannot be used with {processes} training process(es) and vllm_mode="'
             f'colocate": each engine runs in {size} of them, so the number of processes must be a multiple of it. '

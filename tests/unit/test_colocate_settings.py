@@ -16,7 +16,12 @@ from peft import LoraConfig
 from trl_lora_sync import GRPOConfig, GRPOTrainer, _trl, trl_checks
 from trl_lora_sync.colocate import engine, placing, shared_base
 from trl_lora_sync.config import sync_settings
-from trl_lora_sync.errors import UnsupportedSettingError, UnsupportedTRLError, WrongPolicyError
+from trl_lora_sync.errors import (
+    UnsupportedAdapterError,
+    UnsupportedSettingError,
+    UnsupportedTRLError,
+    WrongPolicyError,
+)
 from trl_lora_sync.settings import ColocateSettings
 from unit.tiny import lora_model
 
@@ -310,6 +315,23 @@ def test_shared_base_is_refused_with_tensor_parallelism_and_with_servers(
     monkeypatch.setattr(GRPOConfig, "world_size", 2)
     with pytest.raises(UnsupportedSettingError, match=r"vLLM splits each weight.*Set vllm_tensor_parallel_size=1"):
         make(vllm_tensor_parallel_size=2, vllm_colocate_base="shared")
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [("2", "a whole number, got '2'"), (None, "a whole number"), (1.5, "a whole"), (0, "1 or more")]
+)
+def test_tensor_parallel_size_that_is_not_a_positive_whole_number_is_refused(
+    size: Any, words: str, make: Callable[..., GRPOConfig]
+) -> None:
+    """Text, as a YAML file may have it, ended with a TypeError, and 0 with advice to start 0 processes."""
+    with pytest.raises(UnsupportedSettingError, match=f"vllm_tensor_parallel_size must be {words}"):
+        make(vllm_tensor_parallel_size=size)
+
+
+def test_rank_above_the_largest_slots_of_vllm_is_refused() -> None:
+    assert engine.lora_options(321)["max_lora_rank"] == 512
+    with pytest.raises(UnsupportedAdapterError, match=r"up to 512, and the adapter has rank 600: .*Lower it, or"):
+        engine.lora_options(600)
 
 
 def test_the_frozen_adapter_of_a_reference_policy_is_not_taken_for_weights_of_the_base() -> None:

@@ -33,7 +33,13 @@ import torch
 from torch import nn
 
 from trl_lora_sync.engines.vllm.spec import VLLM
-from trl_lora_sync.errors import GenerationError, LoRASyncError, UnsupportedSettingError, WrongPolicyError
+from trl_lora_sync.errors import (
+    GenerationError,
+    LoRASyncError,
+    UnsupportedAdapterError,
+    UnsupportedSettingError,
+    WrongPolicyError,
+)
 from trl_lora_sync.versions import VLLM_COLOCATE
 
 # Both versions that a sync may need are in slots: the active one, and the next, which is checked before it is active.
@@ -74,13 +80,19 @@ def _version(package: str) -> str | None:
 
 
 def lora_options(rank: int) -> dict[str, Any]:
-    """Arguments of `LLM` for serving one adapter of this rank at run time, beside the arguments of TRL."""
-    return {
-        "enable_lora": True,
-        "max_loras": SLOTS,
-        "max_cpu_loras": SLOTS,
-        "max_lora_rank": VLLM.allowed_max_lora_rank(rank),
-    }
+    """Arguments of `LLM` for serving one adapter of this rank at run time, beside the arguments of TRL.
+
+    Raises:
+        UnsupportedAdapterError: vLLM has no slots of this rank.
+    """
+    reserved = VLLM.allowed_max_lora_rank(rank)
+    if reserved not in VLLM.max_lora_ranks:
+        raise UnsupportedAdapterError(
+            f"vLLM serves ranks up to {VLLM.max_lora_ranks[-1]}, and the adapter has rank {rank}: the largest r of the "
+            "LoraConfig, or twice that with an initialisation that changes the base, such as PiSSA. Lower it, or for "
+            'another initialisation set lora_sync_serving="fused", which takes any rank.'
+        )
+    return {"enable_lora": True, "max_loras": SLOTS, "max_cpu_loras": SLOTS, "max_lora_rank": reserved}
 
 
 @dataclass(frozen=True)
