@@ -2,6 +2,7 @@
 
 import gc
 import json
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support.colocate import EXACT, OTHER_POLICY, answered, base_distance, colocate_trainer, is_exact, samples_policy
+from support.launch import LAUNCH_ENV
 from support.models import base_weights, lora, randomize_adapter, same_tensors
 from support.policies import token_ids
+from support.processes import run as run_process
 from support.trainers import METRICS, prompts, steps_of
 from transformers import TrainerCallback
 
@@ -225,3 +228,28 @@ def test_trainer_that_is_dropped_is_freed_and_another_one_samples_on(base_model:
     kept.model.eval()
     assert samples_policy(kept)
     kept.vllm_generation.close()
+
+
+ENDING = """
+import sys
+from pathlib import Path
+
+from support.colocate import colocate_trainer
+
+trainer = colocate_trainer(Path(sys.argv[1]), Path(sys.argv[2]), max_steps=1)
+trainer.train()
+trainer.accelerator.end_training()
+"""
+
+
+def test_process_ends_quietly_after_end_training(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trl-lora-sync grpo` ended with a traceback of vLLM, whose groups of processes were gone by then."""
+    monkeypatch.delenv("MASTER_PORT")  # of this process, where a group may listen
+    script = tmp_path / "train.py"
+    script.write_text(ENDING)
+    command = [sys.executable, script, base_model, tmp_path]
+    finished = run_process(command, tmp_path / "log", timeout_s=120.0, env=LAUNCH_ENV)
+    assert finished.code == 0, finished.output
+    assert "Traceback" not in finished.output

@@ -149,10 +149,15 @@ def _spare_process_groups(core: Any) -> None:
     atexit.register(_shut_down, weakref.ref(core))
 
 
-def _shut_down(core: Callable[[], Any]) -> None:
+def _shut_down(client: Callable[[], Any]) -> None:
     """As vLLM's own finalizer at the end of the process."""
-    if (engine_core := core()) is not None:
-        engine_core.shutdown()
+    if (core := client()) is None:
+        return
+    if torch.distributed.is_initialized():
+        core.shutdown()
+    else:
+        # `end_training` of accelerate has destroyed all groups, and vLLM would fail with a traceback (0.31).
+        core._finalizer()
 
 
 def _llm_class() -> Any:
