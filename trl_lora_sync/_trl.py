@@ -259,11 +259,11 @@ def batch_of_next_epoch(trainer: Any, place: int) -> Any | None:
         None if the order does not come from TRL's `RepeatSampler` alone, or the epoch is shorter.
     """
     loader = trainer.callback_handler.train_dataloader
-    batches = getattr(loader, "batch_sampler", ())
-    sampler = batches or None
+    sampler = batches = getattr(loader, "batch_sampler", ())
     # accelerate's shards have a `batch_sampler` (1.15, data_loader.py), and torch's batches a `sampler`.
+    # None is looked for, and not the truth of a sampler, which is its length: that of a stream has none (torch 2.13).
     while sampler is not None and type(sampler).__name__ != "RepeatSampler":
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        sampler = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
     if sampler is None:
         return None
     generator = getattr(sampler, "generator", None)

@@ -128,6 +128,17 @@ def test_the_end_of_an_epoch_is_cold_if_the_order_is_not_trl_s_own(
     ]
 
 
+def test_the_end_of_an_epoch_is_cold_for_a_stream(model: Path, noted: Noted, tmp_path: Path) -> None:
+    """It has no sampler to read ahead from, and the training ended there with a TypeError."""
+    train(model, tmp_path, lora_sync_overlap=1, max_steps=13, train_dataset=prompts(NINE).to_iterable_dataset())
+
+    cold = [place for place, ahead in enumerate(noted.ahead) if ahead is None]
+    assert cold == [8, 12]
+    assert [ahead for ahead in noted.ahead if ahead] == [
+        noted.sampled[place + 1] for place in range(12) if place not in cold
+    ]
+
+
 def test_a_resumed_run_hands_over_the_batch_that_it_will_ask_for(model: Path, noted: Noted, tmp_path: Path) -> None:
     seen = []
     for overlap in (0, 1):
