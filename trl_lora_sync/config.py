@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -254,10 +255,11 @@ def check_sync_fields(args: Any) -> None:
         raise _contradiction("use_vllm=False", "the adapter is loaded by vLLM or SGLang", "Set use_vllm=True")
     # TRL's own field, a plain string, so `_CHOICES` does not have it.
     check_choice("vllm_mode", args.vllm_mode, ("server", "colocate"))
+    for name, kind in _NUMBERS.items():
+        if hasattr(args, name):
+            _check_number(name, getattr(args, name), kind)
     if args.vllm_mode == "colocate":
         _check_colocate(args)
-    for name, kind in _NUMBERS.items():
-        _check_number(name, getattr(args, name), kind)
     if args.lora_sync_keep < 1:
         raise _contradiction(
             f"lora_sync_keep={args.lora_sync_keep}", "at least the active version must stay", "Set it to 1 or more"
@@ -277,7 +279,7 @@ def check_sync_fields(args: Any) -> None:
         _check_async(args)
     elif args.lora_sync_overlap:
         _check_overlap(args)
-    _check_generation_kwargs(getattr(args, "generation_kwargs", None) or {})
+    _check_generation_kwargs(getattr(args, "generation_kwargs", None))
     # Not in colocate mode, where a teacher may run at the default URL of a server that is not used.
     if args.vllm_mode == "server":
         _check_server(args)
@@ -403,6 +405,11 @@ def _check_async(args: Any) -> None:
             raise UnsupportedSettingError(
                 f"{name}={getattr(args, name)!r} cannot be used {seen}: {why}. Set it to {value!r}."
             )
+    if args.max_staleness < 0:
+        raise UnsupportedSettingError(
+            f"max_staleness={args.max_staleness} cannot be used {seen}: each sample would be too old to train on. Set "
+            "it to 0 or more."
+        )
     # `VersionLedger.lease` reads the active version in the thread of the rollouts. If one version were kept, the next
     # sync could retire it before its lease is noted.
     if args.lora_sync_keep < _KEPT_FOR_OVERLAP:
@@ -491,6 +498,9 @@ _NUMBERS: dict[str, type[Any]] = {
     "lora_sync_timeout": Real,
     "lora_sync_generation_timeout": Real,
     "lora_sync_verify_tolerance": Real,
+    # TRL's own, which some of its configurations have (1.16).
+    "vllm_sync_frequency": Integral,
+    "max_staleness": Integral,
 }
 _KINDS: dict[type[Any], str] = {Integral: "a whole number", Real: "a number"}
 
@@ -528,9 +538,16 @@ def _check_start(args: Any) -> None:
         )
 
 
-def _check_generation_kwargs(generation_kwargs: dict[str, Any]) -> None:
+def _check_generation_kwargs(generation_kwargs: Any) -> None:
     from trl_lora_sync.engines.vllm.completions import RESERVED_FIELDS
 
+    if not generation_kwargs:
+        return
+    if not isinstance(generation_kwargs, Mapping):
+        raise UnsupportedSettingError(
+            f"generation_kwargs must be a dictionary of sampling fields, such as {{'seed': 1}}, got "
+            f"{generation_kwargs!r}."
+        )
     # `generation_kwargs` are merged into a request last (`sampling_fields`), so any of these would win.
     reserved = sorted(RESERVED_FIELDS & generation_kwargs.keys())
     if reserved:

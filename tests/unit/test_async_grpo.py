@@ -92,6 +92,8 @@ def test_configuration_pickles_and_changes_nothing_by_default(folder: str) -> No
         ({"lora_sync_keep": 1}, "Set it to 2 or more"),
         ({"lora_sync_timeout": 0}, "lora_sync_timeout must be a positive, finite number of seconds, got 0"),
         ({"vllm_server_base_url": "localhost:8000"}, "is not a URL"),
+        ({"max_staleness": None}, "max_staleness must be a whole number, got None"),
+        ({"max_staleness": -1}, "each sample would be too old to train on. Set it to 0 or more"),
     ],
 )
 def test_setting_that_cannot_be_used_is_named_with_the_reason(changes: dict[str, Any], words: str, folder: str) -> None:

@@ -260,6 +260,12 @@ def test_fused_serving_on_sglang_is_refused(make: Callable[..., GRPOConfig]) -> 
         make(lora_sync_serving="fused", vllm_server_engine="sglang")
 
 
+@pytest.mark.parametrize("value", ["seed=1", ["seed", 1]])
+def test_generation_kwargs_that_are_no_dictionary_are_refused(value: Any, make: Callable[..., GRPOConfig]) -> None:
+    with pytest.raises(UnsupportedSettingError, match=r"generation_kwargs must be a dictionary .*got .*seed"):
+        make(generation_kwargs=value)
+
+
 def test_other_generation_kwargs_are_accepted(make: Callable[..., GRPOConfig]) -> None:
     assert make(generation_kwargs={"seed": 1, "stop_token_ids": [3]}).generation_kwargs["seed"] == 1
 
@@ -286,6 +292,7 @@ def test_timeout_that_is_not_a_positive_number_is_refused(
         ({"lora_sync_generation_timeout": None}, "a number, got None"),
         ({"lora_sync_verify_tolerance": "3"}, "a number, got '3'"),
         ({"vllm_server_timeout": "60"}, "a number, got '60'"),
+        ({"vllm_tensor_parallel_size": "1", "vllm_mode": "colocate"}, "a whole number, got '1'"),
     ],
     ids=str,
 )

@@ -25,6 +25,7 @@ from unit.tiny import base_model
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.gold import GOLDConfig
 from trl.experimental.iw_opd import IWOPDConfig
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.sdft import SDFTConfig, SDFTTrainer
@@ -50,6 +51,11 @@ class GMPOSyncConfig(LoRASyncConfig, GMPOConfig):  # type: ignore[misc]
 
 class GMPOSyncTrainer(LoRASyncTrainer, GMPOTrainer):  # type: ignore[misc]
     """As a user makes it."""
+
+
+@dataclass
+class GOLDSyncConfig(LoRASyncConfig, GOLDConfig):  # type: ignore[misc]
+    """With a setting of how often it syncs."""
 
 
 @dataclass
@@ -115,6 +121,12 @@ def test_configuration_pickles_and_checks_the_same(config: type[Any], folder: st
         config(output_dir=folder, **ON_CPU, **SYNC, lora_sync_keep=0)
     with pytest.raises(UnsupportedSettingError, match=r'lora_sync_pause=.* cannot be used with vllm_mode="colocate"'):
         config(output_dir=folder, **ON_CPU, **{**SYNC, "vllm_mode": "colocate"}, lora_sync_pause="drain")
+
+
+@pytest.mark.parametrize("frequency", ["2", None, 1.5])
+def test_frequency_of_syncs_that_is_not_a_number_is_refused(frequency: Any, folder: str) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"vllm_sync_frequency must be a whole number, got {frequency!r}"):
+        GOLDSyncConfig(output_dir=folder, **ON_CPU, **SYNC, vllm_sync_frequency=frequency)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1].__name__)
