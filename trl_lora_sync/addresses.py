@@ -24,7 +24,9 @@ def is_http_url(url: str) -> bool:
     """Whether a request could be sent to `url`."""
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # The scheme twice, as of a host that is given as a URL, leaves an empty port and a path that begins with "//".
+        is_whole = bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
+        return parts.scheme in ("http", "https") and is_whole
     except ValueError:  # a port that is not a number or too large, half an IPv6 address
         return False
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import trl
@@ -201,6 +201,10 @@ class LoRASyncConfig:
     def __post_init__(self) -> None:
         # TRL's first: it sets up the distributed state, which `world_size` is read from below.
         super().__post_init__()  # type: ignore[misc]
+        for name in ("lora_sync_dir", "lora_sync_server_dir"):
+            # A `Path` has no JSON, in which TensorBoard's callback logs all settings (Transformers 5.24).
+            if isinstance(getattr(self, name), PurePath):
+                setattr(self, name, str(getattr(self, name)))
         check_choice("vllm_sync_strategy", self.vllm_sync_strategy, _CHOICES["vllm_sync_strategy"])
         if self.vllm_sync_strategy == "lora_adapter":
             check_sync_fields(self)
@@ -561,7 +565,11 @@ def _check_generation_kwargs(generation_kwargs: Any) -> None:
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Refuse a value that is not one of `choices`; dataclasses do not check `Literal` themselves."""
     if value not in choices:
-        raise UnsupportedSettingError(f"{name}={value!r} is not known. Choose one of {', '.join(map(repr, choices))}.")
+        # A bare `off` or `no` in YAML is a boolean (1.1, which PyYAML reads).
+        quotes = f" In a YAML file, put it in quotes: {name}: 'off'." if value is False and "off" in choices else ""
+        raise UnsupportedSettingError(
+            f"{name}={value!r} is not known. Choose one of {', '.join(map(repr, choices))}.{quotes}"
+        )
 
 
 def server_urls(args: Any) -> tuple[str, ...]:
@@ -576,18 +584,21 @@ def server_urls(args: Any) -> tuple[str, ...]:
             f"vllm_server_base_url must be text, got a {type(args.vllm_server_base_url).__name__}. Write several URLs "
             "as one text with commas in between, such as 'http://gpu-1:8000,http://gpu-2:8000'."
         )
-    text = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    text, setting = args.vllm_server_base_url, "vllm_server_base_url"
+    if not text:
+        text = f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        setting = "http://{vllm_server_host}:{vllm_server_port}"
     if has_secrets(text):  # first of all, so that no other message shows a key
         raise UnsupportedSettingError(
-            "vllm_server_base_url carries a user, password, query or fragment. URLs end up in logs and checkpoints. "
+            f"{setting} carries a user, password, query or fragment. URLs end up in logs and checkpoints. "
             "Give the plain URL, and the key in the environment variable VLLM_API_KEY or SGLANG_API_KEY."
         )
     urls = [url.strip() for url in text.split(",")]
     for url in urls:
         if not is_http_url(url):
             raise UnsupportedSettingError(
-                f"vllm_server_base_url={text!r}: {url!r} is not a URL. Expected something like http://localhost:8000, "
-                "or several of these with commas in between."
+                f"{setting}={text!r}: {url!r} is not a URL. Expected something like http://localhost:8000, or several "
+                "of these with commas in between. Set vllm_server_base_url to it."
             )
     # URLs for OpenAI's clients end so, and the routes here are appended to the server's root.
     plain = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)

@@ -247,6 +247,19 @@ def test_unknown_choice_is_refused_with_the_known_ones(
         make(**{name: "lora"})
 
 
+@pytest.mark.parametrize("name", ["vllm_server_sleep", "lora_sync_pause", "lora_sync_verify"])
+def test_bare_off_in_yaml_is_refused_with_the_form_that_is_taken(name: str, tmp_path: Path) -> None:
+    """YAML reads it as a boolean, and the message offered 'off', which is what was written."""
+    file, parser = tmp_path / "run.yaml", trl.TrlParser((GRPOConfig,))
+    plain = yaml.safe_dump({**ON_CPU, **SYNC, "output_dir": "out"})
+    file.write_text(f"{plain}{name}: off\n")
+    with pytest.raises(UnsupportedSettingError, match=r"In a YAML file, put it in quotes: (.*)\.$") as caught:
+        parser.parse_args_and_config(["--config", str(file)])
+    advised = str(caught.value).rpartition("quotes: ")[2].removesuffix(".")
+    file.write_text(f"{plain}{advised}\n")
+    assert getattr(parser.parse_args_and_config(["--config", str(file)])[0], name) == "off"
+
+
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
 def test_field_that_chooses_the_policy_or_the_answers_shape_is_refused_in_generation_kwargs(
     name: str, make: Callable[..., GRPOConfig]
@@ -395,12 +408,21 @@ def test_url_that_carries_a_secret_is_refused_without_showing_it(url: str, make:
     "url",
     ["localhost:8000", "host", "ftp://host:21", "http://", "http://:8000", "http://host:port", "http://host:99999",
      "http://[::1", "http://host:0", "unix:///tmp/socket", "http://a:1,", "http://a:1,,http://b:2", "http://a:1,b:2",
-     "http://a:1;http://b:2,"],
+     "http://a:1;http://b:2,", "http://http://a:1", "http://a:"],
 )  # fmt: skip
 def test_text_that_is_no_http_url_is_refused_with_an_example(url: str, make: Callable[..., GRPOConfig]) -> None:
     with pytest.raises(UnsupportedSettingError, match=r"vllm_server_base_url=.*: '.*' is not a URL") as caught:
         make(vllm_server_base_url=url)
     assert "http://localhost:8000" in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [{"vllm_server_host": "http://a"}, {"vllm_server_port": None}], ids=str)
+def test_host_that_makes_no_url_is_refused_by_the_settings_that_were_given(
+    fields: dict[str, Any], make: Callable[..., GRPOConfig]
+) -> None:
+    words = re.escape("http://{vllm_server_host}:{vllm_server_port}=") + ".* is not a URL.*Set vllm_server_base_url"
+    with pytest.raises(UnsupportedSettingError, match=words):
+        make(**fields)
 
 
 @pytest.mark.parametrize(
@@ -443,13 +465,18 @@ def test_key_from_the_environment_is_in_no_form_of_the_config(
 
 
 def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
-    args = make(lora_sync_keep=3, lora_sync_dir="/mnt/adapters")
-    stored = json.loads(args.to_json_string())
-    assert {name: stored[name] for name in ("vllm_sync_strategy", "lora_sync_keep", "lora_sync_dir")} == {
-        "vllm_sync_strategy": "lora_adapter",
-        "lora_sync_keep": 3,
-        "lora_sync_dir": "/mnt/adapters",
-    }
+    """With a `Path`, a run that logs to TensorBoard ended at its start."""
+    args = make(lora_sync_keep=3, lora_sync_dir=Path("/mnt/adapters"), lora_sync_server_dir=Path("/mnt/there"))
+    stored, wanted = (
+        json.loads(args.to_json_string()),
+        {
+            "vllm_sync_strategy": "lora_adapter",
+            "lora_sync_keep": 3,
+            "lora_sync_dir": "/mnt/adapters",
+            "lora_sync_server_dir": "/mnt/there",
+        },
+    )
+    assert {name: stored[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("tolerance", [0.0, -1.0, float("nan"), float("inf")])
