@@ -14,7 +14,7 @@ import trl
 
 from trl_lora_sync.addresses import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
 from trl_lora_sync.errors import UnsupportedSettingError
-from trl_lora_sync.trl_checks import refuse_others
+from trl_lora_sync.trl_checks import refuse_mixin_last, refuse_others
 
 if TYPE_CHECKING:
     from trl_lora_sync.settings import PolicySettings
@@ -198,6 +198,10 @@ class LoRASyncConfig:
         },
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_mixin_last(cls, LoRASyncConfig)
+
     def __post_init__(self) -> None:
         # TRL's first: it sets up the distributed state, which `world_size` is read from below.
         super().__post_init__()  # type: ignore[misc]
@@ -205,8 +209,7 @@ class LoRASyncConfig:
             # A `Path` has no JSON, in which TensorBoard's callback logs all settings (Transformers 5.24).
             if isinstance(getattr(self, name), PurePath):
                 setattr(self, name, str(getattr(self, name)))
-        check_choice("vllm_sync_strategy", self.vllm_sync_strategy, _CHOICES["vllm_sync_strategy"])
-        if self.vllm_sync_strategy == "lora_adapter":
+        if syncs_adapters(self):
             check_sync_fields(self)
         elif self.lora_sync_overlap:
             raise UnsupportedSettingError(
@@ -214,6 +217,17 @@ class LoRASyncConfig:
                 "replaces the weights that the servers sample from, so generation and training take turns. Set "
                 'vllm_sync_strategy="lora_adapter", or lora_sync_overlap=0.'
             )
+
+
+def syncs_adapters(args: Any) -> bool:
+    """Whether a configuration, which may be TRL's own, chooses adapter sync.
+
+    Raises:
+        UnsupportedSettingError: it chooses something unknown.
+    """
+    strategy = getattr(args, "vllm_sync_strategy", "weights")
+    check_choice("vllm_sync_strategy", strategy, _CHOICES["vllm_sync_strategy"])
+    return bool(strategy == "lora_adapter")
 
 
 # Field -> the values that its annotation lists.

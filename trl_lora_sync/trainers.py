@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import trl
 
 from trl_lora_sync import _trl
-from trl_lora_sync.config import GRPOConfig, LoRASyncConfig
+from trl_lora_sync.config import GRPOConfig, LoRASyncConfig, syncs_adapters
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.trl_checks import (
     check_arguments,
@@ -17,6 +17,7 @@ from trl_lora_sync.trl_checks import (
     check_colocate,
     check_overlap,
     check_trainer,
+    refuse_mixin_last,
     trl_classes,
 )
 from trl_lora_sync.versions import VLLM_COLOCATE, warn
@@ -60,15 +61,19 @@ class LoRASyncTrainer:
     _has_warned_of_images = False
     _waits_on_host = False  # the model, for the weights that it is to share with vLLM
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_mixin_last(cls, LoRASyncTrainer)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(type(self), args, kwargs)
         config: Any = given.get("args")
-        self._syncs_adapters = getattr(config, "vllm_sync_strategy", "weights") == "lora_adapter"
+        self._syncs_adapters = syncs_adapters(config)
         # Before the imports below: with "weights" the trainer is TRL's bit for bit, and loads nothing more.
         if not self._syncs_adapters:
             super().__init__(*args, **kwargs)
             # A class behind this one may have made the configuration, and TRL has then set up its sync.
-            if getattr(self.args, "vllm_sync_strategy", "weights") == "lora_adapter":
+            if syncs_adapters(self.args):
                 raise _unseen(type(self), "args")
             return
         from trl_lora_sync.adapter.support import check_model

@@ -487,6 +487,23 @@ def check_launcher() -> None:
     _raise_if_changed([*_function_changes("trl.cli.accelerate_config", "resolve_accelerate_config_argument")])
 
 
+def refuse_mixin_last(found: type, mixin: type) -> None:
+    """Refuse a class in which TRL's classes come before the mixin: they never call it, and it would be ignored.
+
+    Raises:
+        UnsupportedSettingError: with the order that is right.
+    """
+    classes, order = trl_classes(found), found.__mro__
+    if classes and order.index(classes[-1]) < order.index(mixin):
+        # `sorted` keeps the order of the others.
+        bases = sorted(found.__bases__, key=lambda one: not issubclass(one, mixin))
+        raise UnsupportedSettingError(
+            f"{found.__name__} has {mixin.__name__} behind {classes[0].__name__}, which never calls it, so "
+            "vllm_sync_strategy would be ignored. The mixin comes first: "
+            f"class {found.__name__}({', '.join(one.__name__ for one in bases)})."
+        )
+
+
 def trl_classes(found: type) -> list[type]:
     """TRL's own among a class and its bases, in the order of resolution."""
     return [one for one in found.__mro__ if one.__module__.partition(".")[0] == "trl"]

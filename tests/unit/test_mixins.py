@@ -201,6 +201,19 @@ def test_trainer_that_does_not_sample_with_vllm_is_refused(folder: str) -> None:
         TPOSyncTrainer(model="no/such/model", args=config)
 
 
+@pytest.mark.parametrize(("mixin", "trls"), [(LoRASyncTrainer, GMPOTrainer), (LoRASyncConfig, GMPOConfig)])
+def test_mixin_behind_the_class_of_trl_is_refused_with_the_order_that_counts(mixin: Any, trls: Any) -> None:
+    """TRL's classes never called it, and the training was TRL's, without a word of the setting."""
+    with pytest.raises(UnsupportedSettingError, match=rf"class Late\({mixin.__name__}, {trls.__name__}\)"):
+        type("Late", (trls, mixin), {})
+    assert type("Early", (mixin, trls), {})
+
+
+def test_class_of_trl_before_one_of_this_package_still_reaches_the_mixin() -> None:
+    both = type("Both", (GMPOTrainer, GRPOTrainer), {})
+    assert both.__mro__.index(LoRASyncTrainer) < both.__mro__.index(trl.GRPOTrainer)
+
+
 def test_mixin_without_a_trainer_of_trl_is_refused_with_what_to_derive_from() -> None:
     """It ended in a StopIteration without a message."""
     mine = type("Mine", (LoRASyncTrainer,), {})

@@ -102,6 +102,13 @@ def test_setting_changed_after_the_config_was_made_is_refused(arguments: dict[st
         GRPOTrainer(**arguments, peft_config=LoraConfig())
 
 
+def test_unknown_strategy_that_was_set_after_the_config_was_made_is_refused(arguments: dict[str, Any]) -> None:
+    """It counted as "weights", and TRL's own sync was taken without a word."""
+    arguments["args"].vllm_sync_strategy = "lora-adapter"
+    with pytest.raises(UnsupportedSettingError, match="vllm_sync_strategy='lora-adapter' is not known"):
+        GRPOTrainer(**arguments)
+
+
 def test_unknown_argument_is_refused_as_trl_refuses_it(arguments: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'peft_confg'"):
         GRPOTrainer(**arguments, peft_confg=LoraConfig())
