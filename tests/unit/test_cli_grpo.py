@@ -45,6 +45,15 @@ def test_every_field_and_accelerates_own_flags_go_where_they_belong(launched: li
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_switch_of_accelerate_may_be_in_the_file(is_on: bool, launched: list[Any], tmp_path: Path) -> None:
+    """TRL passes it on with its value, which accelerate took for the script."""
+    fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "multi_gpu": is_on, "num_processes": 2}
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(fields))
+    assert main(["grpo", "--config", str(tmp_path / "grpo.yaml")]) == 0
+    assert (launched[0].multi_gpu, launched[0].num_processes) == (is_on, 2)
+
+
 def test_script_parses_every_field_of_trl_and_of_this_package(tmp_path: Path) -> None:
     with _trl.script("grpo", trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer) as script:
         parsed = script.make_parser().parse_args_and_config(
@@ -142,6 +151,8 @@ def test_configuration_that_cannot_be_read_ends_with_2(
         (["--lerning_rate=1"], "", "Did you mean --learning_rate?"),
         (["--num_proceses", "2"], "", "Did you mean --num_processes?"),
         ([], "lora_sync_timeuot: 3", "Did you mean --lora_sync_timeout?"),
+        ([], "learning_rat: 1.0", "Did you mean --learning_rate?"),
+        ([], "lora-sync-keep: 3", "Did you mean --lora_sync_keep?"),
         (["--xyzzy"], "", "See `trl-lora-sync grpo --help-all` and `accelerate launch --help`."),
     ],
 )

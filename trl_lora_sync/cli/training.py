@@ -85,14 +85,17 @@ def run(
     # No parser has `--accelerate_config`: TRL takes it out before (1.16, cli/accelerate_config.py).
     known = {"--accelerate_config", *parser._option_string_actions, *accelerates._option_string_actions}
     _check_flags(name, [argument.partition("=")[0] for argument in arguments if argument.startswith("--")], known)
-    # `env` has variables for the environment, which TRL's parser sets (1.16, scripts/utils.py).
-    _check_flags(name, [f"--{setting}" for setting in settings if setting != "env"], known)
+    # In a file TRL takes whole names only (1.16, scripts/utils.py), and accelerate gets what is not among them.
+    # `env` has variables for the environment, which TRL's parser sets.
+    whole = {f"--{one.dest}" for one in parser._actions} | {"--accelerate_config", *accelerates._option_string_actions}
+    _check_flags(name, [f"--{setting}" for setting in settings if setting != "env"], whole, are_whole=True)
     try:
         # What is left over is for accelerate: from the file, and, as a part of `arguments` in their order, typed.
         *_, from_file, typed = parser.parse_args_and_config(
             arguments, return_remaining_strings=True, separate_remaining_strings=True
         )
-        options = _trl.accelerate_options([*from_file, *typed])
+        switches = {flag for flag, one in accelerates._option_string_actions.items() if one.nargs == 0}
+        options = _trl.accelerate_options([*_without_truth(from_file, switches), *typed])
     # It is a ValueError, too, and `main` prints it with the same status.
     except UnsupportedSettingError:
         raise
@@ -128,6 +131,17 @@ def _pass_on(number: int, frame: Any) -> None:
             process.send_signal(number)
 
 
+def _without_truth(pairs: Sequence[str], switches: Collection[str]) -> list[str]:
+    """Flags with their values, in which a switch is there or not; TRL writes `--multi_gpu True` for one (1.16)."""
+    words = []
+    for flag, value in zip(pairs[::2], pairs[1::2], strict=True):
+        if flag not in switches:
+            words += [flag, value]
+        elif value == str(True):
+            words.append(flag)
+    return words
+
+
 def without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
     """`arguments` less `part`, which is contained in it in the same order."""
     # By value, as argparse returns strings and not their places. In order, as a value may occur twice.
@@ -156,10 +170,14 @@ def _read_config(file: str) -> dict[str, Any]:
     return settings
 
 
-def _check_flags(name: str, flags: Iterable[str], known: Collection[str]) -> None:
-    """Refuse what neither TRL nor accelerate knows; the latter would take its value for the script."""
+def _check_flags(name: str, flags: Iterable[str], known: Collection[str], *, are_whole: bool = False) -> None:
+    """Refuse what neither TRL nor accelerate knows; the latter would take its value for the script.
+
+    Args:
+        are_whole: whether a name must be given in full; argparse takes its beginning.
+    """
     for flag in flags:
-        if flag == "--" or any(one.startswith(flag) for one in known):  # argparse takes the beginning of a name
+        if flag == "--" or flag in known or (not are_whole and any(one.startswith(flag) for one in known)):
             continue
         meant = similar_flag(flag, known)
         hint = (
