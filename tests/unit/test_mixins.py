@@ -203,7 +203,7 @@ def test_trainer_that_does_not_sample_with_vllm_is_refused(folder: str) -> None:
 
 @pytest.mark.parametrize(("mixin", "trls"), [(LoRASyncTrainer, GMPOTrainer), (LoRASyncConfig, GMPOConfig)])
 def test_mixin_behind_the_class_of_trl_is_refused_with_the_order_that_counts(mixin: Any, trls: Any) -> None:
-    """TRL's classes never called it, and the training was TRL's, without a word of the setting."""
+    """TRL's classes never called it, and the setting was silently ignored."""
     with pytest.raises(UnsupportedSettingError, match=rf"class Late\({mixin.__name__}, {trls.__name__}\)"):
         type("Late", (trls, mixin), {})
     assert type("Early", (mixin, trls), {})

@@ -103,7 +103,7 @@ def test_setting_changed_after_the_config_was_made_is_refused(arguments: dict[st
 
 
 def test_unknown_strategy_that_was_set_after_the_config_was_made_is_refused(arguments: dict[str, Any]) -> None:
-    """It counted as "weights", and TRL's own sync was taken without a word."""
+    """It counted as "weights", and the run was silently TRL's own."""
     arguments["args"].vllm_sync_strategy = "lora-adapter"
     with pytest.raises(UnsupportedSettingError, match="vllm_sync_strategy='lora-adapter' is not known"):
         GRPOTrainer(**arguments)
