@@ -333,6 +333,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             return lambda base: ()
         reader, model, dtype, device = self.reader, self.model, self.dtype, self.accelerator.device
         initial = self._initial
+        noted: list[Any] = []  # what the scores of the trials were computed with
+
+        def traits() -> list[Any]:
+            # By paths, as a launcher may wrap the modules themselves.
+            return [{group: set(paths) for group, paths in groups().items()}, reader.scalings(), model.active_adapter]
 
         def groups() -> dict[str, dict[str, tuple[nn.Linear, ...]]]:
             reader.linears(model)
@@ -365,9 +370,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                 scores=Scores(base=found[0], adapted=logprobs),
                 image=probe,
                 advice=_advice(model, group),
+                is_current=lambda: traits() == noted,
             )
 
         def make(base: TrainedBase, score: Score) -> tuple[Trial, ...]:
+            noted[:] = traits()
             return tuple(made(group, modules, base, score) for group, modules in groups().items())
 
         def score_together(trial: dict[Any, Tensor], prompt: Prompt) -> list[float]:

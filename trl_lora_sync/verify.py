@@ -85,6 +85,7 @@ class Trial:
             are not known.
         image: what the scores are of instead.
         advice: what to do if a server ignores these modules.
+        is_current: whether `read` still makes what `scores` are of; another adapter of the model may be active by now.
     """
 
     group: str
@@ -93,6 +94,7 @@ class Trial:
     scores: "Scores | None" = None
     image: ImageProbe | None = None
     advice: str = ""
+    is_current: Callable[[], bool] = lambda: True
 
     def __str__(self) -> str:
         return f"the {self.group} modules ({', '.join(self.modules)})"

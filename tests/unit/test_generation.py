@@ -173,6 +173,22 @@ def test_scaling_that_changes_for_a_while_is_published_and_so_is_its_return(tmp_
 
 
 @pytest.mark.outside
+@pytest.mark.parametrize("fields", [{"lora_alpha": 32}, {"r": 16}, {"target_modules": ["down_proj"]}], ids=str)
+def test_a_server_is_checked_again_after_another_adapter_was_activated(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Its trial had the shapes and scalings of the new adapter, and the expected scores of the first."""
+    model = peft_model(make_model(tmp_path / "model"))
+    model.add_adapter("other", lora(**fields))
+    with in_memory_engines(model_path=tmp_path / "model") as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, tmp_path, peft_config=None)
+        trainer.train()
+        trainer.model.set_adapter("other")
+        trainer.train()
+        trainer.model.eval()
+        assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
+        trainer.vllm_generation.close()
+
+
+@pytest.mark.outside
 def test_threads_that_sample_a_changed_adapter_share_one_sync(tmp_path: Path) -> None:
     """Each thread saw the change, and each published it."""
     model, threads = make_model(tmp_path / "tiny"), 4
