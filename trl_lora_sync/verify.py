@@ -38,11 +38,14 @@ class TrainedBase:
         vocab_size: number of token ids it knows, if known.
         logprobs: computes the log-probability of each token of a prompt after the first, and the spread (standard
             deviation) of the log-probabilities over the vocabulary, without any adapter.
+        change: how its weights differ from the checkpoint that was loaded, and what to do; empty if they are the same,
+            or if that is not known.
     """
 
     name: str | None
     vocab_size: int | None
     logprobs: Callable[[Sequence[int]], tuple[list[float], float]]
+    change: str = ""
 
     def remembered(self) -> "TrainedBase":
         """The same with its answer for `PROBE_PROMPT` computed, so that asking again runs no model."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.colocate import EXACT, OTHER_POLICY, answered, base_distance, colocate_trainer, is_exact, samples_policy
 from support.launch import LAUNCH_ENV
-from support.models import base_weights, lora, randomize_adapter, same_tensors
+from support.models import base_weights, lora, merged_model, randomize_adapter, same_tensors
 from support.policies import token_ids
 from support.processes import run as run_process
 from support.trainers import METRICS, prompts, steps_of
@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer
 from trl_lora_sync.colocate import engine
+from trl_lora_sync.errors import VerificationError
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
@@ -253,3 +254,12 @@ def test_process_ends_quietly_after_end_training(
     finished = run_process(command, tmp_path / "log", timeout_s=120.0, env=LAUNCH_ENV)
     assert finished.code == 0, finished.output
     assert "Traceback" not in finished.output
+
+
+def test_a_base_that_an_adapter_was_merged_into_is_refused_where_vllm_has_the_checkpoint(
+    base_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        VerificationError, match=r"base weights differ from the checkpoint .* vLLM has loaded the checkpoint"
+    ):
+        colocate_trainer(merged_model(base_model, 0.02), tmp_path, model_init_kwargs=None)

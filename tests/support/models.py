@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -57,3 +58,14 @@ def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def written_adapter(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "adapter_model.safetensors")
+
+
+def merged_model(folder: Path, strength: float) -> Any:
+    """The model of a checkpoint, into which an adapter of an earlier stage was merged in memory."""
+    model = peft_model(folder)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            base = layer.get_base_layer().weight
+            change = torch.randn(base.shape, generator=torch.Generator().manual_seed(1))
+            base.data += strength * base.norm() / change.norm() * change
+    return model.unload()

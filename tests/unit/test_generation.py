@@ -1,12 +1,14 @@
 """Pieces of generation and sync that need no server."""
 
 import inspect
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from accelerate import Accelerator
@@ -17,17 +19,17 @@ from make_model import make_model
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
 from PIL import Image
-from support.models import base_weights, lora, peft_model, randomize_adapter
+from support.models import base_weights, lora, merged_model, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer, prompts
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.images import data_url
-from trl_lora_sync.errors import LoRASyncError, UnsupportedAdapterError, UnsupportedSettingError
+from trl_lora_sync.errors import LoRASyncError, ServerSetupError, UnsupportedAdapterError, UnsupportedSettingError
 from trl_lora_sync.generation import group_rows
 from trl_lora_sync.testing import ModelPolicy, in_memory_engines
 
@@ -283,6 +285,49 @@ def test_a_model_that_is_put_into_a_built_trainer_is_refused(act: str, tmp_path:
         trainer.model = trainer.model_wrapped = peft_model(model)
         with pytest.raises(UnsupportedSettingError, match=r"trainer\.model was replaced .*load_adapter"):
             getattr(trainer, act)()
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("shard", ["50GB", "50KB"], ids=["one file", "several files"])
+def test_a_base_that_an_adapter_was_merged_into_is_refused_where_the_checkpoint_is_served(
+    shard: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Log-probabilities differ too little to show it. TRL's own sync sends the merged base."""
+    model = make_model(tmp_path / "model")
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    (model / "model.safetensors").unlink()
+    whole.save_pretrained(model, max_shard_size=shard)
+    assert (model / "model.safetensors.index.json").exists() == (shard == "50KB")
+    with in_memory_engines(model_path=model) as [engine]:
+        with pytest.raises(
+            ServerSetupError, match=r"base weights differ from the checkpoint .* by 0\.0\d+ of .*FOLDER"
+        ):
+            grpo_trainer(engine.base_url, merged_model(model, 0.02), tmp_path)
+        grpo_trainer(engine.base_url, merged_model(model, 0.02), tmp_path, lora_sync_verify="off")
+        assert "base weights differ from the checkpoint" in caplog.text
+        # What rounding leaves, as of a model that was in bfloat16 for a while.
+        rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).float()
+        for base in (merged_model(model, 0.0), merged_model(model, 0.001), rounded):
+            grpo_trainer(engine.base_url, base, tmp_path)
+
+
+@pytest.mark.outside
+def test_a_checkpoint_of_the_hub_is_compared_as_it_was_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, downloads = make_model(tmp_path / "model"), tmp_path / "hub" / "models--org--model"
+    shutil.copytree(model, downloads / "snapshots" / "0123")
+    (downloads / "refs").mkdir()
+    (downloads / "refs" / "main").write_text("0123")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    base, tokenizer = merged_model(model, 0.02), AutoTokenizer.from_pretrained(model)
+    with in_memory_engines(model_path=model) as [engine]:
+        base.name_or_path = base.config.name_or_path = "org/absent/model"
+        grpo_trainer(engine.base_url, base, tmp_path, trainer_kwargs={"processing_class": tokenizer})
+        base = merged_model(model, 0.02)
+        base.name_or_path = base.config.name_or_path = "org/model"
+        with pytest.raises(ServerSetupError, match="base weights differ from the checkpoint 'org/model'"):
+            grpo_trainer(engine.base_url, base, tmp_path, trainer_kwargs={"processing_class": tokenizer})
 
 
 def merge_for_good(model: Any) -> None:

@@ -183,7 +183,13 @@ async def has_base_name(subject: Subject, deadline: Deadline) -> Found:
     if not name:
         return NOTE, _UNKNOWN_BASE
     if is_same_model(name, (served.base_model, served.base_root)):
-        return OK, f"the same as the trainer's, {name}"
+        if not subject.expected.base_change:
+            return OK, f"the same as the trainer's, {name}"
+        restart = restart_command(subject.engine, model="FOLDER")
+        message = f"{subject.expected.base_change} {subject.url} serves the checkpoint; serve FOLDER, {restart}."
+        if subject.is_strict:
+            raise ServerSetupError(f'{message} If they are meant to differ, set lora_sync_verify="off".')
+        return PROBLEM, message, message
     differ = (
         f"The trainer's base model is {name!r}, but {subject.url} serves {served.base_model!r} ({served.base_root})."
     )

@@ -31,6 +31,7 @@ class Expected:
         vocab_size: how many token ids that knows.
         base_scores: log-probabilities of `PROBE_PROMPT` by that model, and their spread over the vocabulary.
         are_of_peer: whether these are another server's instead.
+        base_change: as `TrainedBase.change`.
         unscored: why there are no scores of the trainer's.
         dtype: in which adapters are written.
         rank: of the adapters.
@@ -44,6 +45,7 @@ class Expected:
     vocab_size: int | None = None
     base_scores: tuple[Sequence[float], float] | None = None
     are_of_peer: bool = False
+    base_change: str = ""
     unscored: str = ""
     dtype: str | None = None
     rank: int | None = None
@@ -63,6 +65,7 @@ class Expected:
             base_name=base.name,
             vocab_size=base.vocab_size,
             base_scores=base.logprobs(PROBE_PROMPT),
+            base_change=base.change,
             dtype=str(adapter.dtype).removeprefix("torch."),
             rank=adapter.rank,
             target_modules=adapter.target_modules,

@@ -212,6 +212,11 @@ class ColocateGeneration(AdapterGeneration):
         return all(gather_object([found.confirms]))
 
     def _check_base(self, base: TrainedBase) -> None:
+        if base.change:
+            raise VerificationError(
+                f"{base.change} vLLM has loaded the checkpoint. If they are meant to differ, set "
+                'lora_sync_verify="off".'
+            )
         self._served_base = engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT)
         gap = base_gap(base, self._served_base)
         if gap.is_suspicious:
