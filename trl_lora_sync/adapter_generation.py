@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_lora_sync._trl import zero3_hooks_removed
-from trl_lora_sync.adapter.base_drift import BaseDrift, change_of_checkpoint
+from trl_lora_sync.adapter.base_drift import BaseDrift, change_from_checkpoint
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, Form
 from trl_lora_sync.adapter.export import (
     AdapterReader,
@@ -418,7 +418,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         # An initialisation has taken the initial adapter out of the base, and servers load the difference to it.
         is_comparable = not (self._initial or self._samples_trained_base)
         return TrainedBase(
-            change=change_of_checkpoint(model, self.reader.scaled_layers) if is_comparable else "",
+            change=change_from_checkpoint(model, self.reader.scaled_layers) if is_comparable else "",
             name=model.active_peft_config.base_model_name_or_path,
             vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
             # `computed` is of `PROBE_PROMPT`, which is the only prompt that callers give.

@@ -65,7 +65,7 @@ class BaseDrift:
 
 
 @torch.no_grad()
-def change_of_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
+def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
     """How the base of PEFT's `layers` differs from the checkpoint that was loaded, and what to do.
 
     The layer that is farthest counts. Empty where rounding leaves as much, and where there is nothing to compare: the
