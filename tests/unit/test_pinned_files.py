@@ -413,6 +413,28 @@ def test_full_shared_memory_is_an_error_and_kills_nobody(tmp_path: Path, locks: 
         assert everything_under(small) == []
 
 
+@pytest.mark.outside
+def test_memory_that_is_full_but_for_the_file_kills_nobody(tmp_path: Path, locks: Locks) -> None:
+    """The page of the progress was not reserved, and its first use ended the process with SIGBUS."""
+    size = 10 * os.sysconf("SC_PAGESIZE")
+
+    def write() -> None:
+        with tmpfs(tmp_path / "small", "size=1m") as small:
+            store = AdapterStore(small / "root", pinned=PinnedFilePool(locks))
+            store.open()
+            with (small / "other").open("wb") as other:
+                free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+                os.posix_fallocate(other.fileno(), 0, free - size)
+                with contextlib.suppress(AdapterExportError):
+                    store.write(1, big_flat(size - 1000))
+            store.close()
+
+    child = multiprocessing.get_context("fork").Process(target=write)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+
+
 def test_file_size_limit_is_an_error_and_kills_nobody(store: AdapterStore) -> None:
     store.open()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

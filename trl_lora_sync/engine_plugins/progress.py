@@ -6,6 +6,7 @@ in between, which would wait for Python's lock first.
 
 import contextlib
 import mmap
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,7 +41,8 @@ class Progress:
         with contextlib.ExitStack() as undo:
             opened = undo.enter_context(tempfile.TemporaryFile(dir=folder))
             self.file = opened.fileno()
-            opened.truncate(mmap.PAGESIZE)
+            # Reserved, as writing to a mapped file on a full disk kills the process.
+            os.posix_fallocate(self.file, 0, mmap.PAGESIZE)
             self._map = mmap.mmap(self.file, mmap.PAGESIZE)
             undo.callback(self._unmap)
             page = torch.frombuffer(self._map, dtype=torch.uint8)
