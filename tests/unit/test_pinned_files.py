@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -339,6 +340,16 @@ def test_close_gives_everything_back_and_may_be_followed_by_a_write(
     assert str(folder) not in Path("/proc/self/maps").read_text()
     assert tensors_of(store.write(8, flat(8))).exists()
     assert len(locks.held) == 1 + PROGRESS
+
+
+def test_run_goes_on_after_something_else_has_deleted_its_folder(store: AdapterStore, locks: Locks) -> None:
+    """The file that was made ahead of its use could not be moved into the next version, and the run ended."""
+    live: list[StoredAdapter] = []
+    sync(store, live, 1)
+    shutil.rmtree(store.root)
+    for seed in range(2, 9):
+        assert tensors_of(sync(store, live, seed)).exists()
+    assert len(locks.held) == KEEP + 2 + PROGRESS
 
 
 # When a write fails

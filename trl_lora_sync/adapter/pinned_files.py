@@ -160,7 +160,8 @@ class PinnedFile:
         return all(torch.equal(part.to(flat.device, non_blocking=True), there) for part, there in pairs)
 
     def fits(self, size: int, device: torch.device) -> bool:
-        return (self.size, self.device) == (size, device)
+        """Whether a version of this size can have it; something else may have deleted it."""
+        return (self.size, self.device) == (size, device) and self.is_at(self.path)
 
     def move(self, path: Path) -> None:
         self.path.rename(path)
