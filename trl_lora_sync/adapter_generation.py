@@ -336,8 +336,12 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         noted: list[Any] = []  # what the scores of the trials were computed with
 
         def traits() -> list[Any]:
-            # By paths, as a launcher may wrap the modules themselves.
-            return [{group: set(paths) for group, paths in groups().items()}, reader.scalings(), model.active_adapter]
+            # By paths and shapes, as a launcher may wrap the modules themselves.
+            shapes = {
+                group: {path: [(one.in_features, one.out_features) for one in pair] for path, pair in modules.items()}
+                for group, modules in groups().items()
+            }
+            return [shapes, reader.scalings(), model.active_adapter]
 
         def groups() -> dict[str, dict[str, tuple[nn.Linear, ...]]]:
             reader.linears(model)

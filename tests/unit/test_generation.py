@@ -191,6 +191,23 @@ def test_a_server_is_checked_again_after_another_adapter_was_activated(fields: d
 
 
 @pytest.mark.outside
+def test_a_server_is_checked_again_after_the_adapter_was_made_again_with_another_rank(tmp_path: Path) -> None:
+    """With the same scaling. The trial had the new shapes, and the expected scores were of the first adapter."""
+    model = peft_model(make_model(tmp_path / "model"))
+    with in_memory_engines(model_path=tmp_path / "model") as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, tmp_path, peft_config=None)
+        trainer.train()
+        scaling = model.peft_config["default"].lora_alpha / model.peft_config["default"].r
+        trainer.model.delete_adapter("default")
+        trainer.model.add_adapter("default", lora(r=16, lora_alpha=int(16 * scaling)))
+        trainer.model.set_adapter("default")
+        trainer.train()
+        trainer.model.eval()
+        assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
+        trainer.vllm_generation.close()
+
+
+@pytest.mark.outside
 def test_threads_that_sample_a_changed_adapter_share_one_sync(tmp_path: Path) -> None:
     """Each thread saw the change, and each published it."""
     model, threads = make_model(tmp_path / "tiny"), 4
