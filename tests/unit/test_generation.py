@@ -329,6 +329,24 @@ def test_a_base_that_an_adapter_was_merged_into_is_refused_where_the_checkpoint_
 
 
 @pytest.mark.outside
+def test_a_changed_base_that_is_served_from_its_own_folder_under_the_name_of_the_checkpoint_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was refused with the claim that the server has the checkpoint."""
+    model, merged = make_model(tmp_path / "model"), tmp_path / "merged"
+    base = merged_model(model, 0.02)
+    base.save_pretrained(merged)
+    AutoTokenizer.from_pretrained(model).save_pretrained(merged)
+    with in_memory_engines(model_path=merged, served_model_name=str(model)) as [engine]:
+        trainer = grpo_trainer(engine.base_url, base, tmp_path)
+        assert f"serves {str(model)!r} ({merged})" in caplog.text
+        trainer.train()
+        trainer.model.eval()
+        assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
+        trainer.vllm_generation.close()
+
+
+@pytest.mark.outside
 def test_a_checkpoint_of_the_hub_is_compared_as_it_was_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

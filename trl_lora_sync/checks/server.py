@@ -186,8 +186,12 @@ async def has_base_name(subject: Subject, deadline: Deadline) -> Found:
         if not subject.expected.base_change:
             return OK, f"the same as the trainer's, {name}"
         restart = restart_command(subject.engine, model="FOLDER")
-        message = f"{subject.expected.base_change} {subject.url} serves the checkpoint; serve FOLDER, {restart}."
-        if subject.is_strict:
+        message = (
+            f"{subject.expected.base_change} {subject.url} serves {served.base_model!r} ({served.base_root}); "
+            f"serve FOLDER, {restart}."
+        )
+        # What is served under the name of the checkpoint may be a folder into which the changed model was saved.
+        if subject.is_strict and is_same_model(name, (served.base_root,)):
             raise ServerSetupError(f'{message} If they are meant to differ, set lora_sync_verify="off".')
         return PROBLEM, message, message
     differ = (

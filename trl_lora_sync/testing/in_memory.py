@@ -100,7 +100,7 @@ class InMemoryEngine:
         return Capabilities(
             engine="sglang",
             version=VERSIONS[-1],
-            base_model=self.args.model_path,
+            base_model=self.args.served_model_name or self.args.model_path,
             base_root=self.args.model_path,
             max_model_len=self.args.context_length,
             logprobs_mode="processed_logprobs",
@@ -332,7 +332,7 @@ class InMemoryEngine:
             raise ServerUnreachableError(f"No server answers at {self.base_url}.")
 
     def _patch_of(self, model: str) -> Any:
-        if model == self.args.model_path:
+        if model == self.capabilities.base_model:
             return self._policy.patch(None, 1.0)
         if model not in self._loaded:
             raise AdapterLostError(f"{self.base_url} does not know {model!r}.")
