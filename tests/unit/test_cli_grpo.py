@@ -54,6 +54,18 @@ def test_switch_of_accelerate_may_be_in_the_file(is_on: bool, launched: list[Any
     assert (launched[0].multi_gpu, launched[0].num_processes) == (is_on, 2)
 
 
+@pytest.mark.parametrize("value", ["true", 1])
+def test_switch_of_accelerate_with_another_value_is_not_left_out(
+    value: Any, launched: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training ran without it."""
+    fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "multi_gpu": value, "num_processes": 2}
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(fields))
+    assert main(["grpo", "--config", str(tmp_path / "grpo.yaml")]) == 2
+    assert f"{value} belongs to no flag" in capsys.readouterr().err
+    assert not launched
+
+
 def test_script_parses_every_field_of_trl_and_of_this_package(tmp_path: Path) -> None:
     with _trl.script("grpo", trl_lora_sync.GRPOConfig, trl_lora_sync.GRPOTrainer) as script:
         parsed = script.make_parser().parse_args_and_config(

@@ -135,7 +135,7 @@ def _without_truth(pairs: Sequence[str], switches: Collection[str]) -> list[str]
     """Flags with their values, in which a switch is there or not; TRL writes `--multi_gpu True` for one (1.16)."""
     words = []
     for flag, value in zip(pairs[::2], pairs[1::2], strict=True):
-        if flag not in switches:
+        if flag not in switches or value not in (str(True), str(False)):
             words += [flag, value]
         elif value == str(True):
             words.append(flag)
