@@ -302,7 +302,14 @@ from trl_lora_sync import _trl
 @contextlib.contextmanager
 def script(*_):
     parser = types.SimpleNamespace(parse_args_and_config=lambda **_: ())
-    yield types.SimpleNamespace(make_parser=lambda: parser, main=lambda: signal.raise_signal(signal.SIGTERM))
+    yield types.SimpleNamespace(make_parser=lambda: parser, main=train)
+
+def train():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.raise_signal(signal.SIGTERM)
+        print("cleaned up")
 
 _trl.script = script
 from trl_lora_sync.scripts import grpo
@@ -315,8 +322,11 @@ except SystemExit as ended:
 
 @pytest.mark.outside
 def test_a_script_that_is_terminated_ends_by_an_exception(run_python: Callable[..., str]) -> None:
-    """It ended on the spot, and its versions stayed on the server until the next run."""
-    assert run_python(_TERMINATED).split() == ["143"]
+    """It ended on the spot, or at the second signal, and its versions stayed on the server until the next run.
+
+    `timeout`, for one, sends the signal to the launcher, which passes it on, and to all of its process group.
+    """
+    assert run_python(_TERMINATED).splitlines() == ["cleaned up", "143"]
 
 
 @pytest.mark.parametrize(
