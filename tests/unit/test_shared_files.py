@@ -108,6 +108,8 @@ def test_nothing_is_held_once_the_trainer_is_killed_although_a_process_that_it_f
         trainer.join(30)
     try:
         assert happens(lambda: str(tmp_path / "1") not in Path("/proc/self/maps").read_text())
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late, pytest.raises(ConnectionRefusedError):
+            late.connect(str(tmp_path / SOCKET))
     finally:
         os.kill(worker, signal.SIGKILL)
 

@@ -137,6 +137,8 @@ class SharedFiles:
             self._listener.close()
             raise
         self._listener.setblocking(False)
+        # Where no process listens, a connection is refused at once; a forked one would never answer.
+        keep_from_children(self._listener)
         self._stop_listening = watch(self._listener, self._accept)
 
     def offer(self, file: int) -> None:
