@@ -467,15 +467,13 @@ def test_key_from_the_environment_is_in_no_form_of_the_config(
 def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
     """With a `Path`, a run that logs to TensorBoard ended at its start."""
     args = make(lora_sync_keep=3, lora_sync_dir=Path("/mnt/adapters"), lora_sync_server_dir=Path("/mnt/there"))
-    stored, wanted = (
-        json.loads(args.to_json_string()),
-        {
-            "vllm_sync_strategy": "lora_adapter",
-            "lora_sync_keep": 3,
-            "lora_sync_dir": "/mnt/adapters",
-            "lora_sync_server_dir": "/mnt/there",
-        },
-    )
+    wanted = {
+        "vllm_sync_strategy": "lora_adapter",
+        "lora_sync_keep": 3,
+        "lora_sync_dir": "/mnt/adapters",
+        "lora_sync_server_dir": "/mnt/there",
+    }
+    stored = json.loads(args.to_json_string())
     assert {name: stored[name] for name in wanted} == wanted
 
 
