@@ -329,6 +329,18 @@ def test_a_base_that_an_adapter_was_merged_into_is_refused_where_the_checkpoint_
 
 
 @pytest.mark.outside
+def test_a_model_in_another_dtype_than_its_checkpoint_is_not_taken_for_a_changed_base(tmp_path: Path) -> None:
+    """In float16, numbers below 6e-5 lose bits that they have in bfloat16, and a row of such numbers counts too."""
+    model = make_model(tmp_path / "model")
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    whole.model.layers[0].self_attn.q_proj.weight.data[0] *= 1e-5
+    whole.save_pretrained(model)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
+    with in_memory_engines(model_path=model) as [engine]:
+        grpo_trainer(engine.base_url, base, tmp_path).vllm_generation.close()
+
+
+@pytest.mark.outside
 def test_a_changed_base_that_is_served_from_its_own_folder_under_the_name_of_the_checkpoint_is_taken_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -80,8 +80,8 @@ def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
                 weight = getattr(module.get_base_layer(), "weight", None) if module in wanted else None
                 row = row_of(f"{path}.weight") if _is_plain(weight) else None
                 if weight is not None and row is not None and row.shape == weight[0].shape:
-                    # As it was loaded, or as it would be after some time in bfloat16.
-                    found, row = weight.detach()[0].float().cpu(), row.float()
+                    # Rounded as when it was loaded: in float16 small numbers lose most of their bits.
+                    found, row = weight.detach()[0].float().cpu(), row.to(weight.dtype).float()
                     shares.append(float((found - row).norm() / row.norm().clamp_min(torch.finfo().tiny)))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         logger.debug("The base weights are not compared with a checkpoint: %s", error)
