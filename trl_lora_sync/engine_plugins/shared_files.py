@@ -126,15 +126,17 @@ class SharedFiles:
         self._memory: Offer | None = None
         self.workers: list[socket.socket] = []
         self._is_closed = False
+        # First, as the socket of an attempt that fails would be in the way of the next one.
+        self.progress = Progress(folder, pin)
         # Messages keep their borders, and the end of a process is noticed at the other end (unix(7)).
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with _short_path(folder / SOCKET) as path:
                 self._listener.bind(path)
             self._listener.listen()
-            self.progress = Progress(folder, pin)
-        except (OSError, PinError):
+        except OSError:
             self._listener.close()
+            self.progress.close()
             raise
         self._listener.setblocking(False)
         # Where no process listens, a connection is refused at once; a forked one would never answer.
