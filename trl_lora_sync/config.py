@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,7 @@ import trl
 
 from trl_lora_sync.addresses import default_sync_dir, has_secrets, is_http_url, is_local_url, is_same_server
 from trl_lora_sync.errors import UnsupportedSettingError
-from trl_lora_sync.trl_checks import refuse_mixin_last, refuse_others
+from trl_lora_sync.trl_checks import refuse_mixin_last, refuse_others, refuse_without_mixin
 
 if TYPE_CHECKING:
     from trl_lora_sync.settings import PolicySettings
@@ -217,6 +218,13 @@ class LoRASyncConfig:
                 "replaces the weights that the servers sample from, so generation and training take turns. Set "
                 'vllm_sync_strategy="lora_adapter", or lora_sync_overlap=0.'
             )
+
+    def get_process_log_level(self) -> int:
+        # Transformers' `Trainer.__init__` calls it (5.24), before TRL sets up its sync. A configuration is not
+        # given its trainer, and a script may call this too, so the caller shows which it is.
+        if syncs_adapters(self):
+            refuse_without_mixin(sys._getframe(1).f_locals.get("self"))
+        return int(super().get_process_log_level())  # type: ignore[misc]
 
 
 def syncs_adapters(args: Any) -> bool:

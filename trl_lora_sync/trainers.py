@@ -55,6 +55,7 @@ class LoRASyncTrainer:
     state: Any
     _step: int
     # Set here and not in `__init__`: Transformers' `__init__` already calls `_move_model_to_device`.
+    _syncs_adapters = False
     _totals: "SyncTotals | None" = None  # of the training that runs
     _look_ahead: "LookAhead | None" = None  # with overlap only
     _first_step = 0  # `_step` at the first batch of the update that runs

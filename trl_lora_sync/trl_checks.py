@@ -504,6 +504,29 @@ def refuse_mixin_last(found: type, mixin: type) -> None:
         )
 
 
+def refuse_without_mixin(trainer: object) -> None:
+    """Refuse a trainer of TRL without our mixin: it would sync merged weights, or load adapters without any check.
+
+    Raises:
+        UnsupportedSettingError: with the trainer to take instead.
+    """
+    name, classes = type(trainer).__name__, trl_classes(type(trainer))
+    # The mixin's class has that attribute, so it is there before any `__init__` has run.
+    if not classes or hasattr(trainer, "_syncs_adapters"):
+        return
+    is_async = classes[0].__name__ == "AsyncGRPOTrainer"
+    module = "trl_lora_sync.async_grpo" if is_async else "trl_lora_sync"
+    mixin = "AsyncLoRASyncTrainer" if is_async else "LoRASyncTrainer"
+    if type(trainer) is classes[0] and (is_async or name in _STABLE):
+        instead = f"Import it from this package: from {module} import {name}"
+    else:
+        instead = f"Train with class Trainer({mixin}, {name}), after: from {module} import {mixin}"
+    raise UnsupportedSettingError(
+        f'vllm_sync_strategy="lora_adapter" was given to {name}, which does not read it and would sync in TRL\'s '
+        f'way. {instead}. Or set vllm_sync_strategy="weights".'
+    )
+
+
 def trl_classes(found: type) -> list[type]:
     """TRL's own among a class and its bases, in the order of resolution."""
     return [one for one in found.__mro__ if one.__module__.partition(".")[0] == "trl"]

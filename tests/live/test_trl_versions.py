@@ -106,6 +106,7 @@ def test_a_trl_to_come_in_which_nothing_changed_trains_with_one_warning(
 
 def check_run(result: dict[str, Any], server: VLLMServer, folder: Path) -> None:
     assert not result["vllm"]
+    assert "from trl_lora_sync import GRPOTrainer" in result["refused"]
     steps = [entry for entry in result["log"] if "lora_sync/version" in entry]
     assert [step["lora_sync/version"] for step in steps] == [1, 2, 3]
     for step in steps:

@@ -17,6 +17,7 @@ from packaging.version import Version
 from support.kinds import KINDS
 from support.processes import leave_imports_to_parent
 from support.trainers import grpo_trainer, prompts
+from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.scripts.grpo import make_parser
 from trl_lora_sync.versions import TRL_ASYNC
 
@@ -51,6 +52,7 @@ def main(base_url: str, model: str, folder: str) -> None:
     _, config, *_, left = make_parser().parse_args_and_config([*flags, "--num_processes", "2"], True)
     others = {kind: versions_of(kind, base_url, Path(model), Path(folder)) for kind in other_kinds(trl.__version__)}
     result = {
+        "refused": refusal_without_mixin(trainer),
         "others": others,
         "asynchronous": asynchronous_versions(base_url, Path(model), Path(folder)),
         "script": [type(config).__module__, config.lora_sync_keep, left],
@@ -63,6 +65,15 @@ def main(base_url: str, model: str, folder: str) -> None:
     }
     (Path(folder) / "result.json").write_text(json.dumps(result))
     # No clean-up here: the evaluation's version is withdrawn at exit.
+
+
+def refusal_without_mixin(trainer: trl.GRPOTrainer) -> str:
+    """What TRL's trainer answers to the configuration of one with the mixin."""
+    try:
+        trl.GRPOTrainer(trainer.model.get_base_model(), len, trainer.args, trainer.train_dataset)
+    except UnsupportedSettingError as error:
+        return str(error)
+    return ""
 
 
 def other_kinds(version: str) -> list[str]:

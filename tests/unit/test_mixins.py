@@ -1,5 +1,6 @@
 """Unit tier: the two mixins, with TRL's own classes and with trainers that adapter sync is not for."""
 
+import copy
 import dataclasses
 import inspect
 import os
@@ -219,6 +220,77 @@ def test_mixin_without_a_trainer_of_trl_is_refused_with_what_to_derive_from() ->
     mine = type("Mine", (LoRASyncTrainer,), {})
     with pytest.raises(UnsupportedSettingError, match=r"Mine derives from no trainer of TRL.*LoRASyncTrainer, trl\."):
         mine(model="no/such/model")
+
+
+# Our configuration in a trainer of TRL
+
+
+class Derived(trl.GRPOTrainer):  # type: ignore[misc]
+    """Derives from TRL's trainer, as before a move to adapter sync."""
+
+
+class ReadsItsLogLevel:
+    """Configures logging before TRL's trainer is built, as many scripts do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["args"].get_process_log_level()
+        super().__init__(*args, **kwargs)
+
+
+class ReadsItsLogLevelSyncTrainer(ReadsItsLogLevel, LoRASyncTrainer, trl.GRPOTrainer):  # type: ignore[misc]
+    """As a user makes it."""
+
+
+def small(trainer: Any, args: Any, folder: Path) -> Any:
+    """A trainer of a tiny model."""
+    make_model(folder, num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8)
+    return trainer(
+        model=str(folder), args=args, reward_funcs=len, processing_class=make_tokenizer(),
+        train_dataset=Dataset.from_list([{"prompt": "abc"}] * 4),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+@pytest.mark.parametrize(
+    ("config", "trainer", "instead"),
+    [
+        (trl_lora_sync.GRPOConfig, trl.GRPOTrainer, "from trl_lora_sync import GRPOTrainer."),
+        (trl_lora_sync.RLOOConfig, trl.RLOOTrainer, "from trl_lora_sync import RLOOTrainer."),
+        (trl_lora_sync.GRPOConfig, Derived, "class Trainer(LoRASyncTrainer, Derived), after: from trl_lora_sync"),
+        (GMPOSyncConfig, GMPOTrainer, "class Trainer(LoRASyncTrainer, GMPOTrainer), after: from trl_lora_sync"),
+    ],
+)
+def test_trainer_without_the_mixin_refuses_a_configuration_that_chooses_adapter_sync(
+    config: Any, trainer: Any, instead: str, mode: str, folder: str, tmp_path: Path
+) -> None:
+    """Only the import of the configuration was changed: TRL then set up its sync of merged weights, silently."""
+    args = config(output_dir=folder, **ON_CPU, **SYNC | {"vllm_mode": mode})
+    with pytest.raises(UnsupportedSettingError) as caught:
+        small(trainer, args, tmp_path / "model")
+    assert f"was given to {trainer.__name__}, which does not read it" in str(caught.value)
+    assert instead in str(caught.value)
+
+
+def test_trainer_without_the_mixin_takes_a_configuration_with_weights(folder: str, tmp_path: Path) -> None:
+    args = trl_lora_sync.GRPOConfig(output_dir=folder, num_generations=4, per_device_train_batch_size=4, **ON_CPU)
+    assert type(small(trl.GRPOTrainer, args, tmp_path / "model")) is trl.GRPOTrainer
+
+
+def test_configuration_without_a_trainer_is_used_freely(folder: str) -> None:
+    args = trl_lora_sync.GRPOConfig(output_dir=folder, **ON_CPU, **SYNC)
+    for one in (args, copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert "lora_adapter" in repr(one)
+        assert "lora_adapter" in one.to_json_string()
+        assert one.get_process_log_level() == trl.GRPOConfig(output_dir=folder, **ON_CPU).get_process_log_level()
+
+
+@pytest.mark.outside
+def test_trainer_with_the_mixin_may_read_the_log_level_before_it_is_built(folder: str) -> None:
+    args = trl_lora_sync.GRPOConfig(output_dir=folder, **ON_CPU, **SYNC)
+    with pytest.raises(Exception, match="no/such/model") as caught:
+        ReadsItsLogLevelSyncTrainer(model="no/such/model", reward_funcs=len, args=args, peft_config=LoraConfig())
+    assert not isinstance(caught.value, LoRASyncError)
 
 
 class Bonus:
