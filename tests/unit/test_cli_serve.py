@@ -277,6 +277,12 @@ def test_engine_arguments_win_over_chosen_ones_and_come_last() -> None:
     assert "--max-lora-rank" not in flags
 
 
+def test_sleep_is_refused_where_vllm_is_built_for_cpus() -> None:
+    """vLLM ended after its imports, in a traceback of its configuration."""
+    with pytest.raises(UsageError, match=r"^--sleep cannot be used: vLLM 0\.31\.0\+cpu is a CPU build"):
+        launch("0.31.0+cpu", sleeps=True)
+
+
 def test_sleeping_vllm_gets_its_development_mode_with_a_warning() -> None:
     found = launch("0.31.0", sleeps=True)
     assert "--enable-sleep-mode" in found.command

@@ -39,6 +39,11 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
     _check_plugins(installed, request)
     notes: list[str] = []
     on_cpu = installed.is_cpu_build(environ)
+    if on_cpu and request.sleeps:
+        # It ends with a traceback of its configuration (0.31, config/model.py).
+        raise UsageError(
+            f"--sleep cannot be used: vLLM {installed.version} is a CPU build, which has no sleep mode. Leave it out."
+        )
     # A written version exists in its slot only, so every kept version needs a slot, and so does the next version.
     has_written_slots = bool(request.loads_quickly) and writes_slots(environ)
     # Otherwise vLLM keeps versions in host memory and copies them to slots: one slot for the active version, and one
