@@ -383,6 +383,15 @@ class CopiesLater:
         return copying.join
 
 
+def copies_in_two_parts(monkeypatch: pytest.MonkeyPatch, *, next_part_s: float) -> tuple[CopiesLater, int]:
+    """Have versions copied in two parts, the second one later; returns the copies and the size of a part."""
+    copies, part = CopiesLater(), flat(3).payload_bytes // 2
+    monkeypatch.setattr(unfinished, "PART_BYTES", part)
+    monkeypatch.setattr(pinned_files, "begin_copy_to_host", copies)
+    monkeypatch.setattr(shared_files, "NEXT_PART_S", next_part_s)
+    return copies, part
+
+
 class Ahead(OnOneHost):
     """A worker that fetches what its trainer has filled before the engine gets the request."""
 
@@ -455,10 +464,7 @@ def test_two_trainers_that_publish_at_the_same_time_both_get_their_versions(ahea
 
 @pytest.mark.parametrize("ahead", ["by file"], indirect=True)  # a GPU's memory is filled before the request is sent
 def test_a_load_waits_for_the_parts_that_are_still_to_come(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, part = CopiesLater(), flat(3).payload_bytes // 2
-    monkeypatch.setattr(unfinished, "PART_BYTES", part)
-    monkeypatch.setattr(pinned_files, "begin_copy_to_host", copies)
-    monkeypatch.setattr(shared_files, "NEXT_PART_S", 20)
+    copies, part = copies_in_two_parts(monkeypatch, next_part_s=20)
     stored = ahead.write(3)
     with ThreadPoolExecutor(1) as pool:
         # Without `finish`: no thread of the trainer is needed for it.
@@ -476,10 +482,7 @@ def test_a_load_waits_for_the_parts_that_are_still_to_come(ahead: Ahead, monkeyp
 @pytest.mark.parametrize("ahead", ["by file"], indirect=True)
 def test_a_trainer_that_stops_within_a_version_holds_up_no_other(ahead: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker gives up what it fetches ahead, and loads the version from its file once that is complete."""
-    copies, part = CopiesLater(), flat(3).payload_bytes // 2
-    monkeypatch.setattr(unfinished, "PART_BYTES", part)
-    monkeypatch.setattr(pinned_files, "begin_copy_to_host", copies)
-    monkeypatch.setattr(shared_files, "NEXT_PART_S", 0.5)
+    copies, part = copies_in_two_parts(monkeypatch, next_part_s=0.5)
     stored = ahead.write(3)
     apart = AdapterStore(ahead.store.root.parent / "apart")
     assert happens(lambda: ahead.has(3, part))

@@ -3,6 +3,7 @@
 import inspect
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -174,37 +175,38 @@ def test_scaling_that_changes_for_a_while_is_published_and_so_is_its_return(tmp_
         trainer.vllm_generation.close()
 
 
+def check_served_after(change: Callable[[Any], object], model: Any, folder: Path) -> None:
+    """Train, change the adapters of the model, and train again, for which the server is checked again."""
+    with in_memory_engines(model_path=folder / "model") as [engine]:
+        trainer = grpo_trainer(engine.base_url, model, folder, peft_config=None)
+        trainer.train()
+        change(trainer.model)
+        trainer.train()
+        trainer.model.eval()
+        assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
+        trainer.vllm_generation.close()
+
+
 @pytest.mark.outside
 @pytest.mark.parametrize("fields", [{"lora_alpha": 32}, {"r": 16}, {"target_modules": ["down_proj"]}], ids=str)
 def test_a_server_is_checked_again_after_another_adapter_was_activated(fields: dict[str, Any], tmp_path: Path) -> None:
     """Its trial had the shapes and scalings of the new adapter, and the expected scores of the first."""
     model = peft_model(make_model(tmp_path / "model"))
     model.add_adapter("other", lora(**fields))
-    with in_memory_engines(model_path=tmp_path / "model") as [engine]:
-        trainer = grpo_trainer(engine.base_url, model, tmp_path, peft_config=None)
-        trainer.train()
-        trainer.model.set_adapter("other")
-        trainer.train()
-        trainer.model.eval()
-        assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
-        trainer.vllm_generation.close()
+    check_served_after(lambda model: model.set_adapter("other"), model, tmp_path)
 
 
 @pytest.mark.outside
 def test_a_server_is_checked_again_after_the_adapter_was_made_again_with_another_rank(tmp_path: Path) -> None:
     """With the same scaling. The trial had the new shapes, and the expected scores were of the first adapter."""
-    model = peft_model(make_model(tmp_path / "model"))
-    with in_memory_engines(model_path=tmp_path / "model") as [engine]:
-        trainer = grpo_trainer(engine.base_url, model, tmp_path, peft_config=None)
-        trainer.train()
+
+    def change(model: Any) -> None:
         scaling = model.peft_config["default"].lora_alpha / model.peft_config["default"].r
-        trainer.model.delete_adapter("default")
-        trainer.model.add_adapter("default", lora(r=16, lora_alpha=int(16 * scaling)))
-        trainer.model.set_adapter("default")
-        trainer.train()
-        trainer.model.eval()
-        assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
-        trainer.vllm_generation.close()
+        model.delete_adapter("default")
+        model.add_adapter("default", lora(r=16, lora_alpha=int(16 * scaling)))
+        model.set_adapter("default")
+
+    check_served_after(change, peft_model(make_model(tmp_path / "model")), tmp_path)
 
 
 @pytest.mark.outside

@@ -4,18 +4,17 @@ Servers keep the checkpoint's base. Code of a user may write to the trainer's: P
 no counter of torch shows (2.13). Of each weight one row is compared, as a merge changes all rows.
 """
 
-import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from trl_lora_sync.adapter.checkpoint import weight_files
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -71,18 +70,20 @@ def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
     The layer that is farthest counts. Empty where rounding leaves as much, and where there is nothing to compare: the
     checkpoint is not on this host as safetensors or has other names, or weights are quantised or sharded.
     """
-    if not model.name_or_path:  # made in memory
-        return ""
     wanted, shares = set(layers), [0.0]
+    found: defaultdict[Path, dict[str, Any]] = defaultdict(dict)
     try:
-        with _rows_of(model.name_or_path, getattr(model.config, "_commit_hash", None)) as row_of:
-            for path, module in model.get_base_model().named_modules():
-                weight = getattr(module.get_base_layer(), "weight", None) if module in wanted else None
-                row = row_of(f"{path}.weight") if _is_plain(weight) else None
-                if weight is not None and row is not None and row.shape == weight[0].shape:
-                    # Rounded as when it was loaded: in float16 small numbers lose most of their bits.
-                    found, row = weight.detach()[0].float().cpu(), row.to(weight.dtype).float()
-                    shares.append(float((found - row).norm() / row.norm().clamp_min(torch.finfo().tiny)))
+        files = weight_files(model.name_or_path, getattr(model.config, "_commit_hash", None))
+        for path, module in model.get_base_model().named_modules():
+            weight = getattr(module.get_base_layer(), "weight", None) if module in wanted else None
+            if (key := f"{path}.weight") in files and _is_plain(weight):
+                found[files[key]][key] = weight
+        for file, weights in found.items():
+            with safe_open(file, framework="pt") as opened:
+                for key, weight in weights.items():
+                    row = opened.get_slice(key)[:1][0]
+                    if row.shape == weight[0].shape:
+                        shares.append(_distance(weight[0].cpu(), row))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         logger.debug("The base weights are not compared with a checkpoint: %s", error)
     farthest = max(share for share in shares if share < _OTHER_ROW)
@@ -96,32 +97,11 @@ def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
     )
 
 
-@contextmanager
-def _rows_of(name: str, revision: str | None) -> Iterator[Callable[[str], Tensor | None]]:
-    """Returns the first row of a weight of a checkpoint, by its name there; None for a name that it lacks."""
-
-    def file(wanted: str) -> Path | None:
-        if Path(name).is_dir():
-            return path if (path := Path(name, wanted)).is_file() else None
-        found = try_to_load_from_cache(name, wanted, revision=revision)
-        return Path(found) if isinstance(found, str) else None  # or a mark that the repository has none
-
-    index = file(SAFE_WEIGHTS_INDEX_NAME)
-    files: dict[str, str] | None = None if index is None else json.loads(index.read_text())["weight_map"]
-    opened: dict[str, Any] = {}
-
-    def row_of(key: str) -> Tensor | None:
-        part = SAFE_WEIGHTS_NAME if files is None else files.get(key)
-        if part is None:
-            return None
-        if part not in opened:
-            path = file(part)
-            opened[part] = None if path is None else stack.enter_context(safe_open(path, framework="pt"))
-        here = opened[part]
-        return None if here is None or key not in here.keys() else here.get_slice(key)[:1][0]  # noqa: SIM118
-
-    with ExitStack() as stack:
-        yield row_of
+def _distance(row: Tensor, saved: Tensor) -> float:
+    """How far a row is from the checkpoint's, as a share of the latter."""
+    # Rounded as when it was loaded: in float16 small numbers lose most of their bits.
+    loaded = saved.to(row.dtype).float()
+    return float((row.float() - loaded).norm() / loaded.norm().clamp_min(torch.finfo().tiny))
 
 
 def _is_plain(weight: Any) -> bool:

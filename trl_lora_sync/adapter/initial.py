@@ -7,7 +7,6 @@ and a trained model does not contain it. Therefore it is copied while the model 
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trl_lora_sync.adapter.canonical import LoRAModule
+from trl_lora_sync.adapter.checkpoint import weight_files
 from trl_lora_sync.adapter.support import refuse
 from trl_lora_sync.errors import UnsupportedAdapterError
 
@@ -96,7 +96,7 @@ def _check_untrained(model: "PeftModel", layers: Iterable[tuple[LoRAModule, Any]
     config = model.peft_config[model.active_adapter]
     name = config.base_model_name_or_path or getattr(model.config, "name_or_path", None)
     try:
-        files = _weight_files(name, config.revision)
+        files = weight_files(name, config.revision)
     except (OSError, ValueError, SafetensorError) as error:
         raise _refuse(config, f"the checkpoint {name!r} to compare it with cannot be read ({error})") from error
     for module, layer in layers:
@@ -112,25 +112,6 @@ def _check_untrained(model: "PeftModel", layers: Iterable[tuple[LoRAModule, Any]
                 f"base and adapter of {module.name!r} are not the weight in {name!r} any more, so the adapter has been "
                 "trained or loaded, or the base has been changed twice",
             )
-
-
-def _weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
-    """Tensor names to the safetensors files of a checkpoint that is in a folder or in the cache."""
-    if not name:
-        raise ValueError("the model does not record where it was loaded from")
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        # The trainer has loaded the model, so its files are in the cache, and a check starts no download.
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
-    if not files:
-        raise ValueError("it has no safetensors file")
-    return files
 
 
 def _key_of(path: str, keys: Iterable[str]) -> str | None:

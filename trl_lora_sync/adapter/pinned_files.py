@@ -332,7 +332,7 @@ class PinnedFilePool:
             data = flat.view(torch.uint8)
 
             def begin_copy(target: Tensor, start: int) -> Wait:
-                note = _nothing if shared is None else shared.progress.promise(flat.device)
+                note = (lambda: None) if shared is None else shared.progress.promise(flat.device)
                 return begin_copy_to_host(target, data[start : start + len(target)], note)
 
             pinned.begin(header, begin_copy, part_bytes=part_bytes, is_awaited=True)
@@ -463,10 +463,6 @@ class PinnedFilePool:
         for pinned in files:
             pinned.discard()
         files.clear()
-
-
-def _nothing() -> None:
-    pass
 
 
 def is_in_memory(folder: Path) -> bool:

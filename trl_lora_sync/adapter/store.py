@@ -241,10 +241,10 @@ class AdapterStore:
         Raises:
             AdapterExportError: `root` cannot be created or written.
         """
-        is_lost = self.lock is not None and not self._is_marked()
-        if self.lock is not None and not is_lost:
-            return
+        is_lost = self.lock is not None
         if is_lost:
+            if self._is_marked():
+                return
             # By `RemoveIPC` of systemd, for one, when the last session of a user ends (logind.conf(5)), or in /tmp by
             # systemd-tmpfiles, which deletes what is old. Unmarked, it would never be swept.
             logger.warning("Files of this run in %s were deleted by something else. The run goes on.", self.directory)

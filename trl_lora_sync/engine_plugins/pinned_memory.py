@@ -4,6 +4,8 @@ Without a GPU both do the plain thing, so that everything built on them runs any
 """
 
 import contextlib
+import mmap
+import os
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -49,6 +51,36 @@ def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
                 _clear_last_error(device)
 
     return unlock
+
+
+class PinnedMapping:
+    """An open file in memory, page-locked.
+
+    Args:
+        file: its descriptor, which may be closed afterwards.
+        lock: page-locks memory, as `pin` for a device.
+
+    Attributes:
+        data: its bytes.
+
+    Raises:
+        OSError, ValueError: it cannot be mapped.
+        PinError: it cannot be page-locked.
+    """
+
+    def __init__(self, file: int, lock: Callable[[Tensor], Callable[[], None]]) -> None:
+        self._map = mmap.mmap(file, os.fstat(file).st_size)
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._unlock = lock(self.data)
+
+    def close(self) -> None:
+        """To be called once."""
+        # Before the mapping goes, of which the driver still has the pages.
+        self._unlock()
+        del self.data
+        # A view that is still there keeps the mapping, and the mapping goes with it.
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 def copy_now(target: Tensor, source: Tensor) -> None:

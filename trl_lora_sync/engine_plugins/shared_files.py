@@ -18,7 +18,6 @@ the trainer withdraws a file or its process is gone, which closes the connection
 import contextlib
 import fcntl
 import json
-import mmap
 import os
 import socket
 import struct
@@ -36,7 +35,7 @@ from torch import Tensor
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.cuda_ipc import DriverFor, IPCError, Offer, OpenedMemory, driver_for
 from trl_lora_sync.engine_plugins.forks import keep_from_children
-from trl_lora_sync.engine_plugins.pinned_memory import PinError, copy_each_now, pin
+from trl_lora_sync.engine_plugins.pinned_memory import PinError, PinnedMapping, copy_each_now, pin
 from trl_lora_sync.engine_plugins.progress import Progress, ProgressOf
 
 SOCKET = "files"
@@ -313,7 +312,7 @@ class _Trainer:
         self._driver_for = driver_for
         self._on_filled = on_filled
         self._changed = threading.Condition()
-        self._maps: dict[FileKey, _Mapping] = {}
+        self._maps: dict[FileKey, PinnedMapping] = {}
         self._progress: ProgressOf | None = None
         self._heard = 0  # the number of the memory that was offered last
         self._memory: OpenedMemory | None = None
@@ -383,7 +382,7 @@ class _Trainer:
         elif message == _OFFER and files:
             try:
                 # Without the lock, as locking pages takes a part of a second, in which other files may be read.
-                new = _Mapping(files[0], self._device)
+                new = PinnedMapping(files[0], lambda memory: pin(memory, self._device))
             except (OSError, ValueError, PinError) as error:
                 logger.warning("A file of a trainer is read instead of mapped: %s", error)
                 return
@@ -467,23 +466,6 @@ class _Trainer:
                 memory.close()
             except IPCError as error:
                 logger.warning("The memory of a trainer's GPU could not be closed: %s.", error)
-
-
-class _Mapping:
-    """One file in memory, page-locked."""
-
-    def __init__(self, file: int, device: torch.device) -> None:
-        self._map = mmap.mmap(file, os.fstat(file).st_size)
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._unlock = pin(self.data, device)
-
-    def close(self) -> None:
-        # Before the mapping goes, of which the driver still has the pages.
-        self._unlock()
-        del self.data
-        # A view that is still there keeps the mapping, and the mapping goes with it.
-        with contextlib.suppress(BufferError):
-            self._map.close()
 
 
 def _unread_bytes(peer: socket.socket) -> int:

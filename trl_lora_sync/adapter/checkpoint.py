@@ -1,0 +1,28 @@
+"""The files of the checkpoint that a model was loaded from."""
+
+from pathlib import Path
+
+from safetensors import safe_open
+
+
+def weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
+    """Tensor names to the safetensors files of a checkpoint that is in a folder or in the cache.
+
+    Raises:
+        OSError, ValueError, SafetensorError: it is not there, or cannot be read.
+    """
+    if not name:
+        raise ValueError("the model does not record where it was loaded from")
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        # The trainer has loaded the model, so its files are in the cache, and a check starts no download.
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+    if not files:
+        raise ValueError("it has no safetensors file")
+    return files
