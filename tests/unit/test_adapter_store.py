@@ -644,10 +644,9 @@ def test_killed_run_is_swept_although_a_process_that_it_forked_lives_on(tmp_path
     def run() -> None:
         store = AdapterStore(tmp_path)
         store.write(1, adapter)
-        worker = os.fork()
-        if worker == 0:
-            signal.pause()
-        sender.send((store.run_id, worker))
+        if os.fork() == 0:
+            # By the child, as it gives up the lock once it runs.
+            sender.send((store.run_id, os.getpid()))
         signal.pause()
 
     with forked(run):
