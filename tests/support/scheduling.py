@@ -68,6 +68,20 @@ class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
         file = super()._split_scope(nodeid)
         return TOGETHER.get(file, file)
 
+    def remove_node(self, node: Any) -> str | None:
+        """Take back what a process that ended had to run, but for the test that it ended in, which is returned.
+
+        xdist (3.8) has another process repeat that one, and so a test that hangs takes its limit of time again and again.
+        """
+        waiting = (unit for unit in self.assigned_work[node].values() if not all(unit.values()))
+        unit = next(waiting, None)
+        if unit is None:
+            return super().remove_node(node)  # type: ignore[no-any-return]
+        ended_in: str = next(test for test, is_done in unit.items() if not is_done)
+        unit[ended_in] = True
+        super().remove_node(node)
+        return ended_in
+
 
 def sort(items: list[pytest.Item]) -> None:
     """The longest files first, and at the end the unit tests, whose files are the shortest."""
