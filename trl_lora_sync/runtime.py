@@ -125,12 +125,45 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+class Event:
+    """Happens once. An interrupt at any point of a wait for it leaves the thread unhindered that notes it.
+
+    The events and futures of the standard library have a lock that Python code takes and releases. An interrupt between
+    the two leaves it taken (CPython issue 74174), and the next one that wants it waits for ever, here the loop.
+    """
+
+    def __init__(self) -> None:
+        self._has_happened = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """By one thread only."""
+        if not self._has_happened:
+            self._has_happened = True
+            self._lock.release()
+
+    def is_set(self) -> bool:
+        return self._has_happened
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has happened, or for so long."""
+        if not self._has_happened and self._lock.acquire(timeout=timeout_s):
+            self._lock.release()  # for the next one that waits
+
+    def wait_until_set(self) -> None:
+        """Until it has happened; an error that another thread raises in this one ends that."""
+        while not self._has_happened:
+            self.wait(_POLL_S)
+
+
 class Task(Generic[T]):
     """A coroutine that runs on the loop, for other threads to wait for or to cancel."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self._loop = _our_loop()
         self._outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._ended = Event()
         self._task: asyncio.Task[T] | None = None
         try:
             self._loop.call_soon_threadsafe(self._begin, coroutine)
@@ -153,12 +186,11 @@ class Task(Generic[T]):
             self._outcome.set_exception(error)
         else:
             self._outcome.set_result(task.result())
+        self._ended.set()
 
     def wait(self) -> None:
         """Until it has ended, in whatever way."""
-        # Not `result(timeout)`: from Python 3.11 on its TimeoutError is the class that a coroutine raises, too.
-        while not self._outcome.done():
-            concurrent.futures.wait([self._outcome], timeout=_POLL_S)
+        self._ended.wait_until_set()
 
     def result(self) -> T:
         """Wait for it, and return what it returned or raise what it raised."""
@@ -166,12 +198,12 @@ class Task(Generic[T]):
         return self._outcome.result()
 
     def done(self) -> bool:
-        return self._outcome.done()
+        return self._ended.is_set()
 
     def cancel(self) -> None:
         """Cancel it, and give it a moment to end."""
         self._loop.call_soon_threadsafe(self._cancel)
-        concurrent.futures.wait([self._outcome], timeout=GRACE_S)
+        self._ended.wait(GRACE_S)
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -194,12 +226,6 @@ def run(coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], object] | Non
         task.cancel()
         raise
     return task.result()
-
-
-def wait_for(event: threading.Event) -> None:
-    """Wait for an event as `run` waits, so that an error which another thread raises in this one ends it."""
-    while not event.wait(_POLL_S):
-        pass
 
 
 def from_another_loop(coroutine: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":

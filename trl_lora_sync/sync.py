@@ -15,7 +15,6 @@ The trainer's threads call the methods without `async`; what they start runs on 
 import asyncio
 import logging
 import shlex
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -30,7 +29,7 @@ from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.runtime import run, spawn, wait_for
+from trl_lora_sync.runtime import Event, run, spawn
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import DiskTransport, transport_for
 from trl_lora_sync.verify import ReadAdapter, Scores, TrainedBase, Trial, VerificationResult
@@ -60,13 +59,13 @@ class _Beside:
 
     def __init__(self, act: Callable[[], object] | None) -> None:
         self._act = act
-        self.may_begin = threading.Event()
+        self.may_begin = Event()
         self.done: Future[None] = Future()
 
     def __call__(self) -> None:
         # Not beside the writing, which uses the same device.
         # `_publish` sets the event even if it fails, and its deadline bounds this wait.
-        wait_for(self.may_begin)
+        self.may_begin.wait_until_set()
         try:
             if self._act is not None:
                 self._act()
@@ -253,7 +252,7 @@ class AdapterSync:
         self._retirement = asyncio.get_running_loop().call_later(_RETIRED_AFTER_S, self._retire_now)
         return self._report(stored, timer, server_load_s, evidence)
 
-    async def _note_sent(self, stored: StoredAdapter, sent: threading.Event, deadline: Deadline) -> None:
+    async def _note_sent(self, stored: StoredAdapter, sent: Event, deadline: Deadline) -> None:
         try:
             await asyncio.sleep(_SENT_AFTER_S)
             if stored.is_awaited:

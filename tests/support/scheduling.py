@@ -71,7 +71,7 @@ class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
     def remove_node(self, node: Any) -> str | None:
         """Take back what a process that ended had to run, but for the test that it ended in, which is returned.
 
-        xdist (3.8) has another process repeat that one, and so a test that hangs takes its limit of time again and again.
+        xdist (3.8) has another process repeat that one, so a test that hangs takes its limit of time again and again.
         """
         waiting = (unit for unit in self.assigned_work[node].values() if not all(unit.values()))
         unit = next(waiting, None)

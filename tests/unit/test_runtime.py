@@ -170,6 +170,49 @@ def test_a_socket_is_watched_until_that_is_ended_also_in_a_forked_child() -> Non
     theirs.close()
 
 
+INTERRUPTED = """
+import asyncio, itertools, sys
+from trl_lora_sync.runtime import from_another_loop, run
+
+def interrupt_at(place):
+    # In this thread, where a function of the wait begins or ends, as Python handles a signal there (3.11).
+    left = [None] * place
+
+    def trace(frame, event, _):
+        is_of_wait = frame.f_globals["__name__"] in {"trl_lora_sync.runtime", "concurrent.futures._base", "threading"}
+        if is_of_wait and event in {"call", "return"}:
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            left.pop()
+        return trace
+
+    sys.settrace(trace)
+
+async def answer():
+    return await asyncio.wait_for(from_another_loop(asyncio.sleep(0, "alive")), 5)
+
+run(asyncio.sleep(0))
+for place in itertools.count():
+    interrupt_at(place)
+    try:
+        run(asyncio.sleep(0.25))  # longer than one turn of the wait
+    except KeyboardInterrupt:
+        assert asyncio.run(answer()) == "alive"
+    else:
+        break
+    finally:
+        sys.settrace(None)
+print(place)
+"""
+
+
+@pytest.mark.outside
+def test_an_interrupt_at_any_point_of_a_wait_leaves_the_loop_alive(run_python: Callable[..., str]) -> None:
+    """It could leave a lock taken that the loop then waited for, and with it each later request and the end."""
+    assert int(run_python(INTERRUPTED)) > 10
+
+
 AT_EXIT = """
 import atexit, sys
 from trl_lora_sync.engines.base import Deadline
