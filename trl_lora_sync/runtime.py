@@ -126,10 +126,10 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Event:
-    """Happens once. An interrupt at any point of a wait for it leaves the thread unhindered that notes it.
+    """Happens once. A thread may be interrupted anywhere in its wait, and `set` is not held up by that.
 
-    The events and futures of the standard library have a lock that Python code takes and releases. An interrupt between
-    the two leaves it taken (CPython issue 74174), and the next one that wants it waits for ever, here the loop.
+    The events and futures of the standard library have a lock that Python code takes and releases. After an interrupt
+    between the two it stays taken (CPython issue 74174), and the loop, which needs it next, would wait for ever.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Event:
     def wait(self, timeout_s: float) -> None:
         """Until it has happened, or for so long."""
         if not self._has_happened and self._lock.acquire(timeout=timeout_s):
-            self._lock.release()  # for the next one that waits
+            self._lock.release()  # for other threads that wait
 
     def wait_until_set(self) -> None:
         """Until it has happened; an error that another thread raises in this one ends that."""

@@ -69,9 +69,9 @@ class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
         return TOGETHER.get(file, file)
 
     def remove_node(self, node: Any) -> str | None:
-        """Take back what a process that ended had to run, but for the test that it ended in, which is returned.
+        """Return the test in which a process has ended, and leave the rest of its tests to another process.
 
-        xdist (3.8) has another process repeat that one, so a test that hangs takes its limit of time again and again.
+        xdist (3.8) has another process repeat it, so a test that hangs takes its limit of time again and again.
         """
         waiting = (unit for unit in self.assigned_work[node].values() if not all(unit.values()))
         unit = next(waiting, None)
