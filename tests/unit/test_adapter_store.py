@@ -659,6 +659,23 @@ def test_killed_run_is_swept_although_a_process_that_it_forked_lives_on(tmp_path
         os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.outside
+def test_a_forked_process_keeps_a_file_whose_number_was_that_of_the_lock(store: AdapterStore, tmp_path: Path) -> None:
+    """Such as a pipe to its parent, which waited for what was written there, if other code had closed the lock."""
+    store.write(1, canonical())
+    assert store.lock is not None
+    (tmp_path / "other").write_text("one")
+    with (tmp_path / "other").open() as other:
+        os.dup2(other.fileno(), store.lock)
+
+    def read() -> None:
+        assert os.pread(store.lock, 3, 0) == b"one"  # type: ignore[arg-type]
+
+    with forked(read) as child:
+        child.join(30)
+        assert child.exitcode == 0
+
+
 def test_own_run_is_not_swept_by_itself(store: AdapterStore) -> None:
     stored = store.write(1, canonical())
     assert sweep_leftovers(store.root, lambda _: None) == []

@@ -267,8 +267,11 @@ def test_a_process_may_take_more_turns_with_tools_than_the_others(
         for child in children:
             child.join(60)
         assert [child.exitcode for child in children] == [0, 0]
-        results = sorted(receiver.recv() for _ in children)
-        assert results == [(index, [[7]] * TURNS[index], [10, 11]) for index in (0, 1)]
+        results = []
+        for _ in children:
+            assert receiver.poll(30), "nothing was sent"
+            results.append(receiver.recv())
+        assert sorted(results) == [(index, [[7]] * TURNS[index], [10, 11]) for index in (0, 1)]
     finally:
         for child in children:
             child.kill()

@@ -8,7 +8,8 @@ import os
 import socket
 from weakref import WeakSet
 
-_descriptors: set[int] = set()
+# With the file each is of: code that closes all it finds, as a daemon does, lets another file have the number.
+_descriptors: dict[int, os.stat_result] = {}
 # These close by themselves when they are collected, and their numbers may be another file's then.
 _sockets: WeakSet[socket.socket] = WeakSet()
 
@@ -16,18 +17,19 @@ _sockets: WeakSet[socket.socket] = WeakSet()
 def keep_from_children(one: int | socket.socket) -> None:
     """Let no process that is forked from now on hold it open; of a descriptor, `forget` comes before it is closed."""
     if isinstance(one, int):
-        _descriptors.add(one)
+        _descriptors[one] = os.fstat(one)
     else:
         _sockets.add(one)
 
 
 def forget(descriptor: int) -> None:
     """It is about to be closed, and its number may be another file's then."""
-    _descriptors.discard(descriptor)
+    _descriptors.pop(descriptor, None)
 
 
 def _give_up() -> None:
-    inherited = {*_descriptors, *(one.fileno() for one in _sockets)} - {-1}  # of a socket that is closed
+    files = {descriptor for descriptor, file in _descriptors.items() if _is_of(descriptor, file)}
+    inherited = {*files, *(one.fileno() for one in _sockets)} - {-1}  # of a socket that is closed
     if not inherited:
         return
     # Replaced and not closed: an object in the child would close the number once more, and with it another file.
@@ -37,6 +39,13 @@ def _give_up() -> None:
     os.close(nothing)
     _descriptors.clear()
     _sockets.clear()
+
+
+def _is_of(descriptor: int, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file)
+    except OSError:
+        return False
 
 
 os.register_at_fork(after_in_child=_give_up)
