@@ -71,16 +71,23 @@ class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
     def remove_node(self, node: Any) -> str | None:
         """Return the test in which a process has ended, and leave the rest of its tests to another process.
 
-        xdist (3.8) has another process repeat it, so a test that hangs takes its limit of time again and again.
+        xdist (3.8) repeats that test, and so the limit of time of one that hangs. It also leaves what is done already
+        to the other process, which then waits for a test for ever.
         """
-        waiting = (unit for unit in self.assigned_work[node].values() if not all(unit.values()))
-        unit = next(waiting, None)
-        if unit is None:
-            return super().remove_node(node)  # type: ignore[no-any-return]
-        ended_in: str = next(test for test, is_done in unit.items() if not is_done)
-        unit[ended_in] = True
+        work = self.assigned_work[node]
+        left = ((tests, test) for tests in work.values() for test, is_done in tests.items() if not is_done)
+        tests, ended_in = next(left, ({}, None))
+        if ended_in is not None:
+            tests[ended_in] = True
+        self.assigned_work[node] = {file: tests for file, tests in work.items() if not all(tests.values())}
         super().remove_node(node)
         return ended_in
+
+    def schedule(self) -> None:
+        super().schedule()
+        # A second file for a process that was added, as the others have: it begins no test before it knows the next.
+        for node in self.nodes:
+            self._reschedule(node)
 
 
 def sort(items: list[pytest.Item]) -> None:

@@ -1,0 +1,46 @@
+"""A test that ends its process, as one that hangs does at its limit, costs no other test and is not repeated."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+CONFTEST = """
+from support.scheduling import LongestFirst
+
+def pytest_xdist_make_scheduler(config, log):
+    return LongestFirst(config, log)
+"""
+PASSES = """
+def test_{name}():
+    pass
+"""
+ENDS = """
+import os, pathlib
+
+def test_that_ends():
+    with pathlib.Path("ended").open("a") as file:
+        file.write("once ")
+    os._exit(1)
+"""
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_others_of_its_process_go_on_in_another_one(processes: int, others: int, tmp_path: Path) -> None:
+    """What was done already was left to the other process as well, which then waited for ever (xdist 3.8)."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    passes = "".join(PASSES.format(name=number) for number in range(others))
+    for name, source in {"a": PASSES, "b": PASSES, "c": ENDS + passes, "d": passes, "e": PASSES}.items():
+        (tmp_path / f"test_{name}.py").write_text(source.replace("{name}", name))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", str(processes), "--dist", "loadfile"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(TESTS)}, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert f"1 failed, {3 + 2 * others} passed" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "ended").read_text() == "once "
