@@ -71,8 +71,8 @@ class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
     def remove_node(self, node: Any) -> str | None:
         """Return the test in which a process has ended, and leave the rest of its tests to another process.
 
-        xdist (3.8) repeats that test, and so the limit of time of one that hangs. It also leaves what is done already
-        to the other process, which then waits for a test for ever.
+        xdist (3.8) has it repeated, and a test that hangs takes its limit of time again. It also leaves finished tests
+        to the other process, which then waits for ever.
         """
         work = self.assigned_work[node]
         left = ((tests, test) for tests in work.values() for test, is_done in tests.items() if not is_done)

@@ -1,4 +1,4 @@
-"""A test that ends its process, as one that hangs does at its limit, costs no other test and is not repeated."""
+"""A test that hangs ends its process at its limit, and no other test."""
 
 import os
 import subprocess
@@ -18,13 +18,13 @@ PASSES = """
 def test_{name}():
     pass
 """
-ENDS = """
-import os, pathlib
+HANGS = """
+import pathlib, time
 
-def test_that_ends():
-    with pathlib.Path("ended").open("a") as file:
+def test_that_hangs():
+    with pathlib.Path("begun").open("a") as file:
         file.write("once ")
-    os._exit(1)
+    time.sleep(100)
 """
 
 
@@ -35,12 +35,17 @@ def test_others_of_its_process_go_on_in_another_one(processes: int, others: int,
     """What was done already was left to the other process as well, which then waited for ever (xdist 3.8)."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     passes = "".join(PASSES.format(name=number) for number in range(others))
-    for name, source in {"a": PASSES, "b": PASSES, "c": ENDS + passes, "d": passes, "e": PASSES}.items():
+    for name, source in {"a": PASSES, "b": PASSES, "c": HANGS + passes, "d": passes, "e": PASSES}.items():
         (tmp_path / f"test_{name}.py").write_text(source.replace("{name}", name))
+    options = f"-n {processes} --dist loadfile --timeout 1 --timeout-method thread"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", str(processes), "--dist", "loadfile"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(TESTS)}, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "pytest", *options.split()],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
     assert f"1 failed, {3 + 2 * others} passed" in done.stdout, done.stdout + done.stderr
-    assert (tmp_path / "ended").read_text() == "once "
+    assert (tmp_path / "begun").read_text() == "once "
