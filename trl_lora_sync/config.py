@@ -223,7 +223,10 @@ class LoRASyncConfig:
         # Transformers' `Trainer.__init__` calls it (5.24), before TRL sets up its sync. A configuration is not
         # given its trainer, and a script may call this too, so the caller shows which it is.
         if syncs_adapters(self):
-            refuse_without_mixin(sys._getframe(1).f_locals.get("self"))
+            caller = sys._getframe(1)
+            while caller.f_back and caller.f_locals.get("self") is self:  # a subclass may override this
+                caller = caller.f_back
+            refuse_without_mixin(caller.f_locals.get("self"))
         return int(super().get_process_log_level())  # type: ignore[misc]
 
 

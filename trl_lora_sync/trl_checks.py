@@ -507,12 +507,15 @@ def refuse_mixin_last(found: type, mixin: type) -> None:
 def refuse_without_mixin(trainer: object) -> None:
     """Refuse a trainer of TRL without our mixin: it would sync merged weights, or load adapters without any check.
 
+    Args:
+        trainer: anything that is not such a trainer is left alone, as TRL's callbacks and configurations are.
+
     Raises:
         UnsupportedSettingError: with the trainer to take instead.
     """
     name, classes = type(trainer).__name__, trl_classes(type(trainer))
     # The mixin's class has that attribute, so it is there before any `__init__` has run.
-    if not classes or hasattr(trainer, "_syncs_adapters"):
+    if not classes or not isinstance(trainer, transformers.Trainer) or hasattr(trainer, "_syncs_adapters"):
         return
     is_async = classes[0].__name__ == "AsyncGRPOTrainer"
     module = "trl_lora_sync.async_grpo" if is_async else "trl_lora_sync"

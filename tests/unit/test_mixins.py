@@ -285,6 +285,34 @@ def test_configuration_without_a_trainer_is_used_freely(folder: str) -> None:
         assert one.get_process_log_level() == trl.GRPOConfig(output_dir=folder, **ON_CPU).get_process_log_level()
 
 
+@dataclass
+class OverridingConfig(trl_lora_sync.GRPOConfig):  # type: ignore[misc]
+    """Reads its log level in a method of its class, as a user makes it."""
+
+    def get_process_log_level(self) -> int:
+        return int(super().get_process_log_level())
+
+
+class ReadsLogLevelAtStart(trl.LogCompletionsCallback):  # type: ignore[misc]
+    """A class of TRL that is not a trainer."""
+
+    def __init__(self) -> None:
+        self.seen: int | None = None
+
+    def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+        self.seen = args.get_process_log_level()
+
+
+@pytest.mark.outside
+def test_a_configuration_and_a_callback_of_trl_are_not_taken_for_a_trainer(folder: str, tmp_path: Path) -> None:
+    """Each was refused for its lack of the trainer's mixin, which is for trainers."""
+    args, callback = OverridingConfig(output_dir=folder, **ON_CPU, **SYNC), ReadsLogLevelAtStart()
+    callback.on_train_begin(args)
+    assert args.get_process_log_level() == callback.seen is not None
+    with pytest.raises(UnsupportedSettingError, match="was given to GRPOTrainer, which does not read it"):
+        small(trl.GRPOTrainer, args, tmp_path / "model")
+
+
 @pytest.mark.outside
 def test_trainer_with_the_mixin_may_read_the_log_level_before_it_is_built(folder: str) -> None:
     args = trl_lora_sync.GRPOConfig(output_dir=folder, **ON_CPU, **SYNC)
