@@ -331,6 +331,20 @@ def test_a_base_that_an_adapter_was_merged_into_is_refused_where_the_checkpoint_
 
 
 @pytest.mark.outside
+def test_files_that_lie_beside_those_of_a_checkpoint_are_not_compared_with_the_base(tmp_path: Path) -> None:
+    """As a download into a folder leaves them, once a repository has new weights in fewer files."""
+    model, earlier = make_model(tmp_path / "model"), tmp_path / "earlier"
+    merged_model(model, 0.02).save_pretrained(earlier)
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    (model / "model.safetensors").unlink()
+    whole.save_pretrained(model, max_shard_size="50KB")
+    shutil.copy(earlier / "model.safetensors", model / "model-00099-of-00099.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    with in_memory_engines(model_path=model) as [engine]:
+        grpo_trainer(engine.base_url, base, tmp_path).vllm_generation.close()
+
+
+@pytest.mark.outside
 def test_a_model_in_another_dtype_than_its_checkpoint_is_not_taken_for_a_changed_base(tmp_path: Path) -> None:
     """In float16, numbers below 6e-5 lose bits that they have in bfloat16, and a row of such numbers counts too."""
     model = make_model(tmp_path / "model")

@@ -1,8 +1,11 @@
 """The files of the checkpoint that a model was loaded from."""
 
+import json
 from pathlib import Path
 
 from safetensors import safe_open
+
+_INDEX = "model.safetensors.index.json"
 
 
 def weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
@@ -19,6 +22,11 @@ def weight_files(name: str | None, revision: str | None) -> dict[str, Path]:
 
         # The trainer has loaded the model, so its files are in the cache, and a check starts no download.
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    if (folder / _INDEX).exists():
+        # Other files may lie beside its own, as of an earlier download, and servers leave them out
+        # (vLLM 0.31, model_loader/weight_utils.py `filter_duplicate_safetensors_files`).
+        weights = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return {key: folder / file for key, file in weights.items()}
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
