@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import time
@@ -25,6 +26,7 @@ from support.folders import becomes_read_only
 from trl_lora_sync.adapter import store as store_module
 from trl_lora_sync.adapter.store import AdapterStore, new_run_id, run_states, sweep_leftovers, write_adapter
 from trl_lora_sync.engine_plugins.checksum import checksum
+from trl_lora_sync.engine_plugins.forks import keep_from_children
 from trl_lora_sync.engine_plugins.safetensors_file import head_of
 from trl_lora_sync.engine_plugins.version_note import VersionNote, digest_of
 from trl_lora_sync.errors import AdapterExportError, VerificationError
@@ -674,6 +676,23 @@ def test_a_forked_process_keeps_a_file_whose_number_was_that_of_the_lock(store: 
     with forked(read) as child:
         child.join(30)
         assert child.exitcode == 0
+
+
+@pytest.mark.outside
+def test_a_forked_process_keeps_a_file_whose_number_was_that_of_a_connection(tmp_path: Path) -> None:
+    """As of the lock: the socket does not know that other code has closed its number."""
+    ours, theirs = socket.socketpair()
+    keep_from_children(ours)
+    (tmp_path / "other").write_text("one")
+    with ours, theirs, (tmp_path / "other").open() as other:
+        os.dup2(other.fileno(), ours.fileno())
+
+        def read() -> None:
+            assert os.pread(ours.fileno(), 3, 0) == b"one"
+
+        with forked(read) as child:
+            child.join(30)
+            assert child.exitcode == 0
 
 
 def test_own_run_is_not_swept_by_itself(store: AdapterStore) -> None:

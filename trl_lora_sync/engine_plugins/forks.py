@@ -6,12 +6,12 @@ for ever. So each fork gives up what was registered here.
 
 import os
 import socket
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 # With the file each is of: code that closes all it finds, as a daemon does, lets another file have the number.
 _descriptors: dict[int, os.stat_result] = {}
 # These close by themselves when they are collected, and their numbers may be another file's then.
-_sockets: WeakSet[socket.socket] = WeakSet()
+_sockets: WeakKeyDictionary[socket.socket, os.stat_result] = WeakKeyDictionary()
 
 
 def keep_from_children(one: int | socket.socket) -> None:
@@ -19,7 +19,7 @@ def keep_from_children(one: int | socket.socket) -> None:
     if isinstance(one, int):
         _descriptors[one] = os.fstat(one)
     else:
-        _sockets.add(one)
+        _sockets[one] = os.fstat(one.fileno())
 
 
 def forget(descriptor: int) -> None:
@@ -28,8 +28,8 @@ def forget(descriptor: int) -> None:
 
 
 def _give_up() -> None:
-    files = {descriptor for descriptor, file in _descriptors.items() if _is_of(descriptor, file)}
-    inherited = {*files, *(one.fileno() for one in _sockets)} - {-1}  # of a socket that is closed
+    held = [*_descriptors.items(), *((one.fileno(), file) for one, file in _sockets.items())]
+    inherited = {descriptor for descriptor, file in held if _is_of(descriptor, file)}
     if not inherited:
         return
     # Replaced and not closed: an object in the child would close the number once more, and with it another file.
