@@ -23,6 +23,7 @@ from PIL import Image
 from support.models import base_weights, lora, merged_model, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer, prompts
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
@@ -354,6 +355,31 @@ def test_a_model_in_another_dtype_than_its_checkpoint_is_not_taken_for_a_changed
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
     with in_memory_engines(model_path=model) as [engine]:
         grpo_trainer(engine.base_url, base, tmp_path).vllm_generation.close()
+
+
+class FP8Linear(nn.Linear):
+    """As in a checkpoint in FP8, whose backward pass Transformers (5.24) has for adapters."""
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__(whole.in_features, whole.out_features, bias=False)
+        self.scale = float(whole.weight.detach().abs().max()) / torch.finfo(torch.float8_e4m3fn).max
+        self.weight = nn.Parameter((whole.weight.detach() / self.scale).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.weight.to(hidden.dtype) * self.scale)
+
+
+@pytest.mark.outside
+def test_a_base_of_which_some_layers_are_in_fp8_is_trained(tmp_path: Path) -> None:
+    """The comparison with the base of the start ended the run with an error of torch about their dtypes."""
+    model = make_model(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    for layer in base.model.layers:
+        layer.self_attn.q_proj = FP8Linear(layer.self_attn.q_proj)
+    with in_memory_engines(model_path=model) as [engine]:
+        trainer = grpo_trainer(engine.base_url, base, tmp_path, lora_sync_verify="off")
+        trainer.train()
+        trainer.vllm_generation.close()
 
 
 @pytest.mark.outside

@@ -110,6 +110,7 @@ def _is_plain(weight: Any) -> bool:
         isinstance(weight, Tensor)
         and type(weight.detach()) is Tensor
         and weight.is_floating_point()
+        and weight.dtype.itemsize > 1  # in 8 bits it goes with scales, and torch (2.13) joins it with no other dtype
         and weight.dim() > 1
         and weight.numel() > 0
         and not weight.is_meta
