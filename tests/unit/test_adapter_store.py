@@ -817,6 +817,23 @@ def test_folder_of_another_user_in_a_place_open_to_all_is_refused(
     assert list(root.iterdir()) == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder for another user")
+def test_link_of_root_in_a_place_open_to_all_leads_to_the_folder_of_a_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As administrators make one for each user in /scratch; it was refused as another user's."""
+    tmp_path.chmod(0o1777)
+    root, behind = tmp_path / "trl-lora-sync", tmp_path / "behind"
+    behind.mkdir()
+    root.symlink_to(behind)
+    user = os.getuid() + 1
+    os.chown(behind, user, -1)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    store = AdapterStore(root)
+    store.open()
+    store.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link for another user")
 def test_link_of_another_user_in_a_place_open_to_all_is_refused(tmp_path: Path) -> None:
     """The folder behind it was looked at only, and the owner of the link could point it to other adapters."""

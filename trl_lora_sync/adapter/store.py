@@ -44,6 +44,7 @@ _STARTING = ".starting"
 _PINNED = ".pinned"
 _MAX_OWNER_BYTES = 1 << 20  # it names the servers of the run
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
+_ROOT = 0
 # Of `flock`, such as on Lustre that was mounted without it, and on NFS whose lock service is down (flock(2)).
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -618,8 +619,10 @@ def _lock_if_dead(directory: Path) -> int | None:
 def _check_owner(root: Path) -> None:
     """Refuse another user's folder where every user may create one: that user could swap the adapters in it."""
     is_world_writable = root.parent.stat().st_mode & 0o002
+    user, owner = os.getuid(), root.lstat().st_uid
     # Of a link as well, whose owner may point it elsewhere at any time (`fs.protected_symlinks` may be 0, see proc(5)).
-    if is_world_writable and {root.stat().st_uid, root.lstat().st_uid} != {os.getuid()}:
+    # One of root, as in /scratch of a cluster, is the administrator's.
+    if is_world_writable and (root.stat().st_uid != user or owner not in (user, _ROOT)):
         raise PermissionError(errno.EPERM, "it belongs to another user", str(root))
 
 
