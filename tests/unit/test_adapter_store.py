@@ -679,6 +679,32 @@ def test_a_forked_process_keeps_a_file_whose_number_was_that_of_the_lock(store: 
 
 
 @pytest.mark.outside
+def test_a_process_that_is_forked_at_the_limit_of_open_files_gives_up_the_lock(store: AdapterStore) -> None:
+    """What takes its place could not be opened, and the lock stayed taken for as long as the process lived."""
+    store.write(1, canonical())
+    assert store.lock is not None
+    locked = os.fstat(store.lock)
+
+    def look() -> None:
+        assert store.lock is not None
+        assert not os.path.samestat(os.fstat(store.lock), locked)
+
+    with contextlib.ExitStack() as undo:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (store.lock + 32, hard))
+        spare = [*os.pipe(), *os.pipe()]  # as many as `multiprocessing` opens before the fork
+        with contextlib.suppress(OSError):
+            while True:
+                undo.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        for one in spare:
+            os.close(one)
+        with forked(look) as child:
+            child.join(30)
+            assert child.exitcode == 0
+
+
+@pytest.mark.outside
 def test_a_forked_process_keeps_a_file_whose_number_was_that_of_a_connection(tmp_path: Path) -> None:
     """As of the lock: the socket does not know that other code has closed its number."""
     ours, theirs = socket.socketpair()

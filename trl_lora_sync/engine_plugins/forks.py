@@ -33,10 +33,12 @@ def _give_up() -> None:
     if not inherited:
         return
     # Replaced and not closed: an object in the child would close the number once more, and with it another file.
+    os.close(min(inherited))  # for room at the limit of open files; the next line often gets this number
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for descriptor in inherited:
+    for descriptor in inherited - {nothing}:
         os.dup2(nothing, descriptor, inheritable=False)
-    os.close(nothing)
+    if nothing not in inherited:
+        os.close(nothing)
     _descriptors.clear()
     _sockets.clear()
 
