@@ -163,6 +163,8 @@ class Overlap:
         stored = self._sync.ledger.lease()
         task = Task(self._timed(stored, groups, sampling))
         self.ahead = _Ahead(groups=groups, sampling=sampling, stored=stored, task=task)
+        # Last, so that `cancel` finds it after an interrupt.
+        task.begin()
 
     async def _timed(
         self, stored: StoredAdapter, groups: Sequence[PromptGroup], sampling: Sampling

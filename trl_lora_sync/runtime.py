@@ -157,23 +157,44 @@ class Event:
             self.wait(_POLL_S)
 
 
+class Outcome:
+    """How a call in another thread went, for one coroutine on the loop to wait for; without a lock, see `Event`."""
+
+    def __init__(self) -> None:
+        self._loop = _our_loop()
+        self._error: asyncio.Future[Exception | None] = self._loop.create_future()
+
+    def set(self, error: Exception | None) -> None:
+        """By the other thread."""
+        self._loop.call_soon_threadsafe(self._set, error)
+
+    def _set(self, error: Exception | None) -> None:
+        if not self._error.done():  # it is cancelled with the coroutine that waits
+            self._error.set_result(error)
+
+    async def wait(self) -> None:
+        """Until it is set; raises the error, if there was one."""
+        if error := await self._error:
+            raise error
+
+
 class Task(Generic[T]):
     """A coroutine that runs on the loop, for other threads to wait for or to cancel."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self._loop = _our_loop()
+        self._coroutine = coroutine
         self._outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._ended = Event()
         self._task: asyncio.Task[T] | None = None
-        try:
-            self._loop.call_soon_threadsafe(self._begin, coroutine)
-        # An interrupt, most likely as the loop is woken. Otherwise the coroutine would go on, and could not be ended.
-        except BaseException:
-            self.cancel()
-            raise
 
-    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self._task = self._loop.create_task(coroutine)
+    def begin(self) -> "Task[T]":
+        """Run it, once the caller has noted where to cancel it: an interrupt may come before this returns."""
+        self._loop.call_soon_threadsafe(self._begin)
+        return self
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._end)
 
     def _end(self, task: "asyncio.Task[T]") -> None:
@@ -208,6 +229,10 @@ class Task(Generic[T]):
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        elif not self._ended.is_set():  # it has never begun, or `_begin` would have been called before this
+            self._coroutine.close()
+            self._outcome.set_exception(asyncio.CancelledError())
+            self._ended.set()
 
 
 def run(coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], object] | None = None) -> T:
@@ -219,6 +244,7 @@ def run(coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], object] | Non
     # Not for the loop's own thread, which would wait for itself. `fleet.sweep` therefore calls it in the file thread.
     task = Task(coroutine)
     try:
+        task.begin()
         if meanwhile is not None:
             meanwhile()
         task.wait()

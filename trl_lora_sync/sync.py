@@ -16,7 +16,6 @@ import asyncio
 import logging
 import shlex
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from statistics import fmean
 from typing import Any
@@ -29,7 +28,7 @@ from trl_lora_sync.errors import LoRASyncError
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
-from trl_lora_sync.runtime import Event, run, spawn
+from trl_lora_sync.runtime import Event, Outcome, run, spawn
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.transports import DiskTransport, transport_for
 from trl_lora_sync.verify import ReadAdapter, Scores, TrainedBase, Trial, VerificationResult
@@ -60,7 +59,7 @@ class _Beside:
     def __init__(self, act: Callable[[], object] | None) -> None:
         self._act = act
         self.may_begin = Event()
-        self.done: Future[None] = Future()
+        self.done = Outcome()
 
     def __call__(self) -> None:
         # Not beside the writing, which uses the same device.
@@ -71,9 +70,9 @@ class _Beside:
                 self._act()
         # Not an interrupt, after which `run` cancels `_publish` together with its wait for `done`.
         except Exception as error:  # raised by `_publish`, as a load that is broken off may outlive its unload
-            self.done.set_exception(error)
+            self.done.set(error)
         else:
-            self.done.set_result(None)
+            self.done.set(None)
 
 
 class AdapterSync:
@@ -239,7 +238,7 @@ class AdapterSync:
         async with self._withdrawn_on_error(stored):
             with timer.phase("load"):  # waits for a server that is lost; a refusal by any server ends it
                 server_load_s = await self.fleet.load(stored, deadline)
-            await asyncio.wrap_future(beside.done)
+            await beside.done.wait()
             with timer.phase("verify"):
                 # After the load: before it, files that are damaged later would pass.
                 if self.settings.verify != "off" and not self._is_compared(stored):

@@ -279,7 +279,7 @@ def test_server_sees_that_a_request_was_cancelled_also_on_a_kept_connection(befo
         client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
         for _ in range(before):
             client.request("GET", "/before", soon())
-        task = Task(client.wrapped.request("GET", "/path", soon(60)))
+        task = Task(client.wrapped.request("GET", "/path", soon(60))).begin()
         assert arrived.wait(10)
         task.cancel()
         assert left.wait(10)
@@ -301,7 +301,7 @@ def test_cancelled_task_sends_no_further_request_but_for_clean_up() -> None:
 
     with serving(lambda request: request.send()) as server:
         client = Blocking(HTTPClient(server.url, api_key=APIKey(VARIABLE), is_local=True))
-        task = Task(work())
+        task = Task(work()).begin()
         assert began.wait(10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -585,7 +585,7 @@ def test_a_connection_that_is_interrupted_counts_no_retry_twice(
 
         before = server.engine
         monkeypatch.setattr(before, "close", hang)
-        connecting = Task(server.connect(soon()))
+        connecting = Task(server.connect(soon())).begin()
         assert closing.wait(WAIT_S)
         connecting.cancel()
         assert server.engine is not before

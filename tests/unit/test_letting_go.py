@@ -139,6 +139,45 @@ def test_an_interrupt_ends_a_generation_at_once_and_the_servers_abort_it(
     assert training.adapters() == [[]] * servers
 
 
+INTERRUPTED_SYNCS = """
+import faulthandler, itertools, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from contract.served import SMALL
+from support.interrupts import interrupt_at
+from trl_lora_sync.testing import in_memory_engines
+from unit.fleets import InMemoryRun, small_adapter
+
+faulthandler.dump_traceback_later(60, exit=True)
+with in_memory_engines(shapes=SMALL) as engines:
+    begun, adapter = InMemoryRun(engines, Path(sys.argv[2])), small_adapter(2)
+    for place in itertools.count():
+        interrupt_at(place, {"trl_lora_sync.sync", "trl_lora_sync.runtime", "concurrent.futures._base", "threading"})
+        try:
+            begun.sync.publish(adapter, meanwhile=int)
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(None)
+        break
+    assert begun.samples_from(2)
+    begun.sync.close()
+    assert not any(Path(sys.argv[2]).rglob("*-v*"))
+print(place)
+"""
+
+
+def test_an_interrupt_at_any_point_of_a_sync_leaves_the_loop_alive(
+    run_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """It could leave a lock taken for which the loop waited, as the sync was cancelled, and the end of the run with it.
+
+    That was as the trainer's thread noted that its part of the sync was done.
+    """
+    assert int(run_python(INTERRUPTED_SYNCS, str(Path(__file__).parents[1]), str(tmp_path))) > 10
+
+
 def test_an_exception_from_another_thread_ends_a_sync_whose_files_are_not_written_yet(
     run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

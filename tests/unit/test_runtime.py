@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from trl_lora_sync.runtime import Blocking, Task, in_parallel, offload, run, wat
 from unit.servers import serving
 
 SOON_S = 20.0
+TESTS = str(Path(__file__).parents[1])
 
 
 async def double(number: int) -> int:
@@ -60,7 +62,7 @@ def test_a_cancelled_task_ends_and_cleans_up() -> None:
             await asyncio.sleep(0.01)
             ended.append("clean")
 
-    task = Task(work())
+    task = Task(work()).begin()
     assert began.wait(SOON_S)
     task.cancel()
     assert task.done()
@@ -172,45 +174,47 @@ def test_a_socket_is_watched_until_that_is_ended_also_in_a_forked_child() -> Non
 
 INTERRUPTED = """
 import asyncio, itertools, sys
+
+sys.path.insert(0, sys.argv[1])
+from support.interrupts import interrupt_at
 from trl_lora_sync.runtime import from_another_loop, run
 
-def interrupt_at(place):
-    # In this thread, where a function of the wait begins or ends, as Python handles a signal there (3.11).
-    left = [None] * place
+ended = set()  # places of calls that came to their end
 
-    def trace(frame, event, _):
-        is_of_wait = frame.f_globals["__name__"] in {"trl_lora_sync.runtime", "concurrent.futures._base", "threading"}
-        if is_of_wait and event in {"call", "return"}:
-            if not left:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            left.pop()
-        return trace
-
-    sys.settrace(trace)
+async def work(place):
+    await asyncio.sleep(0.25)  # longer than one turn of the wait
+    ended.add(place)
 
 async def answer():
     return await asyncio.wait_for(from_another_loop(asyncio.sleep(0, "alive")), 5)
 
 run(asyncio.sleep(0))
+expected = set()
 for place in itertools.count():
-    interrupt_at(place)
+    interrupt_at(place, {"trl_lora_sync.runtime", "concurrent.futures._base", "threading"})
     try:
-        run(asyncio.sleep(0.25))  # longer than one turn of the wait
+        run(work(place))
     except KeyboardInterrupt:
+        sys.settrace(None)
+        expected |= {place} & ended
         assert asyncio.run(answer()) == "alive"
     else:
         break
     finally:
         sys.settrace(None)
+run(asyncio.sleep(0.5))
+assert ended == {*expected, place}, ended
 print(place)
 """
 
 
 @pytest.mark.outside
-def test_an_interrupt_at_any_point_of_a_wait_leaves_the_loop_alive(run_python: Callable[..., str]) -> None:
-    """It could leave a lock taken that the loop then waited for, and with it each later request and the end."""
-    assert int(run_python(INTERRUPTED)) > 10
+def test_an_interrupt_at_any_point_of_a_call_ends_it_and_leaves_the_loop_alive(run_python: Callable[..., str]) -> None:
+    """It could leave a lock taken that the loop then waited for, and with it each later request and the end.
+
+    Or the coroutine went on, if the interrupt came just after it was started.
+    """
+    assert int(run_python(INTERRUPTED, TESTS)) > 10
 
 
 AT_EXIT = """

@@ -223,7 +223,7 @@ def test_a_restore_of_the_kv_cache_that_was_interrupted_is_not_sent_again(
         left.wait(20)
 
     monkeypatch.setattr(fake.scheduler, "resume_memory", without_an_answer)
-    task = Task(engine.wrapped.restore_kv_cache(soon()))
+    task = Task(engine.wrapped.restore_kv_cache(soon())).begin()
     assert restored.wait(20)
     task.cancel()
     left.set()
