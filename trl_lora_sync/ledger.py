@@ -3,6 +3,7 @@
 The only place that knows. Knows names and URLs, and nothing of engines, files or TRL.
 """
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 from enum import Enum
@@ -100,8 +101,9 @@ class VersionLedger:
         return self.leased[-1]
 
     def release(self, stored: StoredAdapter) -> None:
-        """Give a lease back."""
-        self.leased.remove(stored)  # names distinguish versions, before any tensor is compared
+        """Give a lease back; does nothing after the end of the run, which ends all of them."""
+        with contextlib.suppress(ValueError):
+            self.leased.remove(stored)  # names distinguish versions, before any tensor is compared
 
     @property
     def needed(self) -> list[StoredAdapter]:
@@ -125,7 +127,12 @@ class VersionLedger:
         return self._unloaded, deletable
 
     def retire_all(self) -> list[StoredAdapter]:
-        """The end of the run: every version is to be unloaded now."""
+        """The end of the run: every version is to be unloaded now, and leases end.
+
+        An interrupt may have come between a lease and where it is noted. A later training would then give this version
+        to each server that restarts, although its files are deleted.
+        """
+        self.leased = []
         # The unload of what is in `_unloaded` was requested before, and `held` has what was not confirmed of it.
         loaded, self.kept, self._unloaded, self.active = self.kept, [], [], None
         return loaded

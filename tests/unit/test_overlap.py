@@ -1,7 +1,9 @@
 """Unit tier: batches sampled ahead on several fake servers, the lease on their version, and how all of that ends."""
 
+import itertools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,6 +17,7 @@ import trl
 from contract.served import SMALL, sampling, soon
 from datasets import Dataset
 from peft import LoraConfig
+from support.interrupts import interrupt_at
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer, LoRASyncConfig, LoRASyncTrainer, RLOOConfig
 from trl_lora_sync.checks.listed import CHECKS
@@ -31,9 +34,9 @@ from trl_lora_sync.overlap import BatchFigures, Overlap, start_sentence
 from trl_lora_sync.runtime import run as run_on_loop
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.testing import FakeSGLang
+from trl_lora_sync.testing import FakeSGLang, in_memory_engines
 from trl_lora_sync.trl_checks import check_overlap
-from unit.fleets import GROUPS, FleetRun, settings_for
+from unit.fleets import GROUPS, FleetRun, InMemoryRun, settings_for, small_adapter
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 from trl.experimental.gmpo import GMPOTrainer
@@ -123,6 +126,31 @@ def test_all_turns_of_a_batch_are_of_the_version_of_its_first(start: Start) -> N
     assert run.is_policy_of(overlap.sample(GROUPS, sampling(), None), first)
     overlap.end_batch()
     assert run.is_policy_of(batch(overlap, GROUPS, None), run.read[-1])
+
+
+def test_a_lease_whose_taker_was_interrupted_ends_with_the_run(tmp_path: Path) -> None:
+    """The next training gave each server that version, although its files were deleted."""
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        training = InMemoryRun([engine], tmp_path, overlap=True)
+        overlap = Overlap(training.sync, lambda: Deadline.after(60, "the test"))
+        for place in itertools.count():
+            interrupt_at(place, {"trl_lora_sync.ledger", "trl_lora_sync.overlap"})
+            try:
+                batch(overlap, GROUPS, OTHERS)
+            except KeyboardInterrupt:
+                is_over = False
+            else:
+                is_over = True
+            finally:
+                sys.settrace(None)
+            overlap.cancel()
+            training.sync.close()
+            engine.calls.clear()
+            name = training.sync.publish(small_adapter(place)).adapter_name
+            assert [loaded for method, loaded in engine.calls if method == "load"] == [name]
+            if is_over:
+                break
+        training.sync.shutdown()
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensors"])
