@@ -8,7 +8,6 @@ what is left of the group is cancelled and the lease ends.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import copy
 import queue
@@ -27,7 +26,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import LoRASyncError
-from trl_lora_sync.runtime import GRACE_S, BlockingThread, from_another_loop
+from trl_lora_sync.runtime import GRACE_S, BlockingThread, Event, from_another_loop
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 
@@ -229,6 +228,32 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         return []
 
 
+class _Queue(queue.SimpleQueue[Any]):
+    """What TRL's loop and trainer use of `queue.Queue`; an interrupt of the trainer leaves no lock taken, see `Event`.
+
+    Args:
+        at_most: how many items it may hold; 0 for any number. Only one thread may put.
+    """
+
+    def __init__(self, at_most: int) -> None:
+        self._at_most = at_most
+
+    def put_nowait(self, item: Any) -> None:
+        if 0 < self._at_most <= self.qsize():
+            raise queue.Full
+        self.put(item)
+
+
+# Without the worker, through which the thread would keep the trainer.
+def _run(rollouts: RolloutLoop, errors: list[BaseException], ended: Event) -> None:
+    try:
+        rollouts.run()
+    except BaseException as error:
+        errors.append(error)
+    finally:
+        ended.set()
+
+
 class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
     """Takes the place of TRL's worker, whose loop runs in a child process and talks to one server by itself.
 
@@ -243,8 +268,8 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         self, *, sync: Callable[[], AdapterSync], settings: SyncSettings, queue_maxsize: int = 0, **loop_kwargs: Any
     ) -> None:
         # TRL's own `__init__` needs vLLM and makes the queues of a child process.
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=queue_maxsize)
-        self.metrics_queue: queue.Queue[Any] = queue.Queue(maxsize=_METRICS_AT_MOST)
+        self.rollout_buffer = _Queue(queue_maxsize)
+        self.metrics_queue = _Queue(_METRICS_AT_MOST)
         # TRL's trainer sets the start index in here when it resumes.
         self._loop_kwargs = {**loop_kwargs, "queue_maxsize": queue_maxsize, "dataset_start_index": 0}
         self._sync = sync
@@ -253,7 +278,8 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         # TRL shares it between processes. Here the loop's thread writes it and the trainer's thread reads it.
         self._heartbeat = SimpleNamespace(value=0.0)
         self._rollouts: RolloutLoop | None = None
-        self._run: concurrent.futures.Future[None] | None = None
+        self._ended: Event | None = None
+        self._errors: list[BaseException] = []  # by which the rollouts have ended
 
     @property
     def model_version(self) -> int:
@@ -290,8 +316,9 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             exception_info_queue=queue.Queue(maxsize=1),
             **given,
         )
+        self._ended = Event()
         # Nothing keeps the thread, so it ends with this call.
-        self._run = BlockingThread("lora-sync-rollouts").submit(self._rollouts.run)
+        BlockingThread("lora-sync-rollouts").submit(partial(_run, self._rollouts, self._errors, self._ended))
 
     def deadline(self) -> Deadline:
         seconds, setting = min(
@@ -307,9 +334,9 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
             Exception: what has ended the rollouts: an error of a server, a reward function or a tool.
             LoRASyncError: they have been stopped, or do nothing.
         """
-        if self._run is None or self._run.done():
-            if self._run is not None and (error := self._run.exception()) is not None:
-                raise error
+        if self._ended is None or self._ended.is_set():
+            if self._errors:
+                raise self._errors[0]
             raise LoRASyncError(
                 "The rollouts have ended, so no samples come any more. TRL's AsyncGRPOTrainer trains once; build "
                 "another one to train again, with train(resume_from_checkpoint=...) to go on."
@@ -327,8 +354,8 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         """Cancel what is being sampled, and give the leases back; may be called again, never fails."""
         if self._rollouts is not None:
             self._rollouts.stop()
-            if self._run is not None:
+            if self._ended is not None:
                 # TRL's loop waits for tools in threads (`_tool_pool.shutdown`, 1.16), which cannot be cancelled.
-                concurrent.futures.wait([self._run], timeout=GRACE_S)
+                self._ended.wait(GRACE_S)
             # A task that is cancelled before its first step never enters `_generate_one`, so its group is left to this.
             self._rollouts.release_all()

@@ -1,8 +1,10 @@
 """Unit tier: the settings of an asynchronous trainer, and its rollouts on several servers other than vLLM."""
 
 import dataclasses
+import itertools
 import pickle
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from make_model import make_tokenizer
 from packaging.version import Version
 from peft import LoraConfig
 from support.async_runs import AsyncGRPOConfig, AsyncGRPOTrainer
+from support.interrupts import interrupt_at
 from support.models import peft_model
 from support.waiting import happens
 from tree_attention import flash_attn_varlen_func, plain_kernel
@@ -316,6 +319,33 @@ def test_stopping_gives_the_leases_back_and_ends_the_requests(training: FleetRun
     assert training.sync.ledger.leased == []
     with pytest.raises(LoRASyncError, match=r"The rollouts have ended.*trains once"):
         worker.check_health(60)
+
+
+@of_115
+@pytest.mark.outside
+def test_an_interrupt_at_any_point_of_the_wait_for_a_sample_leaves_the_rollouts_able_to_end(
+    training: FleetRun,
+) -> None:
+    """It could leave the lock of the queue taken, for which the rollouts waited for ever, with their requests."""
+    for place in itertools.count():
+        worker = worker_for(training, queue_maxsize=1)
+        worker.start()
+        taken(worker, 1)
+        interrupt_at(place, {"queue", "threading"})
+        try:
+            taken(worker, 1)
+        except KeyboardInterrupt:
+            is_over = False
+        else:
+            is_over = True
+        finally:
+            sys.settrace(None)
+        time.sleep(0.3)  # the rollouts try to queue another sample
+        worker.stop()
+        with pytest.raises(LoRASyncError, match="The rollouts have ended"):
+            worker.check_health(60)
+        if is_over:
+            break
 
 
 @of_115
