@@ -332,6 +332,8 @@ class LoRASyncGeneration(AdapterGeneration):
     def close(self) -> None:
         """Unload and delete all versions; the next `generate` publishes again. Not collective, never fails."""
         self.active_name = None
+        # An interrupt may have come between the end of its block and of the batch, which a traceback then keeps.
+        self._batch = None
         # First what is sampled ahead, whose requests name versions that are unloaded next.
         if self.overlap is not None:
             self.overlap.cancel()
