@@ -231,8 +231,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         # The frozen base does not change, so one forward pass is enough until the model is wrapped again.
         if self._base_logprobs is None:
-            with computing_with(self._base_weights()):
-                self._base_logprobs = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+            self._base_logprobs = computing_with(
+                self._base_weights(), lambda: adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+            )
         return Scores(base=self._base_logprobs, adapted=adapted)
 
     def _base_weights(self) -> dict[Any, Tensor | None]:
@@ -416,7 +417,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         is_collective = run_on_all(self.accelerator, self._is_sharded)
         initial: Mapping[Any, Tensor | None] = self._initial
         if run_on_all(self.accelerator, self.linears) and self.reader.extras:
-            # `adapter_disabled` does not reach `modules_to_save`, whose wrapper is not a tuner layer of PEFT (0.21).
+            # `base_logprobs` alone does not reach `modules_to_save`, whose wrapper is not a tuner layer of PEFT (0.21).
             initial = self._base_weights()
         computed = self._base_logprobs_on_all() if is_collective else None
         # An initialisation has taken the initial adapter out of the base, and servers load the difference to it.

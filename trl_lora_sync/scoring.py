@@ -4,17 +4,19 @@ The model is left exactly as it was: weights, frozen and trainable parameters, t
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trl_lora_sync.adapter.experts import is_read_directly
 from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.verify import ImageProbe
 
+T = TypeVar("T")
 Prompt = Sequence[int] | ImageProbe
 """Token ids, of which all after the first are scored, or a prompt with an image, of which the last ones are."""
 
@@ -46,8 +48,11 @@ def base_logprobs(
     Raises:
         UnsupportedAdapterError: the adapter is merged into the base, which then cannot be computed without it.
     """
-    with computing_with(initial) if initial else adapter_disabled(model):
-        logprobs, ids = _score(model, model, prompt, device)
+
+    def score() -> tuple[Tensor, Tensor]:
+        return _score(model, model, prompt, device)
+
+    logprobs, ids = computing_with(initial, score) if initial else _without_adapter(model, score)
     # Over the vocabulary first, and then the mean over the scored tokens.
     return _picked(logprobs, ids), float(logprobs.std(-1).mean())
 
@@ -123,34 +128,69 @@ def trial_logprobs(
     Args:
         weights: by the linear module that holds each matrix.
     """
-    with computing_with(weights):
-        return adapter_logprobs(model, prompt, forward=forward, device=device)
+    return computing_with(weights, lambda: adapter_logprobs(model, prompt, forward=forward, device=device))
 
 
-@contextmanager
-def computing_with(weights: Mapping[Any, Tensor | None]) -> Iterator[None]:
-    """Let linear modules compute with other weights in the block.
+def computing_with(weights: Mapping[Any, Tensor | None], compute: Callable[[], T]) -> T:
+    """What `compute` returns while linear modules compute with other weights.
 
-    Unlike `adapter_disabled`, this touches no parameter of these, so it works however a launcher has wrapped the model.
+    Unlike PEFT's way of computing without an adapter, this touches no parameter of these modules, so it works however a
+    launcher has wrapped the model.
 
     Args:
         weights: by module; None for zeros. A parameter that no module computes with, and the weights of experts, must
-            be whole: these have other data in the block.
+            be whole: these have other data meanwhile.
     """
-    with ExitStack() as hooks:
+    before: list[tuple[nn.Parameter, Tensor]] = []
+    hooks: list[RemovableHandle] = []
+    instead: dict[nn.Module, Tensor | None] = {}
+
+    def begin() -> None:
         for module, weight in weights.items():
             if isinstance(module, nn.Parameter) or is_read_directly(module):
                 parameter = module if isinstance(module, nn.Parameter) else module.weight
                 # Before the change, so that an error in it restores this parameter too.
-                hooks.callback(setattr, parameter, "data", parameter.data)
+                before.append((parameter, parameter.data))
                 parameter.data = torch.zeros_like(parameter) if weight is None else weight.to(parameter.data)
             else:
-                hooks.callback(module.register_forward_hook(_instead(weight)).remove)
-        yield
+                instead[module] = weight
+                hooks.append(module.register_forward_hook(_from(instead)))
+
+    def end() -> None:
+        # First and in one step: an interrupt may have come between a hook and its place in the list.
+        instead.clear()
+        for parameter, data in reversed(before):
+            parameter.data = data
+        for hook in hooks:
+            hook.remove()
+
+    return _between(begin, end, compute)
 
 
-def _instead(weight: Tensor | None) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    def compute(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _between(begin: Callable[[], None], end: Callable[[], None], compute: Callable[[], T]) -> T:
+    """What `compute` returns after `begin`.
+
+    Args:
+        end: undoes what was begun, as much as that is; may be called twice.
+    """
+    # Not a context manager: it is ended by Python code, and an interrupt may come before that has done anything.
+    try:
+        begin()
+        return compute()
+    finally:
+        try:
+            end()
+        finally:
+            end()  # an interrupt may have broken off the first
+
+
+def _from(
+    instead: Mapping[nn.Module, Tensor | None],
+) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
+    def compute(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if module not in instead:
+            return None  # the output stays
+        weight = instead[module]
         if weight is None:
             return torch.zeros_like(output)
         bias = None if module.bias is None else module.bias.to(inputs[0])
@@ -189,9 +229,8 @@ def strong_trial(
 # The model's state
 
 
-@contextmanager
-def adapter_disabled(model: Any) -> Iterator[None]:
-    """Compute without the adapter in the block.
+def _without_adapter(model: Any, compute: Callable[[], T]) -> T:
+    """What `compute` returns without the adapter.
 
     PEFT's own `disable_adapter()` makes every parameter of the active adapter trainable at its end, even if the user
     froze it, and takes a merged adapter out of the base (0.18 to 0.21).
@@ -209,22 +248,25 @@ def adapter_disabled(model: Any) -> Iterator[None]:
         )
     # `enable_adapters(False)` clears the flag of every adapter parameter (peft/tuners/tuners_utils.py, 0.21).
     flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
-    try:
+
+    def begin() -> None:
         for layer in layers:
             layer.enable_adapters(False)
-        yield
-    finally:
+
+    def end() -> None:
         for layer in layers:
             layer.enable_adapters(True)
         for parameter, is_trainable in flags:
             parameter.requires_grad_(is_trainable)
 
+    return _between(begin, end, compute)
 
-@contextmanager
-def _evaluation_mode(forward: Any) -> Iterator[None]:
-    """Every module in evaluation mode in the block, and each in its own mode afterwards."""
+
+def _in_evaluation_mode(forward: Any, compute: Callable[[], T]) -> T:
+    """What `compute` returns while every module is in evaluation mode; each is in its own mode afterwards."""
     modes = [(module, module.training) for module in forward.modules()]
-    try:
+
+    def begin() -> None:
         forward.eval()
         for module, _ in modes:
             # In evaluation mode on a CPU, bitsandbytes 0.50 packs a 4-bit weight again in place (nn/modules.py
@@ -232,11 +274,13 @@ def _evaluation_mode(forward: Any) -> Iterator[None]:
             # the layer computes the same. FSDP replaces the weight by one without `quant_state`; the layer keeps it.
             if hasattr(module, "quant_state"):
                 module.training = True
-        yield
-    finally:
+
+    def end() -> None:
         for module, mode in modes:
             # Not by `module.train(mode)`, which would set the modules below it as well.
             module.training = mode
+
+    return _between(begin, end, compute)
 
 
 @torch.no_grad()
@@ -247,10 +291,11 @@ def _score(model: Any, forward: Any, prompt: Prompt, device: torch.device | None
         inputs, scored = {name: one.to(device) for name, one in prompt.inputs.items()}, prompt.scored
     else:
         inputs, scored = {"input_ids": torch.tensor([list(prompt)], device=device)}, len(prompt) - 1
-    with _evaluation_mode(forward), _not_compiled():
-        # In float32, so that the softmax rounds nothing on top of the model's own dtype.
-        # The logits at a position are of the token after it, so the last position scores nothing.
-        logits = forward(**inputs).logits[0, :-1][-scored:].float()
+    with _not_compiled():
+        logits = _in_evaluation_mode(forward, lambda: forward(**inputs).logits)
+    # In float32, so that the softmax rounds nothing on top of the model's own dtype.
+    # The logits at a position are of the token after it, so the last position scores nothing.
+    logits = logits[0, :-1][-scored:].float()
     return logits.log_softmax(-1), inputs["input_ids"][0, -scored:]
 
 

@@ -198,13 +198,11 @@ def test_neutral_matrices_are_the_base_and_a_trial_of_the_experts_changes_it(fam
     with torch.no_grad():
         base = base_model(family)(PROMPT).logits
         neutral = neutral_weights(linears, {}, device)
-        with computing_with(neutral):
-            assert (model(PROMPT).logits - base).abs().max() < 1e-4
+        unchanged = computing_with(neutral, lambda: model(PROMPT).logits)
+        assert (unchanged - base).abs().max() < 1e-4
         changed = [matrix for pair in groups["experts"].values() for matrix in pair]
         trial = neutral | trial_weights(changed, 2.0, device)
-        with computing_with(trial):
-            moved = model(PROMPT).logits
-            expected = merged(model)
+        moved, expected = computing_with(trial, lambda: (model(PROMPT).logits, merged(model)))
         assert (moved - base).abs().max() > 0.05
     adapter = reader.read_trial(model, trial, dtype=torch.float32)
     found = served(family, adapter.tensors)
