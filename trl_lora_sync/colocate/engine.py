@@ -292,9 +292,15 @@ class SamplingGate:
         self._is_open = False
         self._is_trusted = False
 
-    def activate(self, policy: Policy | None) -> None:
-        """Let requests pass for this policy from now on, or none with None."""
-        self.policy, self.is_ready = policy, policy is not None
+    def activate(self, policy: Policy) -> None:
+        """Let requests pass for this policy from now on."""
+        self.policy, self.is_ready = policy, True
+
+    def close(self) -> None:
+        """Let no request pass until `activate`."""
+        self.policy, self.is_ready = None, False
+        # An interrupt may have come between the end of a call and of its block, which a traceback then keeps.
+        self._is_open = self._is_trusted = False
 
     @contextmanager
     def open(self) -> Iterator[None]:

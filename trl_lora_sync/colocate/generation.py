@@ -434,7 +434,8 @@ class ColocateGeneration(AdapterGeneration):
     def close(self) -> None:
         """Withdraw the active version; the next `generate` loads the adapter again. Not collective, never fails."""
         self.active_name, self.active = None, None
-        self.gate.activate(None)
+        self.gate.close()
+        self._is_alone = False  # as in the gate
         self.holder.release()
         self._received = None
         self.reader.release()
