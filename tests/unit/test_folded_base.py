@@ -1,12 +1,15 @@
 """Unit tier: an adapter in weights that are shared, and the way back bit for bit."""
 
+import itertools
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.interrupts import interrupt_at
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import folded_base
@@ -295,6 +298,41 @@ def test_interrupt_waits_until_the_weights_are_in_one_state(monkeypatch: pytest.
             base.unfold()
     assert not base.is_folded
     assert same(bits(weights), before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_point_leaves_the_handlers_and_the_weights_in_one_state(number: signal.Signals) -> None:
+    """With an unlucky one, each later signal of the other kind was noted and never handled."""
+
+    def end(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    weights = weights_of(torch.bfloat16, "cpu")
+    before, base = bits(weights), FoldedBase(weights)
+    own = {one: signal.signal(one, end) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for place in itertools.count():
+            modules = {"signal", "trl_lora_sync.engine_plugins.folded_base"}
+            interrupt_at(place, modules, lambda: os.kill(os.getpid(), number))
+            try:
+                base.fold(matrices_of(torch.bfloat16, "cpu"))
+                base.unfold()
+            except KeyboardInterrupt:
+                is_over = False
+            else:
+                is_over = sys.gettrace() is not None
+            finally:
+                sys.settrace(None)
+            assert {signal.getsignal(one) for one in own} == {end}
+            if base.is_folded:
+                base.unfold()
+            assert same(bits(weights), before)
+            if is_over:
+                break
+        assert place > 10
+    finally:
+        for one, handler in own.items():
+            signal.signal(one, handler)
 
 
 def test_write_to_a_folded_weight_from_elsewhere_is_noticed() -> None:

@@ -314,14 +314,22 @@ def _signals_deferred() -> Iterator[None]:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         # `SIG_DFL` ends the process, and the weights with it; `SIG_IGN` does nothing. Neither needs to wait.
         handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, lambda *given: caught.append(given))
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         # All of them before the first one is called below, which may raise, as for `KeyboardInterrupt`.
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+    try:
+        # Here and in `put_back`, a signal whose own handler is in place may break off the loop.
+        for number in handlers:
+            signal.signal(number, lambda *given: caught.append(given))
+        yield
+    finally:
+        try:
+            put_back()
+        finally:
+            put_back()
         for number, frame in caught:
             handlers[number](number, frame)
 
