@@ -6,7 +6,7 @@ adapter is in the weights, so it is emptied when another one is put there.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -211,6 +211,10 @@ class FoldedIntoSharedWeights(AdaptersInWeights):
         return super().matrices(policy)
 
     def release(self) -> None:
+        # An interrupt may have come between the end of a call and of its block, which a traceback then keeps.
+        if self._folded.is_folded:
+            with suppress(BaseChangedError):  # found again after the next sampling, and raised then
+                self._folded.unfold()
         super().release()
         self._active = self._aside = None
 
