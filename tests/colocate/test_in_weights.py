@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.colocate import OTHER_POLICY, answered, base_distance, colocate_trainer, is_exact, samples_policy
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 from support.models import base_weights, randomize_adapter, same_tensors
 from support.policies import distance, token_ids
 from transformers import AutoModelForCausalLM
@@ -269,24 +268,20 @@ def test_interrupt_while_sampling_leaves_the_base_as_it_was(trainer: Any, monkey
 
 def test_a_call_whose_end_was_interrupted_leaves_the_base_as_it_was_once_the_run_has_ended(trainer: Any) -> None:
     """The adapter stayed in the weights of the trainer until something was sampled again."""
-    generation, kept = trainer.vllm_generation, []
-    for place in itertools.count():
+    generation = trainer.vllm_generation
+
+    def serve() -> None:
+        with generation.holder.serving(generation.active):
+            pass
+
+    # A signal, which has to wait while the weights are written.
+    interrupts = Interrupts({"contextlib"}, lambda: os.kill(os.getpid(), signal.SIGINT))
+    while not interrupts.is_over:
         generation.sync_weights()
-        # A signal, which has to wait while the weights are written.
-        interrupt_at(place, {"contextlib"}, lambda: os.kill(os.getpid(), signal.SIGINT))
-        try:
-            with generation.holder.serving(generation.active):
-                pass
-        except KeyboardInterrupt as error:
-            kept.append(error)  # as a notebook keeps the last one, and with it the frames
-        else:
-            if sys.gettrace() is not None:
-                break
-        finally:
-            sys.settrace(None)
+        interrupts.call(serve)
         generation.close()
         assert base_is_as_before(trainer)
-    assert len(kept) > 3
+    assert len(interrupts.kept) > 3
     assert is_exact(trainer.model, answered(generation.llm, ASKED))
 
 

@@ -661,21 +661,35 @@ def test_killed_run_is_swept_although_a_process_that_it_forked_lives_on(tmp_path
         os.kill(worker, signal.SIGKILL)
 
 
+def assert_kept_by_a_fork(number: int, other: Path) -> None:
+    """Let another file have the number of a descriptor, behind the back of its owner."""
+    other.write_text("one")
+    with other.open() as opened:
+        os.dup2(opened.fileno(), number)
+
+    def read() -> None:
+        assert os.pread(number, 3, 0) == b"one"
+
+    with forked(read) as child:
+        child.join(30)
+        assert child.exitcode == 0
+
+
 @pytest.mark.outside
 def test_a_forked_process_keeps_a_file_whose_number_was_that_of_the_lock(store: AdapterStore, tmp_path: Path) -> None:
     """Such as a pipe to its parent, which waited for what was written there, if other code had closed the lock."""
     store.write(1, canonical())
     assert store.lock is not None
-    (tmp_path / "other").write_text("one")
-    with (tmp_path / "other").open() as other:
-        os.dup2(other.fileno(), store.lock)
+    assert_kept_by_a_fork(store.lock, tmp_path / "other")
 
-    def read() -> None:
-        assert os.pread(store.lock, 3, 0) == b"one"  # type: ignore[arg-type]
 
-    with forked(read) as child:
-        child.join(30)
-        assert child.exitcode == 0
+@pytest.mark.outside
+def test_a_forked_process_keeps_a_file_whose_number_was_that_of_a_connection(tmp_path: Path) -> None:
+    """As of the lock: the socket does not know that other code has closed its number."""
+    ours, theirs = socket.socketpair()
+    keep_from_children(ours)
+    with ours, theirs:
+        assert_kept_by_a_fork(ours.fileno(), tmp_path / "other")
 
 
 @pytest.mark.outside
@@ -700,23 +714,6 @@ def test_a_process_that_is_forked_at_the_limit_of_open_files_gives_up_the_lock(s
         for one in spare:
             os.close(one)
         with forked(look) as child:
-            child.join(30)
-            assert child.exitcode == 0
-
-
-@pytest.mark.outside
-def test_a_forked_process_keeps_a_file_whose_number_was_that_of_a_connection(tmp_path: Path) -> None:
-    """As of the lock: the socket does not know that other code has closed its number."""
-    ours, theirs = socket.socketpair()
-    keep_from_children(ours)
-    (tmp_path / "other").write_text("one")
-    with ours, theirs, (tmp_path / "other").open() as other:
-        os.dup2(other.fileno(), ours.fileno())
-
-        def read() -> None:
-            assert os.pread(ours.fileno(), 3, 0) == b"one"
-
-        with forked(read) as child:
             child.join(30)
             assert child.exitcode == 0
 

@@ -1,15 +1,14 @@
 """Unit tier: the settings of an asynchronous trainer, and its rollouts on several servers other than vLLM."""
 
 import dataclasses
-import itertools
 import pickle
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from make_model import make_tokenizer
 from packaging.version import Version
 from peft import LoraConfig
 from support.async_runs import AsyncGRPOConfig, AsyncGRPOTrainer
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 from support.models import peft_model
 from support.waiting import happens
 from tree_attention import flash_attn_varlen_func, plain_kernel
@@ -327,25 +326,16 @@ def test_an_interrupt_at_any_point_of_the_wait_for_a_sample_leaves_the_rollouts_
     training: FleetRun,
 ) -> None:
     """It could leave the lock of the queue taken, for which the rollouts waited for ever, with their requests."""
-    for place in itertools.count():
+    interrupts = Interrupts({"queue", "threading"})
+    while not interrupts.is_over:
         worker = worker_for(training, queue_maxsize=1)
         worker.start()
         taken(worker, 1)
-        interrupt_at(place, {"queue", "threading"})
-        try:
-            taken(worker, 1)
-        except KeyboardInterrupt:
-            is_over = False
-        else:
-            is_over = True
-        finally:
-            sys.settrace(None)
+        interrupts.call(partial(taken, worker, 1))
         time.sleep(0.3)  # the rollouts try to queue another sample
         worker.stop()
         with pytest.raises(LoRASyncError, match="The rollouts have ended"):
             worker.check_health(60)
-        if is_over:
-            break
 
 
 @of_115

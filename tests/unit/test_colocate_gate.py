@@ -1,14 +1,12 @@
 """Unit tier: the gate that decides which policy a request to an engine in this process is for, and its KV cache."""
 
-import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 
 from trl_lora_sync.colocate.engine import KVCacheMemory, Policy, SamplingGate
 from trl_lora_sync.errors import WrongPolicyError
@@ -54,26 +52,22 @@ def test_request_that_names_no_adapter_is_for_the_policy(gate: SamplingGate) -> 
 
 def test_a_call_whose_end_was_interrupted_leaves_no_way_around_the_gate(gate: SamplingGate, calls: list[str]) -> None:
     """The next calls saw no change of the adapter, and were sampled without the adapter in the weights."""
-    kept = []
-    for place in itertools.count():
-        interrupt_at(place, {"contextlib"})
-        try:
-            with gate.open():
-                pass
-            with gate.trusted(OTHER), gate.open():
-                pass
-        except KeyboardInterrupt as error:
-            kept.append(error)  # as a notebook keeps the last one, and with it the frames
-        else:
-            break
-        finally:
-            sys.settrace(None)
+
+    def sample() -> None:
+        with gate.open():
+            pass
+        with gate.trusted(OTHER), gate.open():
+            pass
+
+    interrupts = Interrupts({"contextlib"})
+    while not interrupts.is_over:
+        interrupts.call(sample)
         gate.close()
         gate.activate(POLICY)
         calls.clear()
         with gate.open():
             assert calls == ["before", "fold"]
-    assert len(kept) > 10
+    assert len(interrupts.kept) > 10
 
 
 def test_request_that_names_the_active_version_is_for_the_policy(gate: SamplingGate) -> None:

@@ -1,15 +1,13 @@
 """Unit tier: an adapter in weights that are shared, and the way back bit for bit."""
 
-import itertools
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import folded_base
@@ -309,27 +307,22 @@ def test_a_signal_at_any_point_leaves_the_handlers_and_the_weights_in_one_state(
 
     weights = weights_of(torch.bfloat16, "cpu")
     before, base = bits(weights), FoldedBase(weights)
+
+    def fold_and_unfold() -> None:
+        base.fold(matrices_of(torch.bfloat16, "cpu"))
+        base.unfold()
+
     own = {one: signal.signal(one, end) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for place in itertools.count():
-            modules = {"signal", "trl_lora_sync.engine_plugins.folded_base"}
-            interrupt_at(place, modules, lambda: os.kill(os.getpid(), number))
-            try:
-                base.fold(matrices_of(torch.bfloat16, "cpu"))
-                base.unfold()
-            except KeyboardInterrupt:
-                is_over = False
-            else:
-                is_over = sys.gettrace() is not None
-            finally:
-                sys.settrace(None)
+        modules = {"signal", "trl_lora_sync.engine_plugins.folded_base"}
+        interrupts = Interrupts(modules, lambda: os.kill(os.getpid(), number))
+        while not interrupts.is_over:
+            interrupts.call(fold_and_unfold)
             assert {signal.getsignal(one) for one in own} == {end}
             if base.is_folded:
                 base.unfold()
             assert same(bits(weights), before)
-            if is_over:
-                break
-        assert place > 10
+        assert interrupts.place > 11
     finally:
         for one, handler in own.items():
             signal.signal(one, handler)

@@ -1,9 +1,7 @@
 """Pieces of generation and sync that need no server."""
 
 import inspect
-import itertools
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from make_model import make_model
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
 from PIL import Image
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 from support.models import base_weights, lora, merged_model, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer, prompts
@@ -182,27 +180,23 @@ def test_scaling_that_changes_for_a_while_is_published_and_so_is_its_return(tmp_
 @pytest.mark.outside
 def test_a_batch_whose_end_was_interrupted_pins_no_version(tmp_path: Path) -> None:
     """The next evaluations sampled from the version of the first one, after the weights had changed as well."""
-    model, kept = make_model(tmp_path / "tiny"), []
+    model, interrupts = make_model(tmp_path / "tiny"), Interrupts({"contextlib"})
     with in_memory_engines(model_path=model) as [engine]:
         trainer = grpo_trainer(engine.base_url, model, tmp_path, lora_sync_overlap=1)
         generation = trainer.vllm_generation
         trainer.model.eval()
-        for place in itertools.count():
-            interrupt_at(place, {"contextlib"})
-            try:
-                with generation.training_batch(None):
-                    pass
-            except KeyboardInterrupt as error:
-                kept.append(error)  # as a notebook keeps the last one, and with it the frames
-            else:
-                break
-            finally:
-                sys.settrace(None)
+
+        def begin_and_end() -> None:
+            with generation.training_batch(None):
+                pass
+
+        while not interrupts.is_over:
+            interrupts.call(begin_and_end)
             generation.close()
-            for seed in (place, place + 1):
+            for seed in (interrupts.place, interrupts.place + 1):
                 randomize_adapter(trainer.model, seed=seed, std=0.3)
                 assert is_policy_of(trainer.model, sample(generation, [token_ids(1)]))
-        assert len(kept) > 2
+        assert len(interrupts.kept) > 2
         generation.close()
 
 

@@ -140,31 +140,26 @@ def test_an_interrupt_ends_a_generation_at_once_and_the_servers_abort_it(
 
 
 INTERRUPTED_SYNCS = """
-import faulthandler, itertools, sys
+import faulthandler, sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
 from contract.served import SMALL
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 from trl_lora_sync.testing import in_memory_engines
 from unit.fleets import InMemoryRun, small_adapter
 
 faulthandler.dump_traceback_later(60, exit=True)
 with in_memory_engines(shapes=SMALL) as engines:
     begun, adapter = InMemoryRun(engines, Path(sys.argv[2])), small_adapter(2)
-    for place in itertools.count():
-        interrupt_at(place, {"trl_lora_sync.sync", "trl_lora_sync.runtime", "concurrent.futures._base", "threading"})
-        try:
-            begun.sync.publish(adapter, meanwhile=int)
-        except KeyboardInterrupt:
-            continue
-        finally:
-            sys.settrace(None)
-        break
+    modules = {"trl_lora_sync.sync", "trl_lora_sync.runtime", "concurrent.futures._base", "threading"}
+    interrupts = Interrupts(modules)
+    while not interrupts.is_over:
+        interrupts.call(lambda: begun.sync.publish(adapter, meanwhile=int))
     assert begun.samples_from(2)
     begun.sync.close()
     assert not any(Path(sys.argv[2]).rglob("*-v*"))
-print(place)
+print(len(interrupts.kept))
 """
 
 

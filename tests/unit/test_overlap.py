@@ -1,9 +1,7 @@
 """Unit tier: batches sampled ahead on several fake servers, the lease on their version, and how all of that ends."""
 
-import itertools
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,7 +15,7 @@ import trl
 from contract.served import SMALL, sampling, soon
 from datasets import Dataset
 from peft import LoraConfig
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 
 from trl_lora_sync import GRPOConfig, GRPOTrainer, LoRASyncConfig, LoRASyncTrainer, RLOOConfig
 from trl_lora_sync.checks.listed import CHECKS
@@ -133,23 +131,14 @@ def test_a_lease_whose_taker_was_interrupted_ends_with_the_run(tmp_path: Path) -
     with in_memory_engines(shapes=SMALL) as [engine]:
         training = InMemoryRun([engine], tmp_path, overlap=True)
         overlap = Overlap(training.sync, lambda: Deadline.after(60, "the test"))
-        for place in itertools.count():
-            interrupt_at(place, {"trl_lora_sync.ledger", "trl_lora_sync.overlap"})
-            try:
-                batch(overlap, GROUPS, OTHERS)
-            except KeyboardInterrupt:
-                is_over = False
-            else:
-                is_over = True
-            finally:
-                sys.settrace(None)
+        interrupts = Interrupts({"trl_lora_sync.ledger", "trl_lora_sync.overlap"})
+        while not interrupts.is_over:
+            interrupts.call(lambda: batch(overlap, GROUPS, OTHERS))
             overlap.cancel()
             training.sync.close()
             engine.calls.clear()
-            name = training.sync.publish(small_adapter(place)).adapter_name
+            name = training.sync.publish(small_adapter(interrupts.place)).adapter_name
             assert [loaded for method, loaded in engine.calls if method == "load"] == [name]
-            if is_over:
-                break
         training.sync.shutdown()
 
 

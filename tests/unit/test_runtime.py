@@ -173,10 +173,10 @@ def test_a_socket_is_watched_until_that_is_ended_also_in_a_forked_child() -> Non
 
 
 INTERRUPTED = """
-import asyncio, itertools, sys
+import asyncio, sys
 
 sys.path.insert(0, sys.argv[1])
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 from trl_lora_sync.runtime import from_another_loop, run
 
 ended = set()  # places of calls that came to their end
@@ -190,18 +190,12 @@ async def answer():
 
 run(asyncio.sleep(0))
 expected = set()
-for place in itertools.count():
-    interrupt_at(place, {"trl_lora_sync.runtime", "concurrent.futures._base", "threading"})
-    try:
-        run(work(place))
-    except KeyboardInterrupt:
-        sys.settrace(None)
-        expected |= {place} & ended
-        assert asyncio.run(answer()) == "alive"
-    else:
-        break
-    finally:
-        sys.settrace(None)
+interrupts = Interrupts({"trl_lora_sync.runtime", "concurrent.futures._base", "threading"})
+while not interrupts.is_over:
+    place = interrupts.place
+    interrupts.call(lambda: run(work(place)))
+    expected |= {place} & ended
+    assert asyncio.run(answer()) == "alive"
 run(asyncio.sleep(0.5))
 assert ended == {*expected, place}, ended
 print(place)

@@ -1,13 +1,11 @@
 """Unit tier: what the trainer's own model computes for a proof, and that it is left exactly as it was."""
 
-import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.interrupts import interrupt_at
+from support.interrupts import Interrupts
 from torch import Tensor
 
 from trl_lora_sync.adapter.export import AdapterReader
@@ -113,28 +111,21 @@ def test_the_state_is_restored_after_a_forward_pass_that_fails() -> None:
 @pytest.mark.parametrize("score", SCORES)
 def test_an_interrupt_at_any_point_leaves_the_model_computing_as_before(score: str) -> None:
     """Matrices of a trial could stay in the place of the adapter's, or parameters frozen, unnoticed by all checks."""
-    model, kept = lora_model(lora_dropout=0.5).train(), []
+    model = lora_model(lora_dropout=0.5).train()
     model.base_model.model.model.norm.eval()
     given, weights = torch.tensor([IDS]), trial_of(model)
     scores = {**SCORES, "trial": lambda model: trial_logprobs(model, weights, IDS)}
-    for place in itertools.count():
+    interrupts = Interrupts({"trl_lora_sync.scoring", "contextlib", "peft.tuners.tuners_utils"})
+    while not interrupts.is_over:
         before, computed = state_of(model), model.eval()(given).logits
         put_back(model, before)
-        interrupt_at(place, {"trl_lora_sync.scoring", "contextlib", "peft.tuners.tuners_utils"})
-        try:
-            scores[score](model)
-        except KeyboardInterrupt as error:
-            kept.append(error)  # as a notebook keeps the last one, and with it the frames
-        else:
-            break
-        finally:
-            sys.settrace(None)
+        interrupts.call(lambda: scores[score](model))
         after = state_of(model)
         del before["hooks"], after["hooks"]  # without effect
         assert_same(after, before)
         assert torch.equal(model.eval()(given).logits, computed)
         put_back(model, before)
-    assert len(kept) > 10
+    assert len(interrupts.kept) > 10
 
 
 def test_a_merged_adapter_is_refused_and_not_taken_out_of_the_base() -> None:
