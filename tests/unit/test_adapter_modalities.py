@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from trl_lora_sync import export_adapter
+from trl_lora_sync.adapter.base_drift import change_from_checkpoint
 from trl_lora_sync.adapter.export import AdapterReader
 from trl_lora_sync.adapter.groups import sees_images
 from trl_lora_sync.adapter.modalities import vision_exclusion
@@ -164,6 +166,19 @@ def test_the_language_model_of_a_vision_model_is_exported(name: str, tmp_path: P
     check_model(build(name), lora(target_modules=targets))
     exported = export_adapter(get_peft_model(build(name), lora(target_modules=targets)), tmp_path / "adapter")
     assert set(exported.target_modules) == set(ATTENTION)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_base_that_an_adapter_was_merged_into_is_noticed_although_the_checkpoint_has_other_names(
+    name: str, tmp_path: Path
+) -> None:
+    build(name).save_pretrained(tmp_path)
+    model = get_peft_model(MODELS[name][0].from_pretrained(tmp_path), lora(target_modules=ATTENTION))
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert change_from_checkpoint(model, layers) == ""
+    change = torch.randn_like(layers[-1].get_base_layer().weight)
+    layers[-1].get_base_layer().weight.data += 0.02 * layers[-1].get_base_layer().weight.norm() / change.norm() * change
+    assert "base weights differ from the checkpoint" in change_from_checkpoint(model, layers)
 
 
 def test_a_model_of_text_alone_is_not_looked_at(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ no counter of torch shows (2.13). Of each weight one row is compared, as a merge
 """
 
 import logging
+import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 _ROUNDINGS = 0.5
 # A row that is farther from the checkpoint's is another one: some models put their weights in another order.
 _OTHER_ROW = 0.5
+# The name of a weight from the list of layers on, such as `layers.0.mlp.up_proj.weight`.
+_WITHIN_LAYERS = re.compile(r"\w+\.\d+\..+")
 
 
 class BaseDrift:
@@ -70,23 +73,26 @@ def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
     The layer that is farthest counts. Empty where rounding leaves as much, and where there is nothing to compare: the
     checkpoint is not on this host as safetensors or has other names, or weights are quantised or sharded.
     """
-    wanted, shares = set(layers), [0.0]
-    found: defaultdict[Path, dict[str, Any]] = defaultdict(dict)
+    wanted, shares = set(layers), dict[str, float]()
+    found: defaultdict[Path, list[tuple[str, str, Any]]] = defaultdict(list)
     try:
         files = weight_files(model.name_or_path, getattr(model.config, "_commit_hash", None))
+        alike = _alike(files)
         for path, module in model.get_base_model().named_modules():
             weight = getattr(module.get_base_layer(), "weight", None) if module in wanted else None
-            if (key := f"{path}.weight") in files and _is_plain(weight):
-                found[files[key]][key] = weight
+            if _is_plain(weight):
+                name = f"{path}.weight"
+                for key in [name] if name in files else alike[_within_layers(name)]:
+                    found[files[key]].append((key, name, weight))
         for file, weights in found.items():
             with safe_open(file, framework="pt") as opened:
-                for key, weight in weights.items():
+                for key, name, weight in weights:
                     row = opened.get_slice(key)[:1][0]
                     if row.shape == weight[0].shape:
-                        shares.append(_distance(weight[0].cpu(), row))
+                        shares[name] = min(shares.get(name, _OTHER_ROW), _distance(weight[0].cpu(), row))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         logger.debug("The base weights are not compared with a checkpoint: %s", error)
-    farthest = max(share for share in shares if share < _OTHER_ROW)
+    farthest = max((share for share in shares.values() if share < _OTHER_ROW), default=0.0)
     if farthest <= _ROUNDINGS * torch.finfo(torch.bfloat16).eps:
         return ""
     return (
@@ -95,6 +101,23 @@ def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
         "being trained. Save the model before the new adapter is added, with model.save_pretrained(FOLDER) and "
         "tokenizer.save_pretrained(FOLDER), and train the model that is loaded from there."
     )
+
+
+def _alike(keys: Iterable[str]) -> defaultdict[str, list[str]]:
+    """Names of a checkpoint, by what they are within its lists of layers.
+
+    Transformers (5.24) loads vision-language models under other names than their checkpoints have. The layers of both
+    parts may be called alike; of these, the nearer weight is the right one.
+    """
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        found[_within_layers(key)].append(key)
+    return found
+
+
+def _within_layers(name: str) -> str:
+    within = _WITHIN_LAYERS.search(name)
+    return within[0] if within else name
 
 
 def _distance(row: Tensor, saved: Tensor) -> float:
