@@ -31,10 +31,13 @@ for rows, columns in parts:
 before = whole.clone()
 views = [whole[slice(*rows), slice(*columns)] for rows, columns in parts]
 odd = torch.zeros(65, 33, dtype=dtype)
+wide = torch.zeros(65, 600, dtype=dtype)  # of several programs in a row
 for jobs in (
     [job(view, 8) for view in views],  # all at multiples of 16 bytes
     [*(job(view, 8) for view in views), job(odd, 8)],
     [job(odd, 1), job(views[0], 70)],
+    [job(wide, 32)],
+    [job(wide, 33)],
 ):
     for launch in launches_of(jobs):
         launch.run(0.3)
