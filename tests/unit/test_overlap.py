@@ -77,6 +77,15 @@ def batch(overlap: Overlap, groups: list[PromptGroup], following: list[PromptGro
         overlap.end_batch()
 
 
+def sample_slowly_ahead(run: FleetRun, overlap: Overlap) -> None:
+    """Take a batch, and have the next one take seconds, as a busy host may look at it late."""
+    for fake in run.fakes:
+        fake.token_delay_s = 0.05
+    batch(overlap, OTHERS, GROUPS)
+    for fake in run.fakes:
+        fake.token_delay_s = 1.0
+
+
 def wait_until_sampling(run: FleetRun, tokens: int = 1) -> None:
     for fake in run.fakes:
         fake.wait_until(lambda fake=fake: fake.running >= tokens)
@@ -147,9 +156,7 @@ def test_a_server_that_restarts_is_given_the_version_that_is_sampled_ahead_and_t
     start: Start, transport: str
 ) -> None:
     run, overlap = start(transport=transport)
-    for fake in run.fakes:
-        fake.token_delay_s = 0.05
-    batch(overlap, OTHERS, GROUPS)
+    sample_slowly_ahead(run, overlap)
     first = run.read[-1]
     run.publish()
     wait_until_sampling(run)
@@ -167,8 +174,7 @@ def test_a_server_that_restarts_is_given_the_version_that_is_sampled_ahead_and_t
 
 def test_a_single_server_that_restarts_goes_on_with_the_same_version(start: Start) -> None:
     run, overlap = start(1)
-    run.fakes[0].token_delay_s = 0.05
-    batch(overlap, OTHERS, GROUPS)
+    sample_slowly_ahead(run, overlap)
     first = run.read[-1]
     run.publish()
     wait_until_sampling(run)

@@ -22,9 +22,15 @@ FOLDER = Path(os.environ.get(FOLDER_VARIABLE) or TESTS.parent / ".peft-versions"
 VERSIONS = sorted({*PEFT.run, *(path.name for path in FOLDER.glob("[0-9]*"))} - {version("peft")}, key=Version)
 # Everything that imports PEFT; they compare with what that PEFT computes itself.
 CORE = ("canonical", "export", "flat", "initial", "reader", "saved", "support")
-# Which makes its adapters without PEFT, a hundred of them.
-WITHOUT_PEFT = "tests/unit/test_adapter_flat.py::test_any_names_shapes_and_scalings_are_exported_alike"
-RUN_TIMEOUT_S = 300.0  # 12 seconds by itself
+# Which take long and do not depend on PEFT: adapters that are made without it, a hundred of them; an interrupt at each
+# point of our code; sums of tensors.
+LEFT_OUT = (
+    "test_adapter_flat.py::test_any_names_shapes_and_scalings_are_exported_alike",
+    "test_scoring.py::test_an_interrupt_at_any_point_leaves_the_model_computing_as_before",
+    "test_scoring.py::test_every_sign_shows_in_the_fingerprint",
+    "test_scoring.py::test_large_and_empty_tensors_have_fingerprints",
+)
+RUN_TIMEOUT_S = 300.0  # 25 seconds beside another one
 # The first test waits for all runs.
 pytestmark = [pytest.mark.outside, pytest.mark.timeout(1600)]
 
@@ -49,7 +55,7 @@ def ended(folder: Path) -> Finished:
         TESTS / "support" / "peft_run.py",
         json.dumps(runs),
         *files,
-        f"--deselect={WITHOUT_PEFT}",
+        *(f"--deselect=tests/unit/{test}" for test in LEFT_OUT),
     ]
     path = str(TESTS) + os.pathsep + os.environ.get("PYTHONPATH", "")
     env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -37,11 +37,12 @@ def test_others_of_its_process_go_on_in_another_one(processes: int, others: int,
     passes = "".join(PASSES.format(name=number) for number in range(others))
     for name, source in {"a": PASSES, "b": PASSES, "c": HANGS + passes, "d": passes, "e": PASSES}.items():
         (tmp_path / f"test_{name}.py").write_text(source.replace("{name}", name))
-    options = f"-n {processes} --dist loadfile --timeout 1 --timeout-method thread"
+    options = f"-p xdist -p pytest_timeout -n {processes} --dist loadfile --timeout 1 --timeout-method thread"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options.split()],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        # Other plugins take seconds of each process to import.
+        env=os.environ | {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=60,
