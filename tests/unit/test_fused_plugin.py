@@ -37,6 +37,7 @@ class Engine:
         self.cache_is_free = True
         self.paused = False
         self.is_busy = False
+        self.encoder_resets = 0
         self.reading_s = 0.0
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
         self.vllm_config = SimpleNamespace(
@@ -94,7 +95,9 @@ class Engine:
         return self.cache_is_free
 
     async def reset_encoder_cache(self) -> None:
-        pass
+        assert self.paused
+        assert not self.is_busy  # vLLM clears it under what runs
+        self.encoder_resets += 1
 
 
 @dataclass
@@ -204,7 +207,7 @@ def test_an_engine_that_stays_busy_is_left_as_it_was() -> None:
         assert "still busy after" in answer["error"]["message"]
         assert not server.engine.paused
         assert server.engine.active == ["v1", "v1"]
-        assert server.engine.events[-4:] == ["prepare v2 /a", "pause", "undo", "resume"]
+        assert server.engine.events[-5:] == ["prepare v2 /a", "pause", "reset", "undo", "resume"]
 
     run(test())
 
@@ -225,7 +228,7 @@ def test_a_refused_adapter_does_not_wait_for_an_engine_that_stays_busy() -> None
         server.engine.fails = {(1, "prepare"): "out of memory"}
         status, answer = await asyncio.wait_for(server.load("v1", timeout_s=3600), 20)
         assert (status, "out of memory" in answer["error"]["message"]) == (422, True)
-        assert server.engine.events == ["prepare v1 /a", "pause", "undo", "resume"]
+        assert server.engine.events == ["prepare v1 /a", "pause", "reset", "undo", "resume"]
         assert not server.engine.paused
 
     run(test())
@@ -329,7 +332,10 @@ def test_a_load_gives_up_on_requests_that_do_not_end() -> None:
 
 @pytest.mark.parametrize(
     ("left_s", "words", "changes"),
-    [(0.05, "The engine was still busy", ["prepare v1 /a", "pause", "undo", "resume"]), (-1, "no time is left", [])],
+    [
+        (0.05, "The engine was still busy", ["prepare v1 /a", "pause", "reset", "undo", "resume"]),
+        (-1, "no time is left", []),
+    ],
 )
 def test_waiting_for_requests_and_for_the_engine_has_one_deadline(
     left_s: float, words: str, changes: list[str], monkeypatch: pytest.MonkeyPatch
@@ -396,7 +402,7 @@ def test_weights_are_put_back_while_the_engine_is_paused_which_goes_on_after_a_r
     async def test() -> None:
         server = Server()
         for method, events in (
-            ("prepare", ["prepare v1 /a", "pause", "undo", "resume"]),
+            ("prepare", ["prepare v1 /a", "pause", "reset", "undo", "resume"]),
             ("apply", ["prepare v1 /a", "pause", "reset", "apply v1", "undo", "resume"]),
         ):
             server.engine.events.clear()
@@ -472,6 +478,33 @@ def test_a_cache_in_use_is_a_request_under_way_and_refuses_the_fuse() -> None:
         assert status == 409
         assert server.engine.active == [None, None]
         assert not any(event.startswith("apply") for event in server.engine.events)
+
+    run(test())
+
+
+def test_a_cache_that_a_request_may_have_filled_until_the_pause_was_complete_is_reset_once_more() -> None:
+    """Reset before that, it would hold what the weights of the version before have computed."""
+
+    async def test() -> None:
+        server = Server()
+        server.engine.is_busy = True  # with a request in the background that has no place in the cache yet
+        loading = asyncio.create_task(server.load("v1"))
+        await until(lambda: "reset" in server.engine.events)
+        server.engine.is_busy = False
+        assert (await loading)[0] == 200
+        assert server.engine.events == ["prepare v1 /a", "pause", "reset", "reset", "apply v1", "resume"]
+        assert server.engine.encoder_resets == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("sees_images", [True, False])
+def test_the_cache_of_a_vision_tower_is_cleared_if_there_is_one(sees_images: bool) -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.vllm_config.model_config = SimpleNamespace(is_multimodal_model=sees_images)
+        assert (await server.load("v1"))[0] == 200
+        assert server.engine.encoder_resets == int(sees_images)
 
     run(test())
 

@@ -284,23 +284,30 @@ class FusedMiddleware:
             if self._is_asleep:
                 raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
             async with contextlib.AsyncExitStack() as pause:
+                calls: list[asyncio.Future[Any]] = []
                 try:
                     # While the engine comes to its pause, as reading an adapter touches no weight. In the `try`, as
                     # workers that did prepare hold the adapter's memory until `lora_sync_undo`.
-                    reading = asyncio.ensure_future(_call(engine, "lora_sync_prepare", name, path))
+                    calls.append(reading := asyncio.ensure_future(_call(engine, "lora_sync_prepare", name, path)))
                     pausing = await pause.enter_async_context(_pausing(engine))
+                    # Sent now, as waiting for one answer after the other takes a millisecond more.
+                    calls.append(resetting := asyncio.ensure_future(_reset_in_pause(engine, pausing)))
                     answers = _good(await reading)
                     _check_placed(answers)
                     prepared = time.perf_counter()
                     await _until_paused(pausing, timeout_s)
                     paused = time.perf_counter()
                     # Before the first weight changes, so that a refusal leaves nothing to undo.
-                    await _reset_caches(engine)
+                    if not (await resetting or await _reset_prefix_cache(engine)):
+                        raise Refused(409, "The prefix cache could not be reset, because requests still use it.")
                     reset = time.perf_counter()
+                    # Not earlier, as vLLM clears it under what runs.
+                    calls.append(clearing := asyncio.ensure_future(_reset_encoder_cache(engine)))
                     applied = _good(await _call(engine, "lora_sync_apply", name))
+                    await clearing
                 # Also a cancelled task or an exit: the workers must not keep different versions. Inside the pause.
                 except BaseException as error:
-                    found = await asyncio.gather(reading, return_exceptions=True)
+                    found = await asyncio.gather(*calls, return_exceptions=True)
                     # Workers that were never reached, as with a path that vLLM cannot encode, would undo the change
                     # before this one, which has succeeded.
                     if not isinstance(found[0], BaseException):
@@ -443,7 +450,7 @@ async def _pausing(engine: Any) -> "AsyncIterator[asyncio.Future[None]]":
     core = getattr(engine, "engine_core", None)
     pause = getattr(core, "pause_scheduler_async", engine.pause_generation)
     # The pause would clear caches with `reset_running_requests=True`, which succeeds whatever still runs
-    # (`_reset_caches` in v1/engine/core.py, 0.26, 0.31). So `_reset_caches` below does it apart.
+    # (`_reset_caches` in v1/engine/core.py, 0.26, 0.31). So `_reset_prefix_cache` below does it apart.
     pausing = asyncio.ensure_future(pause(mode="wait", clear_cache=False))
     try:
         yield pausing
@@ -467,20 +474,27 @@ async def _until_paused(pausing: "asyncio.Future[None]", timeout_s: float) -> No
         raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
 
 
-async def _reset_caches(engine: Any) -> None:
-    """Clear what was computed with the weights before. That the prefix cache can be reset proves that nothing runs.
-
-    Raises:
-        Refused: something does.
-    """
+async def _reset_prefix_cache(engine: Any) -> bool:
+    """Clear what was computed with the weights before. That this succeeds proves that nothing runs."""
     # With a connector, the KV cache has a part outside the engine.
     has_connector = getattr(engine.vllm_config, "kv_transfer_config", None) is not None
-    # The encoder cache too: it holds what a vision tower computed, whose layers an adapter may change.
-    was_reset, _ = await asyncio.gather(
-        engine.reset_prefix_cache(reset_connector=has_connector), engine.reset_encoder_cache()
-    )
-    if not was_reset:
-        raise Refused(409, "The prefix cache could not be reset, because requests still use it.")
+    return bool(await engine.reset_prefix_cache(reset_connector=has_connector))
+
+
+async def _reset_in_pause(engine: Any, pausing: "asyncio.Future[None]") -> bool:
+    """Whether the prefix cache was reset in a pause that was complete by then.
+
+    Before that, a request could fill it again. The engine answers in the order in which it is done with calls, and
+    tasks go on in the order of their answers.
+    """
+    return await _reset_prefix_cache(engine) and pausing.done()
+
+
+async def _reset_encoder_cache(engine: Any) -> None:
+    """Clear what a vision tower computed, whose layers an adapter may change."""
+    # A model of text has none, and asking all workers takes a millisecond. Source: `ModelConfig` (0.31).
+    if getattr(getattr(engine.vllm_config, "model_config", None), "is_multimodal_model", True):
+        await engine.reset_encoder_cache()
 
 
 # Requests
