@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -735,6 +736,25 @@ def test_proxy_is_bypassed_for_a_server_on_this_host(host: str, proxy: Server, a
 def test_proxy_is_used_for_a_server_elsewhere(proxy: Server, ask: Ask) -> None:
     assert ask("http://inference.example:8000", is_local=False).text == "from the proxy"
     assert proxy.requests[0].path == "http://inference.example:8000/path"
+
+
+def test_proxy_that_does_not_answer_is_named_with_a_command_that_spares_the_server(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "other.example")
+    with nobody_listening() as refusing:
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, refusing)
+        with pytest.raises(ServerUnreachableError, match="go through the proxy of the environment") as caught:
+            ask("http://inference.invalid:8000", is_local=False)
+    command = str(caught.value).partition("before the training: ")[2]
+    told = subprocess.run(["bash", "-c", f"{command}; echo $no_proxy"], capture_output=True, text=True, check=True)
+    assert told.stdout == "other.example,inference.invalid\n"
+    monkeypatch.setenv("no_proxy", told.stdout.strip())
+    with pytest.raises(ServerUnreachableError) as caught:
+        ask("http://inference.invalid:8000", is_local=False)
+    assert "proxy" not in str(caught.value)
 
 
 @pytest.fixture(params=["socks5://user:secret@127.0.0.1:9", "ftp://user:secret@127.0.0.1:9", "http://[::1"])

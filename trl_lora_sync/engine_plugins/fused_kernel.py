@@ -18,8 +18,8 @@ _LEAST_RANK, _MOST_RANK = 16, 64  # of one product of tiles
 _FIELDS = tl.constexpr(13)  # of an entry of the table
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Up to this rank a program holds its rows of lora_B in registers, and writes one tile after the other while the next
-# one's base is on its way. For 8B on an H200 this takes 7.3 ms, as long as a copy of the base, and otherwise 8.2; at
-# rank 64 the registers are too few, and it takes 9.5 instead of 9.2.
+# one's base is on its way. For 8B on an H200 this takes 7.5 ms instead of 8.2, and a copy of the base 7.3. At rank 64
+# there are too few registers, and it takes 9.5 instead of 9.2.
 _HELD_RANK = 32
 # Columns of a tile, and tiles of a program.
 _HELD, _READ_AGAIN = (64, 4), (128, 1)
@@ -61,7 +61,7 @@ def _fuse(  # type: ignore[no-untyped-def]  # Triton reads annotations as Triton
     column = (place % in_row) * (COLUMNS * TILES) + tl.arange(0, COLUMNS)
     in_rows = (row < rows)[:, None]
     row = row.to(tl.int64)[:, None]  # embeddings have more elements than 32 bits count
-    # Before the product, so that it is on its way meanwhile: 8.2 instead of 9.3 ms for 8B on an H200.
+    # Before the product, so that it is on its way meanwhile; it took 9.3 instead of 8.2 ms after it.
     kept = tl.load(base + row * base_stride + column[None, :], mask=in_rows & (column < columns)[None, :], other=0.0)
     if TILES > 1:
         k = tl.arange(0, RANK)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from functools import cache
 from typing import Any, Protocol, TypeGuard
 from urllib.parse import urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 import tenacity
@@ -307,14 +308,26 @@ class HTTPClient:
             return _tls_error(self.base_url, error) or ServerUnreachableError(
                 f"No server answers at {self.base_url} ({_reason(error)}). "
                 f"A running server was expected there. Start it on its host, for vLLM with {command}, or correct "
-                "vllm_server_base_url."
+                f"vllm_server_base_url.{self._proxy_hint()}"
             )
         if isinstance(error, httpx.TimeoutException):
             return deadline.error(f"waiting for {method} {self.base_url}{path}")
         # broken off, or a body that does not decode
         return ServerUnreachableError(
             f"The connection to {self.base_url} broke during {method} {path} ({_reason(error)}). "
-            "The server may have been stopped or have crashed; look at its log."
+            f"The server may have been stopped or have crashed; look at its log.{self._proxy_hint()}"
+        )
+
+    def _proxy_hint(self) -> str:
+        """What else may be the cause, if a proxy of the environment is between; empty if none is."""
+        url = urlsplit(self.base_url)
+        if self._is_local or not {url.scheme, "all"} & getproxies().keys() or proxy_bypass(str(url.hostname)):
+            return ""
+        # Of both spellings, Python reads the one in small letters alone (3.10 to 3.13).
+        spared = f'export no_proxy="${{no_proxy:-$NO_PROXY}},{url.hostname}"'
+        return (
+            " Requests to it go through the proxy of the environment (HTTP_PROXY, HTTPS_PROXY or ALL_PROXY). If it can "
+            f"be reached without one, run this before the training: {spared}"
         )
 
 
