@@ -71,7 +71,8 @@ def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
     """How the base of PEFT's `layers` differs from the checkpoint that was loaded, and what to do.
 
     The layer that is farthest counts. Empty where rounding leaves as much, and where there is nothing to compare: the
-    checkpoint is not on this host as safetensors or has other names, or weights are quantised or sharded.
+    checkpoint is not on this host as safetensors, or has other names within its layers, or weights are quantised or
+    sharded.
     """
     wanted, shares = set(layers), dict[str, float]()
     found: defaultdict[Path, list[tuple[str, str, Any]]] = defaultdict(list)
