@@ -144,8 +144,11 @@ def test_dora_is_refused_before_the_first_step(server: VLLMServer, base_model: P
     assert state(server)["current"] == BASE
 
 
-# Of AVX-512, as torch finds it; vLLM (0.31) has oneDNN, which packs weights, in its builds for such CPUs only.
-@pytest.mark.skipif(" avx512f " not in Path("/proc/cpuinfo").read_text(), reason="vLLM packs no weights on this CPU")
+@pytest.mark.skipif(
+    " avx512f " not in Path("/proc/cpuinfo").read_text(),
+    # It does with oneDNN, which it has in its builds for CPUs with AVX-512 only (0.31).
+    reason="vLLM packs no weights on a CPU without AVX-512",
+)
 def test_packed_weights_are_refused(base_model: Path, reference: PeftReference, tmp_path: Path) -> None:
     with start(base_model, tmp_path, is_plain=False) as server:
         store = AdapterStore(tmp_path / "store")

@@ -60,12 +60,17 @@ def written_adapter(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "adapter_model.safetensors")
 
 
+def change_base(layer: LoraLayer, strength: float) -> None:
+    """Change the base weight of a layer by a share of its size, as a merge does."""
+    base = layer.get_base_layer().weight
+    change = torch.randn(base.shape, generator=torch.Generator().manual_seed(1))
+    base.data += strength * base.norm() / change.norm() * change
+
+
 def merged_model(folder: Path, strength: float) -> Any:
     """The model of a checkpoint, into which an adapter of an earlier stage was merged in memory."""
     model = peft_model(folder)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
-            base = layer.get_base_layer().weight
-            change = torch.randn(base.shape, generator=torch.Generator().manual_seed(1))
-            base.data += strength * base.norm() / change.norm() * change
+            change_base(layer, strength)
     return model.unload()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from support.models import change_base
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
@@ -176,8 +177,7 @@ def test_a_base_that_an_adapter_was_merged_into_is_noticed_although_the_checkpoi
     model = get_peft_model(MODELS[name][0].from_pretrained(tmp_path), lora(target_modules=ATTENTION))
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     assert change_from_checkpoint(model, layers) == ""
-    change = torch.randn_like(layers[-1].get_base_layer().weight)
-    layers[-1].get_base_layer().weight.data += 0.02 * layers[-1].get_base_layer().weight.norm() / change.norm() * change
+    change_base(layers[-1], 0.02)
     assert "base weights differ from the checkpoint" in change_from_checkpoint(model, layers)
 
 
