@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.colocate import OTHER_POLICY, answered, base_distance, colocate_trainer, is_exact, samples_policy
+from support.colocate import (
+    OTHER_POLICY,
+    answered,
+    base_distance,
+    colocate_trainer,
+    is_exact,
+    parts_left_of_a_dropped_trainer,
+    samples_policy,
+)
 from support.interrupts import Interrupts
 from support.models import base_weights, randomize_adapter, same_tensors
 from support.policies import distance, token_ids
@@ -355,3 +363,9 @@ def test_fused_is_refused_for_weights_that_vllm_has_packed(
 
 def _fails(*_: Any) -> Any:
     raise in_weights.PlacementError("'model.layers.0.self_attn.q_proj' is nothing that the served model can load")
+
+
+# Last, as each garbage collection takes longer afterwards.
+def test_trainer_that_is_dropped_is_freed(base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps two hooks of each model that vLLM compiles, and vLLM removes one at most."""
+    assert parts_left_of_a_dropped_trainer(base_model, tmp_path, monkeypatch, **WAYS["fused"]) == []

@@ -1,16 +1,23 @@
 """Training with vLLM in the trainer's process: what is sampled, what is logged, and what stays as it was."""
 
-import gc
 import json
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.colocate import EXACT, OTHER_POLICY, answered, base_distance, colocate_trainer, is_exact, samples_policy
+from support.colocate import (
+    EXACT,
+    OTHER_POLICY,
+    answered,
+    base_distance,
+    colocate_trainer,
+    is_exact,
+    parts_left_of_a_dropped_trainer,
+    samples_policy,
+)
 from support.launch import LAUNCH_ENV
 from support.models import base_weights, lora, merged_model, randomize_adapter, same_tensors
 from support.policies import token_ids
@@ -216,21 +223,6 @@ def test_rollout_function_samples_from_the_active_version_of_each_step(base_mode
     assert exact == [True] * 3
 
 
-def test_trainer_that_is_dropped_is_freed_and_another_one_samples_on(base_model: Path, tmp_path: Path) -> None:
-    """vLLM hides all objects from the garbage collector, so a notebook kept every trainer, its model and its engine."""
-    gc.unfreeze()  # what the tests have hidden themselves, which stays hidden
-    kept, dropped = (colocate_trainer(base_model, tmp_path / name, max_steps=1) for name in ("kept", "dropped"))
-    dropped.train()
-    left = [weakref.ref(one) for one in (dropped, dropped.model, dropped.vllm_generation.llm)]
-    del dropped
-    gc.collect()
-    assert [one() is None for one in left] == [True] * 3
-    randomize_adapter(kept.model, seed=6)
-    kept.model.eval()
-    assert samples_policy(kept)
-    kept.vllm_generation.close()
-
-
 ENDING = """
 import sys
 from pathlib import Path
@@ -263,3 +255,16 @@ def test_a_base_that_an_adapter_was_merged_into_is_refused_where_vllm_has_the_ch
         VerificationError, match=r"base weights differ from the checkpoint .* vLLM has loaded the checkpoint"
     ):
         colocate_trainer(merged_model(base_model, 0.02), tmp_path, model_init_kwargs=None)
+
+
+# Last, as each garbage collection takes longer afterwards.
+def test_trainer_that_is_dropped_is_freed_and_another_one_samples_on(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM hides all objects from the garbage collector, so a notebook kept every trainer, its model and its engine."""
+    kept = colocate_trainer(base_model, tmp_path / "kept", max_steps=1)
+    assert parts_left_of_a_dropped_trainer(base_model, tmp_path / "dropped", monkeypatch) == []
+    randomize_adapter(kept.model, seed=6)
+    kept.model.eval()
+    assert samples_policy(kept)
+    kept.vllm_generation.close()

