@@ -121,7 +121,8 @@ def test_each_sample_carries_exactly_the_version_it_was_sampled_from(
     """With six samples at a time and groups of four, groups are begun before a sync and go on after it."""
     trainer = make(
         max_steps=6,
-        learning_rate=0.05,
+        # At 0.05 the adapters become so large that bfloat16 alone may move single tokens by 0.26.
+        learning_rate=0.02,
         token_budget=0,
         per_device_train_batch_size=8,
         max_inflight_tasks=6,
