@@ -53,6 +53,8 @@ SYNC_RUNS = {
     "vs-weights-8b-4xh100": "four GPUs, each server apart from the trainer",
     "vs-weights-32b-noted-2xh200": "room for one base at a time, so `weights` and `fused` were alone",
     "vs-weights-8b-held-2xh200": "`fused`: faster kernel up to rank 32; servers with `--enforce-eager`",
+    "vs-weights-8b-caches-2xh200": "`fused`: caches are reset behind the pause; servers with `--enforce-eager`",
+    "vs-weights-32b-caches-2xh200": "the same host; one server at a time, so the arms followed one another",
 }
 # Runs with two workers a server, and where these are.
 TENSOR_PARALLEL_RUNS = {
