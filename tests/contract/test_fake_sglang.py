@@ -31,7 +31,7 @@ class Client:
 
     def __init__(self, fake: FakeSGLang, store: AdapterStore) -> None:
         self.fake, self._store = fake, store
-        self._http = httpx.Client(base_url=fake.base_url, trust_env=False, timeout=10)
+        self._http = httpx.Client(base_url=fake.base_url, trust_env=False, verify=False, timeout=10)
 
     def post(self, path: str, timeout_s: float = 10.0, **body: Any) -> httpx.Response:
         return self._http.post(path, json=body, timeout=timeout_s)

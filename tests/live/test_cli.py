@@ -71,7 +71,7 @@ def served_by_command(base_model: Path, tmp_path: Path) -> Iterator[str]:
 
 def is_up(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False).status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 
