@@ -145,11 +145,12 @@ def _hold_weakly(llm: Any) -> None:
     from torch._dynamo import convert_frame  # which vLLM has imported, and takes two seconds
 
     # torch keeps the hooks of compiled models, and with them their weights. vLLM adds two for Qwen3 and removes one at
-    # most, later (0.26 to 0.33, compilation/wrapper.py and v1/engine/llm_engine.py).
+    # most, later (0.26 and 0.31, compilation/wrapper.py and v1/engine/llm_engine.py).
     modules, hooks = {id(module) for module in served_model(llm).modules()}, convert_frame._bytecode_hooks
     for number, hook in list(hooks.items()):
         if id(getattr(hook, "__self__", None)) in modules:
             hooks[number] = _weak(hook)
+    # It is there to remove such hooks, and keeps the model until then (0.26).
     if (finalizer := getattr(llm.llm_engine, "_finalizer", None)) is not None:
         finalizer.detach()
     core = llm.llm_engine.engine_core
