@@ -154,8 +154,8 @@ def _hold_weakly(llm: Any) -> None:
     if (finalizer := getattr(llm.llm_engine, "_finalizer", None)) is not None:
         finalizer.detach()
     core = llm.llm_engine.engine_core
-    # vLLM destroys all of torch's process groups then, which trainers and other engines use (0.31, v1/engine/core.py
-    # `shutdown`); up to 0.30 it ends nothing.
+    # vLLM's own destroys all of torch's process groups, which trainers and other engines use (0.31, v1/engine/core.py
+    # `shutdown`); up to 0.30 there is none.
     if (finalizer := getattr(core, "_finalizer", None)) is not None:
         finalizer.detach()
         core._finalizer = _EndOfWorkers(core.engine_core.model_executor)
