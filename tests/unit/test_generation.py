@@ -1,5 +1,6 @@
 """Pieces of generation and sync that need no server."""
 
+import copy
 import inspect
 import shutil
 import threading
@@ -452,8 +453,25 @@ def merge_for_good(model: Any) -> None:
             layer.reset_lora_parameters("default", True)
 
 
+def put_other_base_layers(model: Any) -> None:
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.base_layer = copy.deepcopy(layer.get_base_layer())
+            layer.base_layer.weight.data += 0.1
+
+
+def put_other_base_weights(model: Any) -> None:
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            base_layer = layer.get_base_layer()
+            base_layer.weight = nn.Parameter(base_layer.weight.detach() + 0.1, requires_grad=False)
+
+
 @pytest.mark.outside
-def test_an_adapter_that_was_merged_for_good_is_refused_until_the_base_is_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [merge_for_good, put_other_base_layers, put_other_base_weights])
+def test_a_base_that_was_changed_for_good_is_refused_until_it_is_back(
+    change: Callable[[Any], None], tmp_path: Path
+) -> None:
     """The servers kept the checkpoint's base, and completions came from the policy of before the merges."""
     model = make_model(tmp_path / "model")
     with in_memory_engines(model_path=model) as [engine]:
@@ -461,7 +479,7 @@ def test_an_adapter_that_was_merged_for_good_is_refused_until_the_base_is_back(t
         randomize_adapter(trainer.model, seed=1)
         trainer.train()
         before = base_weights(trainer.model)
-        merge_for_good(trainer.model)
+        change(trainer.model)
         for _ in range(2):
             with pytest.raises(UnsupportedAdapterError, match=r"base weights .*have changed .*Merge a copy"):
                 trainer.train()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import Parameter
 
 from trl_lora_sync.adapter.checkpoint import weight_files
 
@@ -43,6 +44,8 @@ class BaseDrift:
         self.share = 0.0
         self._rows: Tensor | None = None  # of the start
         self._unit = 0.0  # the coarsest rounding so far, as a model that was in bfloat16 for a while keeps its rounding
+        self._layers: Sequence[Any] | None = None  # of the last call
+        self._base_layers: list[Any] = []  # below these
 
     @property
     def is_rounding(self) -> bool:
@@ -50,13 +53,22 @@ class BaseDrift:
 
     @torch.no_grad()
     def has_moved(self, layers: Sequence[Any]) -> bool:
-        """Whether the base of PEFT's layers has moved since the last call; the first call notes the start."""
-        weights: list[Any] = [getattr(layer.get_base_layer(), "weight", None) for layer in layers]
-        rows = [weight.detach()[0] for weight in weights if _is_plain(weight)]
+        """Whether the base of PEFT's layers has moved since the last call; the first call notes the start.
+
+        Args:
+            layers: the same object as long as no module has been replaced.
+        """
+        # Remembered, as PEFT's function ends with an exception in each layer, which took half of this look.
+        if layers is not self._layers:
+            self._layers, self._base_layers = layers, [layer.get_base_layer() for layer in layers]
+        # No row is kept: it would keep the memory of its whole weight, where the model is moved to another device.
+        rows = [weight[0] for weight in map(_weight_of, self._base_layers) if _is_plain(weight)]
         if not rows:
             return False
         self._unit = max(self._unit, *(torch.finfo(dtype).eps for dtype in {row.dtype for row in rows}))
-        found = torch.cat([row.to(rows[0].device) for row in rows]).float()
+        if len({row.device for row in rows}) > 1:
+            rows = [row.to(rows[0].device) for row in rows]
+        found = torch.cat(rows).float()
         # An adapter on other layers has other rows, and so has a model that was moved.
         if self._rows is None or self._rows.shape != found.shape:
             self._rows, self.share = found, 0.0
@@ -80,7 +92,7 @@ def change_from_checkpoint(model: "PeftModel", layers: Collection[Any]) -> str:
         files = weight_files(model.name_or_path, getattr(model.config, "_commit_hash", None))
         alike = _alike(files)
         for path, module in model.get_base_model().named_modules():
-            weight = getattr(module.get_base_layer(), "weight", None) if module in wanted else None
+            weight = _weight_of(module.get_base_layer()) if module in wanted else None
             if _is_plain(weight):
                 name = f"{path}.weight"
                 for key in [name] if name in files else alike[_within_layers(name)]:
@@ -128,11 +140,18 @@ def _distance(row: Tensor, saved: Tensor) -> float:
     return float((row.float() - loaded).norm() / loaded.norm().clamp_min(torch.finfo().tiny))
 
 
+def _weight_of(base_layer: Any) -> Any:
+    # The dictionary first: for each attribute that is a parameter, torch's modules call a function in Python.
+    weight = base_layer._parameters.get("weight")
+    return getattr(base_layer, "weight", None) if weight is None else weight
+
+
 def _is_plain(weight: Any) -> bool:
     """Whether a weight is there in full, and not quantised."""
     return (
         isinstance(weight, Tensor)
-        and type(weight.detach()) is Tensor
+        # A parameter of exactly this type holds a plain tensor: torch keeps the type of any other.
+        and (type(weight) is Parameter or type(weight.detach()) is Tensor)
         and weight.is_floating_point()
         and weight.dtype.itemsize > 1  # in 8 bits it goes with scales, and torch (2.13) joins it with no other dtype
         and weight.dim() > 1
