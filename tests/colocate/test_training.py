@@ -15,6 +15,8 @@ from support.colocate import (
     base_distance,
     colocate_trainer,
     is_exact,
+    note_slots,
+    noted_slots,
     parts_left_of_a_dropped_trainer,
     samples_policy,
 )
@@ -261,9 +263,15 @@ def test_a_base_that_an_adapter_was_merged_into_is_refused_where_vllm_has_the_ch
 def test_trainer_that_is_dropped_is_freed_and_another_one_samples_on(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM hides all objects from the garbage collector, so a notebook kept every trainer, its model and its engine."""
+    """vLLM hides all objects from the garbage collector, so a notebook kept every trainer, its model and its engine.
+
+    Its kernels keep slots, and their strides by their addresses, which the slots of another trainer may get.
+    """
     kept = colocate_trainer(base_model, tmp_path / "kept", max_steps=1)
+    note_slots(kept.vllm_generation.llm)
+    noted = noted_slots()
     assert parts_left_of_a_dropped_trainer(base_model, tmp_path / "dropped", monkeypatch) == []
+    assert noted_slots() == noted
     randomize_adapter(kept.model, seed=6)
     kept.model.eval()
     assert samples_policy(kept)

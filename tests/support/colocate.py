@@ -13,7 +13,7 @@ from support.models import lora
 from support.policies import Row, distance, sample, token_ids
 from support.trainers import mean_byte, prompts
 from trl_lora_sync import GRPOConfig, GRPOTrainer
-from trl_lora_sync.colocate.engine import served_model
+from trl_lora_sync.colocate.engine import adapter_manager, served_model
 
 # Between served and trained log-probabilities in float32; measured 1.5e-6.
 EXACT = 1e-4
@@ -62,7 +62,7 @@ def colocate_trainer(
 
 
 def parts_left_of_a_dropped_trainer(model: Path, folder: Path, patch: pytest.MonkeyPatch, **config: Any) -> list[Any]:
-    """What one garbage collection leaves of a trainer that has trained: of it, its engine, and both models' weights."""
+    """What one garbage collection leaves of a trainer that has trained: of it, its engine, both models, and slots."""
     from vllm.utils.gc_utils import freeze_gc_heap
 
     patch.setattr("vllm.v1.engine.core.freeze_gc_heap", freeze_gc_heap)
@@ -71,10 +71,34 @@ def parts_left_of_a_dropped_trainer(model: Path, folder: Path, patch: pytest.Mon
     trainer.train()
     llm = trainer.vllm_generation.llm
     weights = [*trainer.model.parameters(), *served_model(llm).parameters()]
+    if llm.llm_engine.vllm_config.lora_config is not None:
+        note_slots(llm)
+        weights += [slots for layer in linear_layers(llm) for slots in layer.lora_b_stacked]
     parts = [weakref.ref(part) for part in (trainer, trainer.model, llm, *weights)]
     del trainer, llm, weights
     gc.collect()
     return [part() for part in parts if part() is not None]
+
+
+def note_slots(llm: Any) -> None:
+    """Have vLLM note where the slots of an engine are, as its kernels do on a GPU."""
+    from vllm.lora.ops.triton_ops.utils import _get_lora_a_ptr, _get_lora_b_ptr
+
+    for layer in linear_layers(llm):
+        _get_lora_a_ptr(layer.lora_a_stacked, torch.device("cpu"))
+        _get_lora_b_ptr(layer.lora_b_stacked, 0, torch.device("cpu"))
+
+
+def linear_layers(llm: Any) -> list[Any]:
+    """Layers with slots for each of their parts; embeddings and the output head have one tensor."""
+    return [layer for layer in adapter_manager(llm).modules.values() if isinstance(layer.lora_b_stacked, tuple)]
+
+
+def noted_slots() -> set[tuple[int, ...]]:
+    """The addresses of slots that vLLM's kernels have noted."""
+    from vllm.lora.ops.triton_ops.utils import _LORA_A_PTR_DICT, _LORA_B_PTR_DICT
+
+    return {*_LORA_A_PTR_DICT, *_LORA_B_PTR_DICT}
 
 
 def answered(llm: Any, asked: Sequence[list[int]], *, method: str = "generate", **changes: Any) -> list[Row]:

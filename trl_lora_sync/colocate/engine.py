@@ -13,6 +13,7 @@ What is relied on, in a process with `distributed_executor_backend="external_lau
 - `llm_engine.engine_core._finalizer` (from 0.31 on), of which vLLM calls `detach()`, with
   `.engine_core.model_executor.shutdown()`: see `_EndOfWorkers`.
 - `llm_engine._finalizer`: see `_hold_weakly`.
+- the dictionaries that end with `_PTR_DICT` in the modules of `vllm.lora.ops.triton_ops`: see `_forget_slots`.
 - for `vllm_enable_sleep_mode`: see `KVCacheMemory`; from 0.31 on `llm_engine.sleep(level=0)`, `.wake_up(tags)`,
   `.step()`, `.release_kv_cache_memory()`, and of `llm_engine.engine_core.engine_core` `.scheduler.has_requests()` and
   `.batch_queue`.
@@ -22,6 +23,7 @@ import atexit
 import gc
 import importlib.util
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -150,6 +152,9 @@ def _hold_weakly(llm: Any) -> None:
     for number, hook in list(hooks.items()):
         if id(getattr(hook, "__self__", None)) in modules:
             hooks[number] = _weak(hook)
+    if llm.llm_engine.vllm_config.lora_config is not None:
+        addresses = frozenset(slots.data_ptr() for slots in _slots(adapter_manager(llm)))
+        weakref.finalize(llm, _forget_slots, addresses).atexit = False
     # It is there to remove such hooks, and keeps the model until then (0.26).
     if (finalizer := getattr(llm.llm_engine, "_finalizer", None)) is not None:
         finalizer.detach()
@@ -169,6 +174,27 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if (bound := reference()) is None else bound(*args)
 
     return call
+
+
+def _slots(manager: Any) -> Iterator[torch.Tensor]:
+    """What the layers of an engine keep its adapters in, and views of it."""
+    for layer in manager.modules.values():
+        for name, value in vars(layer).items():
+            if "lora_" in name and "_stacked" in name:
+                yield from (value,) if isinstance(value, torch.Tensor) else value
+
+
+def _forget_slots(addresses: frozenset[int]) -> None:
+    """Remove what vLLM's kernels have noted of the slots of an engine that is gone.
+
+    Their notes go by addresses and have strides (0.26 and 0.31, lora/ops/triton_ops/utils.py). The next engine may get
+    the same addresses for other shapes, and would be computed with the strides of these. Some notes also keep the slots
+    themselves.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("vllm.lora.ops.triton_ops")]
+    for notes in [value for module in modules for name, value in vars(module).items() if name.endswith("_PTR_DICT")]:
+        for key in [key for key in notes if not addresses.isdisjoint(key)]:
+            del notes[key]
 
 
 class _EndOfWorkers:
