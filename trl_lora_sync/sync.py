@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 # The requests for it take a millisecond of Python, for which the trainer's thread would wait at the end of its sync.
 _RETIRED_AFTER_S = 0.01
-# Then the requests to load are on their way. The look at an 8B model holds Python's lock for 2.5 ms, and begun at once
-# it kept the second half of a request, its body, waiting for that long.
+# Then the requests to load are on their way. The look at an 8B model holds Python's lock for up to 2.5 ms, and begun
+# at once it kept the second half of a request, its body, waiting for that long.
 _SENT_AFTER_S = 0.002
 
 ScoreAdapter = Callable[[], Scores | None]

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trl_lora_sync.engine_plugins.slot_writer import slot_parts
 from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import (
     GenerationError,
@@ -153,7 +154,8 @@ def _hold_weakly(llm: Any) -> None:
         if id(getattr(hook, "__self__", None)) in modules:
             hooks[number] = _weak(hook)
     if llm.llm_engine.vllm_config.lora_config is not None:
-        addresses = frozenset(slots.data_ptr() for slots in _slots(adapter_manager(llm)))
+        slots = slot_parts(adapter_manager(llm).modules.values(), SLOTS)
+        addresses = frozenset(part.data_ptr() for part in slots)
         weakref.finalize(llm, _forget_slots, addresses).atexit = False
     # It is there to remove such hooks, and keeps the model until then (0.26).
     if (finalizer := getattr(llm.llm_engine, "_finalizer", None)) is not None:
@@ -174,14 +176,6 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if (bound := reference()) is None else bound(*args)
 
     return call
-
-
-def _slots(manager: Any) -> Iterator[torch.Tensor]:
-    """What the layers of an engine keep its adapters in, and views of it."""
-    for layer in manager.modules.values():
-        for name, value in vars(layer).items():
-            if "lora_" in name and "_stacked" in name:
-                yield from (value,) if isinstance(value, torch.Tensor) else value
 
 
 def _forget_slots(addresses: frozenset[int]) -> None:
