@@ -186,7 +186,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             return
         drift = self._base_drift
         # An error at each look, as the training may be started again after it, and a warning at each change.
-        if not drift.has_moved(self.reader.scaled_layers) and drift.is_rounding:
+        if not drift.has_moved(self.reader.base_layers) and drift.is_rounding:
             return
         what = (
             f"The base weights below the adapter have changed since the start of the run, by {drift.share:.2g} of "

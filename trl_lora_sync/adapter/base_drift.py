@@ -44,25 +44,16 @@ class BaseDrift:
         self.share = 0.0
         self._rows: Tensor | None = None  # of the start
         self._unit = 0.0  # the coarsest rounding so far, as a model that was in bfloat16 for a while keeps its rounding
-        self._layers: Sequence[Any] | None = None  # of the last call
-        self._base_layers: list[Any] = []  # below these
 
     @property
     def is_rounding(self) -> bool:
         return self.share <= _ROUNDINGS * self._unit
 
     @torch.no_grad()
-    def has_moved(self, layers: Sequence[Any]) -> bool:
-        """Whether the base of PEFT's layers has moved since the last call; the first call notes the start.
-
-        Args:
-            layers: the same object as long as no module has been replaced.
-        """
-        # Remembered, as PEFT's function ends with an exception in each layer, which took half of this look.
-        if layers is not self._layers:
-            self._layers, self._base_layers = layers, [layer.get_base_layer() for layer in layers]
+    def has_moved(self, base_layers: Sequence[Any]) -> bool:
+        """Whether the layers below PEFT's have moved since the last call; the first call notes the start."""
         # No row is kept: it would keep the memory of its whole weight, where the model is moved to another device.
-        rows = [weight[0] for weight in map(_weight_of, self._base_layers) if _is_plain(weight)]
+        rows = [weight[0] for weight in map(_weight_of, base_layers) if _is_plain(weight)]
         if not rows:
             return False
         self._unit = max(self._unit, *(torch.finfo(dtype).eps for dtype in {row.dtype for row in rows}))

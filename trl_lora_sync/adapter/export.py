@@ -186,6 +186,7 @@ class AdapterReader:
         self._tree: ModuleTree | None = None
         self._layers: list[_Layer] = []
         self._scaled: list[Any] = []  # all of PEFT's layers with the adapter
+        self._base_layers: list[Any] = []
         self._others: list[_OtherLayer] = []
         self._has_initial = False
         self.last_linears: list[nn.Linear] = []
@@ -208,6 +209,8 @@ class AdapterReader:
             self._layers = find_layers(model, adapter_name, self._serving, proves_groups=self._proves_groups)
             adapted = _adapted(model, adapter_name)
             self._scaled = list(adapted.values())
+            # Here and not at each sync, as PEFT's function ends with an exception in each layer.
+            self._base_layers = [layer.get_base_layer() for layer in self._scaled]
             self._others = _other_layers(model, adapter_name)
             self._has_initial = any(layer.initial is not None for layer in self._layers)
             self._experts = _find_experts(model, adapter_name, adapted, self._serving)
@@ -247,6 +250,11 @@ class AdapterReader:
     def scaled_layers(self) -> list[Any]:
         """All of PEFT's layers with the adapter, as found by the last `linears`."""
         return self._scaled
+
+    @property
+    def base_layers(self) -> list[Any]:
+        """What lies below each of `scaled_layers`."""
+        return self._base_layers
 
     def scalings(self) -> tuple[float, ...]:
         """Of all layers of the last `linears` at this moment, embeddings and experts included."""

@@ -185,7 +185,8 @@ def _forget_slots(addresses: frozenset[int]) -> None:
     the same addresses for other shapes, and would be computed with the strides of these. Some notes also keep the slots
     themselves.
     """
-    modules = [module for name, module in sys.modules.items() if name.startswith("vllm.lora.ops.triton_ops")]
+    # A list, as another thread may import while the garbage is collected.
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("vllm.lora.ops.triton_ops")]
     for notes in [value for module in modules for name, value in vars(module).items() if name.endswith("_PTR_DICT")]:
         for key in [key for key in notes if not addresses.isdisjoint(key)]:
             del notes[key]
