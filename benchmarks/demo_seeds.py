@@ -2,13 +2,14 @@
 
     python benchmarks/demo_seeds.py --seeds 0 1 2 3 4 5 6 7 8 9
 
-    python benchmarks/demo_seeds.py --seeds 0 1 --arms demo dropout float32 float32-dropout bfloat16
+    python benchmarks/demo_seeds.py --seeds 0 1 --arms autocast autocast-dropout mixed mixed-dropout bfloat16
 
 Each run is one of examples/demo/run.py: a model and its own vLLM server on this CPU, and 40 steps of GRPO. The
 seed is that of the model's random weights. Two runs of one seed differ, because the server samples as requests come.
 
-The arms change the dropout and the precision. The demo's server computes in bfloat16. Its trainer holds float32 weights
-and computes with autocast to bfloat16, which are the defaults of TRL's command line.
+The arms change the dropout and the precision. The demo computes in float32 on both sides. With `autocast`, the server
+computes in bfloat16, and the trainer holds float32 weights and computes with autocast to bfloat16, which are the
+defaults of TRL's command line; with `mixed`, the trainer alone does; with `bfloat16`, its weights are bfloat16 as well.
 """
 
 import argparse
@@ -26,12 +27,15 @@ from run_environment import run_environment
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
 
 # Arguments for the training script, and for vLLM.
+AUTOCAST, BFLOAT16_SERVER, DROPOUT = ["--bf16", "True"], ["--dtype", "bfloat16"], ["--lora_dropout", "0.05"]
 ARMS: dict[str, tuple[list[str], list[str]]] = {
     "demo": ([], []),
-    "dropout": (["--lora_dropout", "0.05"], []),
-    "float32": ([], ["--dtype", "float32"]),
-    "float32-dropout": (["--lora_dropout", "0.05"], ["--dtype", "float32"]),
-    "bfloat16": (["--dtype", "bfloat16"], []),
+    "dropout": (DROPOUT, []),
+    "autocast": (AUTOCAST, BFLOAT16_SERVER),
+    "autocast-dropout": (AUTOCAST + DROPOUT, BFLOAT16_SERVER),
+    "mixed": (AUTOCAST, []),
+    "mixed-dropout": (AUTOCAST + DROPOUT, []),
+    "bfloat16": ([*AUTOCAST, "--dtype", "bfloat16"], BFLOAT16_SERVER),
 }
 GAP = "sampling/sampling_logp_difference"
 RATIO = "sampling/importance_sampling_ratio"
@@ -82,9 +86,9 @@ def measure(folder: Path, arm: str, seed: int, steps: int) -> dict[str, Any]:
         "reward_first_steps": round(mean_reward(history[:EDGE_STEPS]), 3),
         "reward_last_steps": round(mean_reward(history[-EDGE_STEPS:]), 3),
         "reward_of_steps": [round(metrics["reward"], 3) for metrics in history[SHOWN_EVERY - 1 :: SHOWN_EVERY]],
-        "logprob_gap_mean": round(fmean(gaps), 6),
-        "logprob_gap_of_worst_step": round(max(gaps), 6),
-        "logprob_gap_of_worst_token": round(max(metrics[f"{GAP}/max"] for metrics in history), 6),
+        "logprob_gap_mean": round(fmean(gaps), 9),
+        "logprob_gap_of_worst_step": round(max(gaps), 9),
+        "logprob_gap_of_worst_token": round(max(metrics[f"{GAP}/max"] for metrics in history), 9),
         "importance_ratio_min": round(min(metrics[f"{RATIO}/min"] for metrics in history), 4),
         "importance_ratio_max": round(max(metrics[f"{RATIO}/max"] for metrics in history), 4),
         "steps_s": round(sum(metrics["step_time"] for metrics in history), 1),
@@ -115,8 +119,8 @@ def table(runs: list[dict[str, Any]]) -> str:
             run["arm"],
             f"{run['reward_first_steps']:.2f}",
             f"{run['reward_last_steps']:.2f}",
-            f"{run['logprob_gap_mean']:.4f}",
-            f"{run['logprob_gap_of_worst_step']:.4f}",
+            f"{run['logprob_gap_mean']:.1e}",
+            f"{run['logprob_gap_of_worst_step']:.1e}",
             f"{run['importance_ratio_min']:.2f} to {run['importance_ratio_max']:.2f}",
         )
         rows.append(f"| {' | '.join(cells)} |")
