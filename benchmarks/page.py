@@ -55,6 +55,7 @@ SYNC_RUNS = {
     "vs-weights-8b-held-2xh200": "`fused`: faster kernel up to rank 32; servers with `--enforce-eager`",
     "vs-weights-8b-caches-2xh200": "`fused`: caches are reset behind the pause; servers with `--enforce-eager`",
     "vs-weights-32b-caches-2xh200": "the same host; one server at a time, so the arms followed one another",
+    "vs-weights-32b-again-2xh200": "another host; one server at a time, so the arms followed one another",
 }
 # Runs with two workers a server, and where these are.
 TENSOR_PARALLEL_RUNS = {
@@ -521,7 +522,7 @@ def demo_seeds() -> str:
               "importance ratio")  # fmt: skip
     rows = [
         (str(one["seed"]), f"{one['reward_first_steps']:.2f}", f"{one['reward_last_steps']:.2f}",
-         "yes" if one["learned"] else "no", f"{one['logprob_gap_mean']:.4f}", f"{one['logprob_gap_of_worst_step']:.4f}",
+         "yes" if one["learned"] else "no", f"{one['logprob_gap_mean']:.1e}", f"{one['logprob_gap_of_worst_step']:.1e}",
          f"{one['importance_ratio_min']:.2f} to {one['importance_ratio_max']:.2f}")
         for one in read("demo-seeds-cpu")["runs"]
         if one["arm"] == "demo"
