@@ -108,7 +108,7 @@ trl-versions: $(TRL_VERSIONS:%=.trl-versions/%/.installed)
 .trl-versions/%/.installed: | $(TRAINER)/.installed
 	@echo "  TRL $* for the tests"
 	@rm -rf .trl-versions/$*
-	@$(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-compile --no-deps --target .trl-versions/$* trl==$*
+	@$(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-deps --target .trl-versions/$* trl==$*
 	@touch $@
 
 peft-versions: $(PEFT_VERSIONS:%=.peft-versions/%/.installed)
@@ -116,7 +116,7 @@ peft-versions: $(PEFT_VERSIONS:%=.peft-versions/%/.installed)
 .peft-versions/%/.installed: | $(TRAINER)/.installed
 	@echo "  PEFT $* for the tests"
 	@rm -rf .peft-versions/$*
-	@$(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-compile --no-deps --target .peft-versions/$* peft==$*
+	@$(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-deps --target .peft-versions/$* peft==$*
 	@touch $@
 
 launchers: .launchers/.installed
@@ -126,7 +126,7 @@ launchers: .launchers/.installed
 .launchers/.installed: Makefile | $(TRAINER)/.installed
 	@echo "  DeepSpeed and bitsandbytes for the tests"
 	@rm -rf .launchers
-	@DS_BUILD_OPS=0 $(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-compile --no-deps --target .launchers $(LAUNCHERS)
+	@DS_BUILD_OPS=0 $(TRAINER)/bin/python -m pip install --quiet --quiet --no-input --no-deps --target .launchers $(LAUNCHERS)
 	@touch $@
 
 # Two stamps, so that a second run installs nothing and a change of what is installed is not missed.

@@ -134,8 +134,7 @@ def _package(requirement: str) -> str:
 
 
 def pip_install(python: Path, what: str, arguments: Sequence[str]) -> None:
-    # Python compiles what it imports; compiling all of it took four minutes of a core for the three environments.
-    run(python, what, ["-m", "pip", "install", "--progress-bar", "off", "--no-input", "--no-compile", *arguments])
+    run(python, what, ["-m", "pip", "install", "--progress-bar", "off", "--no-input", *arguments])
 
 
 def run(python: Path, what: str, arguments: Sequence[str]) -> None:
