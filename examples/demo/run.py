@@ -63,7 +63,8 @@ def training_command(
     batch = "--per_device_train_batch_size 64 --num_generations 16 --max_completion_length 16"
     # Transformers' own rate falls to zero, at which a run that begins to learn late stops half way.
     schedule = f"--max_steps {steps} --learning_rate 1e-2 --lr_scheduler_type constant --beta 0"
-    precision = f"--dtype {DTYPE} --bf16 False"  # the second turns autocast off
+    # The second turns autocast off, and the third is what vLLM computes in if it is in the trainer's process.
+    precision = f"--dtype {DTYPE} --bf16 False --lora_sync_dtype {DTYPE}"
     output = "--logging_steps 1 --report_to none --save_strategy no --disable_tqdm True --use_cpu True"
     return [
         str(Path(sys.executable).with_name("accelerate")),
