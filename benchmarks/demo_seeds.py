@@ -35,7 +35,7 @@ ARMS: dict[str, tuple[list[str], list[str]]] = {
     "autocast-dropout": (AUTOCAST + DROPOUT, BFLOAT16_SERVER),
     "mixed": (AUTOCAST, []),
     "mixed-dropout": (AUTOCAST + DROPOUT, []),
-    "bfloat16": ([*AUTOCAST, "--dtype", "bfloat16"], BFLOAT16_SERVER),
+    "bfloat16": ([*AUTOCAST, "--dtype", "bfloat16", "--lora_sync_dtype", "auto"], BFLOAT16_SERVER),
 }
 GAP = "sampling/sampling_logp_difference"
 RATIO = "sampling/importance_sampling_ratio"
