@@ -7,6 +7,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
@@ -75,7 +76,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
     Attributes:
         settings, on_sync: the arguments.
         active_name: the adapter that new samples come from; None before the first sync and after `close`.
-        dtype: in which adapters are written.
+        dtype_in: in which dtype an adapter of a form is written.
         reader: reads the adapter of the model.
     """
 
@@ -111,8 +112,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             UnsupportedSettingError, UnsupportedAdapterError: the adapter cannot be read from it.
         """
         check_launcher(self.accelerator)
-        self.dtype = self.settings.dtype or base_dtype(self.model)
         settings = self.settings
+        # No method, as trials outlive this object.
+        self.dtype_in: Callable[[Form], torch.dtype] = partial(_written_dtype, settings.dtype, base_dtype(self.model))
         self._initial = run_on_all(
             self.accelerator,
             lambda: remember_initial_adapter(
@@ -287,7 +289,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             _, gathered = self._gather_matrices()
 
         def read(form: Form) -> CanonicalAdapter:
-            return self.reader.read(self.model, dtype=self.dtype, form=form, gathered=gathered)
+            return self.reader.read(self.model, dtype=self.dtype_in(form), form=form, gathered=gathered)
 
         return read
 
@@ -332,7 +334,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         if self.settings.verify == "off":
             return lambda base: ()
-        reader, model, dtype, device = self.reader, self.model, self.dtype, self.accelerator.device
+        reader, model, dtype_in, device = self.reader, self.model, self.dtype_in, self.accelerator.device
         initial = self._initial
         noted: list[Any] = []  # what the scores of the trials were computed with
 
@@ -366,7 +368,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
             # Kept as long as the servers are, so it may not refer to this object, whose end is theirs.
             def read(form: Form) -> CanonicalAdapter:
-                return reader.read_trial(model, weights(strength, group), dtype=dtype, form=form)
+                return reader.read_trial(model, weights(strength, group), dtype=dtype_in(form), form=form)
 
             return Trial(
                 group=group,
@@ -446,6 +448,11 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         # None stays None.
         self._generate_s = seconds and 0.0
         return seconds
+
+
+def _written_dtype(chosen: torch.dtype | None, base: torch.dtype, form: Form) -> torch.dtype:
+    """The dtype in which an adapter is written; by default as the servers keep it, as they cast any other one."""
+    return chosen or form.dtype or base
 
 
 def _advice(model: Any, group: str) -> str:

@@ -158,9 +158,9 @@ class LoRASyncConfig:
     lora_sync_dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
         default="auto",
         metadata={
-            "help": 'Dtype of the written adapter: `"bfloat16"`, `"float16"`, `"float32"`, or `"auto"` for that of the '
-            'trainer\'s base weights. If these are float32 and the server runs in bfloat16, `"bfloat16"` halves the '
-            "bytes."
+            "help": 'Dtype of the written adapter: `"bfloat16"`, `"float16"`, `"float32"` or `"auto"`. `"auto"` is the '
+            "dtype in which the server keeps adapters, if it is known. vLLM shows it with this package beside it, "
+            "except in fused serving. Otherwise the trainer's base weights decide."
         },
     )
     lora_sync_on_server_loss: Literal["error", "drop"] = field(

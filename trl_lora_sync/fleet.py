@@ -70,6 +70,7 @@ class Fleet:
             logprobs_mode=doubtful[0] if doubtful else served[0].logprobs_mode,
             requires_packed_modules=form.packed_modules,
             supports_stacked_experts=form.stacked_experts,
+            lora_dtype=form.dtype,
             rejects_shape_mismatch=all(one.rejects_shape_mismatch for one in served),
             supports_tensor_load=all(one.supports_tensor_load for one in served),
             supports_push=all(one.supports_push for one in served),

@@ -129,7 +129,8 @@ class LoRASyncGeneration(AdapterGeneration):
         if self.accelerator.num_processes > 1 or not is_known or self.sync.needs_verification:
             return None
         with timer.phase("gather"):
-            adapter = self.reader.read_again(self.model, dtype=self.dtype, form=self.sync.form)
+            form = self.sync.form
+            adapter = self.reader.read_again(self.model, dtype=self.dtype_in(form), form=form)
         if adapter is None:
             return None
         noted: list[Fingerprint] = []

@@ -216,12 +216,15 @@ def test_an_adapter_that_cannot_be_read_is_refused_and_the_others_stay(quick: Qu
 def test_a_run_trains_on_what_it_serves(
     quick: Quick, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exported as on a GPU, with a buffer and page-locked files, both of which work without one."""
+    """Exported as on a GPU, with a buffer and page-locked files, both of which work without one.
+
+    The base is in float32, TRL's default, and the adapter is written as the server keeps it, or no slot could be.
+    """
     use_pinned_files(monkeypatch)
     before = quick.counts()["written"]
     with shared_folder() as folder:
-        settings = {"lora_sync_dir": str(folder), "lora_sync_dtype": "bfloat16"}  # which is that of the slots
-        trainer = grpo_trainer(quick.server.base_url, base_model, tmp_path, max_steps=4, **settings)
+        trainer = grpo_trainer(quick.server.base_url, base_model, tmp_path, max_steps=4, lora_sync_dir=str(folder))
+        assert next(trainer.model.parameters()).dtype == torch.float32
         trainer.train()
         assert quick.counts()["written"] - before >= 2  # the others went to slots that another kind had
         check_and_close(trainer)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from trl_lora_sync.adapter.canonical import Form
@@ -472,17 +473,22 @@ def test_connecting_asks_the_engine_for_no_adapter_that_is_not_there(engine_at: 
 
 
 @pytest.mark.parametrize(
-    ("headers", "checks", "gpus"),
+    ("headers", "checks", "gpus", "dtype"),
     [
-        ({}, False, ()),
-        ({"lora_sync_checks": "none"}, False, ()),
-        ({"lora_sync_checks": "2"}, False, ()),
-        ({"lora_sync_checks": NOTE_FORM, "lora_sync_gpus": ""}, True, ()),
-        ({"lora_sync_checks": NOTE_FORM, "lora_sync_gpus": "GPU-1,GPU-2"}, True, ("GPU-1", "GPU-2")),
+        ({}, False, (), None),
+        ({"lora_sync_checks": "none", "lora_sync_dtype": "F16"}, False, (), torch.float16),
+        ({"lora_sync_checks": "2", "lora_sync_dtype": "F8_E4M3"}, False, (), None),
+        ({"lora_sync_checks": NOTE_FORM, "lora_sync_gpus": ""}, True, (), None),
+        (
+            {"lora_sync_checks": NOTE_FORM, "lora_sync_gpus": "GPU-1,GPU-2", "lora_sync_dtype": "BF16"},
+            True,
+            ("GPU-1", "GPU-2"),
+            torch.bfloat16,
+        ),
     ],
 )
-def test_only_a_server_that_says_so_compares_what_it_has_loaded(
-    headers: dict[str, str], checks: bool, gpus: tuple[str, ...], engine_at: Any
+def test_only_a_server_that_says_so_compares_what_it_has_loaded_and_is_sent_another_dtype(
+    headers: dict[str, str], checks: bool, gpus: tuple[str, ...], dtype: torch.dtype | None, engine_at: Any
 ) -> None:
     def answer(request: Request) -> None:
         if request.path == "/v1/load_lora_adapter":
@@ -492,7 +498,7 @@ def test_only_a_server_that_says_so_compares_what_it_has_loaded(
 
     engine, _ = engine_at(answer)
     found = engine.connect(Deadline.after(30, "Connecting"))
-    assert (found.checks_payload, found.gpus) == (checks, gpus)
+    assert (found.checks_payload, found.gpus, found.form.dtype) == (checks, gpus, dtype)
 
 
 def loading_server(headers: dict[str, str]) -> Callable[[Request], None]:

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from make_model import make_model
 from peft.helpers import rescale_adapter_scale
 from peft.tuners.lora import LoraLayer
 from PIL import Image
+from safetensors.torch import load_file
 from support.interrupts import Interrupts
 from support.models import base_weights, lora, merged_model, peft_model, randomize_adapter
 from support.policies import distance, is_policy_of, sample, token_ids
@@ -211,6 +213,35 @@ def check_served_after(change: Callable[[Any], object], model: Any, folder: Path
         trainer.model.eval()
         assert is_policy_of(trainer.model, sample(trainer.vllm_generation, [token_ids(1)]))
         trainer.vllm_generation.close()
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("kept", "chosen", "expected"),
+    [
+        ([torch.bfloat16, torch.bfloat16], "auto", torch.bfloat16),
+        ([torch.float16, torch.bfloat16], "auto", torch.float32),
+        ([None, torch.bfloat16], "auto", torch.float32),
+        ([torch.bfloat16, torch.bfloat16], "float16", torch.float16),
+    ],
+    ids=str,
+)
+def test_versions_are_written_in_the_dtype_that_all_servers_keep_unless_one_is_chosen(
+    kept: list[torch.dtype | None], chosen: str, expected: torch.dtype, tmp_path: Path
+) -> None:
+    """The base is in float32, and a server that keeps adapters in another dtype would cast each version."""
+    model = make_model(tmp_path / "model")
+    with in_memory_engines(2, model_path=model) as engines:
+        for engine, dtype in zip(engines, kept, strict=True):
+            known = replace(engine.capabilities, lora_dtype=dtype)
+            engine.__class__ = type("Telling", (type(engine),), {"capabilities": known})
+        urls = ",".join(engine.base_url for engine in engines)
+        trainer = grpo_trainer(urls, model, tmp_path, lora_sync_dtype=chosen)
+        generation = trainer.vllm_generation
+        generation.sync_weights()
+        written = load_file(generation.sync.active.path / "adapter_model.safetensors")
+        assert {tensor.dtype for tensor in written.values()} == {expected}
+        generation.close()
 
 
 @pytest.mark.outside

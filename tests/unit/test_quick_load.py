@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trl_lora_sync.engine_plugins import safetensors_file, vllm_quick_load_worker
-from trl_lora_sync.engine_plugins.safetensors_file import ParallelReader, ShortFileError
+from trl_lora_sync.engine_plugins.safetensors_file import DTYPES, ParallelReader, ShortFileError
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
     ADAPTERS_HEADER,
     CHECKS_HEADER,
+    DTYPE_HEADER,
     EXPERTS_HEADER,
     GPUS_HEADER,
     WRITE_SLOTS,
@@ -75,7 +76,9 @@ class Worker(QuickLoadWorker):
         self.model_runner = SimpleNamespace(
             lora_manager=SimpleNamespace(
                 _lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}),
-                lora_config=SimpleNamespace(max_cpu_loras=4, enable_mixed_moe_lora_format=mixes_experts),
+                lora_config=SimpleNamespace(
+                    max_cpu_loras=4, enable_mixed_moe_lora_format=mixes_experts, lora_dtype=torch.bfloat16
+                ),
                 device=torch.device(device),
             )
         )
@@ -208,6 +211,10 @@ def test_a_file_that_is_cut_short_or_gone_gets_the_words_of_vllm(worker: Worker)
         worker.load()
 
 
+def test_a_worker_tells_in_which_dtype_it_keeps_adapters(worker: Worker) -> None:
+    assert DTYPES[worker.answer["dtype"]] == torch.bfloat16
+
+
 def test_a_worker_without_lora_says_so() -> None:
     worker = Worker.__new__(Worker)
     worker.model_runner = SimpleNamespace()
@@ -262,8 +269,8 @@ def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.Monk
 # The server's side
 
 
-HEADERS = (CHECKS_HEADER, EXPERTS_HEADER, GPUS_HEADER)
-FINE = {"error": "", "slots": "", "off": "", "experts": ""}
+HEADERS = (CHECKS_HEADER, EXPERTS_HEADER, DTYPE_HEADER, GPUS_HEADER)
+FINE = {"error": "", "slots": "", "off": "", "experts": "", "dtype": ""}
 
 
 @pytest.mark.parametrize(
@@ -342,16 +349,17 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        ({"gpus": "GPU-1,GPU-2"}, (NOTE_FORM, None, "GPU-1,GPU-2")),
-        ({}, (NOTE_FORM, None, "")),
-        ({"slots": "AttributeError: x"}, ("none", None, None)),
-        ({"off": "because"}, ("none", None, None)),
-        ({"error": "x", "experts": "stacked"}, (None, None, None)),
-        ({"off": "because", "experts": "stacked"}, ("none", "stacked", None)),
+        ({"gpus": "GPU-1,GPU-2"}, (NOTE_FORM, None, None, "GPU-1,GPU-2")),
+        ({}, (NOTE_FORM, None, None, "")),
+        ({"slots": "AttributeError: x"}, ("none", None, None, None)),
+        ({"off": "because", "dtype": "F16"}, ("none", None, "F16", None)),
+        ({"error": "x", "experts": "stacked", "dtype": "BF16"}, (None, None, None, None)),
+        ({"off": "because", "experts": "stacked"}, ("none", "stacked", None, None)),
+        ({"dtype": "BF16"}, (NOTE_FORM, None, "BF16", "")),
     ],
 )
-def test_answers_to_loads_say_whether_versions_are_compared_how_experts_are_taken_and_which_gpus_are_seen(
-    reason: dict[str, str], expected: tuple[str | None, str | None]
+def test_answers_to_loads_say_whether_versions_are_compared_in_which_form_and_dtype_and_which_gpus_are_seen(
+    reason: dict[str, str], expected: tuple[str | None, ...]
 ) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
@@ -381,7 +389,7 @@ def test_answers_to_loads_say_whether_versions_are_compared_how_experts_are_take
             found.append(tuple(None if one is None else one.decode() for one in ours))
         return found
 
-    assert asyncio.run(run()) == [expected, (None, None, None)]
+    assert asyncio.run(run()) == [expected, (None, None, None, None)]
 
 
 @pytest.mark.parametrize(

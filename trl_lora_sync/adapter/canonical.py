@@ -117,10 +117,12 @@ class Form:
     Attributes:
         packed_modules: whether q/k/v and gate/up are completed with zeros.
         stacked_experts: whether all experts of a layer go into one tensor.
+        dtype: in which they keep adapters, so that a version in another one is cast there; None if that is unknown.
     """
 
     packed_modules: bool = False
     stacked_experts: bool = False
+    dtype: torch.dtype | None = None
 
 
 PLAIN = Form()
@@ -129,10 +131,12 @@ PLAIN = Form()
 def common_form(forms: Iterable[Form]) -> Form:
     """The form that several servers take; zeros for a sibling change nothing on a server that does not need them."""
     forms = list(forms)
+    dtypes = {one.dtype for one in forms}
     return Form(
         packed_modules=any(one.packed_modules for one in forms),
         # All servers get the same tensors, so these have the layout that each of them takes.
         stacked_experts=all(one.stacked_experts for one in forms),
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
     )
 
 

@@ -108,7 +108,8 @@ class ColocateGeneration(AdapterGeneration):
             super()._init_vllm()
         base_note = self._share_base(reason)
         # The export rounds to the dtype that vLLM keeps, so a version can be compared with its slot bit by bit.
-        self.dtype = engine.lora_dtype(self.llm) if options.get("enable_lora") else engine.model_dtype(self.llm)
+        dtype = engine.lora_dtype(self.llm) if options.get("enable_lora") else engine.model_dtype(self.llm)
+        self.dtype_in = lambda form: dtype
         self.holder = run_on_all(self.accelerator, self._make_holder)
         base = self._trained_base()
         make_trials = self.trials(base, is_whole=True)

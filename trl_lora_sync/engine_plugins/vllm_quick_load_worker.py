@@ -57,10 +57,11 @@ class QuickLoadWorker:
 
         Returns:
             `error`: why that is not possible, `slots`: why none can be written, and `off`: why none is to be written;
-            empty if there is no reason. `experts`: `STACKED` if all experts of a layer may be in one tensor. `gpus`:
-            what this process sees, if slots are written.
+            empty if there is no reason. `experts`: `STACKED` if all experts of a layer may be in one tensor. `dtype`:
+            in which adapters are kept, by its name in safetensors files. `gpus`: what this process sees, if slots are
+            written.
         """
-        answer = {"error": "", "slots": "", "off": "", "experts": ""}
+        answer = {"error": "", "slots": "", "off": "", "experts": "", "dtype": ""}
         try:
             manager = self.model_runner.lora_manager
             # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26 to 0.33).
@@ -71,6 +72,8 @@ class QuickLoadWorker:
             # Source: `LoRAConfig` in vllm/config/lora.py (0.26, 0.31).
             if getattr(manager.lora_config, "enable_mixed_moe_lora_format", False):
                 answer["experts"] = STACKED
+            kept = getattr(manager.lora_config, "lora_dtype", None)
+            answer["dtype"] = next((name for name, dtype in DTYPES.items() if dtype == kept), "")
         except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
             return {**answer, "error": f"{type(error).__name__}: {error}"}
         try:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.adapter.support import PACKED_LAYERS
@@ -120,6 +122,7 @@ class Capabilities:
         max_model_len: longest prompt plus completion in tokens, if known.
         logprobs_mode: `"processed_logprobs"`, `"raw_logprobs"`, or `"unknown"`.
         dtype: the server's --dtype, such as `"bfloat16"`; None if the checkpoint decides it, or if it is unknown.
+        lora_dtype: in which it keeps adapters, if known.
         max_lora_rank: the largest rank it takes, if known.
         max_loras: how many adapters one batch of it can have, the base model not counted, if known.
         keeps_adapters_apart: whether an adapter can be loaded while requests run for another one.
@@ -143,6 +146,7 @@ class Capabilities:
     max_model_len: int | None
     logprobs_mode: str
     dtype: str | None = None
+    lora_dtype: torch.dtype | None = None
     max_lora_rank: int | None = None
     max_loras: int | None = None
     keeps_adapters_apart: bool = True
@@ -160,7 +164,11 @@ class Capabilities:
     @property
     def form(self) -> Form:
         """In which it takes adapters."""
-        return Form(packed_modules=self.requires_packed_modules, stacked_experts=self.supports_stacked_experts)
+        return Form(
+            packed_modules=self.requires_packed_modules,
+            stacked_experts=self.supports_stacked_experts,
+            dtype=self.lora_dtype,
+        )
 
     def serves_module(self, module: str) -> bool:
         """Whether layers of this name, such as `q_proj`, can be adapted; true if unknown."""

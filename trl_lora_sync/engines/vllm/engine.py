@@ -16,14 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import torch
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.collector import collector_paused
+from trl_lora_sync.engine_plugins.safetensors_file import DTYPES
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
     ADAPTERS_HEADER,
     CHECKS_HEADER,
+    DTYPE_HEADER,
     EXPERTS_HEADER,
     GPUS_HEADER,
     STACKED,
@@ -98,6 +101,7 @@ class VLLMEngine(ServerEngine):
         self._checks_payload = False
         self._gpus: tuple[str, ...] = ()
         self._takes_stacked_experts = False
+        self._lora_dtype: torch.dtype | None = None
         self._has_listed = False
 
     # Connecting
@@ -126,6 +130,7 @@ class VLLMEngine(ServerEngine):
             checks_payload=self._checks_payload,
             gpus=self._gpus,
             supports_stacked_experts=self._takes_stacked_experts,
+            lora_dtype=self._lora_dtype,
         )
         return self._capabilities
 
@@ -149,6 +154,7 @@ class VLLMEngine(ServerEngine):
         self._checks_payload = response.headers.get(CHECKS_HEADER) == NOTE_FORM
         self._gpus = tuple(filter(None, response.headers.get(GPUS_HEADER, "").split(",")))
         self._takes_stacked_experts = response.headers.get(EXPERTS_HEADER) == STACKED
+        self._lora_dtype = DTYPES.get(response.headers.get(DTYPE_HEADER, ""))
         message = server_message(response)
         # Words of `engine_plugins.fused_middleware`.
         if (response.status_code, "fused serving" in message) == (409, True):
