@@ -112,7 +112,8 @@ def default_sync_dir(is_local: bool, output_dir: str | Path) -> Path:
     if is_local and SHARED_MEMORY.is_dir():
         # A folder for each user: versions have mode 0700, and `AdapterStore` refuses the folder of another user here.
         return SHARED_MEMORY / f"trl-lora-sync-{os.getuid()}"
-    return Path(output_dir) / "lora_sync"
+    # With push_to_hub, Transformers (5.24) uploads what is in there except folders of such a name (`trainer.py`).
+    return Path(output_dir) / "_lora_sync"
 
 
 def absolute_dir(folder: Path) -> Path:

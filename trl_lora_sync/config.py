@@ -123,7 +123,8 @@ class LoRASyncConfig:
         default=None,
         metadata={
             "help": "Folder in which the trainer writes adapter versions for the server to read. Defaults to a folder "
-            "in `/dev/shm` when every server is on this host, else to `lora_sync` under `output_dir`."
+            "in `/dev/shm` when every server is on this host, else to `_lora_sync` under `output_dir`, where "
+            "`push_to_hub` leaves it out."
         },
     )
     lora_sync_server_dir: str | None = field(

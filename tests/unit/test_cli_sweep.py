@@ -114,7 +114,7 @@ def test_run_that_was_killed_before_it_noted_its_host_is_named_and_left(
 
 def test_runs_below_an_output_dir_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where they are by default if a server is on another host."""
-    dead, _ = dead_run(tmp_path / "lora_sync")
+    dead, _ = dead_run(tmp_path / "_lora_sync")
     assert main(["sweep", str(tmp_path)]) == 0
     assert f"removed {dead.run_id}" in capsys.readouterr().out
     assert not dead.directory.exists()

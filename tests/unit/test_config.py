@@ -584,7 +584,7 @@ def test_versions_go_to_shared_memory_of_this_user_for_a_local_server() -> None:
 
 
 def test_versions_go_under_output_dir_for_a_server_elsewhere(tmp_path: Path) -> None:
-    assert default_sync_dir(False, tmp_path) == tmp_path / "lora_sync"
+    assert default_sync_dir(False, tmp_path) == tmp_path / "_lora_sync"
 
 
 @pytest.mark.outside
@@ -604,7 +604,7 @@ def test_versions_go_under_output_dir_on_a_host_without_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trl_lora_sync.addresses.SHARED_MEMORY", tmp_path / "missing")
-    assert default_sync_dir(True, tmp_path) == tmp_path / "lora_sync"
+    assert default_sync_dir(True, tmp_path) == tmp_path / "_lora_sync"
 
 
 @pytest.mark.outside
