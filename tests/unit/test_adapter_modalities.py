@@ -15,6 +15,8 @@ from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -272,7 +274,7 @@ def test_a_sharded_model_with_an_adapter_on_what_sees_images_is_refused() -> Non
     generation: Any = SimpleNamespace(
         settings=SimpleNamespace(verify="first"),
         reader=reader,
-        dtype=torch.float32,
+        dtype_in=lambda form: torch.float32,
         _initial={},
         _is_sharded=lambda: True,
         model=model,
@@ -311,6 +313,15 @@ def test_experts_are_refused_in_words_that_a_user_who_set_target_modules_underst
     assert 'target_modules="all-linear" includes them' in message
     assert f"Set target_modules={suggested!r}" in message
     AdapterReader().linears(moe(target_modules=suggested))
+
+
+def test_target_parameters_beside_a_regular_expression_are_to_be_left_out() -> None:
+    """The advice was a list of the expression's characters."""
+    config = GptOssConfig(**TEXT, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    targets = {"target_modules": r".*self_attn\.(q|v)_proj", "target_parameters": ["mlp.experts.gate_up_proj"]}
+    model = get_peft_model(GptOssForCausalLM(config), lora(**targets))
+    with pytest.raises(UnsupportedAdapterError, match=r"experts .*gate_up_proj\).*\. Leave target_parameters out, or"):
+        AdapterReader().linears(model)
 
 
 def test_target_parameters_that_a_user_has_set_are_named() -> None:

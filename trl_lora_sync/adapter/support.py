@@ -247,13 +247,17 @@ def refuse_experts(config: Any, family: str = "") -> UnsupportedAdapterError:
     were named as modules, or by "all-linear".
     Source: peft/utils/transformers_weight_conversion.py `_convert_peft_config_moe`, 0.21.2.
     """
-    left = sorted(name for name in config.target_modules or () if "." not in name) or _ATTENTION
+    chosen = config.target_modules or ()
+    if isinstance(chosen, str):  # a regular expression finds modules only, so `target_parameters` names the experts
+        fix = "Leave target_parameters out"
+    else:
+        fix = f"Set target_modules={sorted(name for name in chosen if '.' not in name) or list(_ATTENTION)!r}"
     return refuse(
         f"A LoRA adapter on the fused parameters of experts{f' of {family}' if family else ''} "
         f"({', '.join(sorted(config.target_parameters))})",
         f'{_REFUSED_WHEN_SET["target_parameters"]}. On this model, target_modules="all-linear" includes them, and so '
         "do the names of the experts' layers",
-        f"Set target_modules={list(left)!r}",
+        fix,
     )
 
 
