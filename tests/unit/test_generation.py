@@ -31,6 +31,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
+from trl_lora_sync.adapter.base_drift import BaseDrift
 from trl_lora_sync.checks.server import is_same_model
 from trl_lora_sync.client import RolloutClient, openai_messages
 from trl_lora_sync.engines.base import PromptGroup
@@ -530,6 +531,27 @@ def test_what_undone_merges_leave_is_served_with_a_warning(tmp_path: Path, caplo
         trainer.model.unmerge_adapter()
         trainer.train()
         assert caplog.text.count("base weights below the adapter have changed") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_many_undone_merges_leave_adds_up_and_a_change_for_good_is_seen_after_them(dtype: torch.dtype) -> None:
+    """A run that trains an adapter and undoes a merge of it at each step ended after 45 of them."""
+    random = torch.Generator().manual_seed(0)
+    layer, drift = nn.Linear(2048, 2, bias=False, dtype=dtype), BaseDrift()
+    weight = layer.weight.data
+    adapter = torch.zeros_like(weight, dtype=torch.float32)
+    drift.has_moved([layer])
+    for _ in range(400):
+        adapter += 1e-3 * torch.randn(adapter.shape, generator=random) * weight.float().std()
+        adapter_now = 0.1 * torch.randn(adapter.shape, generator=random) * weight.float().std() + adapter
+        weight += adapter_now.to(dtype)
+        weight -= adapter_now.to(dtype)
+        drift.has_moved([layer])
+        assert drift.is_rounding
+    weight += (0.1 * weight.float().std()).to(dtype)
+    for _ in range(2):
+        drift.has_moved([layer])
+        assert not drift.is_rounding
 
 
 # Servers that are asleep

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the distance between two numbers next to each other. A hundred undone merges of an adapter a tenth as large as the
-# weights leave 0.3 of it in bfloat16, and an adapter of a hundredth that stays merged moves them by 1.5.
+# Of the distance between two numbers next to each other. An undone merge of an adapter a tenth as large as the weights
+# leaves 0.1 of it, and an adapter of a hundredth that stays merged in bfloat16 moves them by 1.5.
 _ROUNDINGS = 0.5
 # A row that is farther from the checkpoint's is another one: some models put their weights in another order.
 _OTHER_ROW = 0.5
@@ -43,11 +43,13 @@ class BaseDrift:
     def __init__(self) -> None:
         self.share = 0.0
         self._rows: Tensor | None = None  # of the start
+        self._moves = 0  # that were roundings
         self._unit = 0.0  # the coarsest rounding so far, as a model that was in bfloat16 for a while keeps its rounding
 
     @property
     def is_rounding(self) -> bool:
-        return self.share <= _ROUNDINGS * self._unit
+        # If the adapter is trained between undone merges, what each of them leaves adds up as a random walk does.
+        return self.share <= _ROUNDINGS * self._unit * max(self._moves, 1) ** 0.5
 
     @torch.no_grad()
     def has_moved(self, base_layers: Sequence[Any]) -> bool:
@@ -62,11 +64,14 @@ class BaseDrift:
         found = torch.cat(rows).float()
         # An adapter on other layers has other rows, and so has a model that was moved.
         if self._rows is None or self._rows.shape != found.shape:
-            self._rows, self.share = found, 0.0
+            self._rows, self.share, self._moves = found, 0.0, 0
             return False
         start = self._rows.to(found.device)
         before, self.share = self.share, float((found - start).norm() / start.norm().clamp_min(torch.finfo().tiny))
-        return self.share != before
+        has_moved = self.share != before
+        # Only then, or a change for good would become a rounding by being looked at often.
+        self._moves += has_moved and self.is_rounding
+        return has_moved
 
 
 @torch.no_grad()
