@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -552,6 +553,31 @@ def test_what_many_undone_merges_leave_adds_up_and_a_change_for_good_is_seen_aft
     for _ in range(2):
         drift.has_moved([layer])
         assert not drift.is_rounding
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, scales quantised", "8 bits"])
+def test_a_quantised_base_that_was_merged_into_has_other_scales(kind: str) -> None:
+    """Stand-ins for the weights of bitsandbytes. Nothing was compared, and a merge for good went unnoticed."""
+
+    def quantised(scales: torch.Tensor) -> nn.Module:
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.zeros(64, 1, dtype=torch.uint8), requires_grad=False)
+        if kind == "8 bits":
+            layer.weight.SCB = scales
+        else:
+            own = SimpleNamespace(nested=False, absmax=scales)
+            codes = torch.zeros(len(scales), dtype=torch.uint8)
+            is_nested = kind != "4 bits"
+            layer.weight.quant_state = SimpleNamespace(nested=True, absmax=codes, state2=own) if is_nested else own
+        return layer
+
+    drift, scales = BaseDrift(), torch.rand(500) + 0.5
+    assert not drift.has_moved([quantised(scales)])
+    assert not drift.has_moved([quantised(scales.clone())])
+    assert drift.has_moved([quantised(scales + 1e-4)])
+    assert drift.is_rounding
+    assert drift.has_moved([quantised(1.01 * scales)])
+    assert not drift.is_rounding
 
 
 # Servers that are asleep

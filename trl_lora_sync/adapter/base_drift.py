@@ -5,6 +5,7 @@ no counter of torch shows (2.13). Of each weight one row is compared, as a merge
 """
 
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 # Of the distance between two numbers next to each other. An undone merge of an adapter a tenth as large as the weights
 # leaves 0.1 of it, and an adapter of a hundredth that stays merged in bfloat16 moves them by 1.5.
 _ROUNDINGS = 0.5
+# Of each weight, as a merge changes nearly all of them.
+_SCALES = 256
 # A row that is farther from the checkpoint's is another one: some models put their weights in another order.
 _OTHER_ROW = 0.5
 # The name of a weight from the list of layers on, such as `layers.0.mlp.up_proj.weight`.
@@ -49,16 +52,20 @@ class BaseDrift:
     @property
     def is_rounding(self) -> bool:
         # If the adapter is trained between undone merges, what each of them leaves adds up as a random walk does.
-        return self.share <= _ROUNDINGS * self._unit * max(self._moves, 1) ** 0.5
+        return self.share <= _ROUNDINGS * self._unit * math.sqrt(max(self._moves, 1))
 
     @torch.no_grad()
     def has_moved(self, base_layers: Sequence[Any]) -> bool:
         """Whether the layers below PEFT's have moved since the last call; the first call notes the start."""
         # No row is kept: it would keep the memory of its whole weight, where the model is moved to another device.
-        rows = [weight[0] for weight in map(_weight_of, base_layers) if _is_plain(weight)]
+        weights = list(map(_weight_of, base_layers))
+        scales = [found for found in map(_scales_of, weights) if found is not None]
+        rows = [weight[0] for weight in weights if _is_plain(weight)] + scales
         if not rows:
             return False
-        self._unit = max(self._unit, *(torch.finfo(dtype).eps for dtype in {row.dtype for row in rows}))
+        # Scales are in float32, and what they scale has the digits of a 16-bit weight at most.
+        dtypes = {row.dtype for row in rows} | ({torch.bfloat16} if scales else set())
+        self._unit = max(self._unit, *(torch.finfo(dtype).eps for dtype in dtypes))
         if len({row.device for row in rows}) > 1:
             rows = [row.to(rows[0].device) for row in rows]
         found = torch.cat(rows).float()
@@ -140,6 +147,17 @@ def _weight_of(base_layer: Any) -> Any:
     # The dictionary first: for each attribute that is a parameter, torch's modules call a function in Python.
     weight = base_layer._parameters.get("weight")
     return getattr(base_layer, "weight", None) if weight is None else weight
+
+
+def _scales_of(weight: Any) -> Tensor | None:
+    """The first scales of a weight in 4 or 8 bits, as bitsandbytes (0.50) has them. Each merge makes new ones."""
+    state = getattr(weight, "quant_state", None)
+    # For some CPUs they are put in another order at the first forward pass.
+    if getattr(state, "packing_format_for_cpu", False):
+        return None
+    # Scales that are quantised themselves have scales again.
+    scales = getattr(weight, "SCB", None) if state is None else (state.state2 if state.nested else state).absmax
+    return None if scales is None else scales.flatten()[:_SCALES].float()
 
 
 def _is_plain(weight: Any) -> bool:
