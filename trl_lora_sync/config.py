@@ -160,8 +160,8 @@ class LoRASyncConfig:
         default="auto",
         metadata={
             "help": 'Dtype of the written adapter: `"bfloat16"`, `"float16"`, `"float32"` or `"auto"`. `"auto"` is the '
-            "dtype in which the server keeps adapters, if it is known. vLLM shows it with this package beside it, "
-            "except in fused serving. Otherwise the trainer's base weights decide."
+            "dtype in which the server uses adapters, if it is known: vLLM shows it with this package beside it. "
+            "Otherwise the trainer's base weights decide."
         },
     )
     lora_sync_on_server_loss: Literal["error", "drop"] = field(

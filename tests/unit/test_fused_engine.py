@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
@@ -98,6 +99,17 @@ def test_requests_name_the_base_and_the_version_in_a_header() -> None:
         assert engine.score("base", [1, 2], soon()) == [-1.0]
     asked = [(seen.body["model"], seen.headers[HEADER]) for seen in server.requests if seen.path == "/v1/completions"]
     assert asked[-2:] == [("base", "a-v1"), ("base", BASE)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "dtype"),
+    [([{"dtype": "BF16"}, {"dtype": "BF16"}], torch.bfloat16), ([{"dtype": ""}], None), ([{}], None), ([], None)],
+)
+def test_the_dtype_of_the_weights_is_the_one_for_adapters(workers: list[Any], dtype: torch.dtype | None) -> None:
+    fused = Fused()
+    fused.state[1]["workers"] = workers
+    with serving(fused) as server:
+        assert connected(server).capabilities.form.dtype == dtype
 
 
 @pytest.mark.parametrize("named", [None, BASE, "a-v2"])

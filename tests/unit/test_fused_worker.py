@@ -179,3 +179,4 @@ def test_copy_of_the_base_is_reported_where_it_is_after_an_adapter_that_needs_no
         write_adapter(tmp_path / name, canonical([lora_module(name)]))
         assert extended.lora_sync_prepare(name, str(tmp_path / name))["ok"]
         assert extended.lora_sync_state()["base_copy"] == "gpu"
+        assert extended.lora_sync_state()["dtype"] == "F32"

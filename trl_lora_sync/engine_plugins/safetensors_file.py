@@ -27,7 +27,7 @@ MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, Inde
 """What reading the head of a file that is damaged, or of another format, raises."""
 
 # Float64 can be exported, but no worker reads it by itself.
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "F64"}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "F64"}
 # A header that names 36,864 tensors of experts (30B-A3B) has 5.3 MB.
 _MAX_HEADER_BYTES = 64 << 20
 # As in the library. So the tensors of a mapped file begin at whole elements, which `Tensor.view` needs.
@@ -103,7 +103,7 @@ def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byt
     end = 0
     for key, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     # The library's own form, so that a version has the same bytes with and without a slot.
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)

@@ -37,6 +37,7 @@ from trl_lora_sync.engine_plugins.fused_weights import (
     copies_of,
     fuse,
 )
+from trl_lora_sync.engine_plugins.safetensors_file import DTYPE_NAMES
 
 PLACE_VARIABLE = "TRL_LORA_SYNC_FUSED_BASE"
 
@@ -149,6 +150,7 @@ class FusedModel:
             "base_copy_bytes": copied if self._folded is None else self._folded.kept_bytes,
             "modules": sorted(self.pieces),
             "gpus": visible_gpus() if self._reader.device.type == "cuda" else [],
+            "dtype": DTYPE_NAMES.get(self._config.model_config.dtype, ""),
         }
 
     def prepare(self, name: str, path: str | None) -> Answer:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trl_lora_sync.engine_plugins.cuda_ipc import visible_gpus
 from trl_lora_sync.engine_plugins.safetensors_file import (
+    DTYPE_NAMES,
     DTYPES,
     MALFORMED,
     TENSORS_FILE,
@@ -72,8 +73,7 @@ class QuickLoadWorker:
             # Source: `LoRAConfig` in vllm/config/lora.py (0.26, 0.31).
             if getattr(manager.lora_config, "enable_mixed_moe_lora_format", False):
                 answer["experts"] = STACKED
-            kept = getattr(manager.lora_config, "lora_dtype", None)
-            answer["dtype"] = next((name for name, dtype in DTYPES.items() if dtype == kept), "")
+            answer["dtype"] = DTYPE_NAMES.get(getattr(manager.lora_config, "lora_dtype", torch.int8), "")
         except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
             return {**answer, "error": f"{type(error).__name__}: {error}"}
         try:

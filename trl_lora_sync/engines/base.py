@@ -122,7 +122,7 @@ class Capabilities:
         max_model_len: longest prompt plus completion in tokens, if known.
         logprobs_mode: `"processed_logprobs"`, `"raw_logprobs"`, or `"unknown"`.
         dtype: the server's --dtype, such as `"bfloat16"`; None if the checkpoint decides it, or if it is unknown.
-        lora_dtype: in which it keeps adapters, if known.
+        lora_dtype: in which it keeps adapters, or merges them into its weights, if known.
         max_lora_rank: the largest rank it takes, if known.
         max_loras: how many adapters one batch of it can have, the base model not counted, if known.
         keeps_adapters_apart: whether an adapter can be loaded while requests run for another one.

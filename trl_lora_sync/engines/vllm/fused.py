@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from trl_lora_sync.adapter.store import StoredAdapter
+from trl_lora_sync.engine_plugins.safetensors_file import DTYPES
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
 from trl_lora_sync.engines.base import Capabilities, Deadline
@@ -67,6 +68,7 @@ class VLLMFusedEngine(VLLMEngine):
         workers = state.get("workers")
         # The note of a version names the memory of the GPU, and workers with another form of note cannot read it.
         self._gpus = tuple(workers[0].get("gpus", ())) if self._checks_payload and workers else ()
+        self._lora_dtype = DTYPES.get(workers[0].get("dtype", "")) if workers else None
 
     def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
         return super()._serve_command("--fused", *options, engine_options=engine_options)
