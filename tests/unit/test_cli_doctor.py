@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from contract.served import SMALL, soon
+from make_model import make_model
 
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.checks.listed import CHECKS
@@ -22,7 +23,7 @@ from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins import cuda_ipc
 from trl_lora_sync.engines.base import Capabilities
 from trl_lora_sync.runtime import run as run_on_loop
-from trl_lora_sync.testing import MODULES, FakeSGLang, random_adapter
+from trl_lora_sync.testing import MODULES, FakeSGLang, ModelPolicy, random_adapter
 from unit.servers import Request, nobody_listening, serving
 from unit.tiny import base_model
 
@@ -73,6 +74,7 @@ def test_good_server_and_adapter_pass_and_nothing_is_left(
     assert not words(server, "problem")
     assert words(server, "ok").keys() >= {"adapter", "effect", "clean-up", "target modules", "log-probabilities"}
     assert "not compared" in words(server, "note")["PEFT"]
+    assert "means little if the adapter is young" in words(server, "ok")["effect"]
     assert not fake.host_adapters
     assert not (tmp_path / "shared").exists()
 
@@ -102,6 +104,37 @@ def test_adapter_that_is_not_served_is_a_problem(
     assert code == 1
     assert "as if there were no adapter" in words(server, "problem")["effect"]
     assert not fake.host_adapters
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+@pytest.mark.parametrize(("std", "status"), [(1e-4, "note"), (0.08, "ok")])
+def test_adapter_of_less_effect_than_rounding_shows_nothing_of_the_server(
+    std: float,
+    status: str,
+    is_served: bool,
+    start: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After three steps at 1e-6 it was a problem of a healthy server, or an `ok` for rounding."""
+    from trl_lora_sync.engines.sglang.engine import SGLangEngine
+
+    if not is_served:
+        monkeypatch.setattr(SGLangEngine, "lora_path", lambda self, model: None)
+    model = make_model(tmp_path / "tiny-qwen3")
+    policy = ModelPolicy(model)
+    write_adapter(tmp_path / "adapter", random_adapter(policy.shapes, 1, rank=8, std=std))
+    arguments = ["--adapter", tmp_path / "adapter", "--model", model, "--dir", tmp_path / "shared"]
+    code, [server] = diagnose(capsys, start(policy=policy, shapes=policy.shapes).base_url, *arguments)
+    is_young = status == "note"
+    assert code == (0 if is_young or is_served else 1)
+    found = words(server, status if is_young or is_served else "problem")
+    assert found.keys() >= {"effect", "PEFT"}
+    for name in ("effect", "PEFT"):
+        assert ("shows nothing of the server: the adapter moves PEFT's own by 0.0000, and up to" in found[name]) == (
+            is_young
+        )
 
 
 @pytest.mark.parametrize(

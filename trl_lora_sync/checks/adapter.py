@@ -45,13 +45,19 @@ async def has_effect(subject: Subject, deadline: Deadline, offer: Offer) -> Foun
             for one in (subject.served.base_model, name)
         ]
     subject.scores = Scores(base=base, adapted=adapted)
-    if change := mean_distance(base, adapted):
-        return OK, f"the adapter moves the server's log-probabilities by {change:.4f} on average"
-    if not any(bool(tensor.any()) for key, tensor in offer.adapter.tensors.items() if ".lora_B." in key):
+    change = mean_distance(base, adapted)
+    if not change and not any(bool(one.any()) for key, one in offer.adapter.tensors.items() if ".lora_B." in key):
         return NOTE, "lora_B is zero, as before the first step: no difference is expected"
+    message = f"the adapter moves the server's log-probabilities by {change:.4f} on average"
+    # An adapter of a few steps may do less than rounding does, so neither a change nor its absence shows anything.
+    if offer.trial.scores is not None and (small := _too_small(_compared(subject, offer.trial.scores))):
+        return NOTE, f"{message}. {small}"
+    young = "" if offer.trial.scores else " Without PEFT's own, this means little if the adapter is young."
+    if change:
+        return OK, f"{message}.{young}"
     return PROBLEM, (
         "the server answers as if there were no adapter: its log-probabilities are the base model's. Either no "
-        "layer of the served model has the names in the adapter, or the adapter is too small to show."
+        f"layer of the served model has the names in the adapter, or the adapter is too small to show.{young}"
     )
 
 
@@ -61,7 +67,7 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
         return None
     if trial.scores is None:
         return NOTE, f"not compared: {subject.expected.unscored}"
-    evidence = compare(subject.scores, trial.scores, tolerance=subject.server.settings.verify_tolerance)
+    evidence = _compared(subject, trial.scores)
     subject.evidence.append(evidence)
     message = (
         f"mean |served - PEFT| {evidence.gap_mean:.4f} with the adapter and {evidence.base_gap:.4f} without; the "
@@ -73,7 +79,8 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
         return PROBLEM, f"{message}. The server serves another base model."
     if evidence.is_mismatch:
         raise mismatch_error(subject.url, offer.stored.name, evidence, subject.server.settings.verify_tolerance, trial)
-    if evidence.confirms:
+    small = _too_small(evidence)
+    if not small:
         return OK, message
     unproven = (
         f"A trial adapter does not prove that {subject.url} samples from what it loads on {trial}, because its effect "
@@ -81,7 +88,23 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
         "and lora_sync/verified stays 0 until one of them is a proof."
     )
     # Not an error: a quantised base may be meant, and its difference can hide what a small adapter adds.
-    return OK, message, unproven
+    return NOTE, f"{message}. {small}", unproven
+
+
+def _compared(subject: Subject, trained: Scores) -> VerificationResult:
+    assert subject.scores is not None
+    return compare(subject.scores, trained, tolerance=subject.server.settings.verify_tolerance)
+
+
+def _too_small(evidence: VerificationResult) -> str:
+    """Why the scores show nothing of the server, and what to do; empty if they do."""
+    if evidence.confirms or evidence.is_mismatch:
+        return ""
+    return (
+        f"This shows nothing of the server: the adapter moves PEFT's own by {evidence.trained_change:.4f}, and up to "
+        f"{evidence.tolerance:.4f} may be rounding or the difference of the base models. Give an adapter of a later "
+        "step. A run proves the server at its start with a trial adapter of large effect."
+    )
 
 
 def mismatch_error(
