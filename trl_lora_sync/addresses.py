@@ -1,5 +1,7 @@
 """Where a server is, as seen from this host, and where adapter versions for it are written. Knows no trainer."""
 
+import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterable
@@ -90,6 +92,25 @@ def _can_bind(family: int, address: Any) -> bool:
     except OSError:
         return False
     return True
+
+
+def is_in_use(host: str, port: int) -> bool:
+    """Whether another program of this host listens at an address that a server for `host` would listen at."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # unknown, or no possible host name
+        return False
+    for family, kind, _, _, address in addresses:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            # As servers do, so that connections of a server that has ended do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                # Others, such as for a missing right or an address of another host, are the engine's to report.
+                if error.errno == errno.EADDRINUSE:
+                    return True
+    return False
 
 
 def is_gone(url: str) -> bool:

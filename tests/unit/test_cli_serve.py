@@ -3,15 +3,17 @@
 import json
 import os
 import shlex
+import socket
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm_server import hold_free_port
 
 from trl_lora_sync.cli import gpus, vllm_on_cpu
 from trl_lora_sync.cli.console import UsageError
@@ -586,8 +588,9 @@ def test_push_adds_the_middleware(environment: Path, capsys: pytest.CaptureFixtu
     assert f"--middleware {MIDDLEWARE}" in capsys.readouterr().out
 
 
-@pytest.mark.outside
-def test_serve_becomes_the_server(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Program, arguments and environment of each process that `serve` becomes; none runs."""
     seen: list[Any] = []
 
     def execvpe(*call: Any) -> None:
@@ -595,11 +598,71 @@ def test_serve_becomes_the_server(environment: Path, monkeypatch: pytest.MonkeyP
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execvpe", execvpe)
-    assert main(["serve", "vllm", "M", "--python", str(environment)]) == 0
-    [(program, command, env)] = seen
+    return seen
+
+
+@pytest.fixture
+def free_port() -> Iterator[str]:
+    """A port that a server may take as long as the test lasts."""
+    with hold_free_port() as holder:
+        yield str(holder.getsockname()[1])
+
+
+@pytest.mark.outside
+def test_serve_becomes_the_server(environment: Path, started: list[Any], free_port: str) -> None:
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--port", free_port]) == 0
+    [(program, command, env)] = started
     assert program == command[0] == str(environment)
     assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     assert env["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("listens", "host", "is_taken"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "0.0.0.0", True),
+        ("0.0.0.0", "127.0.0.1", True),
+        ("::1", "::", True),
+        ("::1", "::1", True),
+        ("127.0.0.1", "127.8.8.8", False),
+        ("::1", "127.0.0.1", False),
+        ("127.0.0.1", "no-such-host.invalid", False),
+    ],
+)
+def test_port_in_use_is_refused_before_the_engine_starts(
+    listens: str, host: str, is_taken: bool, environment: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine ended after many seconds, and the trainer of a script had connected to the other server."""
+    family = socket.AF_INET6 if ":" in listens else socket.AF_INET
+    try:
+        other = socket.create_server((listens, 0), family=family)
+    except OSError:
+        pytest.skip(f"this host has no {listens}")
+    with other:
+        port = str(other.getsockname()[1])
+        typed = ["serve", "vllm", "M", "--python", str(environment)]
+        for place in (["--host", host, "--port", port], ["--", f"--host={host}", "--port", port]):
+            assert main([*typed, *place]) == (2 if is_taken else 0)
+            assert (f"port {port} of {host} is in use" in capsys.readouterr().err) == is_taken
+        assert len(started) == (0 if is_taken else 2)
+        # Of no consequence where nothing is started, or no port is opened.
+        assert main([*typed, "--host", host, "--port", port, "--dry-run"]) == 0
+        assert main([*typed, "--port", port, "--", "--uds", "/tmp/vllm.sock"]) == 0
+
+
+@pytest.mark.outside
+def test_port_of_a_server_that_has_ended_is_taken_at_once(environment: Path, started: list[Any]) -> None:
+    """Its connections stay in the system's table for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        port = ended.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        ended.accept()[0].close()  # the side that ends first waits
+    client.close()
+    assert main(["serve", "vllm", "M", "--python", str(environment), "--port", str(port)]) == 0
+    assert started
 
 
 @pytest.mark.outside
@@ -890,16 +953,9 @@ def test_misspelt_option_is_told_from_an_engine_argument(
 @pytest.mark.outside
 @pytest.mark.parametrize("extra", [["--api-key", "sk-1", "sk-2"], ["--api_key=sk-1"], ["--hf-token", "sk-1"]])
 def test_key_is_handed_on_and_never_shown(
-    extra: list[str], environment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    extra: list[str], environment: Path, capsys: pytest.CaptureFixture[str], started: list[Any], free_port: str
 ) -> None:
-    seen: list[Any] = []
-
-    def execvpe(*call: Any) -> None:
-        seen.append(call)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execvpe", execvpe)
-    front = ["serve", "vllm", "M", "--python", str(environment)]
+    front = ["serve", "vllm", "M", "--python", str(environment), "--port", free_port]
     assert main([*front, "--", *extra]) == 0
     assert main([*front, "--dry-run", "--", *extra]) == 0
     assert main([*front, *extra]) == 2
@@ -907,7 +963,7 @@ def test_key_is_handed_on_and_never_shown(
     assert "sk-" not in captured.out + captured.err
     assert "[key]" in captured.out
     assert "printed without its keys" in captured.err
-    [(_, command, _)] = seen
+    [(_, command, _)] = started
     assert list(command[-len(extra) :]) == extra
 
 

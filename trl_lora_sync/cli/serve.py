@@ -19,9 +19,10 @@ from typer import Argument, Option
 from typer.core import TyperCommand, TyperOption
 
 from trl_lora_sync.adapter.support import check_saved_config, saved_rank
+from trl_lora_sync.addresses import is_in_use
 from trl_lora_sync.cli.console import UsageError, err, out
 from trl_lora_sync.cli.installed import Installed, find_engine
-from trl_lora_sync.cli.launch import LaunchCommand, ServerRequest
+from trl_lora_sync.cli.launch import EngineArguments, LaunchCommand, ServerRequest
 from trl_lora_sync.cli.peft_config import adapts_experts, adapts_vision, read_peft_config, served_modules
 from trl_lora_sync.cli.unknown import explain_unknown
 from trl_lora_sync.engines.registry import ENGINES
@@ -122,6 +123,7 @@ def run(
     if dry_run:
         out().print(launch.shell_line())
         return
+    check_port(request)
     err().print(launch.shell_line(), style="bold")
     # `exec` replaces this process without its cleanup, and what is buffered would be lost.
     sys.stdout.flush()
@@ -132,6 +134,23 @@ def run(
 def _become(launch: LaunchCommand) -> NoReturn:
     # Not a child process, so that signals and the exit status are the engine's.
     os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.env})
+
+
+def check_port(request: ServerRequest) -> None:
+    """Refuse a port on which something else answers: the engine would end with a traceback, after many seconds.
+
+    Raises:
+        UsageError: it is in use.
+    """
+    given = EngineArguments(request.extra)
+    if given.has("--uds", "--headless"):  # vLLM then listens on no port (0.31)
+        return
+    host, port = given.get("--host") or request.host, given.number("--port", default=request.port)
+    if is_in_use(host, port):
+        raise UsageError(
+            f"port {port} of {host} is in use by another program. Stop it, or choose another --port and give the "
+            "trainer the same in vllm_server_base_url."
+        )
 
 
 def check_model(engine: str, model: str) -> None:
