@@ -242,6 +242,18 @@ def syncs_adapters(args: Any) -> bool:
     return bool(strategy == "lora_adapter")
 
 
+def without_effect(args: Any) -> str | None:
+    """A caution about our fields that are set in a configuration without adapter sync; None if none is."""
+    given = [one for one in fields(LoRASyncConfig) if getattr(args, one.name, one.default) != one.default]
+    if not given:
+        return None
+    seen = ", ".join(f"{one.name}={getattr(args, one.name)!r}" for one in given)
+    return (
+        f'{seen}: without effect, because vllm_sync_strategy="weights" is TRL\'s own sync. Set '
+        'vllm_sync_strategy="lora_adapter" to sync adapters.'
+    )
+
+
 # Field -> the values that its annotation lists.
 # Annotations are objects here and not text, as this module has no `from __future__ import annotations`.
 _CHOICES = {one.name: get_args(one.type) for one in fields(LoRASyncConfig) if get_origin(one.type) is Literal}

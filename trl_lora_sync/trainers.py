@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import trl
 
 from trl_lora_sync import _trl
-from trl_lora_sync.config import GRPOConfig, LoRASyncConfig, syncs_adapters
+from trl_lora_sync.config import GRPOConfig, LoRASyncConfig, syncs_adapters, without_effect
 from trl_lora_sync.errors import UnsupportedSettingError
 from trl_lora_sync.trl_checks import (
     check_arguments,
@@ -72,6 +72,8 @@ class LoRASyncTrainer:
         self._syncs_adapters = syncs_adapters(config)
         # Before the imports below: with "weights" the trainer is TRL's bit for bit, and loads nothing more.
         if not self._syncs_adapters:
+            # Not an error: to go back to TRL's own sync, a script changes one setting and keeps the others.
+            warn(logger, without_effect(config))
             super().__init__(*args, **kwargs)
             # A class behind this one may have made the configuration, and TRL has then set up its sync.
             if syncs_adapters(self.args):

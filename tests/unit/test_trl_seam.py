@@ -190,6 +190,33 @@ def test_weights_builds_trls_own_generation_object(
     assert isinstance(trainer, trl.GRPOTrainer)
 
 
+@pytest.mark.parametrize(
+    ("rank", "fields", "words"),
+    [
+        ("0", {"lora_sync_serving": "fused", "lora_sync_keep": 5}, "lora_sync_serving='fused', lora_sync_keep=5: "),
+        ("1", {"lora_sync_serving": "fused", "lora_sync_keep": 5}, ""),
+        ("0", {"vllm_sync_strategy": "weights", "lora_sync_keep": 2}, ""),
+    ],
+)
+def test_fields_that_have_no_effect_with_weights_are_named_by_the_first_process(
+    rank: str,
+    fields: dict[str, Any],
+    words: str,
+    arguments: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They were taken silently, and the run was TRL's own."""
+    monkeypatch.setenv("RANK", rank)
+    arguments["args"] = GRPOConfig(output_dir=str(tmp_path / "out"), use_vllm=True, **ON_CPU, **fields)
+    with pytest.raises(Exception, match="no/such/model"):
+        GRPOTrainer(**arguments)
+    logged = [one.getMessage() for one in caplog.records if one.name.startswith("trl_lora_sync")]
+    assert len(logged) == bool(words)
+    assert all(one.startswith(words) and 'Set vllm_sync_strategy="lora_adapter"' in one for one in logged)
+
+
 _SAME_AS_TRL = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])

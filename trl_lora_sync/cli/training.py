@@ -1,5 +1,6 @@
 """TRL's `trl {name}`, with adapter sync: its flags, this package's fields, and the flags of `accelerate launch`.
 
+Adapters are synced with --vllm_sync_strategy lora_adapter. Without it the run is TRL's own.
 Settings may come from a YAML file with --config. Launched through accelerate the way `trl {name}` is.
 """
 
