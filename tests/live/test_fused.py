@@ -320,7 +320,7 @@ def test_a_request_of_any_client_is_told_what_it_was_sampled_from(fused: Fused) 
 def test_the_setting_must_fit_the_server(fused: Fused, server: VLLMServer) -> None:
     with pytest.raises(ServerSetupError, match=r'lora_sync_serving="fused"'):
         Blocking(run(connect_engine(fused.server.base_url, engine="auto", is_local=True, deadline=soon(60))))
-    with pytest.raises(ServerSetupError, match=r"Restart it with `trl-lora-sync serve vllm .* --fused --port \d+`"):
+    with pytest.raises(ServerSetupError, match=r"Restart it with `trl-lora-sync serve vllm .* --fused --port \d+"):
         Blocking(run(connect_engine(server.base_url, engine="auto", is_local=True, deadline=soon(60), serving="fused")))
 
 

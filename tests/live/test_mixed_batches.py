@@ -145,7 +145,7 @@ def test_a_run_that_starts_beside_another_one_is_not_refused(
 def test_a_run_beside_one_that_never_pauses_is_told_why(
     engine: Engine, clean_server: VLLMServer, other_run: None, trained: list[float]
 ) -> None:
-    words = r"samples from an adapter.*one run at a time.*`trl-lora-sync serve vllm \S+ --port \d+`\.$"
+    words = r"samples from an adapter.*one run at a time.*`trl-lora-sync serve vllm \S+ --port \d+[^`]*`\.$"
     with sampling(clean_server), pytest.raises(SharedCPUServerError, match=words):
         run(score_base(engine.wrapped, soon(8), is_plausible=lambda found: mean_distance(found, trained) < 0.1))
 

@@ -880,7 +880,7 @@ def test_adapter_in_place_of_its_base_is_refused_with_the_command_to_type(
     saved = {"peft_type": "LORA", "r": 24, "target_modules": ["q_proj"], "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
     assert main(["serve", "vllm", str(tmp_path), "--python", str(environment)]) == 2
-    command = shlex.split(capsys.readouterr().err.partition("trl-lora-sync serve: ")[2].partition(": ")[2])
+    command = shlex.split(capsys.readouterr().err.split("`")[1])
     assert main([*command[1:], "--python", str(environment), "--dry-run"]) == 0
     assert "--max-lora-rank 32" in capsys.readouterr().out
 

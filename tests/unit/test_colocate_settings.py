@@ -92,7 +92,7 @@ def test_setting_about_servers_is_refused_with_both_ways_out(
         make(**fields)
     message = str(caught.value)
     assert message.startswith(f'{words} cannot be used with vllm_mode="colocate" (TRL\'s default')
-    assert f'{fix}, or set vllm_mode="server" and start a server with `trl-lora-sync serve vllm MODEL`' in message
+    assert f'{fix}, or set vllm_mode="server" and start a server with `trl-lora-sync serve vllm MODEL' in message
 
 
 def test_sleep_of_a_server_is_refused_with_the_setting_that_is_meant(make: Callable[..., GRPOConfig]) -> None:

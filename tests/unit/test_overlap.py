@@ -408,10 +408,10 @@ def test_a_trl_that_samples_at_another_time_is_refused(
 @pytest.mark.parametrize(
     ("served", "words"),
     [
-        ({"max_loras": 1}, r"--max-loras 1, .*`trl-lora-sync serve vllm Q -- --max-loras 2`"),
+        ({"max_loras": 1}, r"--max-loras 1, .*`trl-lora-sync serve vllm Q [^`]*-- --max-loras 2`"),
         (
             {"max_loras": 1, "engine": "sglang"},
-            r"--max-loras-per-batch 2, .*`trl-lora-sync serve sglang Q -- --max-loras-per-batch 3`",
+            r"--max-loras-per-batch 2, .*`trl-lora-sync serve sglang Q [^`]*-- --max-loras-per-batch 3`",
         ),
         ({"keeps_adapters_apart": False, "version": "0.25.1"}, r"vllm 0.25.1, which may mix up.*vLLM 0.26"),
         ({"max_loras": 1, "is_fused": True}, None),

@@ -6,7 +6,6 @@ gets a small KV cache and one process.
 """
 
 import os
-import shlex
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -173,7 +172,7 @@ def check_model(engine: str, model: str) -> None:
         base = read_peft_config(path).get("base_model_name_or_path") or "MODEL"
         raise UsageError(
             f"{model} holds an adapter, not a model. Serve its base model, and take the rank from the adapter: "
-            f"{shlex.join(['trl-lora-sync', 'serve', engine, str(base), '--peft-config', model])}"
+            f"{ENGINES[engine].serve_command(str(base), ['--peft-config', model])}"
         )
 
 

@@ -7,6 +7,7 @@ import time
 
 from trl_lora_sync.addresses import has_secrets, host_and_port, is_http_url, is_local_url, listen_flags
 from trl_lora_sync.cli.console import UsageError
+from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.runtime import run
 
 # A port that refuses connections has no server behind it; a server that restarts opens its port again within this time.
@@ -110,5 +111,5 @@ def start_command(url: str, *serve_arguments: str, port: str | None = None) -> s
         port: another one than that of the URL.
     """
     _, own_port = host_and_port(url)
-    flags = [*listen_flags(url, is_local=is_local_url(url)), "--port", port or str(own_port)]
+    flags = [*listen_flags(url, is_local=is_local_url(url)), "--port", port or str(own_port), *VLLM.python_flags()]
     return shlex.join(["trl-lora-sync", "serve", "vllm", *serve_arguments, *flags])

@@ -66,7 +66,7 @@ def installed_version() -> str:
             "vllm_mode=\"colocate\" (TRL's default, which applies if it is not set) runs vLLM in the trainer's "
             "process, and vLLM is not installed in the trainer's environment. Install it there with: "
             'pip install "trl[vllm]", or set vllm_mode="server" and start a server with: '
-            "trl-lora-sync serve vllm MODEL, where MODEL is the base model."
+            "trl-lora-sync serve vllm MODEL --python PATH/TO/vllm-env/bin/python, where MODEL is the base model."
         )
     if VLLM_COLOCATE.is_too_old(found):
         raise UnsupportedSettingError(

@@ -1,8 +1,10 @@
 """What the package knows of an engine without asking a server of it."""
 
+import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -61,6 +63,14 @@ class EngineSpec:
         """The smallest --max-lora-rank that holds `rank`; `rank` itself if none does."""
         return next((allowed for allowed in self.max_lora_ranks if allowed >= rank), rank)
 
+    def python_flags(self) -> list[str]:
+        """The argument without which `serve` finds no engine; none where this environment has it."""
+        for name in self.distributions:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                metadata.version(name)
+                return []
+        return ["--python", f"PATH/TO/{self.name}-env/bin/python"]
+
     def serve_command(
         self,
         model: str,
@@ -85,5 +95,6 @@ class EngineSpec:
             words += listen_flags(address.geturl(), is_local=is_local)
             port = address.port or 80  # that of HTTP
             words += [] if port == _SERVE_PORT else ["--port", str(port)]
+        words += self.python_flags()
         words += ["--", *engine_options] if engine_options else []
         return f"`{shlex.join(words)}`"
