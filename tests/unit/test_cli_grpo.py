@@ -102,6 +102,19 @@ def test_contradicting_settings_end_with_2_before_anything_is_launched(
     assert not launched
 
 
+@pytest.mark.parametrize(
+    ("model", "exists"), [("/no/such/model", False), ("./typo", False), ("Qwen/Qwen3-0.6B", True), ("gpt2", True)]
+)
+def test_path_of_a_model_that_leads_nowhere_ends_with_2_before_anything_is_launched(
+    model: str, exists: bool, launched: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training ended in a traceback of Transformers. What may be a name on the Hub is not refused."""
+    typed = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", "--model_name_or_path", model]
+    assert main(["grpo", *typed]) == (0 if exists else 2)
+    assert (f"{model} does not exist" in capsys.readouterr().err) == (not exists)
+    assert bool(launched) == exists
+
+
 def test_unknown_accelerate_configuration_ends_with_2(
     launched: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

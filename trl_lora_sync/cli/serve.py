@@ -8,7 +8,6 @@ gets a small KV cache and one process.
 import os
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, NoReturn
@@ -22,13 +21,12 @@ from trl_lora_sync.addresses import is_in_use
 from trl_lora_sync.cli.console import UsageError, err, out
 from trl_lora_sync.cli.installed import Installed, find_engine
 from trl_lora_sync.cli.launch import EngineArguments, LaunchCommand, ServerRequest
+from trl_lora_sync.cli.model_path import check_exists
 from trl_lora_sync.cli.peft_config import adapts_experts, adapts_vision, read_peft_config, served_modules
 from trl_lora_sync.cli.unknown import explain_unknown
 from trl_lora_sync.engines.registry import ENGINES
 
 _DEFAULT_RANK = 16
-# A name on the Hub has one slash at most. Source: huggingface_hub/utils/_validators.py `validate_repo_id`, 1.2.
-_HUB_NAME_PARTS = 2
 
 
 class Command(TyperCommand):
@@ -163,25 +161,13 @@ def check_model(engine: str, model: str) -> None:
         raise UsageError("the model is empty. Give the folder of the base model, or its name on the Hub.")
     if "://" in model:  # a store that the engine reads itself
         return
-    if not path.exists():
-        if model.startswith((".", "/", "~")) or len(Path(model).parts) > _HUB_NAME_PARTS:
-            raise UsageError(
-                f"{model} does not exist{_similar(path)}. Give the folder of the base model, or its name on the Hub."
-            )
-    elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+    check_exists(model)
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         base = read_peft_config(path).get("base_model_name_or_path") or "MODEL"
         raise UsageError(
             f"{model} holds an adapter, not a model. Serve its base model, and take the rank from the adapter: "
             f"{ENGINES[engine].serve_command(str(base), ['--peft-config', model])}"
         )
-
-
-def _similar(path: Path) -> str:
-    """The folder that was probably meant, as a part of a sentence."""
-    found = get_close_matches(
-        path.name, [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    )
-    return f"; {path.parent / found[0]} does" if found else ""
 
 
 def plan(installed: Installed, request: ServerRequest, environ: Mapping[str, str]) -> LaunchCommand:

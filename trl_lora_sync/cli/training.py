@@ -19,6 +19,7 @@ from typer import Option
 from typer.core import TyperCommand
 
 from trl_lora_sync.cli.console import UsageError, err, out, working
+from trl_lora_sync.cli.model_path import check_exists
 from trl_lora_sync.cli.our_fields import our_fields
 from trl_lora_sync.cli.unknown import similar_flag
 from trl_lora_sync.errors import UnsupportedSettingError
@@ -92,11 +93,15 @@ def run(
     _check_flags(name, [f"--{setting}" for setting in settings if setting != "env"], whole, are_whole=True)
     try:
         # What is left over is for accelerate: from the file, and, as a part of `arguments` in their order, typed.
-        *_, from_file, typed = parser.parse_args_and_config(
+        *parsed, from_file, typed = parser.parse_args_and_config(
             arguments, return_remaining_strings=True, separate_remaining_strings=True
         )
         switches = {flag for flag, one in accelerates._option_string_actions.items() if one.nargs == 0}
         options = _trl.accelerate_options([*_without_truth(from_file, switches), *typed])
+        # Before accelerate starts the processes, each of which would end in a traceback of Transformers.
+        for model in (getattr(one, "model_name_or_path", None) for one in parsed):
+            if model:
+                check_exists(model)
     # It is a ValueError, too, and `main` prints it with the same status.
     except UnsupportedSettingError:
         raise
