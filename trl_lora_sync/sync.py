@@ -414,10 +414,12 @@ class AdapterSync:
             for server in self.fleet.servers
             for one in [server.engine.capabilities]
         ]
+        is_fused = any(server.engine.capabilities.is_fused for server in self.fleet.servers)
+        # A server with fused serving takes any rank.
+        loading = "fused serving, base model" if is_fused else "runtime loading, base model, rank"
         return (
             f"LoRA adapter sync: {', '.join(served)}; adapter rank {adapter.rank}, "
             f"{adapter.parameters / 1e6:.2f} M parameters, "
             f"{adapter.payload_bytes / 1e6:.1f} MB per sync as {str(adapter.dtype).removeprefix('torch.')}; versions "
-            f"in {self.transport.where}; checked: adapter features, runtime loading, base model, rank, a trial load "
-            "and token."
+            f"in {self.transport.where}; checked: adapter features, {loading}, a trial load and token."
         )

@@ -16,6 +16,7 @@ from trl_lora_sync.checks.finding import OK
 from trl_lora_sync.checks.subject import Check, Found, Subject
 from trl_lora_sync.cli.main import main
 from trl_lora_sync.engines.base import Deadline
+from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.errors import ServerSetupError
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import MODULES, FakeSGLang, random_adapter
@@ -179,3 +180,15 @@ def test_the_doctor_compares_the_name_of_the_base_model_as_the_start_does(
     found = doctor(capsys, fake.base_url, "--peft-config", tmp_path)["base model's name"]
     assert found[0] == status
     assert name in found[1]
+
+
+@pytest.mark.parametrize(
+    ("is_fused", "words"),
+    [(False, "runtime loading, base model, rank, a trial"), (True, "fused serving, base model, a trial")],
+)
+def test_the_line_at_the_start_names_what_was_checked(
+    is_fused: bool, words: str, training: FleetRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named runtime loading of a server with fused serving, which has none."""
+    monkeypatch.setitem(SGLANG.capabilities, "is_fused", is_fused)  # type: ignore[attr-defined]
+    assert f"checked: adapter features, {words}" in training.start()
