@@ -187,7 +187,8 @@ class LoRASyncConfig:
         default=3.0,
         metadata={
             "help": "How far the change by the adapter on a server may be from that in the trainer, in multiples of "
-            "the distance between the two base models without any adapter."
+            "the distance between the two base models without any adapter. A fifth of the change and 0.001, for "
+            "rounding, are tolerated besides."
         },
     )
     lora_sync_overlap: Literal[0, 1] = field(

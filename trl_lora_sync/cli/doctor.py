@@ -50,7 +50,9 @@ def run(
         Option("--dir", metavar="DIR", help="folder shared with the servers", show_default="as in training"),
     ] = None,
     server_dir: Annotated[str | None, Option(metavar="DIR", help="the same folder as the servers see it")] = None,
-    timeout: Annotated[float, Option(metavar="S", help="seconds to wait for a server")] = 30,
+    timeout: Annotated[
+        float, Option(metavar="S", help="seconds to wait for a server; at most 3 if it refuses the connection")
+    ] = 30,
     as_json: Annotated[bool, Option("--json", help="print the report as JSON")] = False,
 ) -> None:
     check_timeout(timeout)
