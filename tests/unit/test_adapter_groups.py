@@ -82,7 +82,7 @@ def trials_of(model: Any, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool = F
     generation: Any = SimpleNamespace(
         settings=SimpleNamespace(verify="first"),
         reader=AdapterReader(),
-        dtype=torch.float32,
+        dtype_in=lambda form: torch.float32,
         _initial=initial,
         _is_sharded=lambda: False,
         model=model,
