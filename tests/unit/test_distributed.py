@@ -227,7 +227,8 @@ def start_engine(self: Any) -> None:
     def generate(rows: list[Any], **_: Any) -> list[Any]:
         return [SimpleNamespace(prompt_token_ids=[5], outputs=[SimpleNamespace(token_ids=[7])]) for _ in rows]
 
-    self.dtype, self.gate, self.llm = torch.float32, SamplingGate(lambda: None), SimpleNamespace(generate=generate)
+    self.dtype_in = lambda form: torch.float32
+    self.gate, self.llm = SamplingGate(lambda: None), SimpleNamespace(generate=generate)
     self.holder = SimpleNamespace(
         load=lambda *_: Policy("version", 1, None), check=lambda _: None, activate=lambda _: None
     )
