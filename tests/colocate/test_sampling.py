@@ -22,10 +22,17 @@ from support.colocate import (
 )
 from support.models import randomize_adapter
 from support.policies import distance, sample, token_ids
+from support.vision import picture
 
 from trl_lora_sync.colocate import engine
 from trl_lora_sync.colocate.slots import AdapterSlots
-from trl_lora_sync.errors import AdapterNotFiniteError, AdapterRejectedError, VerificationError, WrongPolicyError
+from trl_lora_sync.errors import (
+    AdapterNotFiniteError,
+    AdapterRejectedError,
+    GenerationError,
+    VerificationError,
+    WrongPolicyError,
+)
 from trl_lora_sync.verify import Scores
 
 SEEDS = itertools.count(1)
@@ -96,6 +103,11 @@ def test_several_completions_of_one_prompt_are_all_from_the_active_version(train
     ]
     assert len(rows) == 3
     assert is_exact(trainer.model, rows)
+
+
+def test_images_for_a_model_without_an_image_token_are_refused(trainer: Any) -> None:
+    with pytest.raises(GenerationError, match="needs the model's image token"):
+        trainer.vllm_generation.generate(ASKED[:1], [[picture(1)]], num_generations=1)
 
 
 def test_trls_completions_are_not_decoded(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from support.policies import NOISE_MAX, NOISE_MEAN, OTHER_POLICY_MEAN
 from support.servers import adapters_on
 from support.trainers import LEARNABLE, grpo_trainer, steps_of
 from support.vision import (
+    LANGUAGE_MODEL,
     NO_IMAGE_TOKEN,
     SERVER_ARGS,
     SHAPES,
@@ -35,7 +36,6 @@ from trl_lora_sync.errors import VerificationError
 Make = Callable[..., GRPOTrainer]
 Row = tuple[dict[str, torch.Tensor], list[int], torch.Tensor]
 LOGP_GAP = "sampling/sampling_logp_difference/mean"
-LANGUAGE_MODEL = {"target_modules": "all-linear", "exclude_modules": ".*(visual|vision_tower|multi_modal_projector).*"}
 
 
 @pytest.fixture(scope="module", params=SHAPES)

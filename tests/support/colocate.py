@@ -54,10 +54,12 @@ def colocate_trainer(
         model=str(model) if isinstance(model, Path) else model,
         args=config_class(**{**fields, **config}),
         reward_funcs=reward_funcs,
-        train_dataset=prompts(),
-        eval_dataset=prompts(["to be evaluated"] * 4),
-        peft_config=lora(),
-        **(trainer_kwargs or {}),
+        **{
+            "train_dataset": prompts(),
+            "eval_dataset": prompts(["to be evaluated"] * 4),
+            "peft_config": lora(),
+            **(trainer_kwargs or {}),
+        },
     )
 
 

@@ -36,6 +36,8 @@ SERVER_ARGS = ("--enable-scale-out", "--limit-mm-per-prompt", '{"image": 1, "vid
 TEXTS = ("what is it?", "a colour", "describe", "and this?")
 # A random model samples it now and then, and the trainer then misses an image. Its probability is 0.004 here.
 NO_IMAGE_TOKEN = {"logit_bias": {"262": -100.0}}
+# What `lora` is given for it.
+LANGUAGE_MODEL = {"target_modules": "all-linear", "exclude_modules": ".*(visual|vision_tower|multi_modal_projector).*"}
 IMAGE_SIZE = 112
 # Gemma3 makes one token of 16 patches here, as vLLM (0.31) expects of it. There is one token only, because an image's
 # tokens see each other, and on a CPU vLLM (0.31) lets each see only earlier tokens: log-probabilities of a prompt with

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
@@ -20,7 +20,8 @@ from trl_lora_sync.colocate.in_weights import FoldedIntoSharedWeights, MergedInt
 from trl_lora_sync.colocate.shared_base import SharedBase
 from trl_lora_sync.colocate.slots import AdapterSlots
 from trl_lora_sync.distributed import run_on_all, run_on_main
-from trl_lora_sync.errors import UnsupportedSettingError, VerificationError
+from trl_lora_sync.engines.images import one_token_per_image
+from trl_lora_sync.errors import GenerationError, UnsupportedSettingError, VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
 from trl_lora_sync.verify import (
@@ -35,6 +36,7 @@ from trl_lora_sync.verify import (
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ColocateGeneration(AdapterGeneration):
@@ -384,12 +386,29 @@ class ColocateGeneration(AdapterGeneration):
             # failed here.
             run_on_all(self.accelerator, self._check_active)
         timer = PhaseTimer()
-        sample = partial(super().generate, prompts, images, num_generations, profiler)
+        # Apart from the sampling, for the same reason.
+        sent = self._on_all_or_alone(lambda: self._one_token_per_image(prompts, images))
+        generate = partial(super().generate, sent, images, num_generations, profiler)
+
+        def sample() -> Any:
+            answer = generate()
+            _check_prompts(answer[0], prompts)
+            return answer
+
         with self._without_text():
             # Alone, the gate refuses it if the adapter has changed, or if vLLM no longer holds the active version.
-            answer = sample() if self._is_alone else run_on_all(self.accelerator, sample)
+            answer = self._on_all_or_alone(sample)
         self._generate_s = (self._generate_s or 0.0) + timer.total_s()
         return answer
+
+    def _on_all_or_alone(self, act: Callable[[], T]) -> T:
+        """**Collective**, but for `tool_turns`."""
+        return act() if self._is_alone else run_on_all(self.accelerator, act)
+
+    def _one_token_per_image(self, prompts: list[list[int]], images: list[Any] | None) -> list[list[int]]:
+        rows = zip(prompts, images or [None] * len(prompts), strict=True)
+        token = self._image_token_id()
+        return [one_token_per_image(prompt, len(pictures or []), token) for prompt, pictures in rows]
 
     @contextmanager
     def tool_turns(self) -> Iterator[None]:
@@ -443,6 +462,16 @@ class ColocateGeneration(AdapterGeneration):
         # The recorded work of the reader had memory that torch keeps apart, for nothing else, until this call.
         with suppress(RuntimeError):  # as after an error of CUDA, which the training has raised
             torch.cuda.empty_cache()
+
+
+def _check_prompts(served: list[list[int]], prompts: list[list[int]]) -> None:
+    """Compare what vLLM sampled after with what the trainer computes with."""
+    if served != prompts:
+        raise GenerationError(
+            "vLLM in this process sampled after other tokens than the prompts of the trainer have. For some models, "
+            "such as Gemma3, it adds more to a prompt than the tokens of an image. Use a server for them, which takes "
+            'prompts as the trainer has them (vllm_mode="server"), or train without images.'
+        )
 
 
 def _no_fused(why: str) -> UnsupportedSettingError:

@@ -4,8 +4,6 @@ import math
 from typing import Any, NamedTuple
 
 from trl_lora_sync.engines.base import Completion, Sampling
-from trl_lora_sync.engines.images import image_runs
-from trl_lora_sync.errors import GenerationError
 
 
 class Sample(NamedTuple):
@@ -22,25 +20,6 @@ class Sample(NamedTuple):
     sent_ids: list[int]
     images: list[str]
     params: dict[str, Any]
-
-
-def one_token_per_image(prompt_ids: list[int], images: int, image_token_id: int | None) -> list[int]:
-    """What SGLang replaces by as many tokens as each image has.
-
-    A prompt that has them already ends in HTTP 500 (0.5.15).
-
-    Raises:
-        GenerationError: the prompt has not one run of image tokens for each image.
-    """
-    if not images:
-        return prompt_ids
-    if image_token_id is None:
-        raise GenerationError("A prompt with images needs the model's image token, and the model names none.")
-    sent, end = [], 0
-    for start, length in image_runs(prompt_ids, image_token_id, images):
-        sent += [*prompt_ids[end:start], image_token_id]
-        end = start + length
-    return sent + prompt_ids[end:]
 
 
 def sampling_params(sampling: Sampling, sample: int) -> dict[str, Any]:

@@ -35,10 +35,10 @@ from trl_lora_sync.engines.base import (
     Timeouts,
 )
 from trl_lora_sync.engines.http import server_message
-from trl_lora_sync.engines.images import data_urls
+from trl_lora_sync.engines.images import data_urls, one_token_per_image
 from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.engines.server import logprobs_mode
-from trl_lora_sync.engines.sglang.completions import Sample, one_token_per_image, read_completion, sampling_params
+from trl_lora_sync.engines.sglang.completions import Sample, read_completion, sampling_params
 from trl_lora_sync.engines.sglang.payload import LoadBody, TensorPayload
 from trl_lora_sync.engines.sglang.server import SGLangServer
 from trl_lora_sync.engines.sglang.spec import SGLANG

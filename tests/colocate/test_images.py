@@ -1,0 +1,82 @@
+"""Prompts with images in colocate mode: vLLM samples after the trainer's tokens and pictures, or there is an error.
+
+The tests of a family share a trainer.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from support.colocate import EXACT, OTHER_POLICY, colocate_trainer
+from support.models import lora, randomize_adapter
+from support.vision import LANGUAGE_MODEL, completion_logps, make_vision_model, picture, tokenized
+
+from trl_lora_sync.errors import GenerationError
+
+Row = tuple[dict[str, torch.Tensor], list[int], torch.Tensor]
+# Mean distance to the log-probabilities with another picture; measured 0.25 and more.
+OTHER_PICTURE = 0.05
+
+
+def image_trainer(shape: str, folder: Path) -> Any:
+    trainer = colocate_trainer(
+        make_vision_model(folder / shape, shape),
+        folder,
+        vllm_max_model_length=256,
+        # With a seed that samples no image token: to rule it out would change the log-probabilities of all others.
+        generation_kwargs={"seed": 0, "ignore_eos": True},
+        trainer_kwargs={"peft_config": lora(**LANGUAGE_MODEL), "eval_dataset": None},
+    )
+    trainer.model.eval()
+    randomize_adapter(trainer.model, seed=1)
+    return trainer
+
+
+@pytest.fixture(scope="module", params=["qwen2.5-vl", "qwen3-vl"])
+def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    trainer = image_trainer(request.param, tmp_path_factory.mktemp("images"))
+    yield trainer
+    trainer.vllm_generation.close()
+
+
+def sampled(trainer: Any, pictures: list[Image.Image | None]) -> list[Row]:
+    """One completion for each picture, with vLLM's log-probabilities of its tokens."""
+    inputs = [tokenized(trainer.processing_class, one, "what is it?") for one in pictures]
+    asked = [one["input_ids"][0].tolist() for one in inputs]
+    images = [one and [one] for one in pictures]
+    prompts, completions, logprobs, _ = trainer.vllm_generation.generate(asked, images, num_generations=1)
+    assert prompts == asked
+    served = [torch.tensor([token[0] for token in row]) for row in logprobs]
+    return list(zip(inputs, completions, served, strict=True))
+
+
+def gaps(trainer: Any, rows: list[Row]) -> torch.Tensor:
+    """Mean distance of each row to the trainer's log-probabilities."""
+    return torch.stack([(completion_logps(trainer.model, one, ids) - served).abs().mean() for one, ids, served in rows])
+
+
+def test_vllm_samples_after_the_trainers_prompt_with_and_without_an_image(trainer: Any) -> None:
+    """vLLM put the tokens of each image into a prompt that had them already: a gap of 0.4 to 0.5 in training."""
+    rows = sampled(trainer, [picture(1), None, picture(2)])
+    assert gaps(trainer, rows).max() < EXACT
+    with trainer.model.disable_adapter():
+        assert gaps(trainer, rows).min() > OTHER_POLICY
+    (first, *answer), _, (second, *_) = rows
+    assert gaps(trainer, [({**first, "pixel_values": second["pixel_values"]}, *answer)]).min() > OTHER_PICTURE
+
+
+def test_as_many_images_as_runs_of_image_tokens_are_required(trainer: Any) -> None:
+    asked = tokenized(trainer.processing_class, picture(1), "two")["input_ids"].tolist()
+    with pytest.raises(GenerationError, match="1 runs of image tokens but 2 images"):
+        trainer.vllm_generation.generate(asked, [[picture(1), picture(2)]], num_generations=1)
+
+
+def test_a_model_in_which_vllm_puts_other_tokens_for_an_image_is_refused(tmp_path: Path) -> None:
+    trainer = image_trainer("gemma3", tmp_path)
+    assert gaps(trainer, sampled(trainer, [None])).max() < EXACT
+    with pytest.raises(GenerationError, match=r'sampled after other tokens .*vllm_mode="server"'):
+        sampled(trainer, [picture(1)])
+    trainer.vllm_generation.close()
