@@ -12,13 +12,16 @@ import torch
 from PIL import Image
 from support.colocate import EXACT, OTHER_POLICY, colocate_trainer
 from support.models import lora, randomize_adapter
-from support.vision import LANGUAGE_MODEL, completion_logps, make_vision_model, picture, tokenized
+from support.vision import LANGUAGE_MODEL, completion_logps, make_vision_model, odd_pictures, picture, tokenized
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.errors import GenerationError
 
 Row = tuple[dict[str, torch.Tensor], list[int], torch.Tensor]
 # Mean distance to the log-probabilities with another picture; measured 0.25 and more.
 OTHER_PICTURE = 0.05
+ODD = odd_pictures()
 
 
 def image_trainer(shape: str, folder: Path) -> Any:
@@ -66,6 +69,22 @@ def test_vllm_samples_after_the_trainers_prompt_with_and_without_an_image(traine
         assert gaps(trainer, rows).min() > OTHER_POLICY
     (first, *answer), _, (second, *_) = rows
     assert gaps(trainer, [({**first, "pixel_values": second["pixel_values"]}, *answer)]).min() > OTHER_PICTURE
+
+
+def test_vllm_sees_the_pixels_that_the_trainers_processor_sees(trainer: Any) -> None:
+    """vLLM put white behind transparent pixels, and turned by EXIF what the trainer did not."""
+    for what, image in ODD.items():
+        assert gaps(trainer, sampled(trainer, [image])).max() < EXACT, what
+
+
+@pytest.mark.parametrize("image", ODD.values(), ids=ODD)
+def test_a_server_of_vllm_sees_the_pixels_that_the_trainers_processor_sees(image: Image.Image) -> None:
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    received = ImageMediaIO().load_base64("image/png", data_url(image).partition(",")[2]).media
+    processor = Qwen2VLImageProcessorPil()
+    served, trained = (processor(images=[one], return_tensors="pt")["pixel_values"] for one in (received, image))
+    assert served.equal(trained)
 
 
 def test_as_many_images_as_runs_of_image_tokens_are_required(trainer: Any) -> None:

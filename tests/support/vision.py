@@ -171,6 +171,26 @@ def picture(seed: int) -> Image.Image:
     return Image.fromarray(pixels.to(torch.uint8).numpy())
 
 
+def odd_pictures() -> dict[str, Image.Image]:
+    """Pictures that Transformers and vLLM may convert to RGB in different ways, by what is odd about them."""
+    plain = picture(7)
+    noise = plain.convert("L")
+    transparent = plain.copy()
+    transparent.putalpha(noise)
+    by_palette = plain.quantize(16)
+    by_palette.info["transparency"] = 0
+    turned = plain.crop((0, 0, IMAGE_SIZE, IMAGE_SIZE // 2))
+    turned.getexif()[0x0112] = 6  # by 90 degrees
+    return {
+        "RGBA": transparent,
+        "LA": transparent.convert("LA"),
+        "transparent palette": by_palette,
+        "CMYK": plain.convert("CMYK"),
+        "F": noise.convert("F"),
+        "turned by EXIF": turned,
+    }
+
+
 def with_images(texts: Sequence[str] = TEXTS) -> Dataset:
     """A conversational dataset with one picture for each prompt, in the column that TRL knows."""
     return Dataset.from_dict(

@@ -20,7 +20,7 @@ from trl_lora_sync.colocate.in_weights import FoldedIntoSharedWeights, MergedInt
 from trl_lora_sync.colocate.shared_base import SharedBase
 from trl_lora_sync.colocate.slots import AdapterSlots
 from trl_lora_sync.distributed import run_on_all, run_on_main
-from trl_lora_sync.engines.images import one_token_per_image
+from trl_lora_sync.engines.images import as_trained, one_token_per_image
 from trl_lora_sync.errors import GenerationError, UnsupportedSettingError, VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.settings import ColocateSettings
@@ -387,8 +387,8 @@ class ColocateGeneration(AdapterGeneration):
             run_on_all(self.accelerator, self._check_active)
         timer = PhaseTimer()
         # Apart from the sampling, for the same reason.
-        sent = self._on_all_or_alone(lambda: self._one_token_per_image(prompts, images))
-        generate = partial(super().generate, sent, images, num_generations, profiler)
+        sent = self._on_all_or_alone(lambda: self._as_vllm_takes_them(prompts, images))
+        generate = partial(super().generate, *sent, num_generations, profiler)
 
         def sample() -> Any:
             answer = generate()
@@ -405,10 +405,15 @@ class ColocateGeneration(AdapterGeneration):
         """**Collective**, but for `tool_turns`."""
         return act() if self._is_alone else run_on_all(self.accelerator, act)
 
-    def _one_token_per_image(self, prompts: list[list[int]], images: list[Any] | None) -> list[list[int]]:
-        rows = zip(prompts, images or [None] * len(prompts), strict=True)
+    def _as_vllm_takes_them(
+        self, prompts: list[list[int]], images: list[Any] | None
+    ) -> tuple[list[list[int]], list[Any] | None]:
+        if images is None:
+            return prompts, None
         token = self._image_token_id()
-        return [one_token_per_image(prompt, len(pictures or []), token) for prompt, pictures in rows]
+        rows = zip(prompts, images, strict=True)
+        sent = [one_token_per_image(prompt, len(pictures or []), token) for prompt, pictures in rows]
+        return sent, [pictures and list(map(as_trained, pictures)) for pictures in images]
 
     @contextmanager
     def tool_turns(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Images in prompts of token ids, as both engines need them. Does no I/O."""
 
 import base64
+import inspect
 import io
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,11 +10,26 @@ from typing import Any
 from trl_lora_sync.errors import GenerationError
 
 
+def as_trained(image: Any) -> Any:
+    """The colours of a PIL image that the trainer's processor computes with, and nothing else.
+
+    Transformers ignores transparency (5.17) or puts white behind it (5.24), and it ignores the orientation in EXIF.
+    vLLM puts white behind transparency, and in the trainer's process it turns images by EXIF (0.31).
+    """
+    import numpy
+    from PIL import Image
+    from transformers.image_transforms import convert_to_rgb
+
+    # Without it, newer versions warn.
+    options = {"return_numpy": True} if "return_numpy" in inspect.signature(convert_to_rgb).parameters else {}
+    return Image.fromarray(numpy.asarray(convert_to_rgb(image, **options)))
+
+
 def data_url(image: Any) -> str:
     """A PIL image as the data URL of its PNG."""
     buffer = io.BytesIO()
     # Without loss: the server must see the very pixels that the trainer's processor has seen.
-    image.save(buffer, format="PNG")
+    as_trained(image).save(buffer, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
