@@ -181,15 +181,39 @@ def test_server_forgets_adapters_of_dead_runs_only(
 
     said = capsys.readouterr().out
     assert f"unloaded {left.name}" in said
-    assert f"unloaded {orphan.name}" in said
+    assert f"left {orphan.name}: its run has no folder" in said
     assert f"left {active.name}: its run goes on" in said
     assert f"left {unknown.name}: its run keeps its files elsewhere" in said
     assert f"left {sent.name}: its run keeps its files elsewhere, or sends none" in said
     assert f"left {kept.name}: its run was started on another host" in said
     assert "left a-chat-adapter: it is not an adapter of this package" in said
-    assert set(engine.loaded(soon())) == {active.name, unknown.name, strange.name, sent.name, kept.name}
+    others = {active.name, unknown.name, strange.name, sent.name, kept.name}
+    assert set(engine.loaded(soon())) == {orphan.name, *others}
     assert not dead.directory.exists()
+
+    assert main(["sweep", fake.base_url, "--dir", str(root), "--missing"]) == 0
+
+    assert f"unloaded {orphan.name}" in capsys.readouterr().out
+    assert set(engine.loaded(soon())) == others
     elsewhere.close()
+
+
+@pytest.mark.outside
+def test_adapter_of_a_live_run_in_another_container_stays(
+    fake: FakeSGLang, engine: Engine, live: AdapterStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was unloaded under the live run: each container has a separate /dev/shm, by the same path."""
+    active = live.write(2, ADAPTER)
+    engine.load(active, soon())
+    (tmp_path / "sync").rename(tmp_path / "of-the-container")
+
+    assert main(["sweep", fake.base_url, "--dir", str(tmp_path / "sync")]) == 0
+
+    said = capsys.readouterr().out
+    assert said.startswith(f"left {active.name}: ")
+    assert "in another container; if it is over, sweep with --missing" in said
+    assert list(engine.loaded(soon())) == [active.name]
+    (tmp_path / "of-the-container").rename(tmp_path / "sync")
 
 
 @pytest.mark.outside
@@ -265,11 +289,15 @@ def test_record_of_an_adapter_that_another_server_may_have_is_kept(
 ) -> None:
     with FakeSGLang(shapes=SMALL) as other:
         ended = AdapterStore(tmp_path / "sync", servers=[other.base_url])
-        name = ended.write(1, ADAPTER).name
-        ended.close([name])
+        stored = ended.write(1, ADAPTER)
+        name = stored.name
+        engine = engine_at(other.base_url, "sglang")
+        engine.load(stored, soon())
+        engine.close()
+        ended.close([name])  # as where the server did not confirm the unload
         assert main(["sweep", fake.base_url, "--dir", str(tmp_path / "sync")]) == 0
         assert f"left {ended.run_id}: a server may still have its adapters" in capsys.readouterr().out
         assert list((ended.directory / name).iterdir()) == []
         assert main(["sweep", other.base_url, "--dir", str(tmp_path / "sync")]) == 0
-    assert f"removed {ended.run_id}" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"unloaded {name}\nremoved {ended.run_id}\n"
     assert not ended.directory.exists()

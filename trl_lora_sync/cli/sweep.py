@@ -1,7 +1,8 @@
 """Remove what dead runs left behind: files in a folder, and adapters on a server. Never of a live run.
 
-A run is known to be dead if its files are not locked any more and it was started on this host since it last booted, or
-if its files are gone. Of any other, such as a run on another host, nothing is touched, and its name is printed.
+A run is known to be dead if its files are not locked any more and it was started on this host since it last booted. Of
+any other, such as a run on another host, nothing is touched, and its name is printed. A run without files here may be
+live in another container, which has a separate folder at the same path: only `--missing` unloads its adapters.
 """
 
 from collections.abc import Callable
@@ -30,6 +31,7 @@ class Options:
 
     dir: Path | None
     server_dir: str | None
+    missing: bool
     dry_run: bool
     timeout: float
 
@@ -53,12 +55,16 @@ def run(
         ),
     ] = None,
     server_dir: Annotated[str | None, Option(metavar="DIR", help="the same folder as the servers see it")] = None,
+    missing: Annotated[
+        bool,
+        Option("--missing", help="also unload adapters from the lora_sync_dir whose run has no folder there any more"),
+    ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="only list what would be removed")] = False,
     timeout: Annotated[float, Option(metavar="S", help="seconds to wait for a server")] = 30,
 ) -> None:
     check_timeout(timeout)
     check_server_dir(server_dir)
-    options = Options(dir=sync_dir, server_dir=server_dir, dry_run=dry_run, timeout=timeout)
+    options = Options(dir=sync_dir, server_dir=server_dir, missing=missing, dry_run=dry_run, timeout=timeout)
     if not targets:
         folder = default_sync_dir(True, ".")
         _show(folder, sweep_folder(folder, dry_run))
@@ -138,10 +144,12 @@ def sweep_server(url: str, args: Options) -> list[str]:
             run = _run_of(name)
             if run is None:
                 lines.append(f"left {name}: it is not an adapter of this package")
-            elif (state := states.get(run) or _state_without_folder(path, f"{seen_as}/{run}/{name}")) != "dead":
-                lines.append(_left_alone(name, state))
-            else:
+                continue
+            state = states.get(run) or ("missing" if path == f"{seen_as}/{run}/{name}" else "unknown")
+            if state == "dead" or (state == "missing" and args.missing):
                 lines.append(_unload(engine, name, deadline, dry_run=args.dry_run))
+            else:
+                lines.append(_left_alone(name, state))
         if root.is_dir():
             # Listed again, as files stay while the server still has their adapter.
             left = loaded if args.dry_run else runtime.run(engine.loaded(deadline("Listing adapters")))
@@ -173,11 +181,6 @@ def _run_of(adapter_name: str) -> str | None:
     return run if run.startswith(RUN_PREFIX) and version else None
 
 
-def _state_without_folder(listed: str, ours: str) -> str:
-    """The state of a run that has no folder in ours: dead if its adapter came from there, by comparing text."""
-    return "dead" if listed == ours else "unknown"
-
-
 def _left_alone(name: str, state: str) -> str:
     why = {
         "live": "its run goes on",
@@ -186,6 +189,10 @@ def _left_alone(name: str, state: str) -> str:
             "delete it there, or by hand"
         ),
         "unconfirmed": "a server may still have its adapters; sweep the URL of each server that it used",
+        "missing": (
+            "its run has no folder in the lora_sync_dir here, but may have one at the same path in another container; "
+            "if it is over, sweep with --missing"
+        ),
         "unknown": "its run keeps its files elsewhere, or sends none; name its lora_sync_dir with --dir",
     }
     return f"left {name}: {why[state]}"
