@@ -132,6 +132,15 @@ def test_without_an_argument_the_default_folder_is_swept(
     assert said == (f"removed {dead.run_id}\n" if dead else f"{root}: nothing was left behind.\n")
 
 
+def test_folder_of_dir_is_swept_without_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The default folder was swept instead, and the answer was that nothing was left behind."""
+    dead, _ = dead_run(tmp_path / "sync")
+    assert main(["sweep", "--dir", str(tmp_path / "sync")]) == 0
+    assert capsys.readouterr().out == f"removed {dead.run_id}\n"
+    assert main(["sweep", "--dir", str(tmp_path / "missing")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
 @pytest.mark.outside
 def test_server_that_is_stopped_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     with nobody_listening() as url:

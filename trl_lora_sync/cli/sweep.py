@@ -50,7 +50,7 @@ def run(
         Option(
             "--dir",
             metavar="DIR",
-            help="lora_sync_dir of the runs on the servers",
+            help="lora_sync_dir of the runs on the servers; without a URL, this folder is swept",
             show_default="the one used on this host",
         ),
     ] = None,
@@ -65,6 +65,8 @@ def run(
     check_timeout(timeout)
     check_server_dir(server_dir)
     options = Options(dir=sync_dir, server_dir=server_dir, missing=missing, dry_run=dry_run, timeout=timeout)
+    if not targets and sync_dir is not None:
+        targets = [str(absolute_dir(sync_dir))]
     if not targets:
         folder = default_sync_dir(True, ".")
         _show(folder, sweep_folder(folder, dry_run))
