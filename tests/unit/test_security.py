@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -18,10 +19,16 @@ import trustme
 from trl_lora_sync.config import GRPOConfig, sync_settings
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.connect import connect_engine
-from trl_lora_sync.engines.http import APIKey, HTTPClient
+from trl_lora_sync.engines.http import APIKey, HTTPClient, may_have_acted
 from trl_lora_sync.engines.sglang.engine import SGLangEngine
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
-from trl_lora_sync.errors import LoRASyncError, ServerAuthError, ServerSetupError, UnsupportedSettingError
+from trl_lora_sync.errors import (
+    LoRASyncError,
+    ServerAuthError,
+    ServerSetupError,
+    ServerUnreachableError,
+    UnsupportedSettingError,
+)
 from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.sync import AdapterSync
 from unit.servers import Request, Server, serving
@@ -228,15 +235,21 @@ def test_an_authority_of_ones_own_is_accepted(
     assert ask(tls_server.url) == 200
 
 
+def trusted_context(authority: trustme.CA, folder: Path, patch: pytest.MonkeyPatch, host: str = "127.0.0.1") -> Any:
+    """Of a server with a certificate for `host` by an authority that the client trusts."""
+    import ssl
+
+    authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+    patch.setenv("SSL_CERT_FILE", str(folder / "ca.pem"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(host).configure_cert(context)
+    return context
+
+
 def test_a_certificate_for_another_host_is_refused(
     authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ssl
-
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("elsewhere.example").configure_cert(context)
+    context = trusted_context(authority, tmp_path, monkeypatch, "elsewhere.example")
     with serving(lambda request: request.send(200)) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         with pytest.raises(ServerSetupError, match=r"is not trusted: .*correct vllm_server_base_url"):
@@ -246,6 +259,36 @@ def test_a_certificate_for_another_host_is_refused(
 def test_a_server_without_tls_behind_an_https_url_is_told_apart() -> None:
     with serving(lambda request: request.send(200)) as server, pytest.raises(ServerSetupError, match="in TLS"):
         ask(server.url.replace("http://", "https://"))
+
+
+def test_a_server_that_requires_a_client_certificate_is_refused_with_what_to_do(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alert after the handshake, which was a raw SSLError."""
+    import ssl
+
+    context = trusted_context(authority, tmp_path, monkeypatch)
+    authority.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    with serving(lambda request: request.send(200)) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        url = server.url.replace("http://", "https://")
+        with pytest.raises(ServerSetupError, match=r"requires a client certificate.*vllm_server_base_url"):
+            Blocking(run(connect_engine(url, engine="vllm", is_local=True, deadline=soon())))
+
+
+def test_an_answer_that_is_no_tls_after_the_handshake_is_a_broken_connection(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = trusted_context(authority, tmp_path, monkeypatch)
+    def answer(request: Request) -> None:
+        os.write(request.connection.fileno(), b"no TLS at all")
+
+    with serving(answer) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        with pytest.raises(ServerUnreachableError, match=r"broke during GET /version \(\[SSL") as found:
+            ask(server.url.replace("http://", "https://"))
+    assert may_have_acted(found.value)
 
 
 def test_authorities_that_cannot_be_read_are_an_error_that_names_the_variable(

@@ -168,7 +168,7 @@ class HTTPClient:
 
         Raises:
             ServerUnreachableError: no connection, or it broke before the answer was complete; or the server is dead.
-            ServerSetupError: the server's certificate is not trusted.
+            ServerSetupError: the server's certificate is not trusted, or it requires one of its clients.
             ServerAuthError: the key in the environment does not fit into a header.
             DeadlineExceededError: no complete answer before the deadline, or a gateway wants a pause beyond it.
         """
@@ -292,6 +292,15 @@ class HTTPClient:
         except httpx.RequestError as error:
             error.request = httpx.Request(method, f"{self.base_url}{path}")  # without the key in its head
             raise self._our_error(error, method, path, deadline) from error
+        # Of alerts after the handshake, which httpx passes on (0.28).
+        except ssl.SSLError as error:
+            if "CERTIFICATE_REQUIRED" in str(error.reason):
+                raise ServerSetupError(
+                    f"{self.base_url} requires a client certificate, and none is ever sent. Set vllm_server_base_url "
+                    "to a URL that requires none, such as the server's behind a gateway. Protect it by an API key."
+                ) from error
+            broken = httpx.ReadError(str(error), request=httpx.Request(method, f"{self.base_url}{path}"))
+            raise self._our_error(broken, method, path, deadline) from broken
 
     def _our_error(self, error: httpx.RequestError, method: str, path: str, deadline: Deadline) -> LoRASyncError:
         # First, because ConnectTimeout is a TimeoutException too: such a server is down, and its answer not just late.
