@@ -232,8 +232,11 @@ class SlotWriter:
         with self.fetcher.turn, ExitStack() as opened:
 
             def begin() -> tuple[int, _Kind]:
-                file = opened.enter_context(path.open("rb", buffering=0)).fileno()
-                return file, self._fetch(file, request, note)
+                try:
+                    file = opened.enter_context(path.open("rb", buffering=0)).fileno()
+                    return file, self._fetch(file, request, note)
+                except FileNotFoundError as error:  # in the words that `add_adapter` has for it
+                    raise FileNotFoundError(f"No adapter found for {request.lora_path}: {error}") from error
 
             file, kind = self._together(begin)
             # All workers have plans for the same kinds, or they would meet in different collectives below.
@@ -261,8 +264,15 @@ class SlotWriter:
             result = act()
         except Exception as caught:  # the others hear of it first
             error = caught
-        if self._agree(error is None):
+        # What may be there a moment later is counted apart: the trainer gets the error of one worker, which may not be
+        # the worker that missed it, and tries again only after such an error.
+        counts = torch.tensor([int(error is not None), int(isinstance(error, FileNotFoundError | DamagedError))])
+        self._group.add_up(counts)
+        failed, unseen = counts.tolist()
+        if not failed:
             return result
+        if error is None and unseen == failed:
+            error = FileNotFoundError("No adapter found that is complete, by another worker of the group; see its log.")
         raise error or RuntimeError("Another worker of the group failed; see its log.")
 
     def _add_usually(self, file: int, request: Any) -> None:
