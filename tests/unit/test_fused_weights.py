@@ -29,6 +29,7 @@ from trl_lora_sync.engine_plugins.fused_weights import (
     fuse,
 )
 from trl_lora_sync.engine_plugins.pinned_memory import PinError
+from trl_lora_sync.engine_plugins.safetensors_file import CUT_OFF
 
 R, IN, OUT = 2, 8, 16
 PREFIX = "base_model.model.layers.0."
@@ -448,9 +449,10 @@ def test_a_missing_file_is_called_missing(write: Write, name: str) -> None:
 
 @pytest.mark.parametrize("length", [0, 4, 60, -10])
 def test_a_file_that_was_cut_short_is_refused(write: Write, length: int) -> None:
+    """In words after which the trainer tries again, as a network file system may show a part of it first."""
     file = write() / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(AdapterFileError):
+    with pytest.raises(AdapterFileError, match=CUT_OFF):
         read_head(str(file.parent))
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from trl_lora_sync.engine_plugins.safetensors_file import (
     CONFIG_FILE,
+    CUT_OFF,
     MALFORMED,
     TENSORS_FILE,
     Head,
@@ -132,7 +133,8 @@ def read_head(folder: str) -> AdapterFile:
         raise AdapterFileError(f"{folder} cannot be read ({error.strerror})") from error
     except MALFORMED as error:
         raise AdapterFileError(
-            f"{folder} holds no adapter that can be read ({type(error).__name__}: {error})"
+            f"{folder} holds no adapter that can be read ({type(error).__name__}: {error}). It is damaged, or was "
+            f"{CUT_OFF}."
         ) from error
     return AdapterFile(
         file=file,
@@ -236,12 +238,16 @@ def tensor_name(name: str) -> str:
 def _span(name: str, entry: Any, size: int, *, is_matrix: bool) -> TensorSpan:
     try:
         span = TensorSpan.of(entry)
+        if span.end > size:
+            raise AdapterFileError(
+                f"The tensor {name!r} ends at {span.end} of {size} bytes of tensors; the file was {CUT_OFF}."
+            )
         dimensions = (2,) if is_matrix else (1, 2)
         if len(span.shape) not in dimensions or min(span.shape) < 1 or not span.fits(size):
             raise ValueError
     except (KeyError, ValueError, TypeError) as error:
         raise AdapterFileError(
             f"The tensor {name!r} of the adapter cannot be used: {entry!r} in a file of {size} bytes of tensors. A "
-            "matrix in float32, bfloat16 or float16 was expected; was the file written completely?"
+            "matrix in float32, bfloat16 or float16 was expected."
         ) from error
     return span

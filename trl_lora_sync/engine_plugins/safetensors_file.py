@@ -25,6 +25,8 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes of adapters, by their names in the file."""
 MALFORMED = (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading the head of a file that is damaged, or of another format, raises."""
+CUT_OFF = "not written completely"
+"""In the message with which a worker refuses a file that may be whole a moment later."""
 
 # Float64 can be exported, but no worker reads it by itself.
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "F64"}
@@ -183,5 +185,5 @@ def read_into(file: int, view: memoryview, offset: int) -> None:
         # May fill a part only. Its offset is an argument, so all threads can share one descriptor.
         count = os.preadv(file, [view], offset)
         if not count:
-            raise ShortFileError("The file is shorter than its header promises; it was not written completely.")
+            raise ShortFileError(f"The file is shorter than its header promises; it was {CUT_OFF}.")
         view, offset = view[count:], offset + count

@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.collector import collector_paused
-from trl_lora_sync.engine_plugins.safetensors_file import DTYPES
+from trl_lora_sync.engine_plugins.safetensors_file import CUT_OFF, DTYPES
 from trl_lora_sync.engine_plugins.version_note import DAMAGED, NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_quick_load import (
     ADAPTERS_HEADER,
@@ -78,7 +78,9 @@ logger = logging.getLogger(__name__)
 # Messages of vLLM 0.31 about a missing or short adapter_model.safetensors and of an empty adapter_config.json.
 _SEEN_IN_PART = (
     *("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1"),
-    DAMAGED,
+    *(DAMAGED, CUT_OFF),
+    # Of fused servers that were installed before they had `CUT_OFF` for it.
+    *("was the file written completely?", "holds no adapter that can be read"),
 )
 _SCORED_AT_ONCE = 8
 _PROBE = "trl-lora-sync-probe"

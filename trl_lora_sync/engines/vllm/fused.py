@@ -18,7 +18,6 @@ from trl_lora_sync.engines.base import Capabilities, Deadline
 from trl_lora_sync.engines.http import json_object, server_message
 from trl_lora_sync.engines.vllm.engine import VLLMEngine, paths_by_name
 from trl_lora_sync.errors import (
-    AdapterNotVisibleError,
     AdapterRejectedError,
     DeadlineExceededError,
     LoRASyncError,
@@ -96,13 +95,6 @@ class VLLMFusedEngine(VLLMEngine):
         return _adapters_in(answer)
 
     def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> LoRASyncError:
-        # The words of `safetensors_file.ShortFileError`, which the workers pass on.
-        if "not written completely" in message:
-            return AdapterNotVisibleError(
-                f"{self.base_url} refused to load the adapter {adapter.name!r} because a file in "
-                f"{adapter.server_path} is cut off or damaged. {self._cause_of_damage(adapter)} "
-                f"The server answered: {message!r}"
-            )
         # Not as a rejection, because nothing is wrong with the adapter, and the fleet may go on without this server.
         if status == 409 and any(words in message for words in _BUSY):
             return DeadlineExceededError(
