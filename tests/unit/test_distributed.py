@@ -224,8 +224,9 @@ class LoopingSyncTrainer(LoRASyncTrainer, LoopingTrainer):
 def start_engine(self: Any) -> None:
     """In the place of `_init_vllm`: what samples is a function that answers one token for each row."""
 
-    def generate(rows: list[Any], **_: Any) -> list[Any]:
-        return [SimpleNamespace(prompt_token_ids=[5], outputs=[SimpleNamespace(token_ids=[7])]) for _ in rows]
+    def generate(rows: list[dict[str, Any]], **_: Any) -> list[Any]:
+        outputs = [SimpleNamespace(token_ids=[7])]
+        return [SimpleNamespace(prompt_token_ids=row["prompt_token_ids"], outputs=outputs) for row in rows]
 
     self.dtype_in = lambda form: torch.float32
     self.gate, self.llm = SamplingGate(lambda: None), SimpleNamespace(generate=generate)
