@@ -53,7 +53,6 @@ from versus.shapes import write_model  # noqa: E402
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool  # noqa: E402
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins.safetensors_file import METADATA, header_of  # noqa: E402
-from trl_lora_sync.engine_plugins.version_note import NOTE_FILE  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
 from trl_lora_sync.runtime import Blocking, run  # noqa: E402
@@ -81,7 +80,15 @@ class Bench:
         self.engine, self.trainer = engine, trainer
         self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
         # A store for each way, as files of other sizes would not be used again.
-        self.stores = {way: AdapterStore(folder / way, pinned=PinnedFilePool(shares_gpu=way == "ipc")) for way in WAYS}
+        self.stores = {
+            way: AdapterStore(
+                folder / way,
+                pinned=PinnedFilePool(shares_gpu=way == "ipc"),
+                # Without, a worker takes versions for adapters of another origin.
+                has_checksums=way not in ("files", "vllm"),
+            )
+            for way in WAYS
+        }
         self._live: dict[str, list[StoredAdapter]] = {way: [] for way in WAYS}
         self._numbers = itertools.count(1)
         self._sampled = ""  # the version that is not retired
@@ -102,9 +109,6 @@ class Bench:
         finishing = threading.Thread(target=self.stores[way].finish)  # as in a run, where another thread writes
         finishing.start()
         written = time.perf_counter()
-        if way in ("files", "vllm"):
-            assert stored.path is not None
-            (stored.path / NOTE_FILE).unlink()
         before = time.perf_counter()
         self.engine.load(stored, soon())
         loaded = time.perf_counter()

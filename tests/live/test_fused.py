@@ -19,6 +19,7 @@ from conftest import FUSED_KEY
 from contract.reference import PeftReference
 from contract.served import sampling, soon
 from safetensors.torch import load_file, save_file
+from support.adapters import make_foreign
 from support.models import lora, randomize_adapter
 from support.policies import is_policy_of, sample, token_ids
 from support.trainers import grpo_trainer, steps_of, wait_for_unloads
@@ -28,7 +29,6 @@ from vllm_server import VLLMServer
 from trl_lora_sync.adapter.canonical import LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
-from trl_lora_sync.engine_plugins.version_note import NOTE_FILE
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, MIDDLEWARE, ROUTE, WORKER
 from trl_lora_sync.engines.base import PromptGroup
 from trl_lora_sync.engines.connect import connect_engine
@@ -119,7 +119,7 @@ def change_file(stored: StoredAdapter, change: Callable[[dict[str, torch.Tensor]
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-    (stored.path / NOTE_FILE).unlink()
+    make_foreign(stored.path)
 
 
 def test_a_version_that_was_damaged_on_the_way_is_refused(fused: Fused) -> None:

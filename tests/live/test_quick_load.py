@@ -24,6 +24,7 @@ import torch
 from contract.reference import PeftReference
 from contract.served import soon
 from safetensors.torch import load_file, save_file
+from support.adapters import make_foreign
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.policies import token_ids
 from support.processes import run_script
@@ -64,7 +65,7 @@ class Quick:
         assert stored.path
         tensors = load_file(stored.path / FILE)
         save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, stored.path / FILE)
-        (stored.path / "lora_sync.json").unlink()  # as adapters of other programs are
+        make_foreign(stored.path)
         return stored
 
     def write_flat(self, seed: int, rank: int = 8) -> StoredAdapter:
@@ -265,7 +266,7 @@ def test_versions_are_written_into_their_slots_and_late_requests_get_their_own(q
 def test_a_written_version_is_bit_for_bit_what_vllm_loads(quick: Quick) -> None:
     stored = [quick.write_flat(5) for _ in range(3)]
     assert stored[1].path
-    (stored[1].path / "lora_sync.json").unlink()  # so vLLM loads that one
+    make_foreign(stored[1].path)  # so vLLM loads that one
     scores = []
     for one in stored:
         quick.engine.load(one, soon(60))

@@ -28,7 +28,7 @@ from trl_lora_sync.adapter.store import AdapterStore, new_run_id, run_states, sw
 from trl_lora_sync.engine_plugins.checksum import checksum
 from trl_lora_sync.engine_plugins.forks import keep_from_children
 from trl_lora_sync.engine_plugins.safetensors_file import head_of
-from trl_lora_sync.engine_plugins.version_note import VersionNote, digest_of
+from trl_lora_sync.engine_plugins.version_note import NOTE_FORM, NOTE_KEY, VersionNote, digest_of
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 from unit.tiny import big_adapter, canonical, everything_under, lora_module
 
@@ -934,6 +934,17 @@ def test_each_version_has_a_note_with_which_a_worker_can_compare_it(tmp_path: Pa
         head = head_of(opened.fileno())
     config = (stored.path / "adapter_config.json").read_bytes()
     assert note.head == digest_of(head.header, config)
+    assert json.loads(config)[NOTE_KEY] == NOTE_FORM
     tensors = bytearray(file.read_bytes()[head.start :])
     assert note.checksum == checksum(torch.frombuffer(tensors, dtype=torch.uint8))
+    store.close()
+
+
+def test_a_version_that_no_worker_compares_announces_no_note(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "root", has_checksums=False)
+    stored = store.write(1, canonical())
+    assert stored.path is not None
+    assert everything_under(stored.path) == FILES
+    assert NOTE_KEY not in json.loads((stored.path / FILES[0]).read_text())
+    store.check(stored, canonical())
     store.close()

@@ -21,6 +21,7 @@ from typing import TypeVar, cast
 import pytest
 import torch
 from contract.served import SMALL, soon
+from support.adapters import make_foreign
 from support.gpu_stand_in import StandInGPU, StandInProcess
 from support.shared_memory import shared_folder
 from support.waiting import happens
@@ -39,7 +40,7 @@ from trl_lora_sync.engine_plugins.fused_file import AdapterFileError, read_head
 from trl_lora_sync.engine_plugins.fused_weights import FusedAdapter, Reader
 from trl_lora_sync.engine_plugins.safetensors_file import head_of
 from trl_lora_sync.engine_plugins.shared_files import Fetch, Filled, MappedFiles, SharedFiles
-from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, VersionNote
+from trl_lora_sync.engine_plugins.version_note import VersionNote
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.runtime import Blocking, run
 from trl_lora_sync.testing import FakeSGLang
@@ -607,7 +608,7 @@ def test_what_a_refused_adapter_has_gone_over_is_fetched_again() -> None:
         assert is_there.wait(20)
         # Of another client, without a note, and cut short once its head has been read.
         other, _ = note_of(apart.write(9, flat(9)))
-        (other / NOTE_FILE).unlink()
+        make_foreign(other)
         head = read_head(str(other))
         os.truncate(other / FILE, (other / FILE).stat().st_size - 64)
         with pytest.raises(AdapterFileError):

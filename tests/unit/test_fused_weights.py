@@ -30,6 +30,7 @@ from trl_lora_sync.engine_plugins.fused_weights import (
 )
 from trl_lora_sync.engine_plugins.pinned_memory import PinError
 from trl_lora_sync.engine_plugins.safetensors_file import CUT_OFF
+from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 
 R, IN, OUT = 2, 8, 16
 PREFIX = "base_model.model.layers.0."
@@ -445,6 +446,18 @@ def test_a_missing_file_is_called_missing(write: Write, name: str) -> None:
     with pytest.raises(AdapterFileError, match="No adapter found") as caught:
         read_head(str(folder))
     assert caught.value.is_missing
+
+
+@pytest.mark.parametrize("note", [None, "", '{"head": "12'])
+def test_a_version_whose_note_does_not_show_yet_is_called_missing(write: Write, note: str | None) -> None:
+    """It was fused as an adapter of another origin, and not compared by anything."""
+    folder = write(lora_sync_note=NOTE_FORM)
+    if note is not None:
+        (folder / "lora_sync.json").write_text(note)
+    with pytest.raises(AdapterFileError, match=r"No adapter found.*lora_sync\.json") as caught:
+        read_head(str(folder))
+    assert caught.value.is_missing
+    assert read_head(str(write(lora_sync_note="of another release"))).note is None
 
 
 @pytest.mark.parametrize("length", [0, 4, 60, -10])

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import json
 import logging
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool, is_in_memory
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter, sweep_leftovers, write_adapter
 from trl_lora_sync.engine_plugins.pinned_memory import PinError
+from trl_lora_sync.engine_plugins.version_note import NOTE_FORM, NOTE_KEY
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 from trl_lora_sync.transports import DiskTransport, transport_for
 from unit.tiny import everything_under, lora_module
@@ -135,8 +137,10 @@ def test_version_in_a_pinned_file_is_byte_for_byte_the_portable_one(
     assert stored.path is not None
     assert pool.held_bytes == tensors_of(stored).stat().st_size > 0
     assert everything_under(stored.path) == [CONFIG, TENSORS, NOTE]
+    assert (stored.path / TENSORS).read_bytes() == (expected / TENSORS).read_bytes()
+    config = json.loads((expected / CONFIG).read_text())
+    assert json.loads((stored.path / CONFIG).read_text()) == config | {NOTE_KEY: NOTE_FORM}
     for name in (CONFIG, TENSORS):
-        assert (stored.path / name).read_bytes() == (expected / name).read_bytes()
         assert (stored.path / name).stat().st_mode == (expected / name).stat().st_mode
     assert stored.path.stat().st_mode == expected.stat().st_mode
     assert {stat.S_IMODE(path.stat().st_mode) for path in store.directory.rglob("*") if path.is_dir()} == {0o700}

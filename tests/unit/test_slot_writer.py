@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.adapters import make_foreign
 from support.shared_memory import shared_folder
 from support.waiting import happens
 from torch import Tensor
@@ -33,6 +34,7 @@ from unit.tiny import canonical, lora_module
 
 BF16 = torch.bfloat16
 R, MOST, IN, OUT, SLOTS, KEPT = 2, 4, 8, 16, 2, 3
+NOTE, CONFIG, TENSORS = "lora_sync.json", "adapter_config.json", "adapter_model.safetensors"
 
 
 class Cache(OrderedDict[int, Any]):
@@ -346,7 +348,7 @@ def test_adapters_without_a_note_and_versions_take_turns(served: Served) -> None
         stored = served.write(seed)
         if seed % 3 == 0:
             assert stored.path
-            (stored.path / "lora_sync.json").unlink()
+            make_foreign(stored.path, "of another release" if seed % 2 else None)
         assert served.serves(stored)
 
 
@@ -403,19 +405,42 @@ def test_a_damaged_version_is_refused_and_the_others_stay(
     assert served.serves(served.write(10))
 
 
-@pytest.mark.parametrize("late", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {CONFIG: None},
+        {TENSORS: None},
+        {NOTE: None},
+        {NOTE: 0},
+        {NOTE: 20},
+        {NOTE: None, CONFIG: None},
+        {NOTE: None, CONFIG: 40},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_version_of_which_a_file_does_not_show_yet_is_refused_in_words_after_which_the_trainer_tries_again(
-    served: Served, late: str, before: int
+    served: Served, shown: dict[str, int | None], before: int
 ) -> None:
-    """A network file system may show the note first. The sync failed at once, and blamed the base model."""
+    """On a network file system. The sync failed at once, and blamed the base model; or without the note, the version
+    was loaded as an adapter of another origin, and not compared by anything.
+
+    Args:
+        shown: of some files, how many bytes can be seen; None if the file cannot.
+    """
     assert all(served.serves(served.write(seed)) for seed in range(1, before + 1))
     stored = served.write(9)
-    assert stored.path
-    (stored.path / late).rename(stored.path / "hidden")
-    with pytest.raises(FileNotFoundError, match=f"No adapter found for {stored.path}"):
+    folder = stored.path
+    assert folder
+    for name, count in shown.items():
+        (folder / name).rename(folder / f"whole {name}")
+        if count is not None:
+            (folder / name).write_bytes((folder / f"whole {name}").read_bytes()[:count])
+    with pytest.raises(FileNotFoundError, match=f"No adapter found for {folder}"):
         served.add(stored)
-    (stored.path / "hidden").rename(stored.path / late)
+    assert not served.is_listed(stored)
+    for name in shown:
+        (folder / f"whole {name}").rename(folder / name)
     assert served.serves(stored)
 
 
@@ -594,20 +619,20 @@ def added(pair: list[Served], versions: list[StoredAdapter]) -> list[Exception |
         return list(pool.map(add, pair, versions))
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("hidden", ["lora_sync.json", "adapter_config.json", "adapter_model.safetensors"])
-def test_a_version_that_one_worker_does_not_see_yet_is_refused_by_the_whole_group(
-    pair: tuple[Threads, list[Served]], late: int, hidden: str
+@pytest.mark.parametrize("late", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("hidden", [NOTE, CONFIG, TENSORS])
+def test_a_version_that_some_workers_do_not_see_yet_is_refused_by_the_whole_group(
+    pair: tuple[Threads, list[Served]], late: list[int], hidden: str
 ) -> None:
-    """That worker raised, and the others waited for it in a collective until the timeout of gloo.
+    """A single one raised, and the others waited for it in a collective until the timeout of gloo.
 
     For a file other than the note, the error had no words after which the trainer tries again.
     """
     group, workers = pair
     versions = [one.write(1) for one in workers]
-    folder = versions[late].path
-    assert folder
-    (folder / hidden).rename(folder / "hidden")
+    folders = [folder for rank in late if (folder := versions[rank].path)]
+    for folder in folders:
+        (folder / hidden).rename(folder / "hidden")
     first, last = added(workers, versions)
     assert not group.barrier.broken
     # The last worker alone, see `SlotWriter.add_adapter`.
@@ -615,7 +640,8 @@ def test_a_version_that_one_worker_does_not_see_yet_is_refused_by_the_whole_grou
     assert last is not None
     assert "No adapter found" in str(last)
     assert not any(one.is_listed(stored) for one, stored in zip(workers, versions, strict=True))
-    (folder / "hidden").rename(folder / hidden)
+    for folder in folders:
+        (folder / "hidden").rename(folder / hidden)
     assert added(workers, versions) == [None, None]
     assert all(one.serves(stored) for one, stored in zip(workers, versions, strict=True))
 
@@ -644,7 +670,7 @@ def test_an_adapter_without_a_note_costs_a_group_one_collective(pair: tuple[Thre
     versions = [one.write(1) for one in workers]
     for stored in versions:
         assert stored.path
-        (stored.path / "lora_sync.json").unlink()
+        make_foreign(stored.path)
     assert added(workers, versions) == [None, None]
     assert all(one.serves(stored) for one, stored in zip(workers, versions, strict=True))
     assert len(group.entered) == 2

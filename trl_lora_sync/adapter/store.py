@@ -33,7 +33,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
     bytes_of,
 )
 from trl_lora_sync.engine_plugins.shared_files import SOCKET
-from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, VersionNote, digest_of
+from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, NOTE_FORM, NOTE_KEY, VersionNote, digest_of
 from trl_lora_sync.errors import AdapterExportError, VerificationError
 
 logger = logging.getLogger(__name__)
@@ -141,10 +141,9 @@ def _check_free(directory: Path) -> None:
 def _write_files(
     partial: Path, adapter: CanonicalAdapter, private: bool, write_tensors: Callable[[Path, CanonicalAdapter], None]
 ) -> None:
-    tensors, config = partial / TENSORS_FILE, partial / CONFIG_FILE
+    tensors, config, note = partial / TENSORS_FILE, partial / CONFIG_FILE, partial / NOTE_FILE
     write_tensors(tensors, adapter)
-    config.write_text(_config_text(adapter))
-    note = partial / NOTE_FILE
+    config.write_text(_config_text(adapter, has_note=note.exists()))
     for file in (tensors, config, note) if note.exists() else (tensors, config):
         # A pinned file is 0600 whatever the umask, so the other one shows the process's default.
         file.chmod(_PRIVATE_FILE if private else config.stat().st_mode)
@@ -154,8 +153,8 @@ def _write_files(
     fsync(partial)
 
 
-def _config_text(adapter: CanonicalAdapter) -> str:
-    return json.dumps(adapter.config(), indent=2, sort_keys=True)
+def _config_text(adapter: CanonicalAdapter, *, has_note: bool) -> str:
+    return json.dumps(adapter.config() | ({NOTE_KEY: NOTE_FORM} if has_note else {}), indent=2, sort_keys=True)
 
 
 def _changed(stored: StoredAdapter) -> str:
@@ -347,7 +346,7 @@ class AdapterStore:
             # Last, so that no reader finds the file without its content, or without the lock that makes it wait.
             pinned.move(file)
         if checksum is not None:
-            head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter).encode())
+            head = digest_of(adapter.header[HEADER_PREFIX_BYTES:], _config_text(adapter, has_note=True).encode())
             shared = f"../{_PINNED}/{SOCKET}" if pinned is not None and pinned.is_shared else ""
             VersionNote(head=head, checksum=checksum(), files=shared, memory=memory).write(file.parent)
 
@@ -367,7 +366,8 @@ class AdapterStore:
         """
         assert stored.path is not None
         try:
-            is_config_same = (stored.path / CONFIG_FILE).read_text() == _config_text(adapter)
+            config = _config_text(adapter, has_note=stored.has_checksum)
+            is_config_same = (stored.path / CONFIG_FILE).read_text() == config
             is_same = is_config_same and self._holds(stored.name, stored.path / TENSORS_FILE, adapter)
         except (OSError, ValueError) as error:
             raise VerificationError(f"{_changed(stored)} They cannot be read any more: {error}") from error

@@ -11,6 +11,7 @@ Takes plain LoRA, and what the trainer writes beside it (`adapter.extras`):
 Everything else is refused here, before any weight is touched.
 """
 
+import errno
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from trl_lora_sync.engine_plugins.safetensors_file import (
     TensorSpan,
     head_of,
 )
-from trl_lora_sync.engine_plugins.version_note import VersionNote
+from trl_lora_sync.engine_plugins.version_note import NOTE_FILE, VersionNote, is_noted
 
 _PREFIX = "base_model.model."
 TOKENS_KEY = "lora_sync_tokens"
@@ -125,6 +126,9 @@ def read_head(folder: str) -> AdapterFile:
         scaling = _scaling_of(config)
         content = _content_of(head)
         tokens = _tokens_in(config, content)
+        note = VersionNote.read(root)
+        if note is None and is_noted(config):
+            raise FileNotFoundError(errno.ENOENT, "does not show yet", str(root / NOTE_FILE))
     # A missing adapter is answered with 404, by which `FusedMiddleware` knows that a registered version is gone.
     except FileNotFoundError as error:
         message = f"No adapter found for {folder} ({error.strerror}: {error.filename})"
@@ -143,7 +147,7 @@ def read_head(folder: str) -> AdapterFile:
         scaling=scaling,
         tokens=tokens,
         config=text,
-        note=VersionNote.read(root),
+        note=note,
     )
 
 

@@ -12,6 +12,7 @@ adapter; all workers of a group refuse a version if one does. Where anything is 
 in its own way, and the reason is logged.
 """
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -46,7 +47,7 @@ from trl_lora_sync.engine_plugins.slot_layout import (
     find_boxes,
     read_digits,
 )
-from trl_lora_sync.engine_plugins.version_note import DAMAGED, VersionNote
+from trl_lora_sync.engine_plugins.version_note import DAMAGED, NOTE_FILE, VersionNote, is_noted
 
 # All versions of a run are of one kind, so this bounds what runs leave behind on a server that outlives them.
 _KINDS = 8
@@ -189,20 +190,20 @@ class SlotWriter:
         is_there = number in self._tables._registered_adapters
         if is_there and not request.load_inplace:
             return bool(self._usual_add(request))
-        note = VersionNote.read(Path(request.lora_path))
+        note, is_ours = _note_of(Path(request.lora_path))
         # Counted first: a network folder may show a version late on some hosts, and a worker that fails before the
         # collectives of `_load` would leave the others waiting there.
-        counts = torch.tensor([int(note is not None), int(note is None)])
+        counts = torch.tensor([int(is_ours), int(note is None), 1])
         self._group.add_up(counts)
-        seeing, missing = counts.tolist()
-        if not seeing:  # an adapter of another origin
+        ours, missing, workers = counts.tolist()
+        if not ours:
             return bool(self._usual_add(request))
         try:
             if note is None or missing:
                 # With vLLM's words for a folder that does not show, after which the trainer tries again for a while.
                 raise FileNotFoundError(
-                    f"No adapter found for {request.lora_path} by {missing} of {seeing + missing} workers. They have "
-                    "to see the folder of the trainer, and its note in it. Nothing was loaded."
+                    f"No adapter found for {request.lora_path} by {missing} of {workers} workers. They have to see and "
+                    f"read the folder of the trainer, with {CONFIG_FILE} and {NOTE_FILE} in it. Nothing was loaded."
                 )
             self._load(request, note)
         except Exception:
@@ -529,6 +530,16 @@ class SlotWriter:
                 self._index[other] = None
         if self._index.index(request.lora_int_id) != slot:
             raise _DoubtError("this version of vLLM chooses the slot of an adapter in another way")
+
+
+def _note_of(folder: Path) -> tuple[VersionNote | None, bool]:
+    """The note of an adapter, and whether it must have one, as adapters of another origin need not."""
+    note = VersionNote.read(folder)
+    try:
+        return note, note is not None or is_noted(json.loads((folder / CONFIG_FILE).read_bytes()))
+    except (OSError, *MALFORMED):
+        # It may show a moment later, when vLLM reads it. Paths of a trainer are absolute; others may be names on a hub.
+        return note, folder.is_absolute()
 
 
 class _Written:

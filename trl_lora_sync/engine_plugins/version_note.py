@@ -8,11 +8,15 @@ import json
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 NOTE_FILE = "lora_sync.json"
-NOTE_FORM = "3"
-"""Of `VersionNote` and of the locks of `unfinished`; to be changed with them, as trainer and server are installed
-apart."""
+NOTE_FORM = "4"
+"""Of `VersionNote`, of `NOTE_KEY` and of the locks of `unfinished`; to be changed with them, as trainer and server are
+installed apart."""
+NOTE_KEY = "lora_sync_note"
+"""In `adapter_config.json`: the form of the note beside it. While a network file system does not show that note, the
+version would pass for an adapter of another origin, with which nothing is compared. Engines and PEFT ignore the key."""
 DAMAGED = "is damaged: "
 """In the message with which a worker refuses a version that is not what the trainer sent."""
 
@@ -48,9 +52,14 @@ class VersionNote:
             found = json.loads((folder / NOTE_FILE).read_bytes())
             # Fields that are unknown here are passed over; a missing one is a KeyError.
             return cls(**{one.name: str(found[one.name]) for one in fields(cls)})
-        # A trainer of another version may write another note; vLLM then loads its files as any adapter's.
+        # A trainer of another version may write another note; its files are then loaded as any adapter's.
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def is_noted(config: Any) -> bool:
+    """Whether the content of `adapter_config.json` is of a version that has a note, of the form that is known here."""
+    return isinstance(config, dict) and config.get(NOTE_KEY) == NOTE_FORM
 
 
 # All versions of a run have one header, of which the digest takes longer than the look into the cache.
