@@ -117,6 +117,10 @@ class Server:
         if scope["type"] == "lifespan":
             await send({"type": "lifespan.startup.complete"})
             return
+        if scope["path"] in ("/pause", "/resume"):
+            self.engine.paused = scope["path"] == "/pause"
+            while self.engine.paused and self.engine.is_busy:
+                await asyncio.sleep(0)
         self.sampling.append(str(self.engine.active[0] or BASE))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
         await send({"type": "http.response.body", "body": b"{", "more_body": True})
@@ -657,12 +661,57 @@ def test_a_client_whose_body_is_complete_may_wait_for_long(monkeypatch: pytest.M
     run(test())
 
 
-def test_a_pause_of_a_client_is_not_ended() -> None:
+@pytest.mark.parametrize("is_during", [False, True])
+def test_a_pause_of_a_client_is_not_ended(is_during: bool) -> None:
+    """A pause during a change was answered at once, and ended with the change."""
+
     async def test() -> None:
         server = Server()
-        server.engine.paused = True
-        assert (await server.load("v1"))[0] == 200
+        if is_during:
+            server.engine.reading_s = 0.05
+            loading = asyncio.create_task(server.load("v1"))
+            await until(lambda: server.engine.paused)
+            pausing = asyncio.create_task(server.ask("POST", "/pause"))
+        else:
+            pausing = asyncio.create_task(server.ask("POST", "/pause"))
+            loading = asyncio.create_task(server.load("v1"))
+        assert (await loading)[0] == (await pausing)[0] == 200
         assert server.engine.paused
+        assert (await server.ask("POST", "/resume"))[0] == 200
+        assert not server.engine.paused
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/resume", "/release_kv_cache_memory"])
+def test_a_client_neither_ends_nor_uses_the_pause_of_a_change(path: str) -> None:
+    """Requests in the background ran while weights changed, and others without a KV cache after the change."""
+
+    async def test() -> None:
+        server = Server()
+        server.engine.reading_s = 0.05
+        loading = asyncio.create_task(server.load("v1"))
+        await until(lambda: server.engine.paused)
+        asking = asyncio.create_task(server.ask("POST", path))
+        assert (await loading)[0] == (await asking)[0] == 200
+        assert server.sampling == ["v1"]  # the weights as the request arrived at vLLM
+
+    run(test())
+
+
+def test_a_pause_that_waits_for_requests_can_be_ended_and_holds_a_change_back_no_longer_than_it_waits() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.is_busy = True
+        pausing = asyncio.create_task(server.ask("POST", "/pause"))
+        await until(lambda: server.engine.paused)
+        status, answer = await server.load("v1", timeout_s=0.05)
+        assert (status, "still busy" in answer["error"]["message"]) == (409, True)
+        loading = asyncio.create_task(server.load("v1", timeout_s=20))
+        assert (await server.ask("POST", "/resume"))[0] == (await pausing)[0] == 200
+        server.engine.is_busy = False
+        assert (await loading)[0] == 200
+        assert not server.engine.paused
 
     run(test())
 
@@ -778,7 +827,10 @@ def test_what_would_change_the_base_is_refused(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/pause", "/resume", "/wake_up", "/tokenize", "/inference/v1/abort_requests", "/v1/lora_sync/adapters/x"],
+    [
+        *("/pause", "/resume", "/wake_up", "/tokenize", "/inference/v1/abort_requests", "/v1/lora_sync/adapters/x"),
+        *("/ping", "/v1/responses/resp_1/cancel"),
+    ],
 )
 def test_routes_that_sample_nothing_are_never_held_back(path: str) -> None:
     async def test() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ _CONTROL = frozenset(
         "/inference/v1/abort_requests",
         "/is_scaling_elastic_ep",
         "/pause",
+        "/ping",
         "/release_kv_cache_memory",
         "/reset_encoder_cache",
         "/reset_mm_cache",
@@ -54,6 +56,8 @@ _CONTROL = frozenset(
         "/wake_up",
     }
 )
+# It ends a response that is computed in the background, for which a change may be waiting.
+_CANCEL = re.compile(r"/v1/responses/[^/]+/cancel")
 # They would change the base weights, of which the workers keep a copy.
 _CHANGES_BASE = frozenset(
     {
@@ -87,6 +91,15 @@ class FusedMiddleware:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._is_asleep = False
         self._weights = asyncio.Lock()  # who may touch their memory: a fuse, a comparison, or vLLM's sleep
+        # A client that pauses the engine, as a fuse would end that pause with its own. Apart from the other lock, as a
+        # pause may wait for requests for long, and the client must be able to resume the engine meanwhile.
+        self._client_pause = asyncio.Lock()
+        self._held = {
+            "/pause": self._client_pause,
+            # Within the pause of a fuse, they would let requests run while weights change, or without a KV cache.
+            "/resume": self._weights,
+            "/release_kv_cache_memory": self._weights,
+        }
         logger.info("Adapters can be fused into the weights of this server, at %s.", ROUTE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,6 +115,9 @@ class FusedMiddleware:
                 await self._pass_on(scope, receive, send)
             elif path in ("/sleep", "/wake_up"):
                 await self._pass_on_sleep(scope, receive, send, path)
+            elif path in self._held:
+                async with self._held[path]:
+                    await self.app(scope, receive, send)
             else:
                 await self.app(scope, receive, send)
         except Refused as refused:
@@ -279,8 +295,10 @@ class FusedMiddleware:
 
     async def _fuse_now(self, engine: Any, name: str, path: str | None, timeout_s: float) -> dict[str, float]:
         started = time.perf_counter()
-        # Always after the gate and before the pause. `/sleep` takes this lock alone, so they cannot block each other.
-        async with self._weights:
+        # Always after the gate and before the pause, in this order. Requests such as `/sleep` take one of these locks
+        # alone, so they cannot block each other.
+        async with self._no_client_pausing(timeout_s), self._weights:
+            left_s = timeout_s - (time.perf_counter() - started)
             if self._is_asleep:
                 raise Refused(409, "The server sleeps, and its weights cannot be changed. Wake it up first.")
             async with contextlib.AsyncExitStack() as pause:
@@ -295,7 +313,7 @@ class FusedMiddleware:
                     answers = _good(await reading)
                     _check_placed(answers)
                     prepared = time.perf_counter()
-                    await _until_paused(pausing, timeout_s)
+                    await _until_paused(pausing, left_s)
                     paused = time.perf_counter()
                     # Before the first weight changes, so that a refusal leaves nothing to undo.
                     if not (await resetting or await _reset_prefix_cache(engine)):
@@ -330,6 +348,23 @@ class FusedMiddleware:
         parts = ", ".join(f"{part} {1000 * spent:.0f}" for part, spent in seconds.items() if part != "total")
         logger.info("The weights hold %s now, after %.0f ms (%s).", name, 1000 * seconds["total"], parts)
         return seconds
+
+    @contextlib.asynccontextmanager
+    async def _no_client_pausing(self, timeout_s: float) -> AsyncIterator[None]:
+        """Inside, no client begins a pause, and each that had begun is complete.
+
+        Raises:
+            Refused: a client's pause still waits for requests after `timeout_s`.
+        """
+        try:
+            async with timeout(timeout_s):
+                await self._client_pause.acquire()
+        except asyncio.TimeoutError as error:
+            raise _busy(timeout_s) from error
+        try:
+            yield
+        finally:
+            self._client_pause.release()
 
     async def _undo(self, engine: Any, error: BaseException) -> None:
         """Put back what was there; if that fails as well, refuse everything until a fuse succeeds."""
@@ -471,7 +506,11 @@ async def _until_paused(pausing: "asyncio.Future[None]", timeout_s: float) -> No
         async with timeout(timeout_s):
             await pausing
     except asyncio.TimeoutError as error:
-        raise Refused(409, f"The engine was still busy after {timeout_s:.0f} s.") from error
+        raise _busy(timeout_s) from error
+
+
+def _busy(timeout_s: float) -> Refused:
+    return Refused(409, f"The engine was still busy after {timeout_s:.0f} s.")
 
 
 async def _reset_prefix_cache(engine: Any) -> bool:
@@ -516,7 +555,7 @@ def _may_sample(scope: Scope, path: str) -> bool:
     # vLLM parses the level by `int`, which takes "02" for 2, so only the two known spellings pass.
     if path in _CHANGES_BASE or (path == "/sleep" and _query(scope).get("level", "1").strip() not in ("0", "1")):
         raise Refused(409, f"{path} would change the base weights under the adapter, so fused serving refuses it.")
-    return path not in _CONTROL
+    return path not in _CONTROL and _CANCEL.fullmatch(path) is None
 
 
 def _wanted(scope: Scope) -> str | None:
