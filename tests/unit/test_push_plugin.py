@@ -261,6 +261,47 @@ def test_bytes_that_are_still_to_arrive_count_as_used(tmp_path: Path, monkeypatc
     store.close()
 
 
+def test_a_push_that_is_repeated_while_its_first_attempt_hangs_takes_its_place(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half-open connection kept its room until a timeout of minutes, and each retry was refused with 507."""
+    server, body = serve(), safetensors()
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_frsize=1, f_bavail=1.5 * len(body), f_blocks=0))
+    scope = server.scope("PUT", "/a-v1", {"Content-Length": str(len(body)), "Lora-Sync-Checksum": checksum_of(body)})
+
+    async def push(receive: Callable[[], Any]) -> int:
+        answer: list[Any] = []
+
+        async def send(message: Any) -> None:
+            answer.append(message)
+
+        await server.middleware(scope, receive, send)
+        return int(answer[0]["status"])
+
+    async def test() -> None:
+        hangs, goes_on = asyncio.Event(), asyncio.Event()
+        parts = iter([body[:8], body[8:]])
+
+        async def receive_late() -> Any:
+            part = next(parts)
+            if part != body[:8]:
+                hangs.set()
+                await goes_on.wait()
+            return {"type": "http.request", "body": part, "more_body": part == body[:8]}
+
+        async def receive_at_once() -> Any:
+            return {"type": "http.request", "body": body}
+
+        first = asyncio.create_task(push(receive_late))
+        await hangs.wait()
+        assert await push(receive_at_once) == 200
+        goes_on.set()
+        assert await first == 409
+        assert server.files() == WHOLE
+
+    asyncio.run(test())
+
+
 def test_of_two_uploads_of_one_name_the_second_to_end_is_refused(tmp_path: Path) -> None:
     store, body = PushStore(tmp_path, max_bytes=1000), safetensors()
     first, second = store.begin("a", len(body)), store.begin("a", len(body))

@@ -51,6 +51,8 @@ class PushMiddleware:
         self.app = app
         self._streams = 0 if os.environ.get(STREAMS_VARIABLE) == "0" else MOST_STREAMS
         self._incoming: dict[str, IncomingStreams] = {}
+        # In one HTTP request each, whose connection may hang; at most one for a name.
+        self._bodies: dict[str, Upload] = {}
         self.store = PushStore(
             Path(os.environ.get(DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY), max_bytes=_max_bytes_from_environment()
         )
@@ -131,6 +133,8 @@ class PushMiddleware:
         """End the uploads of a name that the trainer has given up, as it has sent another request for that name."""
         for token in [token for token, one in self._incoming.items() if one.upload.name == name]:
             self._give_up(token)
+        if name in self._bodies:
+            self._bodies.pop(name).abort()
 
     def _give_up(self, token: str) -> None:
         incoming = self._incoming.pop(token, None)
@@ -159,7 +163,7 @@ class PushMiddleware:
                 # After success too, which removes the entry; `close` leaves a finished upload alone.
                 self._give_up(token)
         if path is None:
-            upload = self._begin(name, _length_in(request.scope, "Content-Length"))
+            upload = self._bodies[name] = self._begin(name, _length_in(request.scope, "Content-Length"))
             try:
                 async with timeout(UPLOAD_TIMEOUT_S):
                     path = await _receive_into(upload, request.stream(), checksum)
@@ -167,6 +171,8 @@ class PushMiddleware:
                 raise Refused(408, f"The upload took more than {UPLOAD_TIMEOUT_S:.0f} s.") from error
             finally:
                 upload.abort()
+                if self._bodies.get(name) is upload:  # and not of a later request
+                    del self._bodies[name]
         return {"name": name, "path": str(path), "bytes": self.store.sizes().get(name), "checksum": checksum}
 
 
