@@ -805,7 +805,7 @@ def test_a_server_that_never_came_up_is_named_though_the_last_attempt_outlived_t
 ) -> None:
     answers = iter([ServerUnreachableError("It does not answer. Start it."), DeadlineExceededError("too late")])
 
-    async def request(*args: object, is_probe: bool) -> httpx.Response:
+    async def request(*args: object, **kwargs: object) -> httpx.Response:
         raise next(answers)
 
     monkeypatch.setattr(HTTPClient, "request", request)

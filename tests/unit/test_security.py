@@ -281,6 +281,7 @@ def test_an_answer_that_is_no_tls_after_the_handshake_is_a_broken_connection(
     authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = trusted_context(authority, tmp_path, monkeypatch)
+
     def answer(request: Request) -> None:
         os.write(request.connection.fileno(), b"no TLS at all")
 

@@ -41,7 +41,7 @@ from trl_lora_sync.testing import VERSIONS, FakeSGLang, ServerArgs, random_adapt
 from trl_lora_sync.testing.sglang_scheduler import StrictUnpickler
 from trl_lora_sync.transports import HTTPTransport
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
-from unit.servers import serving
+from unit.servers import Request, serving
 
 pytestmark = pytest.mark.outside
 
@@ -560,6 +560,30 @@ def test_the_engine_is_told_behind_a_gateway_that_asks_for_a_key(
                 assert (run(connect.recognise(http.wrapped, soon())).name == "sglang") is is_sglang
         finally:
             http.close()
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [Request.reset, lambda request: request.send(502), lambda request: request.send(503)],
+    ids=["broken off", "502", "503"],
+)
+@pytest.mark.parametrize("routes", [SGLANG, VLLM])
+def test_the_engine_is_told_after_a_request_that_fails_once(
+    fail: Callable[[Request], None], routes: dict[str, int]
+) -> None:
+    """The start ended with the failure, or SGLang was taken for vLLM."""
+    failures = [fail]
+
+    def answer(request: Request) -> None:
+        if request.path == "/model_info" and failures:
+            failures.pop()(request)
+        else:
+            request.send(routes.get(request.path, 404))
+
+    with serving(answer) as server:
+        http = Blocking(HTTPClient(server.url, api_key=NO_KEY, is_local=True))
+        assert (run(connect.recognise(http.wrapped, soon())).name == "sglang") is (routes is SGLANG)
+        http.close()
 
 
 @pytest.mark.parametrize("routes", [SGLANG, VLLM])

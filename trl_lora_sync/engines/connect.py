@@ -3,6 +3,8 @@
 import logging
 from pkgutil import resolve_name
 
+import httpx
+
 from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Engine, Timeouts
 from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient, is_unreachable, retrying
 from trl_lora_sync.engines.registry import ENGINES
@@ -48,7 +50,7 @@ async def connect_engine(
     """
     # Without a key, as the engine is not known yet: a key of one engine may not go to a server of another.
     async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts) as http:
-        await _wait_until_up(http, deadline)
+        await _status_once_up(http, deadline)
         spec = await recognise(http, deadline) if engine == "auto" else ENGINES[engine]
     if serving == "fused" and not spec.fused_engine:
         raise ServerSetupError(
@@ -72,7 +74,7 @@ async def _is_fused(spec: EngineSpec, base_url: str, is_local: bool, deadline: D
         return False
     # With the key of the engine, which is known by now: the fused routes check keys themselves.
     async with HTTPClient(base_url, api_key=APIKey(spec.api_key_variable), is_local=is_local) as http:
-        return (await http.request("GET", spec.fused_route, deadline)).status_code == 200
+        return await _status_once_up(http, deadline, spec.fused_route) == 200
 
 
 async def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, is_asleep: bool = False) -> None:
@@ -85,7 +87,7 @@ async def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, is
         ServerUnreachableError: no answer came before the deadline.
     """
     async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local) as http:
-        await _wait_until_up(http, deadline, _MODELS if is_asleep else _HEALTH)
+        await _status_once_up(http, deadline, _MODELS if is_asleep else _HEALTH)
 
 
 async def reason_to_be_down(
@@ -103,7 +105,10 @@ async def reason_to_be_down(
     return None
 
 
-async def _wait_until_up(http: HTTPClient, deadline: Deadline, route: str = _HEALTH) -> None:
+async def _status_once_up(
+    http: HTTPClient, deadline: Deadline, route: str = _HEALTH, *, api_key: httpx.Auth | None = None
+) -> int:
+    """Of the first answer that a server gives which is up; a gateway may fail for a moment at any route."""
     seen: ServerUnreachableError | None = None
 
     def may_repeat(error: BaseException) -> bool:
@@ -119,20 +124,23 @@ async def _wait_until_up(http: HTTPClient, deadline: Deadline, route: str = _HEA
     try:
         async for attempt in retrying(deadline, may_repeat):
             with attempt:
-                await _probe(http, deadline, route)
+                status = await _probe(http, deadline, route, api_key)
     except DeadlineExceededError as late:
         # The last attempt began just before the deadline. Only an earlier one knows why nothing answers.
         if seen is None:
             raise
         raise seen from late
+    return status
 
 
-async def _probe(http: HTTPClient, deadline: Deadline, route: str) -> None:
-    response = await http.request("GET", route, deadline, is_probe=True)
+async def _probe(http: HTTPClient, deadline: Deadline, route: str, api_key: httpx.Auth | None = None) -> int:
+    # Any answer to the routes for it shows that a server is up, also HTTP 429.
+    response = await http.request("GET", route, deadline, api_key=api_key, is_probe=route in (_HEALTH, _MODELS))
     if response.status_code in _STILL_STARTING:
         raise ServerUnreachableError(
             f"The server at {http.base_url} is starting or out of order (HTTP {response.status_code})."
         )
+    return response.status_code
 
 
 async def recognise(http: HTTPClient, deadline: Deadline) -> EngineSpec:
@@ -148,12 +156,12 @@ async def recognise(http: HTTPClient, deadline: Deadline) -> EngineSpec:
     keys = [APIKey(spec.api_key_variable) for spec in (SGLANG, VLLM)]
 
     for key in (NO_KEY, *keys):
-        status = (await http.request("GET", SGLANG.own_route, deadline, api_key=key)).status_code
+        status = await _status_once_up(http, deadline, SGLANG.own_route, api_key=key)
         # vLLM guards /v1 and a few other prefixes (serve/middleware/authenticate.py, 0.31), so it answers 404 here.
         if status != 401:
             return SGLANG if status == 200 else VLLM
     # With each key 401: a gateway may refuse routes that it does not know, and pass on vLLM's.
-    if (await http.request("GET", VLLM.own_route, deadline, api_key=keys[1])).status_code == 200:
+    if await _status_once_up(http, deadline, VLLM.own_route, api_key=keys[1]) == 200:
         return VLLM
     raise ServerAuthError(
         f"{http.base_url} answers nothing without another key, so the engine is unknown. In the trainer's "
