@@ -146,6 +146,28 @@ def test_a_run_that_came_to_its_end_is_not_called_running(tmp_path: Path) -> Non
     assert "step 100 of 100" in page.texts
 
 
+def test_a_run_that_is_resumed_after_its_end_has_not_ended(tmp_path: Path) -> None:
+    resumed = HEADER | {"from_step": 2}
+    end = {"step": 2, "train_runtime": 60.0}
+    (run,) = read_runs([write_log(tmp_path, HEADER, *steps(1, 2), end, resumed, *steps(3))])
+    assert not run.has_ended
+
+
+@pytest.mark.parametrize("state", ["[]", '{"log_history": null}', '{"log_history": ["step", {"step": null}]}'])
+def test_state_without_rows_ends_with_2(state: str, tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(state)
+    assert main(["report", str(tmp_path)]) == 2
+
+
+def test_values_whose_sum_is_no_float_are_shown(tmp_path: Path) -> None:
+    report_of(write_log(tmp_path, HEADER, *steps(*range(1, 30), reward=1e308)))
+
+
+def test_row_without_a_step_is_left_out(tmp_path: Path) -> None:
+    (run,) = read_runs([write_log(tmp_path, HEADER, *steps(1), {"step": None, "reward": 0.9})])
+    assert run.series("reward") == [(1, 0.5)]
+
+
 def test_a_resumed_run_is_one_run_without_the_steps_that_were_trained_again(tmp_path: Path) -> None:
     resumed = HEADER | {"from_step": 2, "started": "2026-05-05T10:00:00+00:00"}
     (run,) = read_runs([write_log(tmp_path, HEADER, *steps(1, 2, 3), resumed, *steps(3, 4, reward=0.9))])

@@ -33,6 +33,7 @@ from trl_lora_sync.engines.http import (
     retrying,
     server_message,
 )
+from trl_lora_sync.engines.server import models_in
 from trl_lora_sync.errors import (
     AdapterRejectedError,
     DeadlineExceededError,
@@ -622,13 +623,27 @@ def test_words_of_a_server_become_one_line(body: str, words: str) -> None:
     assert server_message(response(body)) == words
 
 
+@pytest.mark.parametrize("content", [{}, {"data": None}])
+def test_an_answer_without_models_has_none(content: dict[str, Any]) -> None:
+    assert models_in(content) == []
+
+
+def test_words_in_a_charset_that_is_none_of_text_are_read() -> None:
+    odd = httpx.Response(502, headers={"Content-Type": "text/plain; charset=base64"}, content=b"no server")
+    odd.request = httpx.Request("GET", "http://host")
+    assert server_message(odd) == "no server"
+
+
 def test_long_words_are_shortened() -> None:
     words = server_message(response("x" * 100_000))
     assert len(words) < 2100
     assert words.endswith("x...")
 
 
-@pytest.mark.parametrize("body", ["<html>502</html>", '{"half": ', "", "Success: plain text", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "body",
+    ["<html>502</html>", '{"half": ', "", "Success: plain text", b"\xff\xfe", pytest.param("[" * 100_000, id="deep")],
+)
 def test_body_without_json_is_the_error_asked_for_and_suspects_a_proxy(body: str) -> None:
     with pytest.raises(
         GenerationError, match=r"POST http://host/v1/x answered HTTP 200 without valid JSON.*proxy"

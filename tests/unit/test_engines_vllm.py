@@ -363,8 +363,9 @@ def test_pause_that_outlasts_the_deadline_is_an_error_at_once(engine_at: Any) ->
     assert len(server.requests) == 1
 
 
-def test_limit_without_a_pause_ends_with_the_deadline(engine_at: Any) -> None:
-    engine, server = engine_at(lambda request: request.send(429))
+@pytest.mark.parametrize("pause", [{}, {"Retry_After": f"Mon, 01 Jan 2024 00:00:00 +{'9' * 14}"}])
+def test_limit_without_a_pause_that_can_be_read_ends_with_the_deadline(engine_at: Any, pause: dict[str, str]) -> None:
+    engine, server = engine_at(lambda request: request.send(429, **pause))
     with pytest.raises(DeadlineExceededError, match="HTTP 429"):
         sample(engine, 1, seconds=1.5)
     assert 1 < len(server.requests) < 10

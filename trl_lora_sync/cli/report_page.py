@@ -325,7 +325,8 @@ def _numbers(run: Run) -> dict[str, str]:
     found = {}
     if rewards := run.finite("reward"):
         edge = min(_EDGE_STEPS, len(rewards))
-        first, last = statistics.fmean(rewards[:edge]), statistics.fmean(rewards[-edge:])
+        # Not `fmean`, whose sum may overflow.
+        first, last = statistics.mean(rewards[:edge]), statistics.mean(rewards[-edge:])
         found[f"reward, first to last {edge}"] = f"{first:.3g} → {last:.3g}"
     if steps := run.finite("step_time"):
         found["median step"] = _seconds(statistics.median(steps))

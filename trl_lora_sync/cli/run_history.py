@@ -134,8 +134,8 @@ def _log(file: Path) -> tuple[dict[str, Any], list[Row]]:
         if "started" not in entry:
             rows.append(entry)
         elif entry.get("from_step"):
-            # Steps after the checkpoint were trained again.
-            rows = [row for row in rows if row["step"] <= entry["from_step"]]
+            # Steps after the checkpoint were trained again, and the end of that part is not the end of the run.
+            rows = [row for row in rows if row["step"] <= entry["from_step"] and "train_runtime" not in row]
             # Versions and settings come from the last part, and the start from the first.
             header = entry | {key: header[key] for key in ("started", "from_step") if key in header}
         else:
@@ -144,12 +144,16 @@ def _log(file: Path) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """One line; None for what a killed run wrote of its last."""
+    """One line; None for what a killed run wrote of its last, and for a row without a step."""
     try:
         found = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and ("started" in found or "step" in found) else None
+    return found if isinstance(found, dict) and ("started" in found or _has_step(found)) else None
+
+
+def _has_step(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("step"), int | float)
 
 
 def _trainer_state(folder: Path) -> list[Row]:
@@ -159,8 +163,10 @@ def _trainer_state(folder: Path) -> list[Row]:
     for file in [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]:
         try:
             state = json.loads(file.read_text())
+            if not isinstance(state, dict):
+                raise ValueError("it is not a state of a trainer")
         except (OSError, ValueError) as error:
             raise UsageError(f"{file} cannot be read ({error}). Is the run still writing it?") from error
         if not newest or state.get("global_step", 0) > newest.get("global_step", 0):
             newest = state
-    return [row for row in newest.get("log_history", []) if "step" in row]
+    return [row for row in newest.get("log_history") or [] if _has_step(row)]

@@ -34,7 +34,8 @@ def checked_url(url: str) -> str:
         raise UsageError("a URL carries a user, password, query or fragment. Give the key in the environment instead.")
     # By a pattern, as `is_http_url` does not report what is wrong with a URL.
     port = re.fullmatch(r"https?://[^/]+:(-?\d+)(/.*)?", url)
-    if port and not 0 < int(port[1]) <= _HIGHEST_PORT:
+    # As a float, because Python refuses to make an int of thousands of digits.
+    if port and not 0 < float(port[1]) <= _HIGHEST_PORT:
         raise UsageError(f"port {port[1]} in {url} is out of range. Give a port from 1 to {_HIGHEST_PORT}.")
     if not is_http_url(url):
         raise UsageError(f"{url!r} is not a URL. Expected something like http://localhost:8000.")

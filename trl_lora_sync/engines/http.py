@@ -482,7 +482,7 @@ def _pause_s(limited: httpx.Response, before_s: float, deadline: Deadline) -> fl
 def _retry_after_s(response: httpx.Response) -> float | None:
     """The header as seconds from now; RFC 9110 allows a date as well. None if there is none that can be read."""
     text = response.headers.get("Retry-After", "")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         # At least a short pause, even after a header of 0 or a date in the past.
         if text.strip().isdecimal():
             return max(_SHORTEST_PAUSE_S, float(text))
@@ -520,8 +520,10 @@ def may_have_acted(error: BaseException) -> bool:
 
 def server_message(response: httpx.Response) -> str:
     """The text of the server's answer, as one line; without the key of the request, which some gateways repeat."""
-    text = response.text
-    with contextlib.suppress(ValueError):
+    # Not `text` of httpx (0.28), which fails for a charset that is not one of text, such as base64.
+    text = response.content.decode(errors="replace")
+    # RecursionError of what is nested deeply.
+    with contextlib.suppress(ValueError, RecursionError):
         text = _message_in(json.loads(text)) or text
     key = response.request.headers.get("Authorization", "").removeprefix("Bearer ")
     if key:
@@ -543,7 +545,7 @@ def json_object(
     """
     try:
         content = response.json() if shorten is None else json.loads(shorten(response.content))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise error(
             f"{response.request.method} {response.request.url} answered HTTP {response.status_code} without valid "
             "JSON. Is it the inference server itself, and not a proxy? The server answered: "

@@ -205,7 +205,7 @@ class ServerEngine(ABC):
 
 def models_in(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Of an answer to /v1/models."""
-    return [model for model in content.get("data", []) if isinstance(model, dict) and "id" in model]
+    return [model for model in content.get("data") or [] if isinstance(model, dict) and "id" in model]
 
 
 def logprobs_mode(sharp: float | None, flat: float | None) -> str:
