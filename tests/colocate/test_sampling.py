@@ -131,7 +131,7 @@ def test_stop_strings_of_generation_kwargs_end_a_completion(trainer: Any, monkey
         return outputs[-1].outputs[0]
 
     whole = completion(detokenize=True)
-    # Of one whole token: several bytes that are no text together become one character.
+    # An ASCII character is one token here, and other bytes are text only together.
     stop = next(one for one in whole.text[1:-1] if one.isascii())
     stopped = completion(stop=[stop])
     assert (whole.stop_reason, stopped.stop_reason) == (None, stop)
