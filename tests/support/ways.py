@@ -236,7 +236,7 @@ def run_way(way: str, folder: Path, url: str, base: Path) -> dict[str, Outcome]:
         outcome["distance"] = distance(copy, rows).mean().item()
         outcome["moved"] = distance(untrained, rows).mean().item()
         if process == 0:
-            alone = export_adapter(copy, folder / "alone", dtype=generation.dtype).path
+            alone = export_adapter(copy, folder / "alone", dtype=generation.dtype_in(generation.sync.form)).path
             stored = generation.sync.active.path
             names = sorted(file.name for file in alone.iterdir())
             outcome["files"] = names
