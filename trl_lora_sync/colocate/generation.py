@@ -379,15 +379,18 @@ class ColocateGeneration(AdapterGeneration):
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any = None
     ) -> Any:
         """**Collective**, but for `tool_turns`. TRL's `generate`, from the active version, with TRL's arguments."""
-        if not self._is_alone:
-            if self.active_name is None or self._has_changed():
-                self.sync_weights()
-            # On all, as TRL's `generate` is collective under tensor parallelism, and would wait for a process that
-            # failed here.
-            run_on_all(self.accelerator, self._check_active)
+        if not self._is_alone and (self.active_name is None or self._has_changed()):
+            self.sync_weights()
+
+        def prepared() -> tuple[list[list[int]], list[Any] | None]:
+            if not self._is_alone:
+                self._check_active()
+            return self._as_vllm_takes_them(prompts, images)
+
+        # On all, as TRL's `generate` is collective under tensor parallelism, and would wait for a process that failed
+        # here.
+        sent = self._on_all_or_alone(prepared)
         timer = PhaseTimer()
-        # Apart from the sampling, for the same reason.
-        sent = self._on_all_or_alone(lambda: self._as_vllm_takes_them(prompts, images))
         generate = partial(super().generate, *sent, num_generations, profiler)
 
         def sample() -> Any:
