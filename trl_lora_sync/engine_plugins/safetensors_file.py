@@ -29,7 +29,7 @@ CUT_OFF = "not written completely"
 """In the message with which a worker refuses a file that may be whole a moment later."""
 
 # Float64 can be exported, but no worker reads it by itself.
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "F64"}
+DTYPE_NAMES: dict[Any, str] = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "F64"}
 # A header that names 36,864 tensors of experts (30B-A3B) has 5.3 MB.
 _MAX_HEADER_BYTES = 64 << 20
 # As in the library. So the tensors of a mapped file begin at whole elements, which `Tensor.view` needs.

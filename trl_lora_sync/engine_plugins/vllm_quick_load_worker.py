@@ -73,7 +73,7 @@ class QuickLoadWorker:
             # Source: `LoRAConfig` in vllm/config/lora.py (0.26, 0.31).
             if getattr(manager.lora_config, "enable_mixed_moe_lora_format", False):
                 answer["experts"] = STACKED
-            answer["dtype"] = DTYPE_NAMES.get(getattr(manager.lora_config, "lora_dtype", torch.int8), "")
+            answer["dtype"] = DTYPE_NAMES.get(getattr(manager.lora_config, "lora_dtype", None), "")
         except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
             return {**answer, "error": f"{type(error).__name__}: {error}"}
         try:
