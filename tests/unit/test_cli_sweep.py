@@ -286,6 +286,16 @@ def test_what_is_neither_a_folder_nor_a_url_ends_with_2(
     assert "such as http://localhost:8000" in said
 
 
+@pytest.mark.parametrize("flags", [["--missing"], ["--server-dir", "/mnt/sync"]])
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_flags_about_a_server_need_one(
+    flags: list[str], has_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were ignored, and the adapters stayed."""
+    assert main(["sweep", *([str(tmp_path)] if has_folder else []), *flags]) == 2
+    assert f"{flags[0]} is about the adapters on a server, and no server is named" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seconds", ["0", "-3", "nan"])
 def test_timeout_that_is_not_a_positive_number_ends_with_2(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "http://localhost:8000", "--timeout", seconds]) == 2

@@ -67,6 +67,11 @@ def run(
     options = Options(dir=sync_dir, server_dir=server_dir, missing=missing, dry_run=dry_run, timeout=timeout)
     if not targets and sync_dir is not None:
         targets = [str(absolute_dir(sync_dir))]
+    if (server_dir is not None or missing) and not any("://" in target for target in targets or ()):
+        raise UsageError(
+            f"{'--missing' if missing else '--server-dir'} is about the adapters on a server, and no server is named. "
+            "Give its URL, such as http://localhost:8000."
+        )
     if not targets:
         folder = default_sync_dir(True, ".")
         _show(folder, sweep_folder(folder, dry_run))
