@@ -15,9 +15,9 @@ from accelerate.utils import gather_object
 
 from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint
 from trl_lora_sync.client import RolloutClient
-from trl_lora_sync.distributed import models_prepared, run_on_all, run_on_main
+from trl_lora_sync.distributed import models_prepared, results_of_all, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.errors import LoRASyncError
+from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.finalizer import Finalizer
 from trl_lora_sync.fleet import Fleet
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
@@ -151,21 +151,34 @@ class LoRASyncGeneration(AdapterGeneration):
     def _look_and_publish(self, timer: PhaseTimer) -> tuple[SyncReport, Fingerprint]:
         """**Collective.** The report, and the fingerprint of this process's part of the version."""
         read, score = self._gather_adapter(timer), self._score_adapter(timer)
-        noted: list[Fingerprint] = []
+        # Before anything is published: it is process 0 that publishes, for all.
+        current = self._fingerprint_of_all()
+        return run_on_main(self.accelerator, lambda: self._publish(read, timer, score)), current
 
-        def note() -> None:
-            noted[:] = [self._fingerprint(self.reader.last_linears)]
+    def _fingerprint_of_all(self) -> Fingerprint:
+        """**Collective.** Of this process's part of the adapter that was read last.
 
-        # On process 0, while the servers load.
-        run_on_all(self.accelerator, (lambda: None) if self.accelerator.is_main_process else note)
-        return run_on_main(self.accelerator, lambda: self._publish(read, timer, score, note)), noted[0]
+        Raises:
+            VerificationError: the processes train different adapters, although each has a whole one.
+        """
+        found: list[Fingerprint] = []
 
-    def _publish(
-        self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter, meanwhile: Callable[[], None]
-    ) -> SyncReport:
+        def look() -> Any:
+            found.append(self._fingerprint(self.reader.last_linears))
+            bits, scalings = found[0]
+            # A single one is not waited for, and shards differ.
+            is_replica = self.accelerator.num_processes > 1 and not self._sharded
+            return (bits.tolist(), scalings) if is_replica else None
+
+        first, *others = results_of_all(self.accelerator, look)
+        if any(other != first for other in others):
+            raise VerificationError(self._why_different())
+        return found[0]
+
+    def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:
         with timer.phase("gather"):
             adapter = read(self.sync.form)
-        return self.sync.publish(adapter, score, timer, meanwhile)
+        return self.sync.publish(adapter, score, timer)
 
     def _settle(self) -> None:
         assert self.overlap is not None

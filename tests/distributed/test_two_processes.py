@@ -71,6 +71,7 @@ def test_both_processes_name_the_same_version(working: Seen) -> None:
     [
         ("refused", "AdapterNotVisibleError", r"refused to load the adapter .*-v2.* The server answered: "),
         ("not_finite", "AdapterNotFiniteError", "hold NaN or infinity"),
+        ("different", "VerificationError", "hold different adapters"),
         ("full_disk", "AdapterExportError", "there is no room for the .* Free some space"),
         ("server_gone", "ServerUnreachableError", "http://127.0.0.1.*(look at its log|Start it)"),
     ],
@@ -103,7 +104,9 @@ def test_a_start_that_is_refused_raises_the_same_on_both(step: str, error: str, 
     assert all(seen[step]["seconds"] < 45 for seen in working["seen"])
 
 
-@pytest.mark.parametrize("step", ["after_refusal", "after_not_finite", "after_full_disk", "after_server_gone"])
+@pytest.mark.parametrize(
+    "step", ["after_refusal", "after_not_finite", "after_different", "after_full_disk", "after_server_gone"]
+)
 def test_after_a_failed_version_both_processes_go_on_with_the_one_before(step: str, working: Seen) -> None:
     for result in both(working, step):
         assert result["mean"] < NOISE_MEAN
@@ -115,7 +118,7 @@ def test_only_process_0_writes_and_talks_to_the_server(two_processes: TwoProcess
     assert both(working, "owners")[0] == [first_pid]
     assert both(working, "client") == [True, False]
     started = re.findall(rf"LoRA adapter sync: vllm \S+ at {two_processes.urls['working']} ", working["output"])
-    assert len(started) == 2, "one line for each of the two trainers that start"
+    assert len(started) == 3, "one line for each of the trainers that start"
 
 
 def test_training_logs_the_same_sync_on_both_processes(working: Seen) -> None:
@@ -134,6 +137,15 @@ def test_an_exception_on_both_processes_leaves_nothing_behind(two_processes: Two
     assert {error for error, _ in both_errors(working, "broken_reward")} == {"ZeroDivisionError"}
     assert two_processes.left == {}
     assert not (working["folder"] / "sync").exists()
+
+
+def test_a_training_whose_gradients_are_not_averaged_is_refused_before_it_samples_from_it(working: Seen) -> None:
+    """The rows of process 1 came from the policy of process 0, and each process trained an adapter of its own."""
+    first, second = both_errors(working, "evaluated_first")
+
+    assert first == second
+    assert first[0] == "VerificationError"
+    assert "not averaged, as in a train() that comes after an evaluate(). Set eval_on_start=True" in first[1]
 
 
 @pytest.fixture(scope="module")

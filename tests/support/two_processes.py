@@ -96,10 +96,12 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         grpo_trainer(url, Path(model), folder / "other", ddp_timeout=400, **changes)
 
     def not_finite() -> str | None:
-        if index == 0:
-            next(value for name, value in policy.named_parameters() if "lora_B" in name).data.fill_(float("nan"))
+        next(value for name, value in policy.named_parameters() if "lora_B" in name).data.fill_(float("nan"))
         generation.sync_weights()
         return generation.active_name
+
+    def different() -> str | None:
+        return sync(seed=2 + index)
 
     def back_to_first() -> Outcome:
         randomize_adapter(policy, seed=1)
@@ -122,6 +124,8 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         "after_refusal": attempt(back_to_first),
         "not_finite": attempt(not_finite),
         "after_not_finite": attempt(back_to_first),
+        "different": attempt(different),
+        "after_different": attempt(back_to_first),
         "full_disk": attempt(full_disk),
         "after_full_disk": attempt(back_to_first),
         "server_gone": attempt(server_gone),
@@ -133,6 +137,7 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         "refused_feature": attempt(lambda: start(proxy_url, peft_config=lora(use_dora=True))),
         "refused_setting": attempt(lambda: start(proxy_url, vllm_mode="colocate", lora_sync_pause="drain")),
         "broken_reward": attempt(lambda: train_on_a_broken_reward(proxy_url, model, folder)),
+        "evaluated_first": attempt(lambda: train_after_an_evaluation(proxy_url, model, folder)),
     }
     return seen | {"process": {"result": os.getpid()}, "client": {"result": hasattr(generation, "vllm_client")}}
 
@@ -142,6 +147,13 @@ def train_on_a_broken_reward(url: str, model: str, folder: Path) -> None:
         raise ZeroDivisionError("the reward is broken")
 
     grpo_trainer(url, Path(model), folder, reward_funcs=reward, ddp_timeout=400).train()
+
+
+def train_after_an_evaluation(url: str, model: str, folder: Path) -> None:
+    """Which leaves the model unwrapped, so that each process trains an adapter of its own."""
+    trainer = grpo_trainer(url, Path(model), folder, eval_dataset=prompts(["a"] * 4), max_steps=3, ddp_timeout=400)
+    trainer.evaluate()
+    trainer.train()
 
 
 def failing(folder: Path, closed_url: str, model: str) -> dict[str, Outcome]:

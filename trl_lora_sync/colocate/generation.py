@@ -298,11 +298,7 @@ class ColocateGeneration(AdapterGeneration):
         # DDP keeps the adapters equal, so a digest of each is enough and no tensor is sent.
         digest = run_on_all(self.accelerator, lambda: fingerprint(list(adapter.tensors.values())))
         if len(set(gather_object([digest]))) > 1:
-            raise VerificationError(
-                "The training processes hold different adapters, so they would sample from different policies. "
-                "Under DDP they are the same after each step; look for code that changes weights on some "
-                "processes only."
-            )
+            raise VerificationError(self._why_different())
         return adapter
 
     def _adapter_of_main(self, read: ReadAdapter) -> CanonicalAdapter:
