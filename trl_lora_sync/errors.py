@@ -72,7 +72,13 @@ class ServerError(LoRASyncError, RuntimeError):
 
 
 class ServerUnreachableError(ServerError, ConnectionError):
-    """No server answers at the URL."""
+    """No server answers at the URL.
+
+    Attributes:
+        waited_s: how long an answer had been waited for; None if the server was not reached.
+    """
+
+    waited_s: float | None = None
 
 
 class ServerAuthError(ServerError, PermissionError):

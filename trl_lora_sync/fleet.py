@@ -19,7 +19,7 @@ from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Expected, TrialStore
 from trl_lora_sync.dispatch import Worker, dispatch
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.errors import DeadlineExceededError, GenerationError, LoRASyncError
+from trl_lora_sync.errors import AdapterRejectedError, DeadlineExceededError, GenerationError, LoRASyncError
 from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.runtime import cancelled, each, in_parallel, offload, run, spawn
 from trl_lora_sync.server_handle import ServerHandle, ServerState, is_loss
@@ -263,11 +263,12 @@ class Fleet:
                     await act(server)
                     acted.add(server)
             except LoRASyncError as error:
+                lost = await self._as_loss(server, error, deadline)
                 # With no time left to recover in, a loss is as final as a refusal.
-                if not is_loss(error) or deadline.is_over():
+                if lost is None or deadline.is_over():
                     failures[server] = error
                 else:
-                    server.lose(error, engine)
+                    server.lose(lost, engine)
 
         async def recover(server: ServerHandle) -> None:
             try:
@@ -436,8 +437,9 @@ class Fleet:
         if is_loss(error):
             return error
         # vLLM answers open requests with HTTP 500 when its engine has crashed, and ends the server after that
-        # (`engine_error_handler` in entrypoints/serve/utils/server_utils.py, 0.26).
-        if isinstance(error, GenerationError) and not deadline.is_over():
+        # (`engine_error_handler` in entrypoints/serve/utils/server_utils.py, 0.26). So it answers a load, as if it had
+        # refused the adapter (`load_lora_adapter` in entrypoints/openai/models/serving.py, 0.31).
+        if isinstance(error, GenerationError | AdapterRejectedError) and not deadline.is_over():
             return await server.reason_to_be_down()
         return None
 

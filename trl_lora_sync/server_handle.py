@@ -13,6 +13,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.checks.adapter import mismatch_error
 from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Subject
+from trl_lora_sync.cut_offs import CutOffs
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
 from trl_lora_sync.engines.base import Deadline, Engine
@@ -86,6 +87,8 @@ class ServerHandle:
         self._engine: Engine | None = None
         self._versions = 0  # how many this process of the server was given
         self._losses = 0
+        self._lost_at = 0.0  # by the monotonic clock
+        self._cut_offs = CutOffs(self.base_url, self._timeouts.cut_off_s)
         # Whether waking has cost it what was loaded then. Kept, as a load wakes it too, and the sync may fail after it.
         self._lacks_active = False
         self._retries_before = 0
@@ -141,6 +144,7 @@ class ServerHandle:
             await engine.close()  # which nothing else refers to
             raise
         before, self._engine = self._engine, engine
+        self._cut_offs = CutOffs(self.base_url, self._timeouts.cut_off_s)
         self.is_asleep = False
         self.require_verification()
         # A server that was lost gets ready in `_readmit`, after its checks.
@@ -179,6 +183,7 @@ class ServerHandle:
 
     def _note_loss(self, error: LoRASyncError) -> None:
         self.last_error = error
+        self._lost_at = time.monotonic()
         if isinstance(error, AdapterLostError):
             self._losses += 1
             if self._losses > _MAX_LOSSES:
@@ -271,6 +276,8 @@ class ServerHandle:
                     self.note_checked(*await checks.require([self], deadline))
                 for stored in needed:
                     await self._reload(stored, deadline, needs_active)
+            else:
+                self._cut_offs.note(self.last_error, self._lost_at)
             # An excluded server keeps its error until `readmit` has loaded the new version as well.
             if not self.is_excluded:
                 self._serve_again()
@@ -406,7 +413,7 @@ class ServerHandle:
         Returns:
             Whether the server confirmed it; if not, the unload is repeated with the next one, and at the end.
         """
-        if self._engine is not None:
+        if self._may_have(adapter_name):
             # Before the task gets its turn: from here on the name does not count as loaded.
             self.ledger.note(self.base_url, adapter_name, Holding.UNLOADING)
         return spawn(self._unload(adapter_name, deadline))
@@ -415,7 +422,7 @@ class ServerHandle:
         # SGLang holds one lock for a whole unload (`lora_update_lock`, 0.5.11 to 0.5.23), so a second request would
         # only wait there. asyncio's locks are fair: `let_go` relies on the order of the turns.
         async with self._unloads:
-            if self._engine is None:
+            if not self._may_have(adapter_name):
                 return True
             deadline = deadline or Deadline.after(self._timeouts.unload_s, f"Unloading {adapter_name}")
             is_confirmed = False
@@ -427,6 +434,12 @@ class ServerHandle:
         if not is_confirmed:
             logger.info("%s did not confirm the unload of %s; training is not affected.", self.base_url, adapter_name)
         return is_confirmed
+
+    def _may_have(self, adapter_name: str) -> bool:
+        # Of those in service any may: a process can be replaced, and list what a killed run has left under that name.
+        # An excluded one was sent nothing since, and would hold a name for each version of the rest of the run.
+        is_gone = self.ledger.holding(self.base_url, adapter_name) is Holding.GONE
+        return self._engine is not None and not (self.is_excluded and is_gone)
 
     async def wait_for_unloads(self, deadline: Deadline) -> None:
         # Unloads that were requested in this very step have no turn yet, and from Python 3.12 on `asyncio.wait_for`

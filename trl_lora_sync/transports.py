@@ -1,6 +1,7 @@
 """The ways an adapter version reaches a server: as files in a shared folder, or over HTTP."""
 
 import asyncio
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -93,14 +94,15 @@ class DiskTransport:
                 self._files.submit(lambda: self._delete_late(writing))
             raise
 
-    async def _wait(self, task: "Future[T]", deadline: Deadline) -> T:
+    async def _wait(self, task: "Future[T]", deadline: Deadline, held_up: str = "") -> T:
         waiting = asyncio.wrap_future(task)
         waiting.add_done_callback(lambda late: late.cancelled() or late.exception())  # else asyncio reports it
         # Not `wait_for`, which would cancel the call as well if it has not begun. Only `_keep` wants that.
         await asyncio.wait({waiting}, timeout=deadline.left_s())
         if not waiting.done():
             raise deadline.error(
-                f"the file system of {self.directory} hangs. Set lora_sync_dir to another one, or look at its server"
+                held_up
+                or f"the file system of {self.directory} hangs. Set lora_sync_dir to another one, or look at its server"
             )
         return waiting.result()
 
@@ -135,7 +137,12 @@ class DiskTransport:
         self, unload: Callable[[str], bool | None], knows: Callable[[str], bool], deadline: Deadline
     ) -> list[str]:
         """Remove what dead runs left behind, see `sweep_leftovers`."""
-        return await self._wait(self._files.submit(lambda: sweep_leftovers(self.store.root, unload, knows)), deadline)
+        root = self.store.root
+        held_up = (
+            "adapters of earlier runs are still being unloaded from the servers. To have that done beforehand, run "
+            f"`trl-lora-sync sweep URL --dir {shlex.quote(str(root))}` for each server"
+        )
+        return await self._wait(self._files.submit(lambda: sweep_leftovers(root, unload, knows)), deadline, held_up)
 
     async def close(self, names: Collection[str] = ()) -> None:
         """Release everything but the names that a server may still have; never fails, and may be called again."""

@@ -518,6 +518,40 @@ def test_broken_answer_is_an_error_of_ours_that_names_the_request(answer: Answer
     assert "look at its log" in str(caught.value)
 
 
+def late_reset(request: Request) -> None:
+    request.wait(0.3)
+    request.reset()
+
+
+def test_broken_connection_tells_how_long_its_answer_was_waited_for(ask: Ask) -> None:
+    with serving(late_reset) as server, pytest.raises(ServerUnreachableError) as caught:
+        ask(server.url)
+    assert caught.value.waited_s == pytest.approx(0.3, abs=0.25)
+    with nobody_listening() as url, pytest.raises(ServerUnreachableError) as caught:
+        ask(url)
+    assert caught.value.waited_s is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of these options are Linux's")
+def test_a_connection_that_is_silent_for_minutes_is_kept_alive(ask: Ask) -> None:
+    """A load balancer of AWS forgets it after 350 s without a byte, and the answer to a long completion never came."""
+    seen: list[tuple[int, int]] = []
+
+    def look(request: Request) -> None:
+        port = request.server.server_port
+        for one in gc.get_objects():
+            if isinstance(one, socket.socket) and one.fileno() >= 0 and one is not request.server.socket:
+                with contextlib.suppress(OSError):
+                    if one.getpeername()[1] == port:
+                        keeps = one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                        seen.append((keeps, one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)))
+        request.send()
+
+    with serving(look) as server:
+        ask(server.url)
+    assert seen == [(1, 60)]
+
+
 # Retries
 
 

@@ -27,6 +27,7 @@ from trl_lora_sync.errors import (
     AdapterLostError,
     AdapterRejectedError,
     DeadlineExceededError,
+    GenerationError,
     ServerSetupError,
     ServerUnreachableError,
     VerificationError,
@@ -86,6 +87,13 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def cut_off() -> ServerUnreachableError:
+    """As of a request that a gateway has ended after a limit of time."""
+    error = ServerUnreachableError("The connection broke.")
+    error.waited_s = 0.05
+    return error
 
 
 # A whole run
@@ -629,6 +637,67 @@ def test_a_loss_during_a_recovery_has_the_process_that_answers_next_checked(tmp_
         run_on_loop(server.recover(None, soon()))
         assert [method for method, _ in engine.calls] == ["connect", "load", "warm_up"] * 2
         begun.sync.shutdown()
+
+
+def test_a_gateway_that_ends_long_requests_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They were sampled again until they were short enough, and nothing told it."""
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        training = InMemoryRun([engine], tmp_path, timeouts=replace(TIMEOUTS, cut_off_s=0.01))
+        engine.errors["generate"] = [cut_off()]
+        assert training.samples_from(1)
+        assert "What it had sampled is lost, and is sampled again" in caplog.text
+        time.sleep(0.1)  # for longer than the next request says that it has waited
+        engine.errors["generate"] = [cut_off()]
+        with pytest.raises(GenerationError, match=f"Requests to {engine.base_url} are cut off after"):
+            training.sample()
+        training.sync.shutdown()
+
+
+def test_requests_that_a_restart_breaks_off_are_no_gateways(tmp_path: Path) -> None:
+    with in_memory_engines(shapes=SMALL) as [engine]:
+        training = InMemoryRun([engine], tmp_path, timeouts=replace(TIMEOUTS, cut_off_s=0.01))
+        for _ in range(3):
+            engine.restart()
+            engine.errors["generate"] = [cut_off()]
+            assert training.samples_from(1)
+            time.sleep(0.1)
+        training.sync.shutdown()
+
+
+def test_a_refusal_by_a_server_that_has_crashed_is_a_loss(tmp_path: Path) -> None:
+    """vLLM answers a load with HTTP 500 after its engine has died, and the run ended with that."""
+    with in_memory_engines(2, shapes=SMALL) as engines:
+        training = InMemoryRun(engines, tmp_path)
+        load = engines[1].load
+
+        async def crash(stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+            engines[1].load = load  # type: ignore[method-assign]
+            engines[1].is_up = False
+            threading.Timer(0.3, engines[1].restart).start()
+            raise AdapterRejectedError("HTTP 500: EngineCore encountered an issue.")
+
+        engines[1].load = crash  # type: ignore[method-assign]
+        assert training.sync.publish(small_adapter(2)).servers == 2
+        assert training.samples_from(2)
+        training.sync.shutdown()
+
+
+def test_an_excluded_server_holds_no_version_that_it_never_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was noted for every version of the rest of the run, with a folder for each."""
+    monkeypatch.setattr("trl_lora_sync.fleet.is_gone", lambda base_url: False)  # as of a server elsewhere
+    with in_memory_engines(2, shapes=SMALL) as engines:
+        training = InMemoryRun(engines, tmp_path, on_server_loss="drop", sync_timeout_s=1.0)
+        engines[1].is_up = False
+        for step in range(2, 8):
+            training.sync.publish(small_adapter(step))
+        run_on_loop(training.sync.wait_for_unloads(soon()))
+        held = training.sync.ledger.held(engines[1].base_url)
+        # It may have the second one: the load that showed its loss may have been carried out.
+        assert [name.rpartition("-")[2] for name in held] == ["v1", "v2"]
+        training.sync.shutdown()
+    assert f"did not confirm the unload of {', '.join(held)}. The next run" in caplog.text
 
 
 def test_a_generation_in_which_a_server_samples_nothing_is_no_success_of_it(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ class Timeouts:
             restarted.
         watch_every_s: between two checks, while an answer is waited for, that the server is still alive.
         health_s: for one such check.
+        cut_off_s: what a gateway waits for an answer at the least before it breaks the request off; 60 s is the
+            default of nginx and of AWS's load balancers.
         lifeless_after_s: without a sign of life for so long, a server will not answer its open requests either.
         visibility_s: for a new directory to appear on a file system that is shared over a network (up to 30 s on FUSE
             mounts).
@@ -88,6 +90,7 @@ class Timeouts:
     connect_s: float = 10.0
     connect_streams_s: float = 2.0
     retry_s: float = 3.0
+    cut_off_s: float = 5.0
     watch_every_s: float = 5.0
     health_s: float = 5.0
     # At least three failed checks in a row, at `watch_every_s` + `health_s` each: one late answer of a busy server

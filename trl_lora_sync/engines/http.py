@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
@@ -41,6 +42,16 @@ _FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
 _NO_CONNECTION = (httpx.ConnectError, httpx.ConnectTimeout)
 # httpx sets this header for `json=` only.
 _JSON = {"Content-Type": "application/json"}
+# The answer to a long completion comes after minutes without a byte, and a firewall or a load balancer forgets such a
+# connection without a word: that of AWS after 350 s, unless these probes pass it. macOS lacks the first name.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+        if hasattr(socket, name)
+    ),
+]
 
 
 class SizedBody(Protocol):
@@ -108,6 +119,7 @@ class HTTPClient:
                 base_url=self.base_url,
                 auth=self.api_key,
                 verify=self._certificates,
+                transport=self._direct_transport(),
                 # The proxies of the environment, and nothing else, as the certificates are given.
                 trust_env=not self._is_local,
             )
@@ -118,6 +130,20 @@ class HTTPClient:
                 "A proxy in the environment (HTTP_PROXY, HTTPS_PROXY or ALL_PROXY) cannot be used for "
                 f"{self.base_url}. Unset it, or correct it; for a SOCKS proxy, run: pip install 'httpx[socks]'"
             ) from error
+
+    def _direct_transport(self) -> httpx.AsyncHTTPTransport | None:
+        """How to connect where no proxy may be used; None to leave it to httpx.
+
+        httpx (0.28) uses no proxy of the environment together with a transport.
+        """
+        if self._may_use_proxy:
+            return None
+        return httpx.AsyncHTTPTransport(verify=self._certificates, socket_options=_KEEPALIVE)
+
+    @property
+    def _may_use_proxy(self) -> bool:
+        schemes = {urlsplit(self.base_url).scheme, "all"}
+        return not self._is_local and bool(schemes & getproxies().keys())
 
     async def start_afresh(self) -> None:
         """Use new connections from now on; running requests keep theirs.
@@ -276,6 +302,7 @@ class HTTPClient:
         api_key: httpx.Auth,
     ) -> httpx.Response:
         left = deadline.remaining_s()
+        started = time.monotonic()
         try:
             async with self._connections.lent() as client:
                 return await client.request(
@@ -291,7 +318,7 @@ class HTTPClient:
                 )
         except httpx.RequestError as error:
             error.request = httpx.Request(method, f"{self.base_url}{path}")  # without the key in its head
-            raise self._our_error(error, method, path, deadline) from error
+            raise self._our_error(error, method, path, deadline, time.monotonic() - started) from error
         # Of alerts after the handshake, which httpx passes on (0.28).
         except ssl.SSLError as error:
             if "CERTIFICATE_REQUIRED" in str(error.reason):
@@ -300,9 +327,11 @@ class HTTPClient:
                     "to a URL that requires none, such as the server's behind a gateway. Protect it by an API key."
                 ) from error
             broken = httpx.ReadError(str(error), request=httpx.Request(method, f"{self.base_url}{path}"))
-            raise self._our_error(broken, method, path, deadline) from broken
+            raise self._our_error(broken, method, path, deadline, time.monotonic() - started) from broken
 
-    def _our_error(self, error: httpx.RequestError, method: str, path: str, deadline: Deadline) -> LoRASyncError:
+    def _our_error(
+        self, error: httpx.RequestError, method: str, path: str, deadline: Deadline, waited_s: float
+    ) -> LoRASyncError:
         # First, because ConnectTimeout is a TimeoutException too: such a server is down, and its answer not just late.
         if isinstance(error, _NO_CONNECTION):
             # No loss of the server: waiting for it would end with the deadline, and other servers are as far away.
@@ -322,18 +351,20 @@ class HTTPClient:
         if isinstance(error, httpx.TimeoutException):
             return deadline.error(f"waiting for {method} {self.base_url}{path}")
         # broken off, or a body that does not decode
-        return ServerUnreachableError(
+        broken = ServerUnreachableError(
             f"The connection to {self.base_url} broke during {method} {path} ({_reason(error)}). "
             f"The server may have been stopped or have crashed; look at its log.{self._proxy_hint()}"
         )
+        broken.waited_s = waited_s
+        return broken
 
     def _proxy_hint(self) -> str:
         """What else may be the cause, if a proxy of the environment is between; empty if none is."""
-        url = urlsplit(self.base_url)
-        if self._is_local or not {url.scheme, "all"} & getproxies().keys() or proxy_bypass(str(url.hostname)):
+        host = urlsplit(self.base_url).hostname
+        if not self._may_use_proxy or proxy_bypass(str(host)):
             return ""
         # Of both spellings, Python reads the one in small letters alone (3.10 to 3.13).
-        spared = f'export no_proxy="${{no_proxy:-$NO_PROXY}},{url.hostname}"'
+        spared = f'export no_proxy="${{no_proxy:-$NO_PROXY}},{host}"'
         return (
             " Requests to it go through the proxy of the environment (HTTP_PROXY, HTTPS_PROXY or ALL_PROXY). If it can "
             f"be reached without one, run this before the training: {spared}"

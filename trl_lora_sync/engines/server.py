@@ -163,10 +163,12 @@ class ServerEngine(ABC):
         if response.status_code == 401:
             raise ServerAuthError(self._key_words(response.request.url.path))
         if response.status_code in _TRANSIENT_STATUSES:
-            raise ServerUnreachableError(
+            error = ServerUnreachableError(
                 f"{self.base_url} is up but not serving (HTTP {response.status_code}). It may be starting, paused or "
                 f"out of order; look at its log. The server answered: {server_message(response)!r}"
             )
+            error.waited_s = response.elapsed.total_seconds()
+            raise error
         if 300 <= response.status_code < 400:
             raise redirect_error(response)
         return response
