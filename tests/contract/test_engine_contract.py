@@ -106,6 +106,9 @@ def test_connect_notices_logprobs_that_ignore_the_temperature(serve: Serve) -> N
         ({"attn_dp_size": 2}, "--attn-dp-size 2.*pinned.*`trl-lora-sync serve sglang"),
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
         ({"version": "0.5.10"}, "0.5.11"),
+        ({"version": "0.5.19", "hicache_storage_backend": "file"}, "--hicache-storage-backend.*upgrade it"),
+        ({"version": "0.5.20", "enable_lmcache": True}, "--enable-lmcache.*upgrade it"),
+        ({"preferred_sampling_params": {"min_new_tokens": 5, "top_k": 20}}, "which sets min_new_tokens:"),
     ],
 )
 def test_connect_refuses_a_server_that_cannot_work_and_names_what_to_change(

@@ -103,6 +103,7 @@ def test_every_request_names_the_model_and_every_sampling_field(engine_at: Any) 
         assert request.path == "/v1/completions"
         body = dict(request.body)
         body.pop("prompt")
+        assert len(body.pop("cache_salt")) == 32
         assert body == {
             "model": MODEL, "n": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
             "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, "stream": False, "return_token_ids": True,

@@ -408,7 +408,7 @@ class FakeSGLang:
             "model_path": self.args.model_path,
             "tokenizer_path": self.args.model_path,
             "is_generation": True,
-            "preferred_sampling_params": None,
+            "preferred_sampling_params": self.args.preferred_sampling_params,
             "weight_version": self._weight_version,
             "has_image_understanding": self.args.image_token_id is not None,
             "has_audio_understanding": False,
@@ -438,6 +438,8 @@ class FakeSGLang:
             "dp_size": args.dp_size,
             "enable_dp_attention": args.attn_dp_size > 1,
             "tokenizer_worker_num": args.tokenizer_worker_num,
+            "hicache_storage_backend": args.hicache_storage_backend,
+            "enable_lmcache": args.enable_lmcache,
             "enable_lora": args.enable_lora or None,
             "max_lora_rank": args.max_lora_rank if args.enable_lora else None,
             "lora_target_modules": sorted(set(args.lora_target_modules)) if args.enable_lora else None,
@@ -660,7 +662,8 @@ class FakeSGLang:
     def _submit(self, worker: _Worker, job: "_Job", connection: socket.socket) -> list[dict[str, Any]]:
         try:
             prompts = [self._tokenize(*pair) for pair in zip(job.prompts, job.images, strict=True)]
-            params = [sampling_params(given, self.args) for given in job.params]
+            preferred = self.args.preferred_sampling_params or {}
+            params = [sampling_params(preferred | given, self.args) for given in job.params]
             for prompt, given, tokens in zip(prompts, params, job.token_ids_logprobs, strict=True):
                 self._validate(prompt, given, tokens)
         except ValueError as error:

@@ -67,6 +67,9 @@ class ServerArgs:
     admin_api_key: str | None = None
     enable_memory_saver: bool = False
     enable_deterministic_inference: bool = False
+    preferred_sampling_params: dict[str, Any] | None = None
+    hicache_storage_backend: str | None = None
+    enable_lmcache: bool = False
     return_original_logprob: bool = False  # SGLANG_RETURN_ORIGINAL_LOGPROB=1
     model_path: str = "/models/tiny-qwen3"
     served_model_name: str | None = None

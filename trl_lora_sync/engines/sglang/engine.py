@@ -96,7 +96,7 @@ class SGLangEngine(SGLangServer):
         model = await self._get("/model_info", deadline)
         server = await self._get("/server_info", deadline)
         self._base_root = str(model.get("model_path") or server.get("served_model_name"))
-        self._check_setup(server)
+        self._check_setup(server, model)
         base_model = str(server.get("served_model_name") or model.get("model_path"))
         self._tp_size = int(server.get("tp_size") or 1)
         self._capabilities = Capabilities(
@@ -496,8 +496,9 @@ class SGLangEngine(SGLangServer):
         if response.status_code != 200:
             message = server_message(response)
             # The second one: SGLang loads an unloaded adapter again from its old path, where the files may be gone
-            # (managers/tokenizer_manager.py, 0.5.23).
-            if "never been loaded" in message or "implicitly load" in message:
+            # (managers/tokenizer_manager.py, 0.5.23). The third one: it went during the request (lora/lora_registry.py
+            # `acquire`, 0.5.23).
+            if any(words in message for words in ("never been loaded", "implicitly load", "are not loaded")):
                 raise AdapterLostError(
                     f"{self.base_url} no longer knows {lora_path!r}, although it had accepted it. It was "
                     "restarted, or another client unloads adapters there. "

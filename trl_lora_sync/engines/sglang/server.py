@@ -5,16 +5,19 @@ sampled with in between: SGLang asserts all three, and a failed assertion ends i
 """
 
 import asyncio
+import contextlib
+import json
 import logging
 from typing import Any
 
 import httpx
 from packaging.version import InvalidVersion, Version
 
-from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Timeouts
+from trl_lora_sync.engines.base import TIMEOUTS, Deadline, Sampling, Timeouts
 from trl_lora_sync.engines.http import APIKey, SizedBody, may_have_acted, server_message
 from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.engines.server import ServerEngine, models_in
+from trl_lora_sync.engines.sglang.completions import sampling_params
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError
 
@@ -24,6 +27,8 @@ _ADMIN_KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
 _OLDEST = SGLANG.versions.oldest
 _ADMIN_TENSORS_FROM = Version("0.5.22")
 _POLL_S = 0.05
+# Before, what these stores keep has no adapter in its key (sglang#38577; mem_cache/storage/lmcache, 0.5.21).
+_STORAGE_APART_FROM, _LMCACHE_APART_FROM = Version("0.5.20"), Version("0.5.21")
 
 
 class SGLangServer(ServerEngine):
@@ -43,7 +48,13 @@ class SGLangServer(ServerEngine):
 
     # Set-up
 
-    def _check_setup(self, server: dict[str, Any]) -> None:
+    def _check_setup(self, server: dict[str, Any], model: dict[str, Any]) -> None:
+        """Raises ServerSetupError for a server that cannot be used.
+
+        Args:
+            server: of `/server_info`.
+            model: of `/model_info`.
+        """
         version = str(server.get("version", "unknown"))
         try:
             self._version = Version(version)
@@ -75,6 +86,25 @@ class SGLangServer(ServerEngine):
                 f"was started with --tokenizer-worker-num {server['tokenizer_worker_num']}",
                 "each worker keeps a separate list of adapters, so requests to the others would fail",
                 f"Restart it with {self._serve_command()}",
+            )
+        for flag, is_given, right_from in (
+            ("--hicache-storage-backend", server.get("hicache_storage_backend"), _STORAGE_APART_FROM),
+            ("--enable-lmcache", server.get("enable_lmcache"), _LMCACHE_APART_FROM),
+        ):
+            if is_given and self._version < right_from:
+                raise self._setup_error(
+                    f"was started with {flag}",
+                    f"before {right_from} that cache does not tell the adapters apart, and a version would be computed "
+                    "on what another one has left there",
+                    f"Restart it with {self._serve_command()}, or upgrade it",
+                )
+        preferred = _json_fields(model.get("preferred_sampling_params"))
+        # Without those that are sent with each request, which then count.
+        if added := sorted(preferred - sampling_params(Sampling.unrestricted(max_tokens=1, logprobs=None), 0).keys()):
+            raise self._setup_error(
+                f"was started with --preferred-sampling-params, which sets {', '.join(added)}",
+                "every completion would be sampled with that, and the trainer does not know it",
+                f"Restart it with {self._serve_command()}, and put into generation_kwargs what is wanted",
             )
 
     async def _max_model_len(self, deadline: Deadline) -> int | None:
@@ -228,3 +258,11 @@ class SGLangServer(ServerEngine):
             f"{self._api_key!r} and {self._admin_key!r}. Export {SGLANG.api_key_variable} with the server's "
             f"--api-key, and {_ADMIN_KEY_VARIABLE} with its --admin-api-key if it has one."
         )
+
+
+def _json_fields(value: Any) -> set[str]:
+    """The names in an object, or in the JSON of one."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    return set(value) if isinstance(value, dict) else set()

@@ -1,5 +1,6 @@
 """The body of a vLLM sampling request and the choices of its answer, without any HTTP."""
 
+import hashlib
 import math
 import re
 from typing import Any
@@ -10,7 +11,7 @@ from trl_lora_sync.engines.base import Completion, PromptGroup, Sampling
 RESERVED_FIELDS = frozenset(
     {
         "model", "prompt", "messages", "n", "best_of", "stream", "echo", "logprobs", "top_logprobs",
-        "return_token_ids", "return_tokens_as_token_ids", "token_ids", "features", "request_id",
+        "return_token_ids", "return_tokens_as_token_ids", "token_ids", "features", "request_id", "cache_salt",
     }
 )  # fmt: skip
 
@@ -29,6 +30,15 @@ def without_alternatives(content: bytes) -> bytes:
     An answer in which they look different is returned unchanged.
     """
     return ALTERNATIVES.sub(b'"top_logprobs":null', content)
+
+
+def cache_salt(model: str) -> str:
+    """What keeps the KV cache of a version apart from that of any other, in stores outside of vLLM too.
+
+    vLLM's own prefix cache has the adapter in its keys, and LMCache's has this field only (vllm#44250).
+    """
+    # vLLM takes 128 characters, without some that names may have (`validate_cache_salt`, 0.31).
+    return hashlib.sha256(model.encode()).hexdigest()[:32]
 
 
 def sampling_fields(sampling: Sampling, count: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from trl_lora_sync.engines.server import ServerEngine, logprobs_mode, models_in
 from trl_lora_sync.engines.vllm.completions import (
     FORCES,
     PROMPT_LOGPROBS,
+    cache_salt,
     ranked_logprobs,
     read_completion,
     sampling_fields,
@@ -527,6 +528,7 @@ class VLLMEngine(ServerEngine):
             return self._completions(content, groups, sampling)
 
     async def _sample(self, path: str, body: dict[str, Any], model: str, deadline: Deadline) -> httpx.Response:
+        body = {**body, "cache_salt": cache_salt(model)}
         response = await self._post_sampling(path, body, model, deadline)
         if response.status_code == 200:
             return response
