@@ -391,6 +391,19 @@ def test_initialisation_that_changes_the_base_needs_twice_the_rank(
     assert "--lora-rank 16" in words(server, "problem")["rank"]
 
 
+def test_a_restart_command_has_what_the_run_needs_and_vllm_does_not_report() -> None:
+    """A server that was started by it had rank 16, and was refused at the next start."""
+    served = replace(CAPABILITIES, max_lora_rank=None, supports_push=True, logprobs_mode="raw_logprobs")
+    url = "http://localhost:8000"
+    engine = SimpleNamespace(base_url=url, capabilities=served)
+    settings = SimpleNamespace(frees_kv_cache=True)
+    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=True)
+    [check] = [check for check in CHECKS if check.name == "log-probabilities"]
+    found = run_on_loop(check(Subject(server, Expected(rank=64), None), soon()))
+    assert found is not None
+    assert f"trl-lora-sync serve vllm {served.base_root} --lora-rank 64 --push --sleep" in found.message
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "expected"),
     [
@@ -410,7 +423,9 @@ def test_a_gpu_that_the_server_does_not_see_is_named(
     monkeypatch.setattr(cuda_ipc, "visible_gpus", lambda: ours)
     served = replace(CAPABILITIES, gpus=theirs)
     url = "http://localhost:8000"
-    server: Any = SimpleNamespace(base_url=url, engine=SimpleNamespace(base_url=url, capabilities=served))
+    engine = SimpleNamespace(base_url=url, capabilities=served)
+    settings = SimpleNamespace(frees_kv_cache=False)
+    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=False)
     [check] = [check for check in CHECKS if check.name == "GPU to GPU"]
     found = run_on_loop(check(Subject(server, Expected(), None), soon()))
     assert (found is None) == (expected is None)

@@ -75,6 +75,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         ({"base_url": "http://[::]:8000"}, "trl-lora-sync serve vllm M --host ::1"),
         ({"base_url": "http://[fd00::7]:8000", "is_local": False}, "trl-lora-sync serve vllm M --host ::"),
         ({"base_url": "https://gpu-1.example/vllm", "is_local": False}, "trl-lora-sync serve vllm M"),
+        ({"base_url": "http://gateway.example/vllm", "is_local": False}, "trl-lora-sync serve vllm M"),
         (
             {"options": ["--lora-rank", "32"], "engine_options": ["--dtype", "bfloat16"]},
             "trl-lora-sync serve vllm M --lora-rank 32 -- --dtype bfloat16",

@@ -15,7 +15,7 @@ from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.checks.subject import Found, Subject
 from trl_lora_sync.engine_plugins import cuda_ipc
 from trl_lora_sync.engines.base import Deadline
-from trl_lora_sync.engines.registry import ENGINES, restart_command
+from trl_lora_sync.engines.registry import ENGINES
 from trl_lora_sync.errors import AdapterRejectedError, LoRASyncError, ServerSetupError
 from trl_lora_sync.mixed_batches import score_base
 
@@ -43,7 +43,7 @@ async def is_known_version(subject: Subject, deadline: Deadline) -> Found:
 async def processes_logprobs(subject: Subject, deadline: Deadline) -> Found:
     mode = subject.served.logprobs_mode
     if mode == "raw_logprobs":
-        fix = ENGINES[subject.served.engine].processed_logprobs.format(command=restart_command(subject.engine))
+        fix = ENGINES[subject.served.engine].processed_logprobs.format(command=subject.restart_command())
         message = (
             "they come before the temperature, and TRL compares them with its own after it, so importance ratios "
             f"are wrong at any temperature but 1. {fix}"
@@ -61,7 +61,7 @@ async def sees_gpus(subject: Subject, deadline: Deadline) -> Found:
     if unseen := [gpu for gpu in ours if gpu not in subject.served.gpus]:
         return NOTE, (
             f"the server does not see {', '.join(unseen)}. From a trainer there it gets versions through a file, "
-            f"which takes longer. Restart it with {restart_command(subject.engine)}, or add that GPU to its "
+            f"which takes longer. Restart it with {subject.restart_command()}, or add that GPU to its "
             "CUDA_VISIBLE_DEVICES after its own."
         )
     return (OK, "the server sees every GPU that a trainer in this shell does") if ours else None
@@ -91,7 +91,7 @@ async def has_room(subject: Subject, deadline: Deadline) -> Found:
     if served.max_loras is not None and served.max_loras < needed:
         # SGLang counts the base model as an adapter of the batch, and vLLM does not.
         flag, for_base = spec.max_loras_flag, int(spec.counts_base)
-        restart = restart_command(subject.engine, engine_options=[flag, str(needed + for_base)])
+        restart = subject.restart_command(engine_options=[flag, str(needed + for_base)])
         raise ServerSetupError(
             f"{subject.url} was started with {flag} {served.max_loras + for_base}, so the load of a version may "
             f"wait for what is sampled from the versions before. {setting} needs room for {needed} adapters. "
@@ -109,7 +109,7 @@ async def has_dtype(subject: Subject, deadline: Deadline) -> Found:
         return NOTE, f"{_UNKNOWN_BASE}; the server computes in {served}"
     # float32 holds every number of float16 and bfloat16.
     if served != written and written != "float32":
-        command = restart_command(subject.engine, engine_options=["--dtype", written])
+        command = subject.restart_command(engine_options=["--dtype", written])
         raise ServerSetupError(
             f"{subject.url} was started with --dtype {served}, and the adapter is written in {written}, "
             f"the dtype of the trainer's base model. Both must compute in the same one. Restart the server with "
@@ -125,9 +125,7 @@ async def adapts_modules(subject: Subject, deadline: Deadline) -> Found:
     if not wanted:
         return NOTE, _UNKNOWN_ADAPTER
     if missing := [name for name in wanted if not subject.served.serves_module(name)]:
-        command = restart_command(
-            subject.engine, "--lora-rank", str(rank), engine_options=["--lora-target-modules", *wanted]
-        )
+        command = subject.restart_command("--lora-rank", str(rank), engine_options=["--lora-target-modules", *wanted])
         raise ServerSetupError(
             f"The {ENGINES[subject.served.engine].versions.title} server at {subject.url} was started without "
             f"{', '.join(missing)} among its --lora-target-modules: the adapter needs them. Restart it with {command}."
@@ -149,7 +147,7 @@ async def has_rank(subject: Subject, deadline: Deadline) -> Found:
     if reserved is None:
         return NOTE, "not checked: the server does not report it. Give --adapter, or --dir with a folder that it sees."
     if rank > reserved:
-        command = restart_command(subject.engine, "--lora-rank", str(rank))
+        command = subject.restart_command("--lora-rank", str(rank))
         raise ServerSetupError(
             f"the server reserves {reserved}, and the adapter has {rank}. Restart it with {command}."
         )
@@ -185,7 +183,7 @@ async def has_base_name(subject: Subject, deadline: Deadline) -> Found:
     if is_same_model(name, (served.base_model, served.base_root)):
         if not subject.expected.base_change:
             return OK, f"the same as the trainer's, {name}"
-        restart = restart_command(subject.engine, model="FOLDER")
+        restart = subject.restart_command(model="FOLDER")
         message = (
             f"{subject.expected.base_change} {subject.url} serves {served.base_model!r} ({served.base_root}); "
             f"serve FOLDER, {restart}."

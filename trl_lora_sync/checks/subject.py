@@ -167,9 +167,21 @@ class Subject:
         # Without any trial there is nothing that proves it, and `all` of nothing is true.
         return bool(self.evidence) and all(one.confirms for one in self.evidence)
 
+    def restart_command(self, *options: str, engine_options: Sequence[str] = (), model: str | None = None) -> str:
+        """See `registry.restart_command`; with what the run needs, and a server does not report."""
+        rank, settings = self.expected.rank, self.server.settings
+        # vLLM does not report its largest rank, and `serve` has 16 by default. Fused serving takes any.
+        if rank is not None and "--lora-rank" not in options and not self.served.is_fused:
+            options += ("--lora-rank", str(max(rank, self.served.max_lora_rank or 0)))
+        if self.served.supports_push and self.server.sends_content:
+            options += ("--push",)
+        if settings.frees_kv_cache:
+            options += ("--sleep",)
+        return restart_command(self.engine, *options, engine_options=engine_options, model=model)
+
     def other_base(self, evidence: str, message: str = "") -> ServerSetupError:
         served, name = self.served, self.expected.base_name
-        restart = restart_command(self.engine, model=name or "MODEL")
+        restart = self.restart_command(model=name or "MODEL")
         return ServerSetupError(
             f"{self.url} serves {served.base_model!r} ({served.base_root}), which is not the base model "
             f"of the trainer, {name!r}: {evidence}. The adapter would be applied to the wrong weights. Restart the "

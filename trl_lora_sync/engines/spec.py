@@ -91,7 +91,8 @@ class EngineSpec:
         """
         words = ["trl-lora-sync", "serve", self.name, model, *options]
         address = urlsplit(base_url or "")
-        if address.scheme == "http":  # the URL of a server behind HTTPS does not show the address it listens on
+        # HTTPS, or a path, is a gateway's, whose URL does not show the address that the server listens on.
+        if address.scheme == "http" and address.path in ("", "/"):
             words += listen_flags(address.geturl(), is_local=is_local)
             port = address.port or 80  # that of HTTP
             words += [] if port == _SERVE_PORT else ["--port", str(port)]
