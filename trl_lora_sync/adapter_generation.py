@@ -383,13 +383,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             def read(form: Form) -> CanonicalAdapter:
                 return reader.read_trial(model, weights(strength, group), dtype=dtype_in(form), form=form)
 
+            names = without_numbers(modules)
             return Trial(
                 group=group,
-                modules=without_numbers(modules),
+                modules=names,
                 read=read,
                 scores=Scores(base=found[0], adapted=logprobs),
                 image=probe,
-                advice=_advice(model, group),
+                advice=_advice(model, group, names),
                 is_current=lambda: traits() == noted,
             )
 
@@ -468,13 +469,15 @@ def _written_dtype(chosen: torch.dtype | None, base: torch.dtype, form: Form) ->
     return chosen or form.dtype or base
 
 
-def _advice(model: Any, group: str) -> str:
-    """What to do if a server ignores the modules of a group."""
+def _advice(model: Any, group: str, modules: Sequence[str]) -> str:
+    """What to do if a server ignores these modules of a group."""
     if group in ("experts", "router"):
         return (
             "If the server cannot apply adapters to these, train the other layers only: give target_modules as a list "
             "of their names, and no target_parameters."
         )
+    if any(name.endswith("kv_b_proj") for name in modules):
+        return "vLLM applies no adapter to kv_b_proj (vllm#48974): leave it out of target_modules."
     if not sees_images(group):
         return ""
     return (

@@ -39,7 +39,7 @@ from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.groups import group_of, without_numbers
 from trl_lora_sync.adapter.initial import initial_of, remember_initial, unknown_initial
 from trl_lora_sync.adapter.modalities import check_adapted_modules
-from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, ServedNames, trained_path
+from trl_lora_sync.adapter.names import WRAPPER_COMPONENTS, Part, ServedNames, trained_path
 from trl_lora_sync.adapter.store import write_adapter
 from trl_lora_sync.adapter.support import (
     FUSED_WAY_OUT,
@@ -304,8 +304,8 @@ class AdapterReader:
         if gathered or self._has_initial:
             return _read(self._layers, gathered)
         if self._modules is None:
-            # PEFT changes such a scaling in place, which `_look` does not see (0.21, utils/hotswap.py).
-            if any(layer.has_tensor_scaling for layer in self._layers):
+            # PEFT changes a tensor's scaling in place, which `_look` does not see (0.21, utils/hotswap.py).
+            if any(layer.is_new_at_each_read for layer in self._layers):
                 return _read(self._layers, None)
             # A tuple, as `FlatBuffer` keeps its copies only for the very tuple that it was given before.
             self._modules = tuple(_read(self._layers, None))
@@ -444,11 +444,13 @@ class _Layer:
 
     Attributes:
         path: of the layer in the served model.
+        parts: what it is there.
         matrices: the modules whose weights are `lora_A` and `lora_B`.
         is_active: whether the model computes with this adapter alone, as far as the model itself knows.
     """
 
     path: str
+    parts: tuple[Part, ...]
     layer: Any
     adapter_name: str
     matrices: tuple[Any, Any]
@@ -497,9 +499,13 @@ class _Layer:
         return None
 
     @property
-    def has_tensor_scaling(self) -> bool:
-        """Whether the scaling is a tensor, as after PEFT's `prepare_model_for_compiled_hotswap`."""
-        return isinstance(self.layer.scaling[self.adapter_name], Tensor)
+    def is_new_at_each_read(self) -> bool:
+        """Whether what was read may go out of date although the layer's parameters stay the same objects.
+
+        So do rows of `lora_B`, whose `data` may be replaced, and a scaling that is a tensor, as after PEFT's
+        `prepare_model_for_compiled_hotswap`.
+        """
+        return self.parts[0].parts > 1 or isinstance(self.layer.scaling[self.adapter_name], Tensor)
 
     @property
     def initial(self) -> LoRAModule | None:
@@ -512,10 +518,11 @@ class _Layer:
         scaling = float(self.layer.scaling[self.adapter_name])
         return LoRAModule(name=self.path, lora_A=lora_A, lora_B=lora_B, scaling=scaling)
 
-    def read(self, gathered: Mapping[nn.Module, Tensor]) -> LoRAModule:
-        """What the layer adds to the checkpoint's base."""
+    def read(self, gathered: Mapping[nn.Module, Tensor]) -> list[LoRAModule]:
+        """What the layer adds to the checkpoint's base, for each of its parts."""
         module, initial = self.current(gathered), self.initial
-        return module if initial is None else module.less(initial)
+        whole = module if initial is None else module.less(initial)
+        return [replace(whole, name=part.path, lora_B=part.of(whole.lora_B)) for part in self.parts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -573,7 +580,7 @@ def _active_names(layer: Any) -> str:
 def _read(layers: list[_Layer], gathered: Mapping[nn.Module, Tensor] | None = None) -> list[LoRAModule]:
     # A difference to an initial adapter takes several small operations for each layer.
     with one_cpu_thread():
-        return [layer.read(gathered or {}) for layer in layers]
+        return [module for layer in layers for module in layer.read(gathered or {})]
 
 
 def find_layers(
@@ -730,6 +737,8 @@ def _plain_layers(model: nn.Module, adapter_name: str, serving: Serving, *, prov
     layers = [
         _Layer(
             path=names.served(path),
+            # Fused serving finds the places of a layer's weight by itself, under the name in the checkpoint.
+            parts=(Part(names.served(path)),) if serving == "fused" else names.parts(path),
             layer=layer,
             adapter_name=adapter_name,
             matrices=_matrices(layer, adapter_name),

@@ -6,8 +6,10 @@ A model that is not in the table is named as the trainer names it, and the trial
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 # Wrappers that add a component to module paths; the served model has none of them.
 WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -19,6 +21,29 @@ KNOWN_VISION = frozenset({"gemma3", "qwen2_5_vl", "qwen3_vl"})
 # Transformers 5 leaves a level out of the tower's names that vLLM (0.26 and 0.31) has. Under the shorter name it
 # ignores the matrices.
 _TOWER, _SERVED_TOWER = "model.vision_tower", "model.vision_tower.vision_model"
+# What vLLM calls the parts of a layer that Transformers has as one. It refuses an adapter under the trainer's name
+# ("expected target modules in ...", 0.31). It takes this one of Phi-3 and GLM-4.1V as it is.
+_GATE_AND_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
+# By `model_type`.
+_DIVIDED = {"glm": _GATE_AND_UP, "glm4": _GATE_AND_UP}
+
+
+class Part(NamedTuple):
+    """A layer of the served model that computes what a layer of the trainer does, or a part of its outputs.
+
+    Attributes:
+        path: in the served model.
+        number: its place among the parts, which are of one size.
+        parts: how many these are.
+    """
+
+    path: str
+    number: int = 0
+    parts: int = 1
+
+    def of(self, lora_B: Tensor) -> Tensor:
+        """The rows that belong to it."""
+        return lora_B if self.parts == 1 else lora_B.chunk(self.parts)[self.number]
 
 
 def unwrapped_path(path: str) -> str:
@@ -37,30 +62,42 @@ class ServedNames:
 
     Attributes:
         prefixes: what the paths of some modules begin with in the trainer, and on the server.
+        divided: names of the parts of layers that are several on the server, by the layer's own name.
+        keys_as_values: paths in the trainer of the layers whose output is the values of an attention as well.
     """
 
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keys_as_values: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: Any) -> "ServedNames":
         """The names of a model, with or without the wrapper of PEFT."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        served = LANGUAGE_MODELS.get(getattr(getattr(base, "config", None), "model_type", ""))
+        kind = getattr(getattr(base, "config", None), "model_type", "")
+        served, divided = LANGUAGE_MODELS.get(kind), _DIVIDED.get(kind, {})
+        # Of Gemma 4 (`Gemma4TextAttention`, Transformers 5.24).
+        keys_as_values = frozenset(
+            trained_path(f"{path}.k_proj")
+            for path, module in base.named_modules()
+            if getattr(module, "use_alternative_attention", False) and getattr(module, "v_proj", module) is None
+        )
         if served is None:
-            return cls()
+            return cls(divided=divided, keys_as_values=keys_as_values)
         language_model = base.get_decoder()
         found = next(path for path, module in base.named_modules() if module is language_model)
         prefixes = {trained_path(found): served}
         paths = [trained_path(path) for path, _ in base.named_modules()]
         if _TOWER in paths and _SERVED_TOWER not in paths:
             prefixes[_TOWER] = _SERVED_TOWER
-        return cls(prefixes=prefixes)
+        return cls(prefixes=prefixes, divided=divided, keys_as_values=keys_as_values)
 
     def with_routers(self, paths: Mapping[str, str]) -> "ServedNames":
         """The same with other names for the modules at some paths, of the served model already."""
-        return ServedNames(
+        return replace(
+            self,
             # First, because the first match counts, and these paths are more specific.
-            prefixes={**{f"{self.served(path)}": other for path, other in paths.items()}, **self.prefixes}
+            prefixes={**{f"{self.served(path)}": other for path, other in paths.items()}, **self.prefixes},
         )
 
     def served(self, path: str) -> str:
@@ -70,3 +107,14 @@ class ServedNames:
             if path == ours or path.startswith(f"{ours}."):
                 return f"{theirs}{path.removeprefix(ours)}"
         return path
+
+    def parts(self, path: str) -> tuple[Part, ...]:
+        """The layers on a server with LoRA of its own that the layer with this path in the trainer is."""
+        served = self.served(path)
+        parent, _, name = served.rpartition(".")
+        if names := self.divided.get(name):
+            return tuple(Part(f"{parent}.{one}", number, len(names)) for number, one in enumerate(names))
+        # vLLM (0.31) loads the weight of `k_proj` for both, and an adapter for each by its name.
+        if trained_path(path) in self.keys_as_values:
+            return Part(served), Part(f"{parent}.v_proj")
+        return (Part(served),)

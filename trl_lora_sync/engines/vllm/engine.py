@@ -371,6 +371,12 @@ class VLLMEngine(ServerEngine):
                 f"{adapter.rank}. The server must reserve at least the adapter's rank. Restart it with "
                 f"{self._serve_command('--lora-rank', str(adapter.rank))}. The server answered: {message!r}"
             )
+        if "expected target modules" in message:
+            return ServerSetupError(
+                f"The vLLM server at {self.base_url} has no LoRA for some of the layers that are trained, or calls "
+                "them something else. Its answer lists both. If it serves the model that is being trained, name these "
+                f"layers in exclude_modules of the LoraConfig. The server answered: {message!r}"
+            )
         return AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
             "the server's base model; check that the server serves the model that is being trained. "
