@@ -696,6 +696,8 @@ def sync_settings(args: Any) -> "PolicySettings":
         on_server_loss=args.lora_sync_on_server_loss,
         overlap=args.lora_sync_overlap == 1,
         staleness=args.max_staleness if is_async else None,
+        # Not every trainer of TRL has them.
+        sampling_fields=tuple(getattr(args, "generation_kwargs", None) or ()),
         **shared,
     )
 

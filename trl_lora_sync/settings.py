@@ -75,6 +75,7 @@ class SyncSettings(PolicySettings):
         servers: all servers that sample for the run, at least one.
         root: where the trainer writes versions.
         server_root: the same folder as the servers see it; `None` for the same path.
+        sampling_fields: names of the fields in `generation_kwargs`.
         frees_kv_cache: whether the servers release their KV cache between generation and the next sync.
         sync_timeout_s: for one sync, and for a server that is away to come back.
         startup_timeout_s: for the servers to come up.
@@ -96,6 +97,7 @@ class SyncSettings(PolicySettings):
     on_server_loss: str = "error"
     overlap: bool = False
     staleness: int | None = None
+    sampling_fields: tuple[str, ...] = ()
     timeouts: Timeouts = TIMEOUTS
 
     @property

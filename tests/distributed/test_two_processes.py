@@ -140,7 +140,7 @@ def test_an_exception_on_both_processes_leaves_nothing_behind(two_processes: Two
 
 
 def test_a_training_whose_gradients_are_not_averaged_is_refused_before_it_samples_from_it(working: Seen) -> None:
-    """The rows of process 1 came from the policy of process 0, and each process trained an adapter of its own."""
+    """The rows of process 1 came from the policy of process 0, and the processes trained different adapters."""
     first, second = both_errors(working, "evaluated_first")
 
     assert first == second

@@ -17,6 +17,7 @@ from trl.chat_template_utils import qwen3_template
 from vllm_server import VLLMServer
 
 from trl_lora_sync import GRPOTrainer
+from trl_lora_sync.errors import ServerSetupError
 
 Make = Callable[..., GRPOTrainer]
 LOGP_GAP = "sampling/sampling_logp_difference/mean"
@@ -155,6 +156,18 @@ def test_generation_kwargs_do_what_they_say(make_trainer: Make, clean_server: VL
     assert all(len(ids) >= 4 for ids in first)
     assert any(len(ids) < 16 for ids in first)
     assert all(ids[-1] in stops for ids in first if len(ids) < 16)
+
+
+def test_generation_kwargs_that_the_server_would_ignore_are_refused(
+    make_trainer: Make, clean_server: VLLMServer, base_model: Path
+) -> None:
+    """vLLM accepts a request with unknown fields, and does not use them."""
+    with pytest.raises(ServerSetupError, match="ignores guided_regex, min_token of generation_kwargs"):
+        make_trainer(
+            clean_server.base_url,
+            base_model,
+            generation_kwargs={"seed": 7, "min_token": 4, "guided_regex": "[a-z]+"},
+        )
 
 
 def test_a_rollout_function_generates_and_chats_with_the_active_version(

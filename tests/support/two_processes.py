@@ -150,7 +150,7 @@ def train_on_a_broken_reward(url: str, model: str, folder: Path) -> None:
 
 
 def train_after_an_evaluation(url: str, model: str, folder: Path) -> None:
-    """Which leaves the model unwrapped, so that each process trains an adapter of its own."""
+    """Which leaves the model unwrapped, so that the processes train different adapters."""
     trainer = grpo_trainer(url, Path(model), folder, eval_dataset=prompts(["a"] * 4), max_steps=3, ddp_timeout=400)
     trainer.evaluate()
     trainer.train()

@@ -631,6 +631,7 @@ def test_settings_carry_every_field_on(make: Callable[..., GRPOConfig]) -> None:
         "proves_groups": False,  # with fused serving
         "overlap": False,
         "staleness": None,
+        "sampling_fields": (),
         "timeouts": dataclasses.asdict(TIMEOUTS),
     }
 

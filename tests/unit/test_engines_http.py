@@ -534,7 +534,7 @@ def test_broken_connection_tells_how_long_its_answer_was_waited_for(ask: Ask) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of these options are Linux's")
 def test_a_connection_that_is_silent_for_minutes_is_kept_alive(ask: Ask) -> None:
-    """A load balancer of AWS forgets it after 350 s without a byte, and the answer to a long completion never came."""
+    """A load balancer of AWS drops it after 350 s, and the answer to a long completion never came."""
     seen: list[tuple[int, int]] = []
 
     def look(request: Request) -> None:

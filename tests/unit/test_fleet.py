@@ -640,13 +640,13 @@ def test_a_loss_during_a_recovery_has_the_process_that_answers_next_checked(tmp_
 
 
 def test_a_gateway_that_ends_long_requests_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They were sampled again until they were short enough, and nothing told it."""
+    """They were sampled again until they were short enough, without a warning."""
     with in_memory_engines(shapes=SMALL) as [engine]:
         training = InMemoryRun([engine], tmp_path, timeouts=replace(TIMEOUTS, cut_off_s=0.01))
         engine.errors["generate"] = [cut_off()]
         assert training.samples_from(1)
         assert "What it had sampled is lost, and is sampled again" in caplog.text
-        time.sleep(0.1)  # for longer than the next request says that it has waited
+        time.sleep(0.1)  # so that the next request is sent after this one was cut off
         engine.errors["generate"] = [cut_off()]
         with pytest.raises(GenerationError, match=f"Requests to {engine.base_url} are cut off after"):
             training.sample()
@@ -665,7 +665,7 @@ def test_requests_that_a_restart_breaks_off_are_no_gateways(tmp_path: Path) -> N
 
 
 def test_a_refusal_by_a_server_that_has_crashed_is_a_loss(tmp_path: Path) -> None:
-    """vLLM answers a load with HTTP 500 after its engine has died, and the run ended with that."""
+    """vLLM answers a load with HTTP 500 after its engine has crashed, which counted as a refusal of the adapter."""
     with in_memory_engines(2, shapes=SMALL) as engines:
         training = InMemoryRun(engines, tmp_path)
         load = engines[1].load

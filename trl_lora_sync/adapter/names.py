@@ -21,8 +21,8 @@ KNOWN_VISION = frozenset({"gemma3", "qwen2_5_vl", "qwen3_vl"})
 # Transformers 5 leaves a level out of the tower's names that vLLM (0.26 and 0.31) has. Under the shorter name it
 # ignores the matrices.
 _TOWER, _SERVED_TOWER = "model.vision_tower", "model.vision_tower.vision_model"
-# What vLLM calls the parts of a layer that Transformers has as one. It refuses an adapter under the trainer's name
-# ("expected target modules in ...", 0.31). It takes this one of Phi-3 and GLM-4.1V as it is.
+# What vLLM calls the parts of a layer that Transformers has as one. It refuses an adapter by the trainer's name
+# ("expected target modules in ...", 0.31). Phi-3 and GLM-4.1V have such a layer in vLLM as well.
 _GATE_AND_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
 # By `model_type`.
 _DIVIDED = {"glm": _GATE_AND_UP, "glm4": _GATE_AND_UP}
@@ -109,7 +109,7 @@ class ServedNames:
         return path
 
     def parts(self, path: str) -> tuple[Part, ...]:
-        """The layers on a server with LoRA of its own that the layer with this path in the trainer is."""
+        """What a layer of the trainer is on a server, which may have several layers in its place."""
         served = self.served(path)
         parent, _, name = served.rpartition(".")
         if names := self.divided.get(name):

@@ -27,6 +27,7 @@ CHECKS: tuple[Check, ...] = (
     Check("adapters at run time", server.loads_at_run_time),
     Check("version", server.is_known_version),
     Check("log-probabilities", server.processes_logprobs),
+    Check("generation_kwargs", server.uses_fields),
     Check("GPU to GPU", server.sees_gpus),
     Check("room for adapters", server.has_room),
     Check("dtype", server.has_dtype),

@@ -55,6 +55,20 @@ async def processes_logprobs(subject: Subject, deadline: Deadline) -> Found:
     return OK, "after the temperature, as TRL compares them"
 
 
+async def uses_fields(subject: Subject, deadline: Deadline) -> Found:
+    """Whether it uses every field of the run's `generation_kwargs`."""
+    names = subject.server.settings.sampling_fields
+    if not names:
+        return None
+    if ignored := await subject.engine.ignored_fields(names, deadline):
+        raise ServerSetupError(
+            f"{subject.url} ignores {', '.join(ignored)} of generation_kwargs: {subject.served.engine} "
+            f"{subject.served.version} has no such field. Correct the names, or leave these out. (A regular expression "
+            "is set by vllm_structured_outputs_regex.)"
+        )
+    return OK, f"it has {', '.join(names)}"
+
+
 async def sees_gpus(subject: Subject, deadline: Deadline) -> Found:
     """Whether a server on this host sees the GPUs that this process may use."""
     ours = cuda_ipc.visible_gpus() if subject.served.gpus and is_local_url(subject.url) else []

@@ -5,7 +5,7 @@ An engine is one server at one URL. Differences between engines and their versio
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -328,6 +328,9 @@ class Engine(Protocol):
 
         On the server's clock, so it can only be compared with another answer of this method.
         """
+
+    async def ignored_fields(self, names: Collection[str], deadline: Deadline) -> list[str]:
+        """Which of these fields of `Sampling.extra` the server would silently ignore; none if that cannot be known."""
 
     async def generate(
         self,

@@ -42,8 +42,8 @@ _FIRST_PAUSE_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.1, 10.0
 _NO_CONNECTION = (httpx.ConnectError, httpx.ConnectTimeout)
 # httpx sets this header for `json=` only.
 _JSON = {"Content-Type": "application/json"}
-# The answer to a long completion comes after minutes without a byte, and a firewall or a load balancer forgets such a
-# connection without a word: that of AWS after 350 s, unless these probes pass it. macOS lacks the first name.
+# While a long completion is sampled, its connection is idle for minutes. Firewalls and load balancers silently drop
+# such connections (AWS's after 350 s) unless these probes pass them. macOS lacks the first name.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(

@@ -4,7 +4,7 @@ Knows the routes that both have, and no way of sampling.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -80,6 +80,10 @@ class ServerEngine(ABC):
     async def adapters_ran_at(self, deadline: Deadline) -> float | None:
         """See `Engine`."""
         return None
+
+    async def ignored_fields(self, names: Collection[str], deadline: Deadline) -> list[str]:
+        """See `Engine`. SGLang refuses a request with such a field."""
+        return []
 
     async def close(self) -> None:
         await self._http.close()

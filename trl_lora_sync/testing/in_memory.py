@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -205,6 +205,10 @@ class InMemoryEngine:
         """See `Engine`."""
         self._check_up()
         return {name: one.path for name, one in self._loaded.items()}
+
+    async def ignored_fields(self, names: Collection[str], deadline: Deadline) -> list[str]:
+        """See `Engine`."""
+        return []
 
     async def adapters_ran_at(self, deadline: Deadline) -> float | None:
         """See `Engine`."""

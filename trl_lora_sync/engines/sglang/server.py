@@ -94,12 +94,12 @@ class SGLangServer(ServerEngine):
             if is_given and self._version < right_from:
                 raise self._setup_error(
                     f"was started with {flag}",
-                    f"before {right_from} that cache does not tell the adapters apart, and a version would be computed "
-                    "on what another one has left there",
+                    f"up to {right_from} the keys of that cache lack the adapter, so a version would be computed from "
+                    "what another one has left there",
                     f"Restart it with {self._serve_command()}, or upgrade it",
                 )
         preferred = _json_fields(model.get("preferred_sampling_params"))
-        # Without those that are sent with each request, which then count.
+        # What is sent with each request takes precedence.
         if added := sorted(preferred - sampling_params(Sampling.unrestricted(max_tokens=1, logprobs=None), 0).keys()):
             raise self._setup_error(
                 f"was started with --preferred-sampling-params, which sets {', '.join(added)}",

@@ -11,7 +11,7 @@ import math
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -202,6 +202,18 @@ class VLLMEngine(ServerEngine):
         """See `Engine`."""
         metrics = await self._metrics(deadline)
         return metrics.adapters_ran_at if metrics.is_told else None
+
+    async def ignored_fields(self, names: Collection[str], deadline: Deadline) -> list[str]:
+        """See `Engine`. vLLM keeps unknown fields of a request, and uses none of them.
+
+        Source: `OpenAIBaseModel` in vllm/entrypoints/openai/engine/protocol.py (0.31).
+        """
+        response = await self._retried("GET", "/openapi.json", deadline)
+        if response.status_code != 200:  # it was started with --disable-fastapi-docs, or a gateway shuts this route
+            return []
+        schemas = json_object(response, ServerSetupError).get("components", {}).get("schemas", {})
+        known = schemas.get("CompletionRequest", {}).get("properties", {})
+        return sorted(set(names) - known.keys()) if known else []
 
     async def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
         """The gap between the first and the fifth most probable token, or None if the server does not send it."""
