@@ -64,6 +64,7 @@ class LoRASyncGeneration(AdapterGeneration):
         self.overlap: Overlap | None = None
         self._batch: TrainingBatch | None = None  # with overlap, what is being sampled
         self._preparing = threading.RLock()  # for samples, as a rollout function may sample in threads
+        self._in_turns = False  # whether other processes may call `generate` less often
         self._is_lost = False  # whether a server lost the active version with its KV cache
         super().__init__(*args, **kwargs)
 
@@ -217,14 +218,15 @@ class LoRASyncGeneration(AdapterGeneration):
             `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, one entry per row; the log-probabilities have
             shape `(rows, completion_length, 1 to N+1)` or are None.
         """
-        # Both are the same on all processes, so that all enter the sync, which is collective, or none.
-        if not self._can_sample() or self._has_changed():
-            self.sync_weights()
-        # Images go along even if None, because other processes may have some. Shares may differ in length.
-        timer = PhaseTimer()
-        following = self._batch.following if self._batch else None
-        batches = gather_object([(prompts, images or [None] * len(prompts), following)])
-        completions, figures = run_on_main(self.accelerator, lambda: self._sample(batches, profiler))
+        with self._turn():
+            # Both are the same on all processes, so that all enter the sync, which is collective, or none.
+            if not self._can_sample() or self._has_changed():
+                self.sync_weights()
+            timer = PhaseTimer()
+            # Images go along even if None, because other processes may have some. Shares may differ in length.
+            following = self._batch.following if self._batch else None
+            batches = gather_object([(prompts, images or [None] * len(prompts), following)])
+            completions, figures = run_on_main(self.accelerator, lambda: self._sample(batches, profiler))
         self._generate_s = (self._generate_s or 0.0) + timer.total_s()
         if self._batch:
             self._batch.figures = figures
@@ -238,6 +240,45 @@ class LoRASyncGeneration(AdapterGeneration):
             [row.logprobs for row in mine] if with_logprobs else None,
             [row.logprob_token_ids for row in mine] if with_logprobs else None,
         )
+
+    @contextmanager
+    def tool_turns(self) -> Iterator[None]:
+        """**Collective.** A block in which processes may call `generate` a different number of times.
+
+        What is sampled there are turns after tool calls. A process that has taken all of its turns joins the others in
+        theirs, without rows, until no process has any left. An error on one process is raised on all.
+        """
+        self._in_turns = self.accelerator.num_processes > 1
+        if not self._in_turns:
+            yield
+            return
+        failures: list[BaseException] = []
+        try:
+            yield
+        except BaseException as error:
+            # It comes from a turn, so all processes have it.
+            if not self._in_turns:
+                raise
+            failures.append(error)
+        self._in_turns = False
+
+        def is_on() -> bool:
+            if failures:
+                raise failures[0]
+            return False
+
+        while any(results_of_all(self.accelerator, is_on)):
+            self.generate([], None, 1)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """**Collective.** One call of `generate`; in `tool_turns`, the processes that have left take part."""
+        is_one, self._in_turns = self._in_turns, False
+        if is_one:
+            results_of_all(self.accelerator, lambda: True)
+        yield
+        # Not after an error, see `tool_turns`.
+        self._in_turns = is_one
 
     @contextmanager
     def training_batch(self, following: list[list[int]] | None) -> Iterator["TrainingBatch"]:

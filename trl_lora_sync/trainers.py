@@ -208,8 +208,7 @@ class LoRASyncTrainer:
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `_tool_call_loop`, which samples only on the processes that still have a tool call."""
-        is_colocated = self._syncs_adapters and self.args.vllm_mode == "colocate"
-        with self.vllm_generation.tool_turns() if is_colocated else nullcontext():
+        with self.vllm_generation.tool_turns() if self._syncs_adapters else nullcontext():
             return super()._tool_call_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _following_prompts(self) -> list[list[int]] | None:

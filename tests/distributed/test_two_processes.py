@@ -59,6 +59,27 @@ def test_a_process_without_rows_gets_none_and_holds_up_nobody(working: Seen) -> 
     assert second["answers"] == [[], [], [], []]
 
 
+def test_a_process_may_take_more_turns_with_tools_than_the_others(working: Seen) -> None:
+    """The others were in another collective by then, and one of them crashed or both hung."""
+    first, second = both(working, "turns")
+
+    assert (len(first), len(second)) == (3, 1)
+    assert all(turn["mean"] < NOISE_MEAN for turn in [*first, *second])
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        ("failing_turns", "ZeroDivisionError", "a tool is broken"),
+        ("refused_turn", "VerificationError", "hold different adapters"),
+    ],
+)
+def test_an_error_during_turns_with_tools_is_raised_on_both(step: str, error: str, words: str, working: Seen) -> None:
+    for raised, message in both_errors(working, step):
+        assert raised == error
+        assert words in message
+
+
 def test_both_processes_name_the_same_version(working: Seen) -> None:
     first, second = both(working, "synced")
 
@@ -105,7 +126,15 @@ def test_a_start_that_is_refused_raises_the_same_on_both(step: str, error: str, 
 
 
 @pytest.mark.parametrize(
-    "step", ["after_refusal", "after_not_finite", "after_different", "after_full_disk", "after_server_gone"]
+    "step",
+    [
+        "after_refused_turn",
+        "after_refusal",
+        "after_not_finite",
+        "after_different",
+        "after_full_disk",
+        "after_server_gone",
+    ],
 )
 def test_after_a_failed_version_both_processes_go_on_with_the_one_before(step: str, working: Seen) -> None:
     for result in both(working, step):

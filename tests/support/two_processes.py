@@ -107,6 +107,22 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         randomize_adapter(policy, seed=1)
         return rows_of(trainer, [index + 1])
 
+    def turns() -> list[Outcome]:
+        with generation.tool_turns():
+            return [rows_of(trainer, [10 * index + turn]) for turn in range([3, 1][index])]
+
+    def failing_turns() -> None:
+        with generation.tool_turns():
+            if index == 1:
+                raise ZeroDivisionError("a tool is broken")
+            rows_of(trainer, [1])
+
+    def refused_turn() -> None:
+        with generation.tool_turns():
+            if index == 0:
+                randomize_adapter(policy, 7)  # on this process alone
+                rows_of(trainer, [1])
+
     def train() -> list[dict[str, Any]]:
         for name, value in policy.named_parameters():
             if "lora_B" in name:
@@ -120,6 +136,10 @@ def working(folder: Path, proxy_url: str, model: str) -> dict[str, Outcome]:
         "uneven": attempt(lambda: rows_of(trainer, [[1, 2, 3], [21]][index])),
         "none_on_one": attempt(lambda: rows_of(trainer, [[1, 2], []][index])),
         "repeated": attempt(lambda: rows_of(trainer, [[1, 1], [1, 2]][index])),
+        "turns": attempt(turns),
+        "failing_turns": attempt(failing_turns),
+        "refused_turn": attempt(refused_turn),
+        "after_refused_turn": attempt(back_to_first),
         "refused": attempt(refused),
         "after_refusal": attempt(back_to_first),
         "not_finite": attempt(not_finite),
