@@ -797,6 +797,7 @@ WAYS = {
     "vllm-0.26.0-2xh200-ways-bf16": "bfloat16 base; that other model",
     "vllm-0.26.0-2xh200-ways-4bit-refused": "4-bit base, sharded, with the check of this package",
     "vllm-0.26.0-4xh100-ways": "bfloat16 base; three processes on H100, the server on a fourth",
+    "vllm-0.26.0-4xh200-ways": "bfloat16 base; three processes, the server on a fourth",
 }
 
 
