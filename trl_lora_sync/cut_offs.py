@@ -24,7 +24,7 @@ class _CutOff:
 
 
 class CutOffs:
-    """Requests to one process of a server that ended without its answer, although it goes on.
+    """Requests to one server that ended without its answer, although it goes on.
 
     Args:
         shortest_s: see `Timeouts.cut_off_s`.
@@ -34,6 +34,7 @@ class CutOffs:
         self._base_url = base_url
         self._shortest_s = shortest_s
         self._last: _CutOff | None = None
+        self._verdict: GenerationError | None = None
 
     def note(self, error: LoRASyncError | None, at: float) -> None:
         """A request ended in `error` at a time of the monotonic clock, and the process has been found well.
@@ -41,6 +42,9 @@ class CutOffs:
         Raises:
             GenerationError: a request before it was cut off after the same time.
         """
+        # To every caller from then on: of several threads that sample, one would get it otherwise.
+        if self._verdict is not None and self._last is not None and at - self._last.at < _REMEMBERED_S:
+            raise self._verdict
         waited_s = error.waited_s if isinstance(error, ServerUnreachableError) else None
         if waited_s is None or waited_s < self._shortest_s:
             return
@@ -49,13 +53,16 @@ class CutOffs:
         if last is not None and at - waited_s < last.at:
             return
         self._last = _CutOff(at=at, waited_s=waited_s)
-        if last is not None and at - last.at < _REMEMBERED_S and _is_same(waited_s, last.waited_s):
-            raise GenerationError(
+        # From its start, as a limit may itself be longer than that.
+        is_soon_after = last is not None and at - waited_s - last.at < _REMEMBERED_S
+        if last is not None and is_soon_after and _is_same(waited_s, last.waited_s):
+            self._verdict = GenerationError(
                 f"Requests to {self._base_url} are cut off after {waited_s:.0f} s, and its server is well. Longer "
                 "completions would never come, and only short ones would be trained on. A gateway or a load balancer "
                 "in between has such a limit (nginx: proxy_read_timeout, an AWS load balancer: idle timeout). Raise it "
                 "above lora_sync_generation_timeout, or set vllm_server_base_url to the server's own URL."
-            ) from error
+            )
+            raise self._verdict from error
         logger.warning(
             "A request to %s was cut off after %.0f s, and its server is well. What it had sampled is lost, and is "
             "sampled again. If a second one is cut off after the same time, the run ends: a gateway in between then "

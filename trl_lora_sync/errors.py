@@ -15,7 +15,8 @@
         ├── ServerAuthError      (PermissionError)   the server wants another API key
         ├── ServerSetupError                         the server runs, but was started with the wrong flags or model
         ├── AdapterRejectedError                     the server refused to load an adapter
-        │   └── AdapterNotVisibleError               ... because it does not see the directory
+        │   ├── AdapterNotVisibleError               ... because it does not see the directory
+        │   └── AdapterLayersError                   ... because it has no LoRA for some of its layers
         ├── AdapterLostError                         the server no longer knows the version it was given
         ├── GenerationError                          a generation request failed or came back malformed
         └── WrongPolicyError                         a completion was not sampled by the active version
@@ -90,11 +91,21 @@ class ServerSetupError(ServerError):
 
 
 class AdapterRejectedError(ServerError):
-    """The server refused an adapter; the previous version stays active."""
+    """The server refused an adapter; the previous version stays active.
+
+    Attributes:
+        may_be_crash: whether a server answers so to every load once its engine has crashed.
+    """
+
+    may_be_crash = False
 
 
 class AdapterNotVisibleError(AdapterRejectedError):
     """The server does not see the directory that the trainer wrote."""
+
+
+class AdapterLayersError(AdapterRejectedError):
+    """The server has no LoRA for some of the adapted layers, or knows them by other names."""
 
 
 class AdapterLostError(ServerError):

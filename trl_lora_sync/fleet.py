@@ -19,7 +19,13 @@ from trl_lora_sync.checks.listed import RunChecks
 from trl_lora_sync.checks.subject import Expected, TrialStore
 from trl_lora_sync.dispatch import Worker, dispatch
 from trl_lora_sync.engines.base import Capabilities, Completion, Deadline, PromptGroup, Sampling
-from trl_lora_sync.errors import AdapterRejectedError, DeadlineExceededError, GenerationError, LoRASyncError
+from trl_lora_sync.errors import (
+    AdapterRejectedError,
+    DeadlineExceededError,
+    GenerationError,
+    LoRASyncError,
+    ServerUnreachableError,
+)
 from trl_lora_sync.ledger import Holding, VersionLedger
 from trl_lora_sync.runtime import cancelled, each, in_parallel, offload, run, spawn
 from trl_lora_sync.server_handle import ServerHandle, ServerState, is_loss
@@ -253,6 +259,7 @@ class Fleet:
         failures: dict[ServerHandle, LoRASyncError] = {}
         waiting = list(servers)
         acted: set[ServerHandle] = set()
+        crashed: set[ServerHandle] = set()
 
         async def attempt(server: ServerHandle) -> None:
             # Read before the request, so that `lose` can ignore an error of a process that was replaced meanwhile.
@@ -264,11 +271,15 @@ class Fleet:
                     acted.add(server)
             except LoRASyncError as error:
                 lost = await self._as_loss(server, error, deadline)
+                # An adapter that a server crashes on would crash it again and again.
+                is_repeated = lost is not error and server in crashed
                 # With no time left to recover in, a loss is as final as a refusal.
-                if lost is None or deadline.is_over():
+                if lost is None or is_repeated or deadline.is_over():
                     failures[server] = error
-                else:
-                    server.lose(lost, engine)
+                    return
+                if lost is not error:
+                    crashed.add(server)
+                server.lose(lost, engine)
 
         async def recover(server: ServerHandle) -> None:
             try:
@@ -437,11 +448,12 @@ class Fleet:
         if is_loss(error):
             return error
         # vLLM answers open requests with HTTP 500 when its engine has crashed, and ends the server after that
-        # (`engine_error_handler` in entrypoints/serve/utils/server_utils.py, 0.26). So it answers a load, as if it had
-        # refused the adapter (`load_lora_adapter` in entrypoints/openai/models/serving.py, 0.31).
-        if isinstance(error, GenerationError | AdapterRejectedError) and not deadline.is_over():
-            return await server.reason_to_be_down()
-        return None
+        # (`engine_error_handler` in entrypoints/serve/utils/server_utils.py, 0.26).
+        is_vague = isinstance(error, GenerationError) or (
+            isinstance(error, AdapterRejectedError) and error.may_be_crash
+        )
+        down = await server.reason_to_be_down() if is_vague and not deadline.is_over() else None
+        return ServerUnreachableError(f"{down} Before that: {error}") if down else None
 
     async def _recover(self, server: ServerHandle, deadline: Deadline) -> bool:
         """During a generation: wait for a lost server as long as a sync may take. False if it is excluded."""

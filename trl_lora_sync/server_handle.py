@@ -144,7 +144,6 @@ class ServerHandle:
             await engine.close()  # which nothing else refers to
             raise
         before, self._engine = self._engine, engine
-        self._cut_offs = CutOffs(self.base_url, self._timeouts.cut_off_s)
         self.is_asleep = False
         self.require_verification()
         # A server that was lost gets ready in `_readmit`, after its checks.

@@ -1,5 +1,6 @@
 """Unit tier: the names of trained modules on a server."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from support.models import randomize_adapter
 
 from trl_lora_sync.adapter.export import AdapterReader, read_adapter
 from trl_lora_sync.adapter.names import ServedNames
+from trl_lora_sync.adapter.saved import read_saved_adapter
 from unit.test_adapter_modalities import MODELS, build, lora
 from unit.tiny import lora_model
 
@@ -126,6 +128,15 @@ def test_data_that_is_replaced_shows_in_each_part_of_a_layer() -> None:
         expected = read_adapter(model, dtype=torch.float32).tensors
         assert read.keys() == expected.keys()
         assert all(torch.equal(one, expected[key]) for key, one in read.items())
+
+
+@pytest.mark.parametrize("build_model", [gemma4, glm4])
+def test_saved_adapter_is_tried_under_the_names_of_a_run(build_model: Any, tmp_path: Path) -> None:
+    """`doctor --adapter` reported a problem where a training has none."""
+    model = adapted(build_model())
+    model.save_pretrained(tmp_path)
+    saved = read_saved_adapter(tmp_path).as_served(model.get_base_model().config.to_dict())
+    assert set(saved.canonical().shapes) == set(read_adapter(model, dtype=torch.float32).shapes)
 
 
 @pytest.mark.parametrize("build_model", [gemma4, glm4])

@@ -29,6 +29,20 @@ def test_second_request_that_is_cut_off_after_the_same_time_ends_the_run(
     assert isinstance(raised.value.__cause__, ServerUnreachableError)
 
 
+def test_every_caller_gets_the_error_from_then_on(cut_offs: CutOffs) -> None:
+    cut_offs.note(broken_after(60.0), 1000.0)
+    for at in (1061.0, 1061.1, 1062.0):
+        with pytest.raises(GenerationError):
+            cut_offs.note(broken_after(60.0), at)
+    cut_offs.note(broken_after(0.1), 9000.0)  # hours later, when the gateway may be another one
+
+
+def test_limit_of_hours_ends_the_run_as_well(cut_offs: CutOffs) -> None:
+    cut_offs.note(broken_after(7200.0), 10000.0)
+    with pytest.raises(GenerationError, match="cut off after 7200 s"):
+        cut_offs.note(broken_after(7200.0), 17201.0)
+
+
 @pytest.mark.parametrize(
     ("waited_s", "at"),
     [

@@ -535,21 +535,31 @@ def test_broken_connection_tells_how_long_its_answer_was_waited_for(ask: Ask) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of these options are Linux's")
 def test_a_connection_that_is_silent_for_minutes_is_kept_alive(ask: Ask) -> None:
     """A load balancer of AWS drops it after 350 s, and the answer to a long completion never came."""
-    seen: list[tuple[int, int]] = []
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    seen: list[list[int]] = []
 
     def look(request: Request) -> None:
-        port = request.server.server_port
         for one in gc.get_objects():
-            if isinstance(one, socket.socket) and one.fileno() >= 0 and one is not request.server.socket:
-                with contextlib.suppress(OSError):
-                    if one.getpeername()[1] == port:
+            if isinstance(one, socket.socket) and one.family == socket.AF_INET and one.fileno() >= 0:
+                with contextlib.suppress(OSError):  # a socket that is not connected
+                    if one.getpeername() == request.server.server_address:
                         keeps = one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-                        seen.append((keeps, one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)))
+                        seen.append([keeps, *(one.getsockopt(socket.IPPROTO_TCP, name) for name in names)])
         request.send()
 
     with serving(look) as server:
         ask(server.url)
-    assert seen == [(1, 60)]
+    assert seen == [[1, 60, 15, 4]]
+
+
+def test_a_server_that_no_proxy_names_is_reached_without_one(
+    proxy: Server, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the options of direct connections, which one through a proxy has not."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with serving(lambda request: request.send()) as server:
+        ask(server.url, is_local=False)
+    assert (len(server.requests), len(proxy.requests)) == (1, 0)
 
 
 # Retries

@@ -18,9 +18,11 @@ from trl_lora_sync.adapter.canonical import Form
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.vllm.completions import cache_salt
 from trl_lora_sync.engines.vllm.engine import VLLMEngine, in_batches
 from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import (
+    AdapterLayersError,
     AdapterLostError,
     AdapterNotVisibleError,
     AdapterRejectedError,
@@ -103,7 +105,7 @@ def test_every_request_names_the_model_and_every_sampling_field(engine_at: Any) 
         assert request.path == "/v1/completions"
         body = dict(request.body)
         body.pop("prompt")
-        assert len(body.pop("cache_salt")) == 32
+        assert body.pop("cache_salt") == cache_salt(MODEL) != cache_salt("run-v2")
         assert body == {
             "model": MODEL, "n": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
             "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, "stream": False, "return_token_ids": True,
@@ -217,6 +219,58 @@ def test_server_that_stays_out_of_order_is_an_error_within_the_deadline(
     engine, _ = engine_at(lambda request: request.send(503, {"error": {"message": "engine is dead"}}))
     with pytest.raises(ServerUnreachableError, match=r"HTTP 503.*engine is dead"):
         sample(engine, 1, seconds=20)
+
+
+def test_gateway_that_gives_up_tells_how_long_it_has_waited(engine_at: Any) -> None:
+    def late(request: Request) -> None:
+        request.wait(0.3)
+        request.send(504, "<html>Gateway Time-out</html>")
+
+    engine, _ = engine_at(late)
+    with pytest.raises(ServerUnreachableError, match="HTTP 504") as caught:
+        engine.pause("drain", Deadline.after(10, "The test"))
+    assert caught.value.waited_s == pytest.approx(0.3, abs=0.25)
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "error", "may_be_crash"),
+    [
+        (500, "EngineCore encountered an issue.", AdapterRejectedError, True),
+        (400, "The lora adapter is invalid.", AdapterRejectedError, False),
+        (500, "While loading /f, expected target modules in {'q'} but received ['a.b.c']", AdapterLayersError, False),
+    ],
+)
+def test_refusal_of_a_load_says_whether_its_engine_may_have_crashed(
+    status: int, words: str, error: type[AdapterRejectedError], may_be_crash: bool, engine_at: Any
+) -> None:
+    engine, _ = engine_at(lambda request: request.send(status, {"error": {"message": words}}))
+    connected(engine)
+    with pytest.raises(AdapterRejectedError, match=words[:12]) as caught:
+        engine.load(ADAPTER, Deadline.after(10, "The test"))
+    assert type(caught.value) is error
+    assert caught.value.may_be_crash == may_be_crash
+
+
+SCHEMAS = {"CompletionRequest": {"properties": {"seed": {}}}, "SamplingParams": {"properties": {"extra_args": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "ignored"),
+    [
+        (200, {"components": {"schemas": SCHEMAS}}, ["min_token"]),
+        (200, {"components": None}, []),
+        (200, "<html>a gateway</html>", []),
+        (302, "", []),
+        (401, "", []),
+        (403, "", []),
+        (404, "", []),
+    ],
+)
+def test_fields_that_are_ignored_are_known_only_where_the_server_describes_its_routes(
+    status: int, body: Any, ignored: list[str], engine_at: Any
+) -> None:
+    engine, _ = engine_at(lambda request: request.send(status, body))
+    assert engine.ignored_fields(["seed", "extra_args", "min_token"], Deadline.after(10, "The test")) == ignored
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])

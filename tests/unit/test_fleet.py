@@ -674,11 +674,36 @@ def test_a_refusal_by_a_server_that_has_crashed_is_a_loss(tmp_path: Path) -> Non
             engines[1].load = load  # type: ignore[method-assign]
             engines[1].is_up = False
             threading.Timer(0.3, engines[1].restart).start()
-            raise AdapterRejectedError("HTTP 500: EngineCore encountered an issue.")
+            refusal = AdapterRejectedError("HTTP 500: EngineCore encountered an issue.")
+            refusal.may_be_crash = True
+            raise refusal
 
         engines[1].load = crash  # type: ignore[method-assign]
         assert training.sync.publish(small_adapter(2)).servers == 2
         assert training.samples_from(2)
+        training.sync.shutdown()
+
+
+def test_an_adapter_that_a_server_crashes_on_is_loaded_twice_and_the_refusal_is_raised(tmp_path: Path) -> None:
+    """It would crash a server that is restarted each time until the deadline, and the cause would be lost."""
+    with in_memory_engines(2, shapes=SMALL) as engines:
+        training = InMemoryRun(engines, tmp_path)
+        loads = 0
+
+        async def crash(stored: StoredAdapter, deadline: Deadline) -> dict[str, str]:
+            nonlocal loads
+            loads += stored.version == 2
+            engines[1].is_up = False
+            threading.Timer(0.2, engines[1].restart).start()
+            refusal = AdapterRejectedError("CUDA error: device-side assert triggered")
+            refusal.may_be_crash = True
+            raise refusal
+
+        real, engines[1].load = engines[1].load, crash  # type: ignore[method-assign]
+        with pytest.raises(AdapterRejectedError, match="device-side assert"):
+            training.sync.publish(small_adapter(2))
+        assert loads == 2
+        engines[1].load = real  # type: ignore[method-assign]
         training.sync.shutdown()
 
 

@@ -1,6 +1,7 @@
 """The transports on a file system that hangs, and where a version cannot be kept."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -66,6 +67,21 @@ def test_a_file_system_that_hangs_ends_the_sync_at_its_deadline(transport: Block
 
     assert 0.3 <= time.monotonic() - started < 10
     assert hang.reached.is_set()
+
+
+def test_a_sweep_that_takes_too_long_is_no_matter_of_the_file_system(tmp_path: Path) -> None:
+    """The error blamed the file system, while a server was slow to unload what dead runs had left."""
+    dead = AdapterStore(tmp_path / "sync")
+    dead.write(1, adapter())
+    assert dead.lock is not None
+    os.close(dead.lock)  # as the kernel does for a process that is killed
+    transport, may_end = Blocking(DiskTransport(tmp_path / "sync")), threading.Event()
+    try:
+        with pytest.raises(DeadlineExceededError, match=r"adapters of earlier runs.*trl-lora-sync sweep URL --dir /"):
+            transport.sweep(lambda name: may_end.wait(30), lambda url: True, soon(0.3))
+    finally:
+        may_end.set()
+        transport.close()
 
 
 def test_what_is_written_too_late_is_deleted_again(transport: Blocking, hang: Hang) -> None:

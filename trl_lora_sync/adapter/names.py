@@ -5,7 +5,7 @@ vLLM (0.26 and 0.31) answer as the base model; under `model.language_model.layer
 A model that is not in the table is named as the trainer names it, and the trial at the start proves the names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -91,6 +91,20 @@ class ServedNames:
         if _TOWER in paths and _SERVED_TOWER not in paths:
             prefixes[_TOWER] = _SERVED_TOWER
         return cls(prefixes=prefixes, divided=divided, keys_as_values=keys_as_values)
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], paths: Iterable[str]) -> "ServedNames":
+        """The names of a model of text by its `config.json`.
+
+        Args:
+            paths: of the adapted layers in the trainer.
+        """
+        kinds = config.get("layer_types") or [] if config.get("attention_k_eq_v") else []
+        ends = tuple(f".layers.{n}.self_attn.k_proj" for n, kind in enumerate(kinds) if kind == "full_attention")
+        return cls(
+            divided=_DIVIDED.get(config.get("model_type", ""), {}),
+            keys_as_values=frozenset(path for path in paths if path.endswith(ends)),
+        )
 
     def with_routers(self, paths: Mapping[str, str]) -> "ServedNames":
         """The same with other names for the modules at some paths, of the served model already."""

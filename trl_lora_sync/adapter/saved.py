@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule, pad_packed_modules, target_modules_of
 from trl_lora_sync.adapter.flat import FlatBuffer
+from trl_lora_sync.adapter.names import ServedNames
 from trl_lora_sync.adapter.support import (
     PACKED_LAYERS,
     changes_base,
@@ -42,6 +43,19 @@ class SavedAdapter:
     @property
     def target_modules(self) -> tuple[str, ...]:
         return target_modules_of(self.modules)
+
+    def as_served(self, base: Mapping[str, Any]) -> "SavedAdapter":
+        """With the names that a server has for its layers.
+
+        Args:
+            base: the `config.json` of the base model.
+        """
+        names = ServedNames.of_config(base, [module.name for module in self.modules])
+        parts = [(module, part) for module in self.modules for part in names.parts(module.name)]
+        return replace(
+            self,
+            modules=tuple(replace(module, name=part.path, lora_B=part.of(module.lora_B)) for module, part in parts),
+        )
 
     def lacks_siblings(self, shapes: Mapping[str, tuple[int, int]]) -> bool:
         """Whether `canonical` leaves a q/k/v or gate/up that SGLang cannot serve, as `shapes` do not have its layers.

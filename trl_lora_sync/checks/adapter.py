@@ -3,7 +3,7 @@
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.checks.subject import Found, Offer, Subject
 from trl_lora_sync.engines.base import Deadline, PromptGroup, Sampling
-from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, VerificationError
+from trl_lora_sync.errors import AdapterLayersError, AdapterNotVisibleError, AdapterRejectedError, VerificationError
 from trl_lora_sync.verify import PROBE_PROMPT, Scores, Trial, VerificationResult, compare, mean_distance
 
 # Ids that every vocabulary has, as the trainer's may be unknown.
@@ -23,6 +23,8 @@ async def is_sampled_from(subject: Subject, deadline: Deadline, offer: Offer) ->
     # It shows that the path is wrong, and nothing of the base model.
     except AdapterNotVisibleError:
         raise
+    except AdapterLayersError as error:
+        raise AdapterLayersError(f"{error} {offer.trial.advice}".rstrip()) from error
     except AdapterRejectedError as error:
         evidence = "it refused an adapter of the trainer's shapes"
         raise subject.other_base(evidence, f"{offer.trial.advice} {error}".lstrip()) from error

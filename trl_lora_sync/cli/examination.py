@@ -1,11 +1,12 @@
 """The list of checks on one server for `doctor`, which knows no trainer but what its input has of one."""
 
+import json
 import shlex
 import warnings
 from functools import cache, partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -135,6 +136,9 @@ def _expected(given: DoctorInput, server: "ServerHandle", scores: list[list[floa
         base = model_folder(server.engine.capabilities.base_root)
     trained, unscored = None, "give --model, the folder of the base model"
     if base is not None:
+        # Fused serving takes the names of the checkpoint.
+        if saved is not None and not server.engine.capabilities.is_fused:
+            saved = saved.as_served(_config_of(base))
         try:
             trained = _trained(base, given.adapter if saved else None)
         # A folder of another model, or of none, or with a damaged file.
@@ -182,6 +186,15 @@ def _trial(saved: "SavedAdapter", base: Path | None, trained: "_Trained | None")
         return saved.canonical(shapes=_shapes(base) if form.packed_modules else None)
 
     return Trial(group="saved", modules=(), read=read, scores=trained.scores if trained else None)
+
+
+def _config_of(base: Path) -> dict[str, Any]:
+    """The `config.json` in a folder; empty if it cannot be read, which `_trained` reports."""
+    try:
+        config = json.loads((base / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 @cache  # the same for all servers

@@ -20,6 +20,8 @@ from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.origin import install_command
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+# Source: vllm#56643 and vllm#53495; read in 0.31.
+_STORES_WITHOUT_ADAPTERS = ("LMCacheConnectorV1", "ExampleConnector")
 # vLLM 0.22 to 0.25 may serve running requests from the wrong slot after a load with two slots or more.
 # Source: `set_adapter_mapping` in vllm/lora/model_manager.py, fixed in 0.26.
 _ONE_SLOT_BELOW = Version("0.26")
@@ -203,6 +205,12 @@ def _check_vllm(given: EngineArguments, request: ServerRequest, environ: Mapping
         raise UsageError(
             "VLLM_SKIP_MODEL_NAME_VALIDATION is set: a request for an adapter that is not there would be answered by "
             "the base model, silently. Unset it."
+        )
+    stores = given.get("--kv-transfer-config") or ""
+    if found := [name for name in _STORES_WITHOUT_ADAPTERS if name in stores]:
+        raise UsageError(
+            f"--kv-transfer-config with {found[0]} cannot be used: the keys of its cache lack the adapter, so a "
+            "version would be computed from what another one has left there. Leave it out, or use LMCacheMPConnector."
         )
     if request.is_fused:
         return  # any rank, and any number of versions

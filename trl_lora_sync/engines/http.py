@@ -119,9 +119,8 @@ class HTTPClient:
                 base_url=self.base_url,
                 auth=self.api_key,
                 verify=self._certificates,
+                # The proxies of the environment where it is None, and nothing else, as the certificates are given.
                 transport=self._direct_transport(),
-                # The proxies of the environment, and nothing else, as the certificates are given.
-                trust_env=not self._is_local,
             )
         # The text of the error is not quoted, as a proxy's URL may have a password.
         except (ImportError, ValueError, httpx.InvalidURL) as error:
@@ -142,8 +141,9 @@ class HTTPClient:
 
     @property
     def _may_use_proxy(self) -> bool:
-        schemes = {urlsplit(self.base_url).scheme, "all"}
-        return not self._is_local and bool(schemes & getproxies().keys())
+        url = urlsplit(self.base_url)
+        is_named = bool({url.scheme, "all"} & getproxies().keys())
+        return not self._is_local and is_named and not proxy_bypass(str(url.hostname))
 
     async def start_afresh(self) -> None:
         """Use new connections from now on; running requests keep theirs.
@@ -360,11 +360,10 @@ class HTTPClient:
 
     def _proxy_hint(self) -> str:
         """What else may be the cause, if a proxy of the environment is between; empty if none is."""
-        host = urlsplit(self.base_url).hostname
-        if not self._may_use_proxy or proxy_bypass(str(host)):
+        if not self._may_use_proxy:
             return ""
         # Of both spellings, Python reads the one in small letters alone (3.10 to 3.13).
-        spared = f'export no_proxy="${{no_proxy:-$NO_PROXY}},{host}"'
+        spared = f'export no_proxy="${{no_proxy:-$NO_PROXY}},{urlsplit(self.base_url).hostname}"'
         return (
             " Requests to it go through the proxy of the environment (HTTP_PROXY, HTTPS_PROXY or ALL_PROXY). If it can "
             f"be reached without one, run this before the training: {spared}"

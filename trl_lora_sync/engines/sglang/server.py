@@ -94,8 +94,8 @@ class SGLangServer(ServerEngine):
             if is_given and self._version < right_from:
                 raise self._setup_error(
                     f"was started with {flag}",
-                    f"up to {right_from} the keys of that cache lack the adapter, so a version would be computed from "
-                    "what another one has left there",
+                    f"before SGLang {right_from} the keys of that cache lack the adapter, so a version would be "
+                    "computed from what another one has left there",
                     f"Restart it with {self._serve_command()}, or upgrade it",
                 )
         preferred = _json_fields(model.get("preferred_sampling_params"))

@@ -33,9 +33,10 @@ def without_alternatives(content: bytes) -> bytes:
 
 
 def cache_salt(model: str) -> str:
-    """What keeps the KV cache of a version apart from that of any other, in stores outside of vLLM too.
+    """What keeps the KV cache of a version apart from that of any other, in a store outside of vLLM too.
 
-    vLLM's own prefix cache has the adapter in its keys, and LMCache's has this field only (vllm#44250).
+    vLLM's own prefix cache has the adapter in its keys. `LMCacheMPConnector` has this field only (vllm#44250), and
+    `LMCacheConnectorV1` neither (vllm#56643), so `serve` refuses that one.
     """
     # vLLM takes 128 characters, without some that names may have (`validate_cache_salt`, 0.31).
     return hashlib.sha256(model.encode()).hexdigest()[:32]

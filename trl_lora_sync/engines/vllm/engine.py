@@ -61,6 +61,7 @@ from trl_lora_sync.engines.vllm.metrics import VLLMMetrics, read_metrics
 from trl_lora_sync.engines.vllm.push import PushedAdapters
 from trl_lora_sync.engines.vllm.spec import VLLM
 from trl_lora_sync.errors import (
+    AdapterLayersError,
     AdapterLostError,
     AdapterNotVisibleError,
     AdapterRejectedError,
@@ -208,12 +209,14 @@ class VLLMEngine(ServerEngine):
 
         Source: `OpenAIBaseModel` in vllm/entrypoints/openai/engine/protocol.py (0.31).
         """
-        response = await self._retried("GET", "/openapi.json", deadline)
-        if response.status_code != 200:  # it was started with --disable-fastapi-docs, or a gateway shuts this route
+        # It may have been started with --disable-fastapi-docs, or a gateway may shut this route in whatever way.
+        try:
+            response = await self._retried("GET", "/openapi.json", deadline)
+            described = json_object(response, ServerSetupError)
+        except (ServerAuthError, ServerSetupError, ServerUnreachableError):
             return []
-        schemas = json_object(response, ServerSetupError).get("components", {}).get("schemas", {})
-        known = schemas.get("CompletionRequest", {}).get("properties", {})
-        return sorted(set(names) - known.keys()) if known else []
+        known = fields_in(described)
+        return sorted(set(names) - known) if known else []
 
     async def _spread(self, base_model: str, temperature: float, deadline: Deadline) -> float | None:
         """The gap between the first and the fifth most probable token, or None if the server does not send it."""
@@ -384,16 +387,19 @@ class VLLMEngine(ServerEngine):
                 f"{self._serve_command('--lora-rank', str(adapter.rank))}. The server answered: {message!r}"
             )
         if "expected target modules" in message:
-            return ServerSetupError(
+            return AdapterLayersError(
                 f"The vLLM server at {self.base_url} has no LoRA for some of the layers that are trained, or calls "
                 "them something else. Its answer lists both. If it serves the model that is being trained, name these "
                 f"layers in exclude_modules of the LoraConfig. The server answered: {message!r}"
             )
-        return AdapterRejectedError(
+        refused = AdapterRejectedError(
             f"{self.base_url} refused to load the adapter {adapter.name!r} (HTTP {status}). It was expected to fit "
             "the server's base model; check that the server serves the model that is being trained. "
             f"The server answered: {message!r}"
         )
+        # vLLM answers so whatever has failed (`load_lora_adapter` in entrypoints/openai/models/serving.py, 0.31).
+        refused.may_be_crash = status >= 500
+        return refused
 
     def _cause_of_damage(self, adapter: StoredAdapter) -> str:
         if self._is_local and adapter.path is not None and str(adapter.path) == adapter.server_path:
@@ -635,6 +641,14 @@ def adapters_in(response: httpx.Response) -> dict[str, str] | None:
         return paths_by_name(json.loads(response.headers[ADAPTERS_HEADER]))
     except (KeyError, ValueError):
         return None
+
+
+def fields_in(described: dict[str, Any]) -> set[str]:
+    """The sampling fields in an answer to /openapi.json; none if it describes no completions."""
+    schemas = (described.get("components") or {}).get("schemas") or {}
+    # Of all routes that are used here. The last one is that of prompts with images.
+    found = [schemas.get(name) or {} for name in ("CompletionRequest", "ChatCompletionRequest", "SamplingParams")]
+    return {name for schema in found for name in schema.get("properties") or {}} if found[0] else set()
 
 
 def paths_by_name(listed: Any) -> dict[str, str] | None:
