@@ -146,19 +146,6 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         bits = self.reader.fingerprints.of([*tensors, *(one.parameter for one in self.reader.extras)])
         return bits, self.reader.scalings()
 
-    def _why_different(self) -> str:
-        seen = "The training processes hold different adapters, so completions would come from the policy of some only."
-        # accelerate marks a model as prepared when it prepares it for an evaluation, and wraps it no more
-        # (`prepare_model`, 1.15; `evaluation_loop` in transformers/trainer.py, 5.24).
-        if outermost(self.accelerator, self.model) is self.model:
-            return (
-                f"{seen} The model is not wrapped in DistributedDataParallel, so gradients are not averaged, as in a "
-                "train() that comes after an evaluate(). Set eval_on_start=True and leave out that evaluate()."
-            )
-        return (
-            f"{seen} Under DDP they are the same after each step; look for code that changes weights on some of them."
-        )
-
     def _has_changed(self) -> bool:
         """**Collective.** Whether the adapter differs from the published one, on any process.
 

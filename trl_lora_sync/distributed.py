@@ -158,9 +158,9 @@ def _fill_buffer(shards: list[Shard], device: torch.device) -> tuple[Tensor, lis
 
 
 def outermost(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The wrapper that accelerate has put around `model`, or `model` itself before `prepare`.
+    """What accelerate has sharded: its wrapper around `model`, or `model` itself, also if it is wrapped by DDP.
 
-    Source: accelerate/accelerator.py, 1.15: `_models` holds what `prepare` returned.
+    Source: `prepare_model` in accelerate/accelerator.py, 1.15: `_models` holds what FSDP and DeepSpeed make of a model.
     """
     wrappers = [wrapper for wrapper in accelerator._models if any(module is model for module in wrapper.modules())]
     return wrappers[-1] if wrappers else model
@@ -214,6 +214,12 @@ def check_same_start(accelerator: Accelerator, fingerprint: tuple[int, ...]) -> 
             "them: the base would lack something else than any of them. Call transformers.set_seed(0) on every process "
             "before the trainer is built, or set cpu_ram_efficient_loading=True, which takes all from process 0."
         )
+
+
+DIFFERENT_ADAPTERS = (
+    "The training processes hold different adapters, so completions would come from the policy of some only. They must "
+    "be the same after each step; look for code that changes weights on some processes only."
+)
 
 
 def _unreadable(launcher: str, why: str) -> UnsupportedSettingError:

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 
 from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint
 from trl_lora_sync.client import RolloutClient
-from trl_lora_sync.distributed import models_prepared, results_of_all, run_on_all, run_on_main
+from trl_lora_sync.distributed import DIFFERENT_ADAPTERS, models_prepared, results_of_all, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.finalizer import Finalizer
@@ -173,7 +173,7 @@ class LoRASyncGeneration(AdapterGeneration):
 
         first, *others = results_of_all(self.accelerator, look)
         if any(other != first for other in others):
-            raise VerificationError(self._why_different())
+            raise VerificationError(DIFFERENT_ADAPTERS)
         return found[0]
 
     def _publish(self, read: ReadAdapter, timer: PhaseTimer, score: ScoreAdapter) -> SyncReport:

@@ -49,6 +49,7 @@ class LoRASyncTrainer:
 
     accelerator: Any
     model: Any
+    model_wrapped: Any
     add_callback: Any
     args: Any
     vllm_generation: Any
@@ -180,6 +181,7 @@ class LoRASyncTrainer:
         """TRL's `_prepare_inputs`; with overlap a batch to train on comes from what was sampled ahead."""
         if self._syncs_adapters:
             self._check_model()
+            self._check_gradients()
         if self._look_ahead is None or not _trl.generation_is_due(self):
             return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         with self.vllm_generation.training_batch(self._following_prompts()) as batch:
@@ -204,6 +206,18 @@ class LoRASyncTrainer:
                 "from the adapter of the first model. Build another trainer with the new model. Or put the first one "
                 "back, with trainer.model = trainer.model_wrapped = trainer.vllm_generation.model, and load weights "
                 "into it, with trainer.model.load_adapter(folder, trainer.model.active_adapter, is_trainable=True)."
+            )
+
+    def _check_gradients(self) -> None:
+        """Refuse to train under DDP without its wrapper, which averages gradients; each process would train apart."""
+        is_ddp = self.accelerator.distributed_type.value.startswith("MULTI_")
+        # accelerate marks a model as prepared when it prepares it for an evaluation, and wraps it no more
+        # (`prepare_model`, 1.15; `evaluation_loop` in transformers/trainer.py, 5.24).
+        if is_ddp and self.model.training and self.model_wrapped is self.model:
+            raise UnsupportedSettingError(
+                "The model is not wrapped in DistributedDataParallel, so no gradients are averaged, and each process "
+                "would train another adapter. That is so in a train() after an evaluate(). Set eval_on_start=True, and "
+                "leave out that evaluate()."
             )
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:

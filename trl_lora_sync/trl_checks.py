@@ -228,7 +228,8 @@ def check_overlap(trainer_class: type) -> None:
         UnsupportedSettingError: it is not for such a trainer.
         UnsupportedTRLError: the installed TRL or Transformers has something in another form.
     """
-    if not issubclass(trainer_class, trl.GRPOTrainer):
+    grpo = _trls_own_trainer()
+    if not issubclass(trainer_class, grpo):
         raise UnsupportedSettingError(
             f"{trainer_class.__name__} cannot be used with lora_sync_overlap=1: it is for GRPOTrainer and its "
             "subclasses, which correct for samples of an earlier policy. Set lora_sync_overlap=0."
@@ -241,14 +242,19 @@ def check_overlap(trainer_class: type) -> None:
         )
     changes = [
         *_method_changes(transformers.Trainer, {"get_batch_samples": _TAKING_PARAMETERS}, _OF_TRANSFORMERS),
-        *_method_changes(trl.GRPOTrainer, _PREPARING),
+        *_method_changes(grpo, _PREPARING),
     ]
-    _raise_if_changed(changes or [*_overlap_changes()])
+    _raise_if_changed(changes or [*_overlap_changes(grpo)])
+
+
+def _trls_own_trainer() -> Any:
+    # Not `trl.GRPOTrainer`, which is the one of this package while its commands run (`_trl.script`).
+    return import_module("trl.trainer.grpo_trainer").GRPOTrainer
 
 
 def _corrects(trainer_class: type) -> bool:
     """Whether the loss of a subclass of GRPO's trainer is GRPO's, or has the importance sampling ratio."""
-    classes = trainer_class.__mro__[: trainer_class.__mro__.index(trl.GRPOTrainer)]
+    classes = trainer_class.__mro__[: trainer_class.__mro__.index(_trls_own_trainer())]
     # Transformers calls `compute_loss`, and TRL's calls `_compute_loss` (1.11 to 1.16).
     for one in (one for one in classes if "compute_loss" in vars(one)):
         nodes = _nodes_reached(one, "compute_loss")
@@ -285,16 +291,16 @@ def _nodes_reached(owner: type, method: str) -> list[ast.AST]:
     return nodes
 
 
-def _overlap_changes() -> Iterator[str]:
+def _overlap_changes(grpo: Any) -> Iterator[str]:
     """Whether the trainer samples when it is expected to, what it is expected to, and keeps the ratios."""
     # TRL decorates it for profiling (1.11 to 1.16), and the source of the wrapper has none of these lines.
-    tree = _function_tree(inspect.unwrap(trl.GRPOTrainer._prepare_inputs))
+    tree = _function_tree(inspect.unwrap(grpo._prepare_inputs))
     lines = {ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If)} if tree else None
     if lines is not None and _SAMPLES_IF not in lines:
         yield f"GRPOTrainer._prepare_inputs does not sample if {_SAMPLES_IF}"
     if tree is not None and _EVERY not in {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.stmt)}:
         yield f"GRPOTrainer._prepare_inputs does not count by {_EVERY}"
-    trainer = _class_tree(trl.GRPOTrainer)
+    trainer = _class_tree(grpo)
     if trainer is None:
         return
     text = {ast.unparse(node) for node in ast.walk(trainer) if isinstance(node, ast.Call | ast.Subscript)}

@@ -213,7 +213,7 @@ def test_grpo_trains_with_a_file_and_flags_and_its_run_makes_a_page(
     }
     (tmp_path / "grpo.yaml").write_text(json.dumps(settings))  # JSON is YAML
     flags = ["--vllm_server_base_url", clean_server.base_url, "--num_machines", "1", "--dynamo_backend", "no"]
-    command = [*CLI, "grpo", "--config", str(tmp_path / "grpo.yaml"), *flags, "--lora_sync_keep", "1"]
+    command = [*CLI, "grpo", "--config", str(tmp_path / "grpo.yaml"), *flags, "--lora_sync_overlap", "1"]
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     ended = run(command, tmp_path / "log", 240, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path})

@@ -19,7 +19,7 @@ from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.colocate.in_weights import FoldedIntoSharedWeights, MergedIntoOwnWeights
 from trl_lora_sync.colocate.shared_base import SharedBase
 from trl_lora_sync.colocate.slots import AdapterSlots
-from trl_lora_sync.distributed import run_on_all, run_on_main
+from trl_lora_sync.distributed import DIFFERENT_ADAPTERS, run_on_all, run_on_main
 from trl_lora_sync.engines.images import as_trained, one_token_per_image
 from trl_lora_sync.errors import GenerationError, UnsupportedSettingError, VerificationError
 from trl_lora_sync.metrics import PhaseTimer, SyncReport
@@ -298,7 +298,7 @@ class ColocateGeneration(AdapterGeneration):
         # DDP keeps the adapters equal, so a digest of each is enough and no tensor is sent.
         digest = run_on_all(self.accelerator, lambda: fingerprint(list(adapter.tensors.values())))
         if len(set(gather_object([digest]))) > 1:
-            raise VerificationError(self._why_different())
+            raise VerificationError(DIFFERENT_ADAPTERS)
         return adapter
 
     def _adapter_of_main(self, read: ReadAdapter) -> CanonicalAdapter:
