@@ -580,6 +580,7 @@ def test_a_connection_that_is_interrupted_counts_no_retry_twice(
 ) -> None:
     """The retries of the connection before had been added up, while it stayed and counted them as well. The new one
     had no owner, and so was never closed."""
+    monkeypatch.setitem(vars(TIMEOUTS), "retry_s", 10.0)  # a busy machine must not miss the second attempt
     with FakeSGLang(shapes=SMALL) as fake:
         server = handle_of(fake, tmp_path)
         fake.canned["/v1/models"] = [(503, "busy")]
