@@ -121,6 +121,11 @@ def run(
         launch_command(launch)
     # Its traceback would follow the message of the training process.
     except CalledProcessError as error:
+        # As Python has it of a process that a signal has ended, and as shells and our scripts have it.
+        number = -error.returncode if error.returncode < 0 else error.returncode - 128
+        if number == signal.SIGTERM:
+            err().print(f"trl-lora-sync {name}: the training was ended by SIGTERM.", style="red")
+            raise typer.Exit(128 + number) from None
         err().print(f"trl-lora-sync {name}: the training ended with status {error.returncode}.", style="red")
         raise typer.Exit(1) from None
     finally:
