@@ -12,7 +12,7 @@ from functools import partial
 from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.checks.adapter import mismatch_error
 from trl_lora_sync.checks.listed import RunChecks
-from trl_lora_sync.checks.subject import Subject
+from trl_lora_sync.checks.subject import Expected, Subject
 from trl_lora_sync.cut_offs import CutOffs
 from trl_lora_sync.engine_plugins import unfinished
 from trl_lora_sync.engine_plugins.safetensors_file import TENSORS_FILE
@@ -254,7 +254,11 @@ class ServerHandle:
             self.state = ServerState.RECOVERING
         try:
             await wait_until_up(
-                self.base_url, is_local=self.address.is_local, deadline=deadline, is_asleep=self.is_asleep
+                self.base_url,
+                is_local=self.address.is_local,
+                deadline=deadline,
+                is_asleep=self.is_asleep,
+                if_down=self._if_down,
             )
             # After a short outage the same process may answer. If it has all versions, it is not checked again.
             loaded = await self.engine.loaded(deadline)
@@ -284,6 +288,19 @@ class ServerHandle:
             # After a failed attempt it is lost again, so that the next one tries to reach it.
             if self.state is ServerState.RECOVERING:
                 self.state = ServerState.LOST
+
+    @property
+    def _if_down(self) -> str:
+        """What to do about a server that has answered in this run and answers no longer."""
+        active = self.ledger.active
+        start = Subject(self, Expected(rank=active.rank if active else None), None).restart_command()
+        go_on = ""
+        if len(self.settings.servers) > 1 and self.settings.on_server_loss == "error":
+            go_on = ' With lora_sync_on_server_loss="drop", a run goes on without a lost server.'
+        return (
+            f"It answered earlier in this run. Start it again on its host with {start}; once the run has ended, resume "
+            f"it from its last checkpoint.{go_on}"
+        )
 
     def _alone(self, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         return held(self._recovery, deadline, f"another attempt to reach {self.base_url} still runs")
@@ -316,7 +333,11 @@ class ServerHandle:
     async def reason_to_be_down(self) -> ServerUnreachableError | None:
         """Why it does not answer now; None if it does."""
         return await reason_to_be_down(
-            self.base_url, is_local=self.address.is_local, timeouts=self._timeouts, is_asleep=self.is_asleep
+            self.base_url,
+            is_local=self.address.is_local,
+            timeouts=self._timeouts,
+            is_asleep=self.is_asleep,
+            if_down=self._if_down,
         )
 
     async def readmit(self, checks: RunChecks | None, stored: StoredAdapter, deadline: Deadline) -> None:
@@ -498,7 +519,11 @@ class ServerHandle:
         # Not until the caller's deadline, as the training step waits, and an unload on SGLang may be stuck for ever.
         await self.wait_for_unloads(Deadline.after(self._timeouts.close_s, "Waiting for unloads"))
         self.is_asleep = True  # before the request, whose answer may be late; waking for nothing is harmless
-        await self.engine.release_kv_cache(deadline)
+        try:
+            await self.engine.release_kv_cache(deadline)
+        except ServerSetupError:
+            self.is_asleep = False  # Nothing was released. To wake it would fail with the same words.
+            raise
 
     def wake_later(self) -> "asyncio.Task[None]":
         """Beside the caller, and before any later unload."""

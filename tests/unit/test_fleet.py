@@ -839,13 +839,18 @@ def test_a_server_that_stays_away_is_an_error_and_nobody_has_the_new_version(run
     assert training.is_policy_of(training.generate())
 
 
-@pytest.mark.parametrize("is_generating", [True, False])
-def test_a_single_server_that_stays_away_is_an_error_in_time(run: StartRun, is_generating: bool) -> None:
-    training = run(servers=1)
+@pytest.mark.parametrize(("is_generating", "servers", "end"), [
+    (True, 1, "last checkpoint."), (False, 1, "last checkpoint."), (False, 2, "goes on without a lost server."),
+])  # fmt: skip
+def test_a_server_that_stays_away_is_an_error_in_time_which_says_how_to_go_on(
+    run: StartRun, is_generating: bool, servers: int, end: str
+) -> None:
+    training = run(servers=servers)
     training.publish()
     training.sync.settings = training.sync.fleet.settings = replace(training.sync.settings, sync_timeout_s=1.0)
     training.fakes[0].stop()
-    with pytest.raises(ServerUnreachableError, match=f"No server answers at {training.fakes[0].base_url}"):
+    message = rf"No server answers at {training.fakes[0].base_url} .*serve sglang .*--lora-rank .*{re.escape(end)}$"
+    with pytest.raises(ServerUnreachableError, match=message):
         training.generate() if is_generating else training.publish()
 
 

@@ -427,10 +427,14 @@ def test_a_server_with_other_clients_keeps_its_kv_cache(
     assert training.is_served(name, training.read[-1])
 
 
-def test_a_server_without_the_memory_saver_is_refused_at_the_start(run: StartRun) -> None:
+def test_a_server_without_the_memory_saver_is_refused_at_the_start(
+    run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
     training = run(start=False, frees_kv_cache=True)
     with pytest.raises(ServerSetupError, match=r"memory saver.*`trl-lora-sync serve sglang .*--sleep"):
         training.start()
+    training.sync.close()
+    assert "could not be woken" not in caplog.text
 
 
 # Unloads that do not end

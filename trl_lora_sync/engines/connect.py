@@ -77,26 +77,29 @@ async def _is_fused(spec: EngineSpec, base_url: str, is_local: bool, deadline: D
         return await _status_once_up(http, deadline, spec.fused_route) == 200
 
 
-async def wait_until_up(base_url: str, *, is_local: bool, deadline: Deadline, is_asleep: bool = False) -> None:
+async def wait_until_up(
+    base_url: str, *, is_local: bool, deadline: Deadline, is_asleep: bool = False, if_down: str = ""
+) -> None:
     """Wait until a server answers at `base_url`.
 
     Args:
         is_asleep: whether its KV cache may be released; nothing is sampled then.
+        if_down: as of `HTTPClient`.
 
     Raises:
         ServerUnreachableError: no answer came before the deadline.
     """
-    async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local) as http:
+    async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, if_down=if_down) as http:
         await _status_once_up(http, deadline, _MODELS if is_asleep else _HEALTH)
 
 
 async def reason_to_be_down(
-    base_url: str, *, is_local: bool, timeouts: Timeouts, is_asleep: bool = False
+    base_url: str, *, is_local: bool, timeouts: Timeouts, is_asleep: bool = False, if_down: str = ""
 ) -> ServerUnreachableError | None:
     """Why a server does not answer now, or None if it does, or is only slow to; arguments as of `wait_until_up`."""
     deadline = Deadline.after(timeouts.probe_s, f"Probing {base_url}")
     try:
-        async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts) as http:
+        async with HTTPClient(base_url, api_key=NO_KEY, is_local=is_local, timeouts=timeouts, if_down=if_down) as http:
             await _probe(http, deadline, _MODELS if is_asleep else _HEALTH)
     except ServerUnreachableError as error:
         return error

@@ -100,13 +100,23 @@ class HTTPClient:
         base_url: such as `http://127.0.0.1:8000`, without a trailing slash.
         api_key: read from the environment at each request, or `NO_KEY`.
         is_local: whether the server is on this host; a proxy from the environment is then bypassed.
+        if_down: what to do if no server answers; empty for how to start one.
     """
 
-    def __init__(self, base_url: str, *, api_key: httpx.Auth, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: httpx.Auth,
+        is_local: bool,
+        timeouts: Timeouts = TIMEOUTS,
+        if_down: str = "",
+    ) -> None:
         self.base_url = base_url
         self.api_key = api_key
         self._timeouts = timeouts
         self._is_local = is_local
+        self._if_down = if_down
         self._certificates = _certificates()
         self._connections = _Connections(self._new_client)
         self._is_probing = False
@@ -343,10 +353,12 @@ class HTTPClient:
                     "docker run --ulimit nofile=65536)."
                 )
             command = VLLM.serve_command("MODEL", base_url=self.base_url, is_local=self._is_local)
-            return _tls_error(self.base_url, error) or ServerUnreachableError(
-                f"No server answers at {self.base_url} ({_reason(error)}). "
+            advice = self._if_down or (
                 f"A running server was expected there. Start it on its host, for vLLM with {command}, or correct "
-                f"vllm_server_base_url.{self._proxy_hint()}"
+                "vllm_server_base_url."
+            )
+            return _tls_error(self.base_url, error) or ServerUnreachableError(
+                f"No server answers at {self.base_url} ({_reason(error)}). {advice}{self._proxy_hint()}"
             )
         if isinstance(error, httpx.TimeoutException):
             return deadline.error(f"waiting for {method} {self.base_url}{path}")
