@@ -294,6 +294,31 @@ def test_adapter_the_server_forgot_is_an_error_that_suspects_a_restart(engine_at
     assert len(server.requests) == 1
 
 
+def test_prompt_and_completion_beyond_the_context_are_an_error_with_the_setting_and_the_flag(engine_at: Any) -> None:
+    """The message spoke of a field in generation_kwargs."""
+    words = "This model's maximum context length is 5 tokens. However, you requested 4 output tokens and your prompt"
+    engine, _ = engine_at(lambda request: request.send(400, {"error": {"message": words}}))
+    connected(engine, max_model_len=5)
+    expected = r"4 new tokens \(max_completion_length\).*context of 5 tokens.*`trl-lora-sync serve .*--max-model-len N`"
+    with pytest.raises(GenerationError, match=expected) as caught:
+        sample(engine, 1)
+    assert "generation_kwargs" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("is_cpu_build", "sleep"), [
+    (False, "vllm_server_sleep needs a start with `trl-lora-sync serve .*--sleep"),
+    (True, "vllm_server_sleep needs a GPU"),
+])  # fmt: skip
+def test_server_without_its_development_routes_is_an_error_with_what_opens_them(
+    is_cpu_build: bool, sleep: str, engine_at: Any
+) -> None:
+    """For a pause on a CPU it was `serve --sleep`, which `serve` refuses there."""
+    engine, _ = engine_at(lambda request: request.send(404, {"detail": "Not Found"}))
+    connected(engine, is_cpu_build=is_cpu_build)
+    with pytest.raises(ServerSetupError, match=f"lora_sync_pause needs .*VLLM_SERVER_DEV_MODE=1 .*{sleep}"):
+        engine.pause("drain", Deadline.after(10, "The test"))
+
+
 @pytest.mark.parametrize("status", [400, 404, 422, 500])
 def test_other_refusals_are_quoted_and_not_repeated(status: int, engine_at: Any) -> None:
     engine, server = engine_at(lambda request: request.send(status, {"error": {"message": "prompt too long"}}))

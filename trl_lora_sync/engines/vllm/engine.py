@@ -480,16 +480,20 @@ class VLLMEngine(ServerEngine):
 
     def _check_control(self, path: str, response: httpx.Response) -> None:
         route = path.partition("?")[0]
+        sleep = f"a start with {self._serve_command('--sleep')}"
+        if self.capabilities.is_cpu_build:
+            sleep = "a GPU, as vLLM on a CPU cannot sleep"
         if response.status_code == 404:
             raise ServerSetupError(
-                f"The vLLM server at {self.base_url} does not offer {route}. Restart it with "
-                f"{self._serve_command('--sleep')}, which opens its development routes (no API key guards them); or "
-                'set lora_sync_pause="off" and vllm_server_sleep="off".'
+                f"The vLLM server at {self.base_url} does not offer {route}. lora_sync_pause needs a start with "
+                "VLLM_SERVER_DEV_MODE=1 in the server's environment, which opens development routes (no API key guards "
+                f"them). vllm_server_sleep needs {sleep}. Restart it so, or set "
+                'lora_sync_pause="off" and vllm_server_sleep="off".'
             )
         if response.status_code != 200:
             raise ServerError(
                 f"{self.base_url}{route} failed (HTTP {response.status_code}). To release the KV cache, the server "
-                f"needs a GPU and a start with {self._serve_command('--sleep')}. Otherwise look at its log, or set "
+                f"needs {sleep}. Otherwise look at its log, or set "
                 f'lora_sync_pause="off" and vllm_server_sleep="off". The server answered: {server_message(response)!r}'
             )
 
@@ -562,6 +566,15 @@ class VLLMEngine(ServerEngine):
             raise AdapterLostError(
                 f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was restarted, or "
                 f"another client unloads adapters there. The server answered: {message!r}"
+            )
+        # Source: `_token_len_check` in vllm/renderers/params.py (0.31).
+        if "maximum context length" in message:
+            restart = self._serve_command(engine_options=["--max-model-len", "N"])
+            raise GenerationError(
+                f"A prompt and {body.get('max_tokens')} new tokens (max_completion_length) do not fit into the context "
+                f"of {self.capabilities.max_model_len} tokens at {self.base_url}. Lower max_completion_length, shorten "
+                f"the prompts, or restart the server with {restart}, where N tokens hold both. "
+                f"The server answered: {message!r}"
             )
         raise GenerationError(
             f"{self.base_url} could not sample from {model!r} (HTTP {response.status_code}). If it names a field, "
