@@ -171,14 +171,20 @@ def test_the_doctor_says_which_checks_it_could_not_make(fake: FakeSGLang, capsys
         assert found[name][1].startswith("not compared: ")
 
 
-@pytest.mark.parametrize(("name", "status"), [("other/tiny-qwen3", "ok"), ("other/qwen3-8b", "note")])
+@pytest.mark.parametrize(("name", "status", "words"), [
+    ("{served}", "ok", "the same as the trainer's"),
+    ("other/tiny-qwen3", "note", "only the last part agrees"),
+    ("other/qwen3-8b", "note", "The trainer's base model is"),
+])  # fmt: skip
 def test_the_doctor_compares_the_name_of_the_base_model_as_the_start_does(
-    name: str, status: str, fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, status: str, words: str, fake: FakeSGLang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    name = name.format(served=fake.args.model_path)
     config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "base_model_name_or_path": name}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     found = doctor(capsys, fake.base_url, "--peft-config", tmp_path)["base model's name"]
     assert found[0] == status
+    assert words in found[1]
     assert name in found[1]
 
 

@@ -64,6 +64,12 @@ def words(server: dict[str, Any], status: str) -> dict[str, str]:
     return {one["name"]: one["words"] for one in server["findings"] if one["status"] == status}
 
 
+@pytest.mark.parametrize("typed", [["http://a:1,http://a:1/"], ["http://a:1", "http://a:1/v1"]])
+def test_a_server_given_twice_is_refused_as_in_a_run(typed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *typed]) == 2
+    assert "http://a:1 is given more than once" in capsys.readouterr().err
+
+
 def test_good_server_and_adapter_pass_and_nothing_is_left(
     start: Start, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

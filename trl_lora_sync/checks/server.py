@@ -37,7 +37,8 @@ async def is_known_version(subject: Subject, deadline: Deadline) -> Found:
         # It is logged after the last check only, so it may report that all were passed.
         warning = f"{known.caution(version)} Look closer with: trl-lora-sync doctor {subject.url}"
         return NOTE, f"{doubt}; verify an adapter with --adapter", warning
-    return OK, "run with this release" if version in known.run else "known from its source"
+    how = "with which this release was tested" if version in known.run else "known from its source"
+    return OK, f"{version}, {how}"
 
 
 async def processes_logprobs(subject: Subject, deadline: Deadline) -> Found:
@@ -152,10 +153,10 @@ async def has_rank(subject: Subject, deadline: Deadline) -> Found:
     rank, served = subject.expected.rank, subject.served
     if subject.expected.wider or subject.expected.trials:
         return None
+    if served.is_fused:
+        return OK, "any fits"
     if rank is None:
         return NOTE, _UNKNOWN_ADAPTER
-    if served.is_fused:
-        return OK, f"{rank} fits, as any does"
     # SGLang reports it in /server_info. vLLM has that route in its development mode only.
     reserved = served.max_lora_rank or await _reserved_rank(subject, deadline)
     if reserved is None:
@@ -196,7 +197,9 @@ async def has_base_name(subject: Subject, deadline: Deadline) -> Found:
         return NOTE, _UNKNOWN_BASE
     if is_same_model(name, (served.base_model, served.base_root)):
         if not subject.expected.base_change:
-            return OK, f"the same as the trainer's, {name}"
+            if name.rstrip("/") in (served.base_model, served.base_root.rstrip("/")):
+                return OK, f"the same as the trainer's, {name}"
+            return NOTE, f"only the last part agrees: the trainer has {name}, and the server {served.base_root}"
         restart = subject.restart_command(model="FOLDER")
         message = (
             f"{subject.expected.base_change} {subject.url} serves {served.base_model!r} ({served.base_root}); "

@@ -58,6 +58,8 @@ def run(
     check_timeout(timeout)
     check_server_dir(server_dir)
     checked = [url for typed in urls for url in checked_urls(typed)]
+    if twice := sorted({url for url in checked if checked.count(url) > 1}):
+        raise UsageError(f"{', '.join(twice)} is given more than once. Name every server once.")
     given = make_input(peft_config, adapter, model, folder, server_dir, timeout)
     diagnoses: list[Diagnosis] = []
     scores: list[list[float]] = []
