@@ -180,6 +180,8 @@ def test_only_the_newest_of_several_trainings_in_a_folder_is_shown(tmp_path: Pat
     (run,) = read_runs([write_log(tmp_path, HEADER, *steps(1, 2, 3), newer, *steps(1, reward=0.9))])
     assert run.series("reward") == [(1, 0.9)]
     assert run.header["lora_rank"] == 8
+    assert run.earlier == [HEADER["started"]]
+    assert "earlier trainings in this folder, begun 2026-05-04 10:00 UTC" in report_of(tmp_path).texts
 
 
 def test_newest_checkpoint_is_read_where_there_is_no_log(tmp_path: Path) -> None:
@@ -399,6 +401,13 @@ def test_values_that_are_no_numbers_are_outliers() -> None:
 
 def test_a_few_points_have_no_outliers() -> None:
     assert outliers([(1.0, 1.0), (2.0, 50.0), (3.0, 1.0)]) == []
+
+
+def test_a_band_has_no_markers_of_its_own() -> None:
+    """By default plotly marks the points of a trace that has fewer than 20."""
+    line = Line(name="reward", points=[(1.0, 1.0), (2.0, 2.0)], band=[(1.0, 0.0, 2.0), (2.0, 1.0, 3.0)])
+    band, _ = line_figure([line], unit="reward").data
+    assert (band.fill, band.mode) == ("toself", "lines")
 
 
 @pytest.mark.parametrize("count", [1, 2, 50, 1000])

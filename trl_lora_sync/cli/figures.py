@@ -100,7 +100,8 @@ def line_figure(
             figure.add_scatter(
                 # One closed outline: along the upper edge, and back along the lower one.
                 x=steps + steps[::-1], y=edge[0] + edge[1][::-1], fill="toself", fillcolor=_faint(colour),
-                line_width=0, hoverinfo="skip", showlegend=False,
+                # By default plotly marks the points of a trace that has few.
+                mode="lines", line_width=0, hoverinfo="skip", showlegend=False,
             )  # fmt: skip
         figure.add_scatter(
             x=[step for step, _ in line.points], y=[value for _, value in line.points], name=html.escape(line.name),

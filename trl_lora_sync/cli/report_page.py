@@ -308,6 +308,9 @@ def _about(run: Run) -> dict[str, str]:
     if not run.has_ended:
         progress += f", last log {_moment(run.rows[-1].get('time', header['started']))}; running, or it was ended"
     engine = ENGINES.get(header["engine"])
+    left_out = {}
+    if run.earlier:
+        left_out["left out"] = f"earlier trainings in this folder, begun {', '.join(map(_moment, run.earlier))}"
     return {
         "model": str(header["model"]),
         "adapter": f"rank {header['lora_rank']}, alpha {header['lora_alpha']}",
@@ -317,6 +320,7 @@ def _about(run: Run) -> dict[str, str]:
         "versions": ", ".join(known),
         "started": _moment(header["started"]),
         "progress": progress,
+        **left_out,
     }
 
 
@@ -327,7 +331,7 @@ def _numbers(run: Run) -> dict[str, str]:
         edge = min(_EDGE_STEPS, len(rewards))
         # Not `fmean`, whose sum may overflow.
         first, last = statistics.mean(rewards[:edge]), statistics.mean(rewards[-edge:])
-        found[f"reward, first to last {edge}"] = f"{first:.3g} → {last:.3g}"
+        found[f"reward, mean of the first and the last {edge} logged steps"] = f"{first:.3g} → {last:.3g}"
     if steps := run.finite("step_time"):
         found["median step"] = _seconds(statistics.median(steps))
     if parts := run.step_parts():

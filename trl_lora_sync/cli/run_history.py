@@ -22,11 +22,13 @@ class Run:
         name: unique among the runs of one page.
         header: what was run, see `run_log.header`; empty where the run has no `lora_sync.jsonl`.
         rows: what was logged, by rising step; evaluations and the summary at the end are among them.
+        earlier: when trainings before this one began that logged into the same folder.
     """
 
     name: str
     header: dict[str, Any]
     rows: Sequence[Row]
+    earlier: Sequence[str] = ()
 
     def series(self, metric: str) -> list[Point]:
         """(step, value) of the rows that have the metric."""
@@ -96,7 +98,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _read(folder: Path, name: str) -> Run:
-    header, rows = _log(folder / LOG_FILE)
+    header, rows, earlier = _log(folder / LOG_FILE)
     rows = rows or _trainer_state(folder)
     if not rows and header:
         raise UsageError(
@@ -118,13 +120,17 @@ def _read(folder: Path, name: str) -> Run:
         raise UsageError(
             f"The log in {folder} has no reward and no sync in it. Is it the output folder of a run with a reward?"
         )
-    return Run(name=name, header=header, rows=rows)
+    return Run(name=name, header=header, rows=rows, earlier=earlier)
 
 
-def _log(file: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The header and the rows of the newest training in the file, from its start through all that resumed it."""
+def _log(file: Path) -> tuple[dict[str, Any], list[Row], list[str]]:
+    """The header and the rows of the newest training in the file, from its start through all that resumed it.
+
+    The third is when those before it began that have rows.
+    """
     header: dict[str, Any] = {}
     rows: list[Row] = []
+    earlier: list[str] = []
     try:
         # A run that was killed may have left half of a character.
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
@@ -139,8 +145,9 @@ def _log(file: Path) -> tuple[dict[str, Any], list[Row]]:
             # Versions and settings come from the last part, and the start from the first.
             header = entry | {key: header[key] for key in ("started", "from_step") if key in header}
         else:
+            earlier += [header["started"]] if header and rows else []
             header, rows = entry, []
-    return header, rows
+    return header, rows, earlier
 
 
 def _entry(line: str) -> dict[str, Any] | None:
