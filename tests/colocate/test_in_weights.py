@@ -341,7 +341,7 @@ def test_start_line_gives_the_reason_for_a_second_copy(
     base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = colocate_trainer(base_model, tmp_path)
-    assert "with a second copy of the base (it saves GPU memory, and this is a CPU)" in capsys.readouterr().out
+    assert "with a second copy of the base (sharing it saves GPU memory, and this is a CPU)" in capsys.readouterr().out
     trainer.vllm_generation.close()
 
 

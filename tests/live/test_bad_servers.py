@@ -107,7 +107,13 @@ def guarded_server(other_servers: dict[str, VLLMServer]) -> VLLMServer:
     return other_servers["guarded"]
 
 
-@pytest.mark.parametrize(("key", "state"), [(None, "is not set"), ("sk-another-secret", "is set but was refused")])
+@pytest.mark.parametrize(
+    ("key", "state"),
+    [
+        (None, "an API key, and VLLM_API_KEY is not set"),
+        ("sk-another-secret", "another API key than the one in VLLM_API_KEY"),
+    ],
+)
 def test_a_missing_or_wrong_key_is_reported_and_never_shown(
     key: str | None,
     state: str,
@@ -123,7 +129,7 @@ def test_a_missing_or_wrong_key_is_reported_and_never_shown(
         monkeypatch.setenv("VLLM_API_KEY", key)
     caplog.set_level("DEBUG")
 
-    with pytest.raises(ServerAuthError, match=f"wants an API key, and VLLM_API_KEY {state}") as caught:
+    with pytest.raises(ServerAuthError, match=f"wants {state}") as caught:
         make_trainer(guarded_server.base_url, base_model)
 
     shown = "".join([*traceback.format_exception(caught.value), caplog.text, *capfd.readouterr()])

@@ -56,7 +56,7 @@ def run(
     engine: Annotated[Literal["vllm", "sglang"], Argument(help="which engine")],
     model: Annotated[str, Argument(help="the base model that is trained: a folder or a name on the Hub")],
     lora_rank: Annotated[
-        int | None, Option(min=1, metavar="R", help=f"rank of the adapter, by default {_DEFAULT_RANK}")
+        int | None, Option(min=1, metavar="R", help="rank of the adapter", show_default=str(_DEFAULT_RANK))
     ] = None,
     peft_config: Annotated[
         Path | None,

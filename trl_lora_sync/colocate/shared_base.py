@@ -97,7 +97,7 @@ def reason_against(
     if is_quantised(model):
         return "the trainer's base is quantised"
     if choice == "auto" and accelerator.device.type != "cuda":
-        return "it saves GPU memory, and this is a CPU"
+        return "sharing it saves GPU memory, and this is a CPU"
     # Left to itself, vLLM serves in 16 bits whatever the checkpoint holds (0.26 to 0.31, config/model.py).
     served = dtype or torch.bfloat16
     # Of frozen weights, as PEFT keeps the adapter of a 16-bit base in float32. Which 16-bit format vLLM has chosen

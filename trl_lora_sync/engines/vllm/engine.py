@@ -641,11 +641,11 @@ class VLLMEngine(ServerEngine):
         return await self._request("POST", path, deadline, body=body)
 
     def _key_words(self, path: str) -> str:
-        state = "is set but was refused" if self._api_key.is_set else "is not set"
-        return (
-            f"{self.base_url} wants an API key, and {VLLM.api_key_variable} {state} in the trainer's environment. "
-            f"Export {VLLM.api_key_variable} with the key the server was started with."
-        )
+        variable = VLLM.api_key_variable
+        wanted = f"an API key, and {variable} is not set in the trainer's environment"
+        if self._api_key.is_set:
+            wanted = f"another API key than the one in {variable} of the trainer's environment"
+        return f"{self.base_url} wants {wanted}. Export {variable} with the key the server was started with."
 
 
 def adapters_in(response: httpx.Response) -> dict[str, str] | None:
