@@ -54,7 +54,7 @@ def adapter(tmp_path: Path) -> Path:
 
 def diagnose(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, Any]]]:
     """Exit status, and what was found at each server."""
-    code = main(["doctor", *map(str, arguments), "--json", "--timeout", "60"])
+    code = main(["doctor", "--timeout", "60", *map(str, arguments), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] == (code == 0)
     return code, found["servers"]
@@ -334,7 +334,8 @@ def test_answer_that_tells_nothing_of_the_server_leaves_the_first_error(
         request.send(200 if request.path == "/health" else status, "no")
 
     with serving(answer) as server:
-        _, [found] = diagnose(capsys, server.url)
+        # It waits for a server that answers 503, for as long as it may.
+        _, [found] = diagnose(capsys, server.url, "--timeout", 3)
     assert "not as an inference server" not in words(found, "problem")["server"]
 
 

@@ -296,9 +296,17 @@ def test_adapter_the_server_forgot_is_an_error_that_suspects_a_restart(engine_at
     assert len(server.requests) == 1
 
 
-def test_prompt_and_completion_beyond_the_context_are_an_error_with_the_setting_and_the_flag(engine_at: Any) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "This model's maximum context length is 5 tokens. However, you requested 4 output tokens and your prompt",
+        "max_tokens=4 cannot be greater than max_model_len=5. Please request fewer output tokens.",
+    ],
+)
+def test_prompt_and_completion_beyond_the_context_are_an_error_with_the_setting_and_the_flag(
+    words: str, engine_at: Any
+) -> None:
     """The message spoke of a field in generation_kwargs."""
-    words = "This model's maximum context length is 5 tokens. However, you requested 4 output tokens and your prompt"
     engine, _ = engine_at(lambda request: request.send(400, {"error": {"message": words}}))
     connected(engine, max_model_len=5)
     expected = r"4 new tokens \(max_completion_length\).*context of 5 tokens.*`trl-lora-sync serve .*--max-model-len N`"

@@ -567,8 +567,8 @@ class VLLMEngine(ServerEngine):
                 f"{self.base_url} no longer knows {model!r}, although it had accepted it. It was restarted, or "
                 f"another client unloads adapters there. The server answered: {message!r}"
             )
-        # Source: `_token_len_check` in vllm/renderers/params.py (0.31).
-        if "maximum context length" in message:
+        # Of a prompt, and of `max_tokens` alone. Source: vllm/renderers/params.py (0.31).
+        if "maximum context length" in message or "cannot be greater than max_model_len" in message:
             restart = self._serve_command(engine_options=["--max-model-len", "N"])
             raise GenerationError(
                 f"A prompt and {body.get('max_tokens')} new tokens (max_completion_length) do not fit into the context "
