@@ -41,7 +41,7 @@ from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
 from trl_lora_sync.engine_plugins import vllm_quick_load
 from trl_lora_sync.engine_plugins.shared_files import SharedFiles
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
-from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError
+from trl_lora_sync.errors import AdapterNotVisibleError, AdapterRejectedError, ServerSetupError
 from trl_lora_sync.runtime import Blocking
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +83,11 @@ class Quick:
             file.seek(-10, os.SEEK_END)
             file.write(b"\x01")
         return stored
+
+    def send(self, stored: StoredAdapter) -> httpx.Response:
+        """A load as any client makes it."""
+        body = {"lora_name": stored.name, "lora_path": stored.server_path}
+        return httpx.post(f"{self.server.base_url}/v1/load_lora_adapter", json=body, timeout=60, trust_env=False)
 
     def publish(self, seed: int, rank: int = 8) -> StoredAdapter:
         stored = self.write_flat(seed, rank)
@@ -409,4 +414,39 @@ def test_tensor_parallel_workers_write_their_parts_and_refuse_together(
             quick.engine.load(stored, soon(60))
         assert quick.is_policy(versions[-1][1], 3)
         assert quick.is_policy(quick.publish(5).name, 5)
+        quick.close()
+
+
+def test_a_refused_load_leaves_no_answer_of_a_tensor_parallel_worker_behind(
+    base_model: Path, reference: PeftReference, tmp_path: Path
+) -> None:
+    """Of an adapter of another client, each worker raised.
+
+    vLLM took the second worker's answer for that to the next load, and so on: a damaged version was answered with 200.
+    """
+    args = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    with shared_folder() as folder, server_of(base_model, tmp_path / "parallel.log", *args) as server:
+        quick = Quick(server, reference, folder)
+        # Of what the engine's client repeats, nothing is seen here.
+        loaded = [quick.send(stored) for stored in (quick.write(1, rank=32), quick.write(2), quick.write_flat(3))]
+        assert [one.status_code for one in loaded] == [500, 200, 200]
+        assert "LoRA rank 32 is greater than max_lora_rank 16" in loaded[0].text
+        damaged = quick.send(quick.write_damaged(4))
+        assert (damaged.status_code, "damaged" in damaged.text) == (500, True)
+        assert quick.engine.capabilities.max_lora_rank == 16
+        assert quick.is_policy(quick.publish(5).name, 5)
+        quick.close()
+
+
+def test_a_stock_server_that_reports_the_refusal_of_another_adapter_loads_this_one(
+    base_model: Path, reference: PeftReference, tmp_path: Path
+) -> None:
+    args = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
+    with shared_folder() as folder, VLLMServer(base_model, extra_args=args, log_path=tmp_path / "stock.log") as server:
+        quick = Quick(server, reference, folder)
+        with pytest.raises(ServerSetupError, match="--max-lora-rank below the adapter's rank 32"):
+            quick.publish(1, rank=32)
+        assert quick.engine.retries == 0
+        assert quick.is_policy(quick.publish(2).name, 2)
+        assert quick.engine.retries == 1
         quick.close()

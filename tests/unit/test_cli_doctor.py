@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -409,6 +409,26 @@ def test_a_restart_command_has_what_the_run_needs_and_vllm_does_not_report() -> 
     found = run_on_loop(check(Subject(server, Expected(rank=64), None), soon()))
     assert found is not None
     assert f"trl-lora-sync serve vllm {served.base_root} --lora-rank 64 --push --sleep" in found.message
+
+
+@pytest.mark.parametrize(
+    ("reserved", "status", "words"),
+    [(None, "note", "not checked"), (64, "ok", "64 fits the 64 that the server reserves")],
+)
+def test_a_rank_that_the_server_does_not_report_is_not_found_out_by_a_load(
+    reserved: int | None, status: str, words: str
+) -> None:
+    """An adapter of rank 1000000 was sent to be refused, which left answers behind in vLLM with several workers."""
+    url = "http://localhost:8000"
+    engine = SimpleNamespace(base_url=url, capabilities=replace(CAPABILITIES, max_lora_rank=reserved))
+    settings = SimpleNamespace(frees_kv_cache=False)
+    # Without `load`.
+    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=False)
+    [check] = [check for check in CHECKS if check.name == "rank"]
+    subject = Subject(server, Expected(rank=64), cast(Any, object()))
+    found = run_on_loop(check(subject, soon()))
+    assert found is not None
+    assert (found.status, found.message.partition(":")[0]) == (status, words)
 
 
 @pytest.mark.parametrize(

@@ -542,7 +542,6 @@ NO_LORA = (500, {"error": {"message": "Call to add_lora method failed: LoRA is n
     [
         ((404, {"detail": "Not Found"}), METRICS, "does not let adapters be loaded while it runs"),
         (BAD_REQUEST, METRICS, "was started without LoRA support"),
-        (NO_LORA, None, "was started without LoRA support"),
     ],
 )
 def test_server_that_cannot_be_used_is_refused_with_the_whole_command(
@@ -561,6 +560,66 @@ def test_connecting_asks_the_engine_for_no_adapter_that_is_not_there(engine_at: 
     engine.connect(Deadline.after(20, "Connecting"))
     loads = [request.body for request in server.requests if request.path == "/v1/load_lora_adapter"]
     assert [body["lora_path"] for body in loads] == [""]
+
+
+def test_where_metrics_are_off_no_adapter_is_sent_to_be_refused_and_the_first_one_shows_that_lora_is_off(
+    engine_at: Any,
+) -> None:
+    """The refusal of a probe stayed in the queues of the server's workers, and failed the first version."""
+
+    def answer(request: Request) -> None:
+        has_path = request.path == "/v1/load_lora_adapter" and request.body["lora_path"]
+        vllm_server(request, NO_LORA if has_path else BAD_REQUEST, None)
+
+    engine, server = engine_at(answer)
+    engine.connect(Deadline.after(20, "Connecting"))
+    assert [one.body["lora_path"] for one in server.requests if one.path == "/v1/load_lora_adapter"] == [""]
+    command = f"`trl-lora-sync serve vllm '/models/a base' --port {server.server_port}"
+    with pytest.raises(ServerSetupError, match="was started without LoRA support") as caught:
+        engine.load(ADAPTER, Deadline.after(20, "Load"))
+    assert command in str(caught.value)
+
+
+@pytest.mark.parametrize(("told", "rank"), [("", None), ("16", 16), ("many", None)])
+def test_the_largest_rank_is_what_the_server_says(told: str, rank: int | None, engine_at: Any) -> None:
+    engine, _ = engine_at(loading_server({"lora_sync_max_rank": told}))
+    assert engine.connect(Deadline.after(20, "Connecting")).max_lora_rank == rank
+
+
+OTHERS = "Call to add_lora method failed: Worker failed with error '{}', please check the stack trace above"
+
+
+@pytest.mark.parametrize(
+    "left",
+    ["LoRA rank 99 is greater than max_lora_rank 16.", "Loading lora other failed: No adapter found for /elsewhere"],
+)
+@pytest.mark.parametrize(("workers", "attempts"), [(2, 2), (4, 4)])
+def test_an_error_that_another_load_has_left_in_the_workers_is_not_taken_for_this_ones(
+    left: str, workers: int, attempts: int, engine_at: Any
+) -> None:
+    """vLLM with several workers takes answers that a refused load has left for answers to its next calls."""
+    stale = iter([(500, {"error": {"message": OTHERS.format(left)}})] * (workers - 1))
+    usual = loading_server({})
+
+    def answer(request: Request) -> None:
+        if request.path == "/v1/load_lora_adapter" and request.body["lora_path"]:
+            request.send(*next(stale, (200, "Success")))
+        else:
+            usual(request)
+
+    engine, server = engine_at(answer)
+    engine.connect(Deadline.after(20, "Connecting"))
+    assert "run-v1" in engine.load(replace(ADAPTER, server_path="/f"), Deadline.after(20, "Load"))
+    loads = [one for one in server.requests if one.path == "/v1/load_lora_adapter" and one.body["lora_path"]]
+    assert len(loads) == attempts
+
+
+def test_the_error_of_an_adapter_itself_is_reported_at_once(engine_at: Any) -> None:
+    refusal = OTHERS.format(f"LoRA rank {ADAPTER.rank} is greater than max_lora_rank 4.")
+    engine, server = engine_at(lambda request: vllm_server(request, (500, {"error": {"message": refusal}}), None))
+    with pytest.raises(ServerSetupError, match="--max-lora-rank below"):
+        engine.load(ADAPTER, Deadline.after(20, "Load"))
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from trl_lora_sync.engine_plugins.vllm_quick_load import (
     DTYPE_HEADER,
     EXPERTS_HEADER,
     GPUS_HEADER,
+    RANK_HEADER,
     WRITE_SLOTS,
     QuickLoadMiddleware,
     writes_slots,
@@ -77,7 +78,10 @@ class Worker(QuickLoadWorker):
             lora_manager=SimpleNamespace(
                 _lora_model_cls=type("Noting", (Usual,), {"ways": self.ways}),
                 lora_config=SimpleNamespace(
-                    max_cpu_loras=4, enable_mixed_moe_lora_format=mixes_experts, lora_dtype=torch.bfloat16
+                    max_cpu_loras=4,
+                    max_lora_rank=16,
+                    enable_mixed_moe_lora_format=mixes_experts,
+                    lora_dtype=torch.bfloat16,
                 ),
                 device=torch.device(device),
             )
@@ -211,6 +215,10 @@ def test_a_file_that_is_cut_short_or_gone_gets_the_words_of_vllm(worker: Worker)
         worker.load()
 
 
+def test_a_worker_tells_up_to_which_rank_it_takes_adapters(worker: Worker) -> None:
+    assert worker.answer["rank"] == "16"
+
+
 def test_a_worker_tells_in_which_dtype_it_keeps_adapters(worker: Worker) -> None:
     assert DTYPES[worker.answer["dtype"]] == torch.bfloat16
 
@@ -269,8 +277,8 @@ def test_parts_come_in_order_and_filled(tmp_path: Path, monkeypatch: pytest.Monk
 # The server's side
 
 
-HEADERS = (CHECKS_HEADER, EXPERTS_HEADER, DTYPE_HEADER, GPUS_HEADER)
-FINE = {"error": "", "slots": "", "off": "", "experts": "", "dtype": ""}
+HEADERS = (CHECKS_HEADER, EXPERTS_HEADER, DTYPE_HEADER, GPUS_HEADER, RANK_HEADER)
+FINE = {"error": "", "slots": "", "off": "", "experts": "", "dtype": "", "rank": ""}
 
 
 @pytest.mark.parametrize(
@@ -349,16 +357,16 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        ({"gpus": "GPU-1,GPU-2"}, (NOTE_FORM, None, None, "GPU-1,GPU-2")),
-        ({}, (NOTE_FORM, None, None, "")),
-        ({"slots": "AttributeError: x"}, ("none", None, None, None)),
-        ({"off": "because", "dtype": "F16"}, ("none", None, "F16", None)),
-        ({"error": "x", "experts": "stacked", "dtype": "BF16"}, (None, None, None, None)),
-        ({"off": "because", "experts": "stacked"}, ("none", "stacked", None, None)),
-        ({"dtype": "BF16"}, (NOTE_FORM, None, "BF16", "")),
+        ({"gpus": "GPU-1,GPU-2"}, (NOTE_FORM, None, None, "GPU-1,GPU-2", None)),
+        ({}, (NOTE_FORM, None, None, "", None)),
+        ({"slots": "AttributeError: x"}, ("none", None, None, None, None)),
+        ({"off": "because", "dtype": "F16", "rank": "16"}, ("none", None, "F16", None, "16")),
+        ({"error": "x", "experts": "stacked", "dtype": "BF16", "rank": "16"}, (None, None, None, None, None)),
+        ({"off": "because", "experts": "stacked"}, ("none", "stacked", None, None, None)),
+        ({"dtype": "BF16"}, (NOTE_FORM, None, "BF16", "", None)),
     ],
 )
-def test_answers_to_loads_say_whether_versions_are_compared_in_which_form_and_dtype_and_which_gpus_are_seen(
+def test_answers_to_loads_say_whether_versions_are_compared_in_which_form_and_rank_and_which_gpus_are_seen(
     reason: dict[str, str], expected: tuple[str | None, ...]
 ) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -389,7 +397,7 @@ def test_answers_to_loads_say_whether_versions_are_compared_in_which_form_and_dt
             found.append(tuple(None if one is None else one.decode() for one in ours))
         return found
 
-    assert asyncio.run(run()) == [expected, (None, None, None, None)]
+    assert asyncio.run(run()) == [expected, (None,) * len(HEADERS)]
 
 
 @pytest.mark.parametrize(

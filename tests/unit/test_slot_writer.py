@@ -223,16 +223,16 @@ class Served:
         self.adapters[stored.name] = {key: tensor.clone() for key, tensor in adapter.tensors.items()}
         return stored
 
-    def add(self, stored: StoredAdapter) -> None:
+    def add(self, stored: StoredAdapter, *, load_inplace: bool = False) -> None:
         """What vLLM does for a load."""
-        self.manager.add_adapter(self._request(stored))
+        self.manager.add_adapter(self._request(stored, load_inplace))
 
-    def _request(self, stored: StoredAdapter) -> Any:
+    def _request(self, stored: StoredAdapter, load_inplace: bool = False) -> Any:
         return SimpleNamespace(
             lora_int_id=self.numbers[stored.name],
             lora_name=stored.name,
             lora_path=str(stored.path),
-            load_inplace=False,
+            load_inplace=load_inplace,
         )
 
     def serves(self, stored: StoredAdapter) -> bool:
@@ -605,12 +605,12 @@ def pair() -> Iterator[tuple[Threads, list[Served]]]:
             one.store.close()
 
 
-def added(pair: list[Served], versions: list[StoredAdapter]) -> list[Exception | None]:
+def added(pair: list[Served], versions: list[StoredAdapter], *, load_inplace: bool = False) -> list[Exception | None]:
     """What each of the workers raises as it loads its version."""
 
     def add(served: Served, stored: StoredAdapter) -> Exception | None:
         try:
-            served.add(stored)
+            served.add(stored, load_inplace=load_inplace)
         except Exception as error:
             return error
         return None
@@ -665,12 +665,57 @@ def test_a_group_evicts_the_same_versions_whatever_the_order_in_which_each_worke
     assert not group.barrier.broken
 
 
-def test_an_adapter_without_a_note_costs_a_group_one_collective(pair: tuple[Threads, list[Served]]) -> None:
-    group, workers = pair
-    versions = [one.write(1) for one in workers]
+def without_notes(workers: list[Served], seed: int) -> list[StoredAdapter]:
+    """As another client writes them, or as they come by a push."""
+    versions = [one.write(seed) for one in workers]
     for stored in versions:
         assert stored.path
         make_foreign(stored.path)
+    return versions
+
+
+def test_an_adapter_without_a_note_costs_a_group_two_collectives(pair: tuple[Threads, list[Served]]) -> None:
+    group, workers = pair
+    versions = without_notes(workers, 1)
     assert added(workers, versions) == [None, None]
     assert all(one.serves(stored) for one, stored in zip(workers, versions, strict=True))
-    assert len(group.entered) == 2
+    assert len(group.entered) == 4
+
+
+@pytest.mark.parametrize("refused", [[0], [1], [0, 1]], ids=str)
+def test_an_adapter_without_a_note_is_loaded_by_all_workers_or_by_none(
+    pair: tuple[Threads, list[Served]], refused: list[int]
+) -> None:
+    """Each worker raised, and vLLM took what was left of their answers for answers to the loads after it."""
+    group, workers = pair
+    versions = without_notes(workers, 1)
+    files = [folder / TENSORS for rank in refused if (folder := versions[rank].path)]
+    for file in files:
+        file.rename(file.with_name("hidden"))
+    first, last = added(workers, versions)
+    assert first is None
+    assert last is not None
+    assert not any(one.is_listed(stored) for one, stored in zip(workers, versions, strict=True))
+    for file in files:
+        file.with_name("hidden").rename(file)
+    assert added(workers, versions) == [None, None]
+    assert all(one.serves(stored) for one, stored in zip(workers, versions, strict=True))
+    assert not group.barrier.broken
+
+
+@pytest.mark.parametrize(("refused", "stays"), [([0], False), ([1], False), ([0, 1], True)], ids=str)
+def test_what_an_adapter_was_to_replace_stays_if_no_worker_has_replaced_it(
+    pair: tuple[Threads, list[Served]], refused: list[int], stays: bool
+) -> None:
+    """As vLLM does with `load_inplace`."""
+    _, workers = pair
+    versions = without_notes(workers, 1)
+    assert added(workers, versions) == [None, None]
+    for rank in refused:
+        folder = versions[rank].path
+        assert folder
+        (folder / TENSORS).unlink()
+    first, last = added(workers, versions, load_inplace=True)
+    assert first is None
+    assert last is not None
+    assert [one.is_listed(stored) for one, stored in zip(workers, versions, strict=True)] == [stays, stays]

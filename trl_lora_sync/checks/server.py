@@ -4,23 +4,17 @@ A server reports no shapes. vLLM pads an adapter that is too small for it with z
 on a misfit. So names, dtype, vocabulary and the log-probabilities of a prompt are compared before a trial load.
 """
 
-import re
 from collections.abc import Sequence
 
-import torch
-
-from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.addresses import is_local_url
 from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.checks.subject import Found, Subject
 from trl_lora_sync.engine_plugins import cuda_ipc
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.registry import ENGINES
-from trl_lora_sync.errors import AdapterRejectedError, LoRASyncError, ServerSetupError
+from trl_lora_sync.errors import AdapterRejectedError, ServerSetupError
 from trl_lora_sync.mixed_batches import score_base
 
-# The largest --max-lora-rank of vLLM is 512 (0.22 to 0.33, config/lora.py).
-_BEYOND_ANY_RANK = 1_000_000
 _UNKNOWN_BASE = "not compared: the trained model is not known here"
 _UNKNOWN_ADAPTER = "not compared: the adapter is not known here. Give --adapter or --peft-config."
 
@@ -157,35 +151,17 @@ async def has_rank(subject: Subject, deadline: Deadline) -> Found:
         return OK, "any fits"
     if rank is None:
         return NOTE, _UNKNOWN_ADAPTER
-    # SGLang reports it in /server_info. vLLM has that route in its development mode only.
-    reserved = served.max_lora_rank or await _reserved_rank(subject, deadline)
+    # A stock vLLM reports it in its development mode only. It is in the refusal of a larger rank as well, but of a
+    # refused load workers may leave answers behind, which vLLM takes for those to the next loads.
+    reserved = served.max_lora_rank
     if reserved is None:
-        return NOTE, "not checked: the server does not report it. Give --adapter, or --dir with a folder that it sees."
+        return NOTE, "not checked: the server does not report it. Give --adapter to have one loaded."
     if rank > reserved:
         command = subject.restart_command("--lora-rank", str(rank))
         raise ServerSetupError(
             f"the server reserves {reserved}, and the adapter has {rank}. Restart it with {command}."
         )
     return OK, f"{rank} fits the {reserved} that the server reserves"
-
-
-async def _reserved_rank(subject: Subject, deadline: Deadline) -> int | None:
-    """The --max-lora-rank of vLLM, which is in its refusal of an adapter of a rank beyond any.
-
-    vLLM refuses the rank before it reads a tensor.
-    Source: vllm/lora/peft_helper.py `validate_legal`, 0.22 to 0.33.
-    """
-    if subject.store is None:
-        return None
-    empty = CanonicalAdapter(flat=torch.zeros(0), shapes={}, rank=_BEYOND_ANY_RANK, target_modules=("q_proj",))
-    async with subject.store.stored("rank", [subject.server], empty, deadline) as stored:
-        try:
-            await subject.server.load(stored, deadline)
-        except LoRASyncError as error:
-            # The error quotes vLLM 0.31: "LoRA rank R is greater than max_lora_rank M." (lora/peft_helper.py)
-            told = re.search(r"max_lora_rank[ =:]+(\d+)", str(error))
-            return int(told[1]) if told else None
-    return None
 
 
 # Whether its base model is the trainer's

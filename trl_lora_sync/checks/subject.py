@@ -170,7 +170,7 @@ class Subject:
     def restart_command(self, *options: str, engine_options: Sequence[str] = (), model: str | None = None) -> str:
         """See `registry.restart_command`; with what the run needs, and a server does not report."""
         rank, settings = self.expected.rank, self.server.settings
-        # vLLM does not report its largest rank, and `serve` has 16 by default. Fused serving takes any.
+        # A stock vLLM does not report its largest rank, and `serve` has 16 by default. Fused serving takes any.
         if rank is not None and "--lora-rank" not in options and not self.served.is_fused:
             options += ("--lora-rank", str(max(rank, self.served.max_lora_rank or 0)))
         if self.served.supports_push and self.server.sends_content:

@@ -197,7 +197,8 @@ class SlotWriter:
         self._group.add_up(counts)
         ours, missing, workers = counts.tolist()
         if not ours:
-            return bool(self._usual_add(request))
+            # A step fails on all workers in any case, so there it is left to vLLM.
+            return bool(self._usual_add(request)) if self._is_in_step else self._add_of_others(request, is_there)
         try:
             if note is None or missing:
                 # With vLLM's words for a folder that does not show, after which the trainer tries again for a while.
@@ -208,12 +209,34 @@ class SlotWriter:
             self._load(request, note)
         except Exception:
             self._remove(number)
-            # All workers have failed. vLLM (0.26 to 0.33) collects their answers up to the first error, and would take
-            # what is left for answers to its next call, so only the last one raises it. A step fails on all of them.
-            if self._is_in_step or self._group.is_last:
+            if self._may_raise():
                 raise
             return False
         return True
+
+    def _add_of_others(self, request: Any, is_there: bool) -> bool:
+        """Have vLLM load an adapter of another origin, on all workers of the group or on none."""
+        loaded: list[bool] = []
+        try:
+            self._together(lambda: loaded.append(bool(self._usual_add(request))))
+        except Exception:
+            # vLLM keeps what `load_inplace` was to replace if it cannot read the new one (lora/worker_manager.py, 0.26
+            # to 0.33). That holds here as well, unless some worker has replaced it.
+            if not (self._agree(not loaded) and is_there):
+                self._remove(request.lora_int_id)
+            if self._may_raise():
+                raise
+            return False
+        return loaded[0]
+
+    def _may_raise(self) -> bool:
+        """Whether this worker is the one to report what has failed on all of the group.
+
+        vLLM (0.26 to 0.33) collects the answers of workers up to the first error, and takes what is left for answers to
+        its next call (`get_response` in v1/executor/multiproc_executor.py). So only the last one raises. In a step each
+        of them raises, as vLLM reads the answer of one worker.
+        """
+        return self._is_in_step or self._group.is_last
 
     def _apply(self, requests: Any) -> None:
         self._is_in_step = True

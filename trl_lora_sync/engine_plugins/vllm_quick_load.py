@@ -5,8 +5,9 @@
         --middleware $P.vllm_quick_load.QuickLoadMiddleware ...
 
 Changes nothing of what is loaded. Of what clients see, it changes only that answers to loads have headers: whether
-workers compare each version with what its trainer sent, in which form they take experts, and in which dtype they keep
-adapters. Where a version of vLLM is not as expected, the server logs that and loads adapters in vLLM's way.
+workers compare each version with what its trainer sent, in which form they take experts, in which dtype they keep
+adapters, and up to which rank. Where a version of vLLM is not as expected, the server logs that and loads adapters in
+vLLM's way.
 
 `TRL_LORA_SYNC_WRITE_SLOTS=0` in the server's environment has it write no slots.
 """
@@ -32,6 +33,8 @@ EXPERTS_HEADER = "lora-sync-experts"
 STACKED = "stacked"
 DTYPE_HEADER = "lora-sync-dtype"
 """In answers to loads: the dtype of adapters in the workers, by its name in safetensors files."""
+RANK_HEADER = "lora-sync-max-rank"
+"""In answers to loads: the server's --max-lora-rank."""
 ADAPTERS_HEADER = "lora-sync-adapters"
 """In answers to loads: all adapters of the server then, as a JSON object of names and paths."""
 NO_CHECKS = "none"
@@ -131,6 +134,7 @@ async def _prepare(scope: "Scope") -> dict[str, str]:
         headers = {CHECKS_HEADER: NOTE_FORM, GPUS_HEADER: answers[0].get("gpus", "")}
     if all(answer.get("experts") == STACKED for answer in answers):
         headers[EXPERTS_HEADER] = STACKED
-    if answers[0].get("dtype"):  # which all workers have from one configuration
-        headers[DTYPE_HEADER] = answers[0]["dtype"]
+    for header, field in ((DTYPE_HEADER, "dtype"), (RANK_HEADER, "rank")):
+        if answers[0].get(field):  # which all workers have from one configuration
+            headers[header] = answers[0][field]
     return headers

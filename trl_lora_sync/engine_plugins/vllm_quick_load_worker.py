@@ -59,10 +59,10 @@ class QuickLoadWorker:
         Returns:
             `error`: why that is not possible, `slots`: why none can be written, and `off`: why none is to be written;
             empty if there is no reason. `experts`: `STACKED` if all experts of a layer may be in one tensor. `dtype`:
-            in which adapters are kept, by its name in safetensors files. `gpus`: what this process sees, if slots are
-            written.
+            in which adapters are kept, by its name in safetensors files. `rank`: the largest one of an adapter.
+            `gpus`: what this process sees, if slots are written.
         """
-        answer = {"error": "", "slots": "", "off": "", "experts": "", "dtype": ""}
+        answer = {"error": "", "slots": "", "off": "", "experts": "", "dtype": "", "rank": ""}
         try:
             manager = self.model_runner.lora_manager
             # While one more is loaded, so many are in host memory. Source: vllm/lora/worker_manager.py (0.26 to 0.33).
@@ -74,6 +74,7 @@ class QuickLoadWorker:
             if getattr(manager.lora_config, "enable_mixed_moe_lora_format", False):
                 answer["experts"] = STACKED
             answer["dtype"] = DTYPE_NAMES.get(getattr(manager.lora_config, "lora_dtype", None), "")
+            answer["rank"] = str(getattr(manager.lora_config, "max_lora_rank", ""))
         except Exception as error:  # the caller logs it, and adapters are loaded in vLLM's way
             return {**answer, "error": f"{type(error).__name__}: {error}"}
         try:

