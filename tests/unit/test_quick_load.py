@@ -345,13 +345,70 @@ def test_workers_are_asked_before_the_server_starts_which_it_does_in_any_case(
         engine = SimpleNamespace(collective_rpc=collective_rpc)
         server = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
         for kind in ("lifespan", "http", "websocket"):
-            await middleware({"type": kind, "app": server}, None, None)  # type: ignore[arg-type]
+            await middleware({"type": kind, "path": "/", "app": server}, None, None)  # type: ignore[arg-type]
 
     with caplog.at_level("INFO", logger="vllm.trl_lora_sync"):
         asyncio.run(run())
     assert asked == ["lora_sync_load_quickly"]
     assert passed == ["lifespan", "http", "websocket"]
     assert re.search(words, caplog.messages[0])
+
+
+def app_of(engine: Any, api_key: list[str] | None = None, **state: Any) -> Any:
+    """vLLM's application."""
+    return SimpleNamespace(state=SimpleNamespace(engine_client=engine, args=SimpleNamespace(api_key=api_key), **state))
+
+
+def request_of(server: Any, **changes: Any) -> dict[str, Any]:
+    """The scope of a load."""
+    load = {"type": "http", "method": "POST", "path": "/v1/load_lora_adapter", "headers": [], "app": server}
+    return load | changes
+
+
+KEY = [(b"authorization", b"Bearer secret")]
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "is_told"),
+    [
+        (None, {}, True),
+        (["secret"], {"headers": KEY}, True),
+        (["secret"], {"headers": KEY, "path": "/api/v1/load_lora_adapter", "root_path": "/api"}, True),
+        (["secret"], {}, False),
+        (["secret"], {"headers": [(b"authorization", b"Bearer wrong")]}, False),
+        (["secret"], {"headers": KEY, "method": "GET"}, False),
+        (None, {"path": "/nothing/v1/load_lora_adapter"}, False),
+        (None, {"method": "OPTIONS"}, False),
+    ],
+)
+def test_what_answers_to_loads_tell_is_for_clients_with_the_key(
+    key: list[str] | None, changes: dict[str, Any], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer of a path with that end had the names and paths of all adapters, 401 and 404 too."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+
+    async def collective_rpc(method: str) -> list[dict[str, str]]:
+        return [FINE | {"gpus": "GPU-1", "rank": "16"}]
+
+    async def run() -> set[bytes]:
+        sent: list[Any] = []
+
+        async def note(message: Any) -> None:
+            sent.append(message)
+
+        models = SimpleNamespace(lora_requests={"v1": SimpleNamespace(lora_name="v1", lora_path="/v1")})
+        server = app_of(SimpleNamespace(collective_rpc=collective_rpc), key, openai_serving_models=models)
+        middleware = QuickLoadMiddleware(app)
+        await middleware({"type": "lifespan", "app": server}, None, note)  # type: ignore[arg-type]
+        sent.clear()
+        await middleware(request_of(server, **changes), None, note)  # type: ignore[arg-type]
+        return {name for name, _ in sent[0]["headers"]} - {b"a"}
+
+    told = {name.encode() for name in (CHECKS_HEADER, GPUS_HEADER, RANK_HEADER, ADAPTERS_HEADER)}
+    assert asyncio.run(run()) == (told if is_told else set())
 
 
 @pytest.mark.parametrize(
@@ -381,7 +438,7 @@ def test_answers_to_loads_say_whether_versions_are_compared_in_which_form_and_ra
             pass
 
         middleware = QuickLoadMiddleware(app)
-        server = SimpleNamespace(state=SimpleNamespace(engine_client=SimpleNamespace(collective_rpc=collective_rpc)))
+        server = app_of(SimpleNamespace(collective_rpc=collective_rpc))
         await middleware({"type": "lifespan", "app": server}, None, ignore)  # type: ignore[arg-type]
         found = []
         for path in ("/v1/load_lora_adapter", "/v1/models"):
@@ -390,7 +447,7 @@ def test_answers_to_loads_say_whether_versions_are_compared_in_which_form_and_ra
             async def note(message: Any, sent: list[Any] = sent) -> None:
                 sent.append(message)
 
-            await middleware({"type": "http", "path": path}, None, note)  # type: ignore[arg-type]
+            await middleware(request_of(server, path=path), None, note)  # type: ignore[arg-type]
             headers = dict(sent[0]["headers"])
             assert headers[b"a"] == b"b"
             ours = [headers.get(name.encode()) for name in HEADERS]
@@ -413,7 +470,7 @@ def test_answers_to_loads_list_the_adapters_that_the_server_has_then(
     adapters: list[tuple[str, str]] | None, expected: dict[str, str] | None
 ) -> None:
     models = SimpleNamespace(lora_requests={})
-    state = SimpleNamespace() if adapters is None else SimpleNamespace(openai_serving_models=models)
+    found = {} if adapters is None else {"openai_serving_models": models}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         for name, path in adapters or ():
@@ -429,11 +486,11 @@ def test_answers_to_loads_list_the_adapters_that_the_server_has_then(
         async def note(message: Any) -> None:
             sent.append(message)
 
-        state.engine_client = SimpleNamespace(collective_rpc=collective_rpc)
-        server, middleware = SimpleNamespace(state=state), QuickLoadMiddleware(app)
+        server = app_of(SimpleNamespace(collective_rpc=collective_rpc), **found)
+        middleware = QuickLoadMiddleware(app)
         await middleware({"type": "lifespan", "app": server}, None, note)  # type: ignore[arg-type]
         sent.clear()
-        await middleware({"type": "http", "path": "/v1/load_lora_adapter", "app": server}, None, note)  # type: ignore[arg-type]
+        await middleware(request_of(server), None, note)  # type: ignore[arg-type]
         return dict(sent[0]["headers"]).get(ADAPTERS_HEADER.encode())
 
     listed = asyncio.run(run())

@@ -7,7 +7,7 @@
 Changes nothing of what is loaded. Of what clients see, it changes only that answers to loads have headers: whether
 workers compare each version with what its trainer sent, in which form they take experts, in which dtype they keep
 adapters, and up to which rank. Where a version of vLLM is not as expected, the server logs that and loads adapters in
-vLLM's way.
+vLLM's way. Only clients with the server's key get these headers.
 
 `TRL_LORA_SYNC_WRITE_SLOTS=0` in the server's environment has it write no slots.
 """
@@ -67,11 +67,25 @@ class QuickLoadMiddleware:
         if scope["type"] == "lifespan":
             # Before the application starts, so that no load runs while the workers are changed.
             self._headers = await _prepare(scope)
-        # By its end, as a server behind a proxy may have a root path before it.
-        if self._headers and scope["type"] == "http" and str(scope.get("path", "")).endswith(_LOAD_ROUTE):
+        if self._headers and _is_load(scope):
             await self.app(scope, receive, _with_headers(send, self._headers, scope))
         else:
             await self.app(scope, receive, send)
+
+
+def _is_load(scope: "Scope") -> bool:
+    """Whether it is a load by a client that the server lets in: others get no names, paths and UUIDs of GPUs."""
+    # Here, because the trainer's side imports this module without Starlette.
+    from trl_lora_sync.engine_plugins.refusals import Refused
+    from trl_lora_sync.engine_plugins.routes import check_key, path_of
+
+    if scope["type"] != "http" or scope.get("method") != "POST" or path_of(scope) != _LOAD_ROUTE:
+        return False
+    try:
+        check_key(scope)
+    except Refused:  # vLLM, whose check of keys is behind this middleware, answers it
+        return False
+    return True
 
 
 def _with_headers(send: "Send", headers: Mapping[str, str], scope: "Scope") -> "Send":
