@@ -403,6 +403,7 @@ def test_fused_serving_takes_any_rank() -> None:
         (["--enable-lora"], "applied twice"),
         (["--data-parallel-size", "2"], "one replica only"),
         (["--api-server-count", "2"], "cannot be used"),
+        (["--enable-expert-parallel", "--enable-eplb"], "--enable-eplb cannot be used with --fused: it moves experts"),
         (["--quantization", "fp8"], "quantised weights"),
         (["--worker-extension-cls", "mine.Worker"], "needs its own"),
     ],
@@ -410,6 +411,10 @@ def test_fused_serving_takes_any_rank() -> None:
 def test_what_breaks_fused_serving_is_refused(extra: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         launch("0.31.0", *extra, is_fused=True)
+
+
+def test_expert_parallelism_alone_does_not_break_fused_serving() -> None:
+    assert launch("0.31.0", "--enable-expert-parallel", is_fused=True).command
 
 
 def test_sglang_with_fused_serving_is_refused() -> None:

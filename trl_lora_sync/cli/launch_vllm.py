@@ -237,6 +237,11 @@ def _check_fused(given: EngineArguments) -> None:
             f"--data-parallel-size {replicas} cannot be used with --fused: vLLM reports changed weights "
             "for one replica only. Start one server for each, and give the trainer all URLs."
         )
+    if given.has("--enable-eplb"):
+        raise UsageError(
+            "--enable-eplb cannot be used with --fused: it moves experts while the server runs, and a version would be "
+            "written to the places that they had at the start. Leave one of them out."
+        )
     quantization = given.get("--quantization", "-q")
     if quantization is not None:
         raise UsageError(

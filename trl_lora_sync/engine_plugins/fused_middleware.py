@@ -409,6 +409,13 @@ def _engine_of(scope: Scope) -> Any:
             "Fused serving cannot be used with --data-parallel-size above 1, because vLLM reports the result "
             "of one replica only. Start one server for each, and give the trainer all URLs with commas in between.",
         )
+    # vLLM moves the rows of experts between their places meanwhile (distributed/eplb/rebalance_execute.py, 0.31), and
+    # versions are written to the places of the start, over the weights of other experts.
+    if getattr(parallel, "enable_eplb", False):
+        raise Refused(
+            500,
+            "Fused serving cannot be used with --enable-eplb, which moves experts while the server runs. Leave it out.",
+        )
     if engine.vllm_config.lora_config is not None:
         raise Refused(
             500, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
