@@ -736,6 +736,21 @@ def test_a_sleeping_server_is_not_written_to() -> None:
     run(test())
 
 
+def test_a_pause_does_not_wake_a_sleeping_server_up() -> None:
+    """A version was then written to weights that vLLM had unmapped."""
+
+    async def test() -> None:
+        server = Server()
+        await server.ask("POST", "/sleep", query="level=1")
+        await server.ask("POST", "/sleep", query="level=0")
+        assert (await server.load("v1"))[0] == 409
+        assert server.engine.active == [None, None]
+        await server.ask("POST", "/wake_up")
+        assert (await server.load("v1"))[0] == 200
+
+    run(test())
+
+
 def test_weights_of_a_sleeping_server_are_not_compared() -> None:
     """vLLM unmaps the weights at level 1, so that reading them was an illegal memory access."""
 

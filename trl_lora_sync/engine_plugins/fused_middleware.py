@@ -154,7 +154,8 @@ class FusedMiddleware:
         async with self._weights:
             await self.app(scope, receive, send_and_note)
             if succeeded and path == "/sleep":
-                self._is_asleep = query.get("level", "1").strip() != "0"
+                # Level 0 is a pause, and leaves the weights where they are (`sleep` in v1/engine/core.py, 0.31).
+                self._is_asleep = self._is_asleep or query.get("level", "1").strip() != "0"
             # vLLM wakes everything without a tag, and nothing for an empty one (serve/dev/sleep/api_router.py, 0.31).
             elif succeeded and (not tags or "weights" in tags):
                 self._is_asleep = False
