@@ -404,6 +404,7 @@ def test_fused_serving_takes_any_rank() -> None:
         (["--data-parallel-size", "2"], "one replica only"),
         (["--api-server-count", "2"], "cannot be used"),
         (["--enable-expert-parallel", "--enable-eplb"], "--enable-eplb cannot be used with --fused: it moves experts"),
+        (["--offload-group-size", "8"], "--offload-group-size cannot be used with --fused"),
         (["--quantization", "fp8"], "quantised weights"),
         (["--worker-extension-cls", "mine.Worker"], "needs its own"),
     ],

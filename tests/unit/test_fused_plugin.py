@@ -897,6 +897,20 @@ def test_requests_that_make_no_sense_are_refused(path: str, body: Any, status: i
     run(test())
 
 
+def offloading(group_size: int) -> Any:
+    """As `OffloadConfig` in vllm/config/offload.py (0.31)."""
+    return SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=group_size))
+
+
+def test_a_server_without_offloading_is_taken() -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine.vllm_config.offload_config = offloading(0)
+        assert (await server.load("v1"))[0] == 200
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -905,6 +919,7 @@ def test_requests_that_make_no_sense_are_refused(path: str, body: Any, status: i
         (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "--data-parallel-size"),
         (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "Start one server for each"),
         (lambda config: setattr(config.parallel_config, "enable_eplb", True), "--enable-eplb, which.* Leave it out"),
+        (lambda config: setattr(config, "offload_config", offloading(8)), "--offload-group-size, .* Leave it out"),
         (lambda config: setattr(config, "lora_config", object()), "--enable-lora"),
         (lambda config: setattr(config, "lora_config", object()), "Leave it out"),
     ],

@@ -242,6 +242,11 @@ def _check_fused(given: EngineArguments) -> None:
             "--enable-eplb cannot be used with --fused: it moves experts while the server runs, and a version would be "
             "written to the places that they had at the start. Leave one of them out."
         )
+    if given.number("--offload-group-size", default=0) > 0:
+        raise UsageError(
+            "--offload-group-size cannot be used with --fused: vLLM copies the weights of layers from host memory "
+            "again and again, without the adapter. Leave one of them out."
+        )
     quantization = given.get("--quantization", "-q")
     if quantization is not None:
         raise UsageError(

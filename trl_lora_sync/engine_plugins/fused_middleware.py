@@ -417,6 +417,15 @@ def _engine_of(scope: Scope) -> Any:
             500,
             "Fused serving cannot be used with --enable-eplb, which moves experts while the server runs. Leave it out.",
         )
+    # The weights of such a layer are in host memory, and what is written on the device are buffers that the next copy
+    # from there goes over (model_executor/offloader/prefetch.py, 0.31). Older versions have no such configuration.
+    prefetch = getattr(getattr(engine.vllm_config, "offload_config", None), "prefetch", None)
+    if getattr(prefetch, "offload_group_size", 0) > 0:
+        raise Refused(
+            500,
+            "Fused serving cannot be used with --offload-group-size, which copies the weights of layers from host "
+            "memory again and again, without the adapter. Leave it out.",
+        )
     if engine.vllm_config.lora_config is not None:
         raise Refused(
             500, "Fused serving cannot be used with --enable-lora, as an adapter could be applied twice. Leave it out."
