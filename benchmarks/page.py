@@ -55,6 +55,7 @@ SYNC_RUNS = {
     "vs-weights-8b-held-2xh200": "`fused`: faster kernel up to rank 32; servers with `--enforce-eager`",
     "vs-weights-8b-caches-2xh200": "`fused`: caches are reset behind the pause; servers with `--enforce-eager`",
     "vs-weights-32b-caches-2xh200": "the same host; one server at a time, so the arms followed one another",
+    "vs-weights-8b-again-2xh200": "another host, the package of November 28",
     "vs-weights-32b-again-2xh200": "another host; one server at a time, so the arms followed one another",
 }
 # Runs with two workers a server, and where these are.
