@@ -51,7 +51,10 @@ def served_by_command(base_model: Path, tmp_path: Path) -> Iterator[str]:
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            # With this package beside vLLM, which then tells its largest rank.
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+            | {"PYTHONPATH": str(Path(__file__).parents[2])},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

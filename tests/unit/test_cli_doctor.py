@@ -23,6 +23,7 @@ from trl_lora_sync.cli.main import main
 from trl_lora_sync.engine_plugins import cuda_ipc
 from trl_lora_sync.engines.base import Capabilities
 from trl_lora_sync.runtime import run as run_on_loop
+from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.testing import MODULES, FakeSGLang, ModelPolicy, random_adapter
 from unit.servers import Request, nobody_listening, serving
 from unit.tiny import base_model
@@ -404,7 +405,8 @@ def test_a_restart_command_has_what_the_run_needs_and_vllm_does_not_report() -> 
     url = "http://localhost:8000"
     engine = SimpleNamespace(base_url=url, capabilities=served)
     settings = SimpleNamespace(frees_kv_cache=True)
-    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=True)
+    address = ServerAddress(base_url=url, is_local=True)
+    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=True, address=address)
     [check] = [check for check in CHECKS if check.name == "log-probabilities"]
     found = run_on_loop(check(Subject(server, Expected(rank=64), None), soon()))
     assert found is not None
@@ -423,7 +425,8 @@ def test_a_rank_that_the_server_does_not_report_is_not_found_out_by_a_load(
     engine = SimpleNamespace(base_url=url, capabilities=replace(CAPABILITIES, max_lora_rank=reserved))
     settings = SimpleNamespace(frees_kv_cache=False)
     # Without `load`.
-    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=False)
+    address = ServerAddress(base_url=url, is_local=True)
+    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=False, address=address)
     [check] = [check for check in CHECKS if check.name == "rank"]
     subject = Subject(server, Expected(rank=64), cast(Any, object()))
     found = run_on_loop(check(subject, soon()))
@@ -452,7 +455,8 @@ def test_a_gpu_that_the_server_does_not_see_is_named(
     url = "http://localhost:8000"
     engine = SimpleNamespace(base_url=url, capabilities=served)
     settings = SimpleNamespace(frees_kv_cache=False)
-    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=False)
+    address = ServerAddress(base_url=url, is_local=True)
+    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=False, address=address)
     [check] = [check for check in CHECKS if check.name == "GPU to GPU"]
     found = run_on_loop(check(Subject(server, Expected(), None), soon()))
     assert (found is None) == (expected is None)

@@ -177,7 +177,8 @@ class Subject:
             options += ("--push",)
         if settings.frees_kv_cache:
             options += ("--sleep",)
-        return restart_command(self.engine, *options, engine_options=engine_options, model=model)
+        is_local = self.server.address.is_local
+        return restart_command(self.engine, *options, engine_options=engine_options, model=model, is_local=is_local)
 
     def other_base(self, evidence: str, message: str = "") -> ServerSetupError:
         served, name = self.served, self.expected.base_name

@@ -15,7 +15,11 @@ ENGINES = {spec.name: spec for spec in (VLLM, SGLANG)}
 
 
 def restart_command(
-    engine: "Engine | ServerEngine", *options: str, engine_options: Sequence[str] = (), model: str | None = None
+    engine: "Engine | ServerEngine",
+    *options: str,
+    engine_options: Sequence[str] = (),
+    model: str | None = None,
+    is_local: bool | None = None,
 ) -> str:
     """The command that starts this server with other options, see `EngineSpec.serve_command`.
 
@@ -23,6 +27,7 @@ def restart_command(
 
     Args:
         model: what it is to serve, if not the same as now.
+        is_local: whether it runs on this host; looked up by default.
     """
     served, url = engine.capabilities, engine.base_url
     if served.max_lora_rank is not None and "--lora-rank" not in options:
@@ -35,5 +40,5 @@ def restart_command(
         ("--fused", *options) if served.is_fused else options,
         engine_options=engine_options,
         base_url=url,
-        is_local=is_local_url(url),
+        is_local=is_local_url(url) if is_local is None else is_local,
     )
