@@ -51,7 +51,7 @@ def served_by_command(base_model: Path, tmp_path: Path) -> Iterator[str]:
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
-            # With this package beside vLLM, which then tells its largest rank.
+            # With this package beside vLLM, for the largest rank to be known.
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
             | {"PYTHONPATH": str(Path(__file__).parents[2])},
