@@ -30,7 +30,7 @@ from trl_lora_sync.errors import (
 )
 from trl_lora_sync.overlap import BatchFigures, Overlap, start_sentence
 from trl_lora_sync.runtime import run as run_on_loop
-from trl_lora_sync.settings import SyncSettings
+from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, in_memory_engines
 from trl_lora_sync.trl_checks import check_overlap
@@ -428,7 +428,8 @@ def test_a_server_that_cannot_load_while_it_samples_is_refused(
 
     def error(overlap: bool) -> LoRASyncError | None:
         settings: SyncSettings = settings_for([], tmp_path, overlap=overlap)
-        server: Any = SimpleNamespace(base_url=engine.base_url, engine=engine, settings=settings)
+        address = ServerAddress(base_url=engine.base_url, is_local=True)
+        server: Any = SimpleNamespace(base_url=engine.base_url, engine=engine, settings=settings, address=address)
         [check] = [check for check in CHECKS if check.name == "room for adapters"]
         found = run_on_loop(check(Subject(server, Expected(), None), soon()))
         return found and found.error
