@@ -522,7 +522,7 @@ class _Layer:
         """What the layer adds to the checkpoint's base, for each of its parts."""
         module, initial = self.current(gathered), self.initial
         whole = module if initial is None else module.less(initial)
-        return [replace(whole, name=part.path, lora_B=part.of(whole.lora_B)) for part in self.parts]
+        return [part.of(whole) for part in self.parts]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ vLLM (0.26 and 0.31) answer as the base model; under `model.language_model.layer
 A model that is not in the table is named as the trainer names it, and the trial at the start proves the names.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from trl_lora_sync.adapter.canonical import LoRAModule
 
 # Wrappers that add a component to module paths; the served model has none of them.
 WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -41,9 +41,11 @@ class Part(NamedTuple):
     number: int = 0
     parts: int = 1
 
-    def of(self, lora_B: Tensor) -> Tensor:
-        """The rows that belong to it."""
-        return lora_B if self.parts == 1 else lora_B.chunk(self.parts)[self.number]
+    def of(self, layer: LoRAModule) -> LoRAModule:
+        """What the whole layer's adapter is for it."""
+        if self == Part(layer.name):
+            return layer
+        return replace(layer, name=self.path, lora_B=layer.lora_B.chunk(self.parts)[self.number])
 
 
 def unwrapped_path(path: str) -> str:
@@ -63,24 +65,23 @@ class ServedNames:
     Attributes:
         prefixes: what the paths of some modules begin with in the trainer, and on the server.
         divided: names of the parts of layers that are several on the server, by the layer's own name.
-        keys_as_values: paths in the trainer of the layers whose output is the values of an attention as well.
+        keys_as_values: what the paths of layers end with whose output is the values of an attention as well.
     """
 
     prefixes: Mapping[str, str] = field(default_factory=dict)
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    keys_as_values: frozenset[str] = frozenset()
+    keys_as_values: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: Any) -> "ServedNames":
         """The names of a model, with or without the wrapper of PEFT."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        kind = getattr(getattr(base, "config", None), "model_type", "")
+        config: Any = getattr(base, "config", None)
+        kind = getattr(config, "model_type", "")
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
         served, divided = LANGUAGE_MODELS.get(kind), _DIVIDED.get(kind, {})
-        # Of Gemma 4 (`Gemma4TextAttention`, Transformers 5.24).
-        keys_as_values = frozenset(
-            trained_path(f"{path}.k_proj")
-            for path, module in base.named_modules()
-            if getattr(module, "use_alternative_attention", False) and getattr(module, "v_proj", module) is None
+        keys_as_values = _keys_as_values(
+            getattr(text, "attention_k_eq_v", False), getattr(text, "layer_types", None) or ()
         )
         if served is None:
             return cls(divided=divided, keys_as_values=keys_as_values)
@@ -93,17 +94,11 @@ class ServedNames:
         return cls(prefixes=prefixes, divided=divided, keys_as_values=keys_as_values)
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], paths: Iterable[str]) -> "ServedNames":
-        """The names of a model of text by its `config.json`.
-
-        Args:
-            paths: of the adapted layers in the trainer.
-        """
-        kinds = config.get("layer_types") or [] if config.get("attention_k_eq_v") else []
-        ends = tuple(f".layers.{n}.self_attn.k_proj" for n, kind in enumerate(kinds) if kind == "full_attention")
+    def of_config(cls, config: Mapping[str, Any]) -> "ServedNames":
+        """The names of a model of text by its `config.json`."""
         return cls(
             divided=_DIVIDED.get(config.get("model_type", ""), {}),
-            keys_as_values=frozenset(path for path in paths if path.endswith(ends)),
+            keys_as_values=_keys_as_values(config.get("attention_k_eq_v", False), config.get("layer_types") or ()),
         )
 
     def with_routers(self, paths: Mapping[str, str]) -> "ServedNames":
@@ -129,6 +124,16 @@ class ServedNames:
         if names := self.divided.get(name):
             return tuple(Part(f"{parent}.{one}", number, len(names)) for number, one in enumerate(names))
         # vLLM (0.31) loads the weight of `k_proj` for both, and an adapter for each by its name.
-        if trained_path(path) in self.keys_as_values:
+        if served.endswith(self.keys_as_values):
             return Part(served), Part(f"{parent}.v_proj")
         return (Part(served),)
+
+
+def _keys_as_values(is_so: bool, kinds: Sequence[str]) -> tuple[str, ...]:
+    """See `ServedNames`; of Gemma 4, by two fields of its configuration.
+
+    Source: `Gemma4TextAttention` in Transformers (5.24), and `k_eq_v_layers` in vllm/model_executor/models/gemma4.py
+    (0.31).
+    """
+    full = [number for number, kind in enumerate(kinds) if is_so and kind == "full_attention"]
+    return tuple(f".layers.{number}.self_attn.k_proj" for number in full)

@@ -50,12 +50,9 @@ class SavedAdapter:
         Args:
             base: the `config.json` of the base model.
         """
-        names = ServedNames.of_config(base, [module.name for module in self.modules])
-        parts = [(module, part) for module in self.modules for part in names.parts(module.name)]
-        return replace(
-            self,
-            modules=tuple(replace(module, name=part.path, lora_B=part.of(module.lora_B)) for module, part in parts),
-        )
+        names = ServedNames.of_config(base)
+        served = [part.of(module) for module in self.modules for part in names.parts(module.name)]
+        return replace(self, modules=tuple(served))
 
     def lacks_siblings(self, shapes: Mapping[str, tuple[int, int]]) -> bool:
         """Whether `canonical` leaves a q/k/v or gate/up that SGLang cannot serve, as `shapes` do not have its layers.
