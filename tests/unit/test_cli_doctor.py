@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from contract.served import SMALL, soon
 from make_model import make_model
 
 from trl_lora_sync.adapter.store import write_adapter
+from trl_lora_sync.checks.finding import Finding
 from trl_lora_sync.checks.listed import CHECKS
 from trl_lora_sync.checks.subject import Expected, Subject
 from trl_lora_sync.cli.main import main
@@ -399,16 +400,32 @@ def test_initialisation_that_changes_the_base_needs_twice_the_rank(
     assert "--lora-rank 16" in words(server, "problem")["rank"]
 
 
+def finding(
+    check_name: str,
+    served: Capabilities,
+    expected: Expected,
+    *,
+    frees_kv_cache: bool = False,
+    sends_content: bool = False,
+    store: Any = None,
+) -> Finding | None:
+    """What one check finds of a server that is none, and so takes no load."""
+    url = "http://localhost:8000"
+    server: Any = SimpleNamespace(
+        base_url=url,
+        engine=SimpleNamespace(base_url=url, capabilities=served),
+        settings=SimpleNamespace(frees_kv_cache=frees_kv_cache),
+        sends_content=sends_content,
+        address=ServerAddress(base_url=url, is_local=True),
+    )
+    [check] = [check for check in CHECKS if check.name == check_name]
+    return run_on_loop(check(Subject(server, expected, store), soon()))
+
+
 def test_a_restart_command_has_what_the_run_needs_and_vllm_does_not_report() -> None:
     """A server that was started by it had rank 16, and was refused at the next start."""
     served = replace(CAPABILITIES, max_lora_rank=None, supports_push=True, logprobs_mode="raw_logprobs")
-    url = "http://localhost:8000"
-    engine = SimpleNamespace(base_url=url, capabilities=served)
-    settings = SimpleNamespace(frees_kv_cache=True)
-    address = ServerAddress(base_url=url, is_local=True)
-    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=True, address=address)
-    [check] = [check for check in CHECKS if check.name == "log-probabilities"]
-    found = run_on_loop(check(Subject(server, Expected(rank=64), None), soon()))
+    found = finding("log-probabilities", served, Expected(rank=64), frees_kv_cache=True, sends_content=True)
     assert found is not None
     assert f"trl-lora-sync serve vllm {served.base_root} --lora-rank 64 --push --sleep" in found.message
 
@@ -421,15 +438,8 @@ def test_a_rank_that_the_server_does_not_report_is_not_found_out_by_a_load(
     reserved: int | None, status: str, words: str
 ) -> None:
     """An adapter of rank 1000000 was sent to be refused, which left answers behind in vLLM with several workers."""
-    url = "http://localhost:8000"
-    engine = SimpleNamespace(base_url=url, capabilities=replace(CAPABILITIES, max_lora_rank=reserved))
-    settings = SimpleNamespace(frees_kv_cache=False)
-    # Without `load`.
-    address = ServerAddress(base_url=url, is_local=True)
-    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=False, address=address)
-    [check] = [check for check in CHECKS if check.name == "rank"]
-    subject = Subject(server, Expected(rank=64), cast(Any, object()))
-    found = run_on_loop(check(subject, soon()))
+    served = replace(CAPABILITIES, max_lora_rank=reserved)
+    found = finding("rank", served, Expected(rank=64), store=object())
     assert found is not None
     assert (found.status, found.message.partition(":")[0]) == (status, words)
 
@@ -451,14 +461,7 @@ def test_a_gpu_that_the_server_does_not_see_is_named(
     theirs: tuple[str, ...], ours: list[str], expected: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_ipc, "visible_gpus", lambda: ours)
-    served = replace(CAPABILITIES, gpus=theirs)
-    url = "http://localhost:8000"
-    engine = SimpleNamespace(base_url=url, capabilities=served)
-    settings = SimpleNamespace(frees_kv_cache=False)
-    address = ServerAddress(base_url=url, is_local=True)
-    server: Any = SimpleNamespace(base_url=url, engine=engine, settings=settings, sends_content=False, address=address)
-    [check] = [check for check in CHECKS if check.name == "GPU to GPU"]
-    found = run_on_loop(check(Subject(server, Expected(), None), soon()))
+    found = finding("GPU to GPU", replace(CAPABILITIES, gpus=theirs), Expected())
     assert (found is None) == (expected is None)
     if found and expected:
         assert found.status == expected[0]
