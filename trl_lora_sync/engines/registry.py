@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trl_lora_sync.addresses import is_local_url
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.engines.vllm.spec import VLLM
 
@@ -17,17 +16,17 @@ ENGINES = {spec.name: spec for spec in (VLLM, SGLANG)}
 def restart_command(
     engine: "Engine | ServerEngine",
     *options: str,
+    is_local: bool,
     engine_options: Sequence[str] = (),
     model: str | None = None,
-    is_local: bool | None = None,
 ) -> str:
     """The command that starts this server with other options, see `EngineSpec.serve_command`.
 
     Repeats the rank and the modules that the server reports, as without them it may not take the adapter any more.
 
     Args:
+        is_local: whether it runs on this host.
         model: what it is to serve, if not the same as now.
-        is_local: whether it runs on this host; looked up by default.
     """
     served, url = engine.capabilities, engine.base_url
     if served.max_lora_rank is not None and "--lora-rank" not in options:
@@ -40,5 +39,5 @@ def restart_command(
         ("--fused", *options) if served.is_fused else options,
         engine_options=engine_options,
         base_url=url,
-        is_local=is_local_url(url) if is_local is None else is_local,
+        is_local=is_local,
     )

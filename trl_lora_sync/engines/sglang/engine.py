@@ -401,7 +401,7 @@ class SGLangEngine(SGLangServer):
                 f"A prompt of {len(prompt_ids)} tokens and up to {params['max_new_tokens']} new ones do not fit into "
                 f"the context of {longest} tokens at {self.base_url}. Lower max_completion_length, shorten the "
                 f"prompts, or restart the server with "
-                f"{restart_command(self, engine_options=['--context-length', str(wanted)])}."
+                f"{restart_command(self, is_local=self._is_local, engine_options=['--context-length', str(wanted)])}."
             )
 
     async def _check_samples(self, samples: Sequence[Sample], deadline: Deadline) -> None:

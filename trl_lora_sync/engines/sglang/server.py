@@ -158,10 +158,11 @@ class SGLangServer(ServerEngine):
         srt/managers, 0.5.11 to 0.5.23). A request of another client has the same effect until the cache is restored.
         """
         if not self._has_memory_saver:
+            restart = restart_command(self, "--sleep", is_local=self._is_local)
             raise self._setup_error(
                 "was started without the memory saver",
                 "its KV cache cannot be released",
-                f'Restart it with {restart_command(self, "--sleep")}, or set vllm_server_sleep="off"',
+                f'Restart it with {restart}, or set vllm_server_sleep="off"',
             )
         if self._is_released:
             return
