@@ -487,6 +487,8 @@ class VLLMEngine(ServerEngine):
         self._check_control(path, await self._post(path, {}, deadline))
 
     def _check_control(self, path: str, response: httpx.Response) -> None:
+        if response.status_code == 200:
+            return
         route = path.partition("?")[0]
         sleep = f"a start with {self._serve_command('--sleep')}"
         if self.capabilities.is_cpu_build:
@@ -498,12 +500,11 @@ class VLLMEngine(ServerEngine):
                 f"them). vllm_server_sleep needs {sleep}. Restart it so, or set "
                 'lora_sync_pause="off" and vllm_server_sleep="off".'
             )
-        if response.status_code != 200:
-            raise ServerError(
-                f"{self.base_url}{route} failed (HTTP {response.status_code}). To release the KV cache, the server "
-                f"needs {sleep}. Otherwise look at its log, or set "
-                f'lora_sync_pause="off" and vllm_server_sleep="off". The server answered: {server_message(response)!r}'
-            )
+        raise ServerError(
+            f"{self.base_url}{route} failed (HTTP {response.status_code}). To release the KV cache, the server "
+            f"needs {sleep}. Otherwise look at its log, or set "
+            f'lora_sync_pause="off" and vllm_server_sleep="off". The server answered: {server_message(response)!r}'
+        )
 
     # Generation
 
