@@ -1,5 +1,6 @@
 """What only a GPU can show of the fast export: pinned files that it copies into. Skipped without one."""
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -236,7 +237,11 @@ def test_repeated_reads_refuse_what_is_not_finite() -> None:
     trained.check()
 
 
-def test_work_that_cannot_be_recorded_is_done_in_the_usual_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_work_that_cannot_be_recorded_is_done_in_the_usual_way(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The parent of our logger there. Where vLLM is installed and imported, its logger keeps all records to itself.
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     values = torch.ones(8, device=GPU)
     repeated = Repeated([values], lambda: torch.tensor(float(values.sum())))  # waits for the device
     with caplog.at_level("INFO"):
