@@ -84,8 +84,9 @@ def soak(args: argparse.Namespace) -> None:
     measured = [name for name in MEASURED if name != "adapters_on_server" or not args.sleep]
     model = make_policy(args)
     sync = AdapterSync(settings_for(args))
+    # Its matrices lora_B are still zero when the start asks.
     base = TrainedBase(
-        name=str(args.model), vocab_size=model.config.vocab_size, logprobs=lambda ids: base_logprobs(model, ids)
+        name=str(args.model), vocab_size=model.config.vocab_size, logprobs=lambda ids: base_logprobs(model, ids, {})
     )
     print(sync.start(reader(model), base), flush=True)
     rounds, memory = [], []

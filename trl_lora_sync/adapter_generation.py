@@ -5,7 +5,7 @@ Reads and scores the adapter during training, however a launcher has wrapped or 
 
 import logging
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -47,7 +47,6 @@ from trl_lora_sync.scoring import (
     Prompt,
     adapter_logprobs,
     base_logprobs,
-    computing_with,
     neutral_weights,
     strong_trial,
     trial_logprobs,
@@ -233,8 +232,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         adapted = adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
         # The frozen base does not change, so one forward pass is enough until the model is wrapped again.
         if self._base_logprobs is None:
-            self._base_logprobs = computing_with(
-                self._base_weights(), lambda: adapter_logprobs(model, PROBE_PROMPT, forward=forward, device=device)
+            self._base_logprobs = trial_logprobs(
+                model, self._base_weights(), PROBE_PROMPT, forward=forward, device=device
             )
         return Scores(base=self._base_logprobs, adapted=adapted)
 
@@ -361,7 +360,7 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
         def made(group: str, modules: Iterable[str], base: TrainedBase, score: Score) -> Trial:
             probe = make_image_probe(self.processing_class, self._image_token_id()) if sees_images(group) else None
-            found = base.logprobs(PROBE_PROMPT) if probe is None else base_logprobs(model, probe, initial=initial)
+            found = base.logprobs(PROBE_PROMPT) if probe is None else base_logprobs(model, probe, self._base_weights())
             strength, logprobs = strong_trial(
                 lambda strength: score(weights(strength, group), probe or PROBE_PROMPT), *found
             )
@@ -415,14 +414,15 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
 
     def _trained_base(self) -> TrainedBase:
         """**Collective** if the model is sharded, as its forward pass is then."""
-        model = self.model
+        model, device = self.model, self.accelerator.device
         # On all processes: `check_quantised` depends on the GPU, and may refuse the one of a single process.
-        is_collective = run_on_all(self.accelerator, self._is_sharded)
-        initial: Mapping[Any, Tensor | None] = self._initial
-        if run_on_all(self.accelerator, self.linears) and self.reader.extras:
-            # `base_logprobs` alone does not reach `modules_to_save`, whose wrapper is not a tuner layer of PEFT (0.21).
-            initial = self._base_weights()
-        computed = self._base_logprobs_on_all() if is_collective else None
+        run_on_all(self.accelerator, self.linears)
+        neutral, computed = self._base_weights(), None
+        if self._sharded:
+            with self._computing():
+                mine = run_on_all(self.accelerator, lambda: base_logprobs(model, PROBE_PROMPT, neutral, device=device))
+            # The numbers of process 0 everywhere, so that all processes judge alike.
+            computed = run_on_main(self.accelerator, lambda: mine)
         # An initialisation has taken the initial adapter out of the base, and servers load the difference to it.
         is_comparable = not (self._initial or self._samples_trained_base)
         return TrainedBase(
@@ -430,18 +430,8 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             name=model.active_peft_config.base_model_name_or_path,
             vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
             # `computed` is of `PROBE_PROMPT`, which is the only prompt that callers give.
-            logprobs=lambda prompt_ids: computed or base_logprobs(model, prompt_ids, initial=initial),
+            logprobs=lambda prompt_ids: computed or base_logprobs(model, prompt_ids, neutral),
         )
-
-    def _base_logprobs_on_all(self) -> tuple[list[float], float]:
-        device, initial = self.accelerator.device, self._initial
-        with self._computing():
-            computed = run_on_all(
-                self.accelerator,
-                lambda: base_logprobs(self.model, PROBE_PROMPT, initial=initial, device=device),
-            )
-        # The numbers of process 0 everywhere, so that all processes judge alike.
-        return run_on_main(self.accelerator, lambda: computed)
 
     def take_generate_s(self) -> float | None:
         """Seconds spent in `generate`, syncs not counted, since this was last called; None if it never generated."""

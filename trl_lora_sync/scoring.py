@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trl_lora_sync.adapter.experts import is_read_directly
-from trl_lora_sync.errors import UnsupportedAdapterError
 from trl_lora_sync.verify import ImageProbe
 
 T = TypeVar("T")
@@ -32,27 +31,18 @@ _TRIAL_SEED = 20_011
 
 
 def base_logprobs(
-    model: Any,
-    prompt: Prompt,
-    *,
-    initial: Mapping[Any, Tensor | None] | None = None,
-    device: torch.device | None = None,
+    model: Any, prompt: Prompt, neutral: Mapping[Any, Tensor | None], *, device: torch.device | None = None
 ) -> tuple[list[float], float]:
-    """`TrainedBase.logprobs` of a PEFT model.
+    """`TrainedBase.logprobs` of a model.
+
+    Not with PEFT's own `disable_adapter()`, which makes every parameter of the active adapter trainable at its end,
+    even if the user froze it, and takes a merged adapter out of the base (0.18 to 0.21).
 
     Args:
-        initial: the initial matrices of an adapter whose initialisation took them out of the base weights; the
-            checkpoint's base is the model with these. None or empty if it is the model without the adapter.
+        neutral: what to compute with instead of the adapter, see `computing_with`; empty for a model without one.
         device: where a sharded model computes; `None` for where it is.
-
-    Raises:
-        UnsupportedAdapterError: the adapter is merged into the base, which then cannot be computed without it.
     """
-
-    def score() -> tuple[Tensor, Tensor]:
-        return _score(model, model, prompt, device)
-
-    logprobs, ids = computing_with(initial, score) if initial else _without_adapter(model, score)
+    logprobs, ids = computing_with(neutral, lambda: _score(model, model, prompt, device))
     # Over the vocabulary first, and then the mean over the scored tokens.
     return _picked(logprobs, ids), float(logprobs.std(-1).mean())
 
@@ -102,7 +92,7 @@ def neutral_weights(
 
     Args:
         linears: of which to make them.
-        initial: as for `base_logprobs`; empty if the base weights are the checkpoint's.
+        initial: the matrices that an initialisation took out of the base weights; empty if these are the checkpoint's.
     """
     return {
         linear: initial[linear].to(device)
@@ -114,7 +104,7 @@ def neutral_weights(
 
 def trial_logprobs(
     model: Any,
-    weights: Mapping[Any, Tensor],
+    weights: Mapping[Any, Tensor | None],
     prompt: Prompt,
     *,
     forward: Any = None,
@@ -126,7 +116,7 @@ def trial_logprobs(
     parameter is written, however it is sharded.
 
     Args:
-        weights: by the linear module that holds each matrix.
+        weights: see `computing_with`.
     """
     return computing_with(weights, lambda: adapter_logprobs(model, prompt, forward=forward, device=device))
 
@@ -227,39 +217,6 @@ def strong_trial(
 
 
 # The model's state
-
-
-def _without_adapter(model: Any, compute: Callable[[], T]) -> T:
-    """What `compute` returns without the adapter.
-
-    PEFT's own `disable_adapter()` makes every parameter of the active adapter trainable at its end, even if the user
-    froze it, and takes a merged adapter out of the base (0.18 to 0.21).
-
-    Raises:
-        UnsupportedAdapterError: the adapter is merged into the base.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [one for one in model.modules() if isinstance(one, BaseTunerLayer) and not one.disable_adapters]
-    if any(layer.merged for layer in layers):
-        raise UnsupportedAdapterError(
-            "The adapter is merged into the base weights, so the base model cannot be computed without it. Call "
-            "model.unmerge_adapter() first."
-        )
-    # `enable_adapters(False)` clears the flag of every adapter parameter (peft/tuners/tuners_utils.py, 0.21).
-    flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
-
-    def begin() -> None:
-        for layer in layers:
-            layer.enable_adapters(False)
-
-    def end() -> None:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for parameter, is_trainable in flags:
-            parameter.requires_grad_(is_trainable)
-
-    return _between(begin, end, compute)
 
 
 def _in_evaluation_mode(forward: Any, compute: Callable[[], T]) -> T:

@@ -90,7 +90,7 @@ def engine(clean_server: VLLMServer) -> Iterator[Engine]:
 
 @pytest.fixture
 def trained(base_model: Path) -> list[float]:
-    return base_logprobs(peft_model(base_model), PROBE_PROMPT)[0]
+    return base_logprobs(peft_model(base_model), PROBE_PROMPT, {})[0]  # its lora_B is zero
 
 
 def test_a_cpu_build_is_recognised_over_http(engine: Engine) -> None:

@@ -11,7 +11,7 @@ from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter
 from trl_lora_sync.adapter.export import AdapterReader, remember_initial_adapter
 from trl_lora_sync.adapter.groups import group_of, without_numbers
 from trl_lora_sync.adapter_generation import AdapterGeneration
-from trl_lora_sync.scoring import base_logprobs, neutral_weights, trial_logprobs
+from trl_lora_sync.scoring import adapter_logprobs, base_logprobs, neutral_weights, trial_logprobs
 from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, Trial
 from unit.tiny import VOCABULARY, base_model, lora_model
 
@@ -67,7 +67,9 @@ def test_the_groups_of_a_model_hold_each_matrix_once() -> None:
 def test_neutral_matrices_change_nothing_in_a_model_with_a_trained_adapter() -> None:
     model, reader = lora_model(target_modules="all-linear"), AdapterReader()
     weights = neutral_weights(reader.linears(model), {}, torch.device("cpu"))
-    assert trial_logprobs(model, weights, IDS) == pytest.approx(base_logprobs(model, IDS)[0], abs=1e-6)
+    with model.disable_adapter():
+        expected = adapter_logprobs(model, IDS)
+    assert trial_logprobs(model, weights, IDS) == pytest.approx(expected, abs=1e-6)
 
 
 # The trial adapters of a trainer
@@ -88,7 +90,8 @@ def trials_of(model: Any, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool = F
         model=model,
         accelerator=SimpleNamespace(device=torch.device("cpu")),
     )
-    logprobs = base_logprobs(model, PROBE, initial=initial)
+    neutral = initial or dict.fromkeys(generation.reader.linears(model)[1::2])
+    logprobs = base_logprobs(model, PROBE, neutral)
     base = TrainedBase(name=None, vocab_size=VOCABULARY, logprobs=lambda prompt_ids: logprobs)
     return AdapterGeneration.trials(generation, base, is_whole=is_whole)(base)
 

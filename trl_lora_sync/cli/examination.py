@@ -231,7 +231,7 @@ def _trained(base: Path, adapter: Path | None) -> _Trained:
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
         # The configuration of a vision-language model has its vocabulary one level down.
         size = getattr(model.config.get_text_config(), "vocab_size", None)
+        without, spread = base_logprobs(model, PROBE_PROMPT, {})
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
-        without, spread = base_logprobs(model, PROBE_PROMPT)
         return _Trained(Scores(base=without, adapted=adapter_logprobs(model, PROBE_PROMPT)), spread, size)
