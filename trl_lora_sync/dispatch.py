@@ -34,6 +34,8 @@ class Worker(Generic[T]):
             work is done.
         speed: samples per second in earlier calls, if known; `dispatch` measures it again.
         is_lost: whether it has to recover first.
+        under_way: samples that it works on.
+        completed: samples that are there, the last of them since `last_completed_at`.
     """
 
     do: Callable[[list[int], int], Awaitable[list[T]]]
@@ -44,34 +46,6 @@ class Worker(Generic[T]):
     under_way: int = 0
     completed: int = 0
     last_completed_at: float = 0.0
-
-    def begin(self, indices: list[int], samples: int, at_once: int) -> "asyncio.Future[list[T]]":
-        """Have it do the work at some indices, which is so many samples."""
-        self.under_way += samples
-        return asyncio.ensure_future(self.do(indices, at_once))
-
-    def end(self, samples: int, *, is_done: bool) -> None:
-        """So many samples are no longer under way, because they are there or because they failed."""
-        self.under_way -= samples
-        if is_done:
-            self.completed += samples
-            self.last_completed_at = time.monotonic()
-
-    def begin_recovery(self) -> "asyncio.Future[bool]":
-        """Have it recover; `recovered` is to follow if the result is True."""
-        self.is_lost = True
-        return asyncio.ensure_future(self.recover())
-
-    def recovered(self) -> None:
-        """It takes work again."""
-        self.is_lost = False
-
-    def measure(self, started: float) -> None:
-        """Take this call into its speed, if it completed anything."""
-        if self.completed:
-            # Until its last part and not until the end: a worker for which nothing was left is not slow.
-            speed = self.completed / max(self.last_completed_at - started, 1e-6)
-            self.speed = speed if self.speed is None else (self.speed + speed) / 2
 
 
 async def dispatch(samples: Sequence[int], workers: Sequence[Worker[T]]) -> list[T]:
@@ -105,7 +79,7 @@ class _Dispatch(Generic[T]):
         try:
             for worker in self._workers:
                 if worker.is_lost:
-                    self._recoveries[worker.begin_recovery()] = worker
+                    self._recover(worker)
             while len(self._results) < len(self._samples):
                 self._hand_out()
                 if not self._parts and not self._recoveries:
@@ -119,8 +93,15 @@ class _Dispatch(Generic[T]):
             # Also after the last result: a server that is still away may not hold up a batch that is complete.
             await cancelled([*self._parts, *self._recoveries])
         for worker in self._workers:
-            worker.measure(started)
+            if worker.completed:
+                # Until its last part and not until the end: a worker for which nothing was left is not slow.
+                speed = worker.completed / max(worker.last_completed_at - started, 1e-6)
+                worker.speed = speed if worker.speed is None else (worker.speed + speed) / 2
         return [self._results[index] for index in range(len(self._samples))]
+
+    def _recover(self, worker: Worker[T]) -> None:
+        worker.is_lost = True
+        self._recoveries[asyncio.ensure_future(worker.recover())] = worker
 
     def _hand_out(self) -> None:
         able = [worker for worker in self._workers if not worker.is_lost]
@@ -143,21 +124,24 @@ class _Dispatch(Generic[T]):
         if indices:
             # So that all parts of a worker together have `CONCURRENT_REQUESTS` under way.
             at_once = CONCURRENT_REQUESTS if is_alone else CONCURRENT_REQUESTS // _PARTS
-            self._parts[worker.begin(indices, self._samples_at(indices), at_once)] = (worker, indices)
+            worker.under_way += self._samples_at(indices)
+            self._parts[asyncio.ensure_future(worker.do(indices, at_once))] = (worker, indices)
 
     def _collect(self, ended: "asyncio.Future[Any]") -> None:
         if ended in self._recoveries:
             worker = self._recoveries.pop(ended)
             # Raises the error of a recovery, which ends all work: without this worker the caller may not go on.
             if ended.result():
-                worker.recovered()
+                worker.is_lost = False
             else:
                 self._workers.remove(worker)
             return
         worker, indices = self._parts.pop(ended)
+        worker.under_way -= self._samples_at(indices)
         error = ended.exception()
-        worker.end(self._samples_at(indices), is_done=error is None)
         if error is None:
+            worker.completed += self._samples_at(indices)
+            worker.last_completed_at = time.monotonic()
             self._results.update(zip(indices, ended.result(), strict=True))
         elif worker.is_loss(error):
             self._last_loss = error
@@ -165,7 +149,7 @@ class _Dispatch(Generic[T]):
             self._waiting.extendleft(reversed(indices))
             # All parts of a worker fail with it, and it recovers once.
             if not worker.is_lost and worker in self._workers:
-                self._recoveries[worker.begin_recovery()] = worker
+                self._recover(worker)
         else:
             raise error
 
