@@ -13,7 +13,7 @@ import yaml
 import trl_lora_sync
 from trl_lora_sync import _trl
 from trl_lora_sync.cli.main import main
-from trl_lora_sync.cli.our_fields import our_fields
+from trl_lora_sync.cli.our_fields import our_flags
 from trl_lora_sync.cli.training import without
 
 
@@ -249,15 +249,18 @@ def _fields() -> tuple[set[str], set[str]]:
 
 def test_short_help_shows_the_fields_as_they_are() -> None:
     ours, _ = _fields()
-    read = {field.name: field for field in our_fields()}
+    read = our_flags()
     assert read.keys() == ours
     hints = typing.get_type_hints(trl_lora_sync.GRPOConfig)
     for field in dataclasses.fields(trl_lora_sync.GRPOConfig):
         if field.name in ours:
-            assert read[field.name].default == field.default
-            assert read[field.name].help == field.metadata["help"]
-            is_literal = typing.get_origin(hints[field.name]) is typing.Literal
-            assert read[field.name].choices == (typing.get_args(hints[field.name]) if is_literal else ())
+            flag, text = read[field.name]
+            default = "" if field.default is None else f"  [default: {field.default}]"
+            assert text == f"{field.metadata['help']}{default}"
+            if typing.get_origin(hints[field.name]) is typing.Literal:
+                assert flag == f"--{field.name} <{'|'.join(map(str, typing.get_args(hints[field.name])))}>"
+            else:
+                assert flag in {f"--{field.name} {kind}" for kind in ("STR", "INT", "FLOAT")}
 
 
 @pytest.mark.parametrize("typed", [["grpo.yaml"], ["--lora_r", "16", "32"]])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_lora_sync.checks.finding import PROBLEM, Finding
+from trl_lora_sync.errors import LoRASyncError
 
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.saved import SavedAdapter
@@ -44,8 +45,6 @@ class Diagnosis:
     @contextlib.contextmanager
     def reporting(self, name: str) -> Iterator[None]:
         """Turn an error of ours into a finding."""
-        from trl_lora_sync.errors import LoRASyncError
-
         try:
             yield
         # Any other error is a defect of this package, which must not pass for one of the server.

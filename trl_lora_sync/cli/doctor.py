@@ -22,6 +22,7 @@ from trl_lora_sync.cli.examination import examine, handle_of
 from trl_lora_sync.cli.peft_config import read_peft_config
 from trl_lora_sync.cli.urls import check_listening, check_server_dir, check_timeout, checked_urls, start_command
 from trl_lora_sync.engines.registry import ENGINES
+from trl_lora_sync.errors import LoRASyncError, ServerSetupError, UnsupportedAdapterError
 
 if TYPE_CHECKING:
     from trl_lora_sync.adapter.support import Serving
@@ -60,36 +61,6 @@ def run(
     checked = [url for typed in urls for url in checked_urls(typed)]
     if twice := sorted({url for url in checked if checked.count(url) > 1}):
         raise UsageError(f"{', '.join(twice)} is given more than once. Name every server once.")
-    given = make_input(peft_config, adapter, model, folder, server_dir, timeout)
-    diagnoses: list[Diagnosis] = []
-    scores: list[list[float]] = []
-    for url in checked:
-        with working(f"checking {url}"):
-            diagnoses.append(diagnose(url, given, scores))
-        if not as_json:
-            show(diagnoses[-1])
-    is_good = all(diagnosis.is_good for diagnosis in diagnoses)
-    if as_json:
-        # Once for all servers: standard output must be one JSON document.
-        out().print(json.dumps({"ok": is_good, "servers": [one.as_json() for one in diagnoses]}, indent=2))
-    raise typer.Exit(0 if is_good else 1)
-
-
-def make_input(
-    peft_config: Path | None,
-    adapter: Path | None,
-    model: Path | None,
-    folder: Path | None,
-    server_dir: str | None,
-    timeout: float,
-) -> DoctorInput:
-    """The input from the command line, with the files read.
-
-    Raises:
-        UsageError: they cannot be read.
-    """
-    from trl_lora_sync.errors import UnsupportedAdapterError
-
     saved = config = unusable = None
     if peft_config:
         config = read_peft_config(peft_config)
@@ -109,7 +80,7 @@ def make_input(
     # To compute a model takes time and memory, so it is looked for only where an adapter is to be compared.
     if model is None and saved is not None:
         model = model_folder(saved.config.get("base_model_name_or_path"))
-    return DoctorInput(
+    given = DoctorInput(
         config=config,
         adapter=adapter,
         saved=saved,
@@ -120,6 +91,18 @@ def make_input(
         timeout_s=timeout,
         peft_config=peft_config or adapter,
     )
+    diagnoses: list[Diagnosis] = []
+    scores: list[list[float]] = []
+    for url in checked:
+        with working(f"checking {url}"):
+            diagnoses.append(diagnose(url, given, scores))
+        if not as_json:
+            show(diagnoses[-1])
+    is_good = all(diagnosis.is_good for diagnosis in diagnoses)
+    if as_json:
+        # Once for all servers: standard output must be one JSON document.
+        out().print(json.dumps({"ok": is_good, "servers": [one.as_json() for one in diagnoses]}, indent=2))
+    raise typer.Exit(0 if is_good else 1)
 
 
 def show(diagnosis: Diagnosis) -> None:
@@ -140,8 +123,6 @@ def diagnose(url: str, given: DoctorInput, scores: list[list[float]]) -> Diagnos
     Args:
         scores: log-probabilities of the probe prompt from the servers before, to which this one's are added.
     """
-    from trl_lora_sync.errors import LoRASyncError, ServerSetupError
-
     diagnosis = Diagnosis(url)
     try:
         where = "" if is_local_url(url) else " on its host"
@@ -214,7 +195,6 @@ def _identify(diagnosis: Diagnosis, given: DoctorInput) -> list[str]:
         Its answers, if they show that it is a server of something else.
     """
     from trl_lora_sync.engines.http import NO_KEY, APIKey, HTTPClient
-    from trl_lora_sync.errors import LoRASyncError
 
     seen: list[str] = []
     is_telling = True

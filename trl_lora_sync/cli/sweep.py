@@ -6,7 +6,6 @@ live in another container, which has a separate folder at the same path: only `-
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,17 +22,6 @@ if TYPE_CHECKING:
 _STOPPED = (
     "A stopped server holds no adapters. `trl-lora-sync sweep` removes the files that its runs left on this host."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a server is swept."""
-
-    dir: Path | None
-    server_dir: str | None
-    missing: bool
-    dry_run: bool
-    timeout: float
 
 
 def run(
@@ -64,7 +52,6 @@ def run(
 ) -> None:
     check_timeout(timeout)
     check_server_dir(server_dir)
-    options = Options(dir=sync_dir, server_dir=server_dir, missing=missing, dry_run=dry_run, timeout=timeout)
     if not targets and sync_dir is not None:
         targets = [str(absolute_dir(sync_dir))]
     if (server_dir is not None or missing) and not any("://" in target for target in targets or ()):
@@ -80,7 +67,7 @@ def run(
             for url in checked_urls(target):
                 check_listening(url, timeout, _STOPPED)
                 with working(f"sweeping {url}"):
-                    lines = sweep_server(url, options)
+                    lines = sweep_server(url, sync_dir, server_dir, missing=missing, dry_run=dry_run, timeout_s=timeout)
                 _show(url, lines)
             continue
         folder = Path(target)
@@ -126,19 +113,21 @@ def sweep_folder(
     ]
 
 
-def sweep_server(url: str, args: Options) -> list[str]:
+def sweep_server(
+    url: str, sync_dir: Path | None, server_dir: str | None, *, missing: bool, dry_run: bool, timeout_s: float
+) -> list[str]:
     """Unload the adapters of dead runs from a server, with their files; returns one line for each."""
     from trl_lora_sync.adapter.store import run_states
     from trl_lora_sync.engines.base import Deadline
     from trl_lora_sync.engines.connect import connect_engine
 
     def deadline(task: str) -> "Deadline":
-        return Deadline.after(args.timeout, task)
+        return Deadline.after(timeout_s, task)
 
     is_local = is_local_url(url)
     # As `AdapterStore` names it, since the path that the server lists is compared as text.
-    root = absolute_dir(args.dir or default_sync_dir(is_local, "."))
-    seen_as = (args.server_dir or str(root)).rstrip("/")
+    root = absolute_dir(sync_dir or default_sync_dir(is_local, "."))
+    seen_as = (server_dir or str(root)).rstrip("/")
     engine = runtime.run(
         connect_engine(url, engine="auto", is_local=is_local, deadline=deadline(f"Waiting for {url}"), serving="auto")
     )
@@ -153,16 +142,16 @@ def sweep_server(url: str, args: Options) -> list[str]:
                 lines.append(f"left {name}: it is not an adapter of this package")
                 continue
             state = states.get(run) or ("missing" if path == f"{seen_as}/{run}/{name}" else "unknown")
-            if state == "dead" or (state == "missing" and args.missing):
-                lines.append(_unload(engine, name, deadline, dry_run=args.dry_run))
+            if state == "dead" or (state == "missing" and missing):
+                lines.append(_unload(engine, name, deadline, dry_run=dry_run))
             else:
                 lines.append(_left_alone(name, state))
         if root.is_dir():
             # Listed again, as files stay while the server still has their adapter.
-            left = loaded if args.dry_run else runtime.run(engine.loaded(deadline("Listing adapters")))
+            left = loaded if dry_run else runtime.run(engine.loaded(deadline("Listing adapters")))
             lines += sweep_folder(
                 root,
-                args.dry_run,
+                dry_run,
                 unload=lambda name: name not in left,
                 # A server that has ended holds no adapters, so nothing is left to unload there.
                 knows=lambda other: other == url or is_gone(other),

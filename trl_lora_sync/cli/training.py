@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from trl_lora_sync.cli.console import UsageError, err, out, working
 from trl_lora_sync.cli.model_path import check_exists
-from trl_lora_sync.cli.our_fields import our_fields
+from trl_lora_sync.cli.our_fields import our_flags
 from trl_lora_sync.cli.unknown import similar_flag
 from trl_lora_sync.errors import UnsupportedSettingError
 
@@ -51,7 +51,7 @@ class Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)
         with formatter.section(_TITLE):
-            formatter.write_dl([field.row() for field in our_fields()])
+            formatter.write_dl([*our_flags().values()])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         self.epilog = _EPILOG.format(self.name, _OWN[str(self.name)])
@@ -199,7 +199,7 @@ def _check_flags(name: str, flags: Iterable[str], known: Collection[str], *, are
 
 def _with_ours_first(name: str, parser: Any) -> Any:
     """TRL's parser, whose help begins with the fields of this package and has a usage of one line."""
-    names = {field.name for field in our_fields()}
+    names = our_flags()
     ours = [action for action in parser._actions if action.dest in names]
     for group in parser._action_groups:
         # Moved, as argparse's help has an action once for each group that holds it.

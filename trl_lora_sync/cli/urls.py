@@ -8,6 +8,7 @@ import time
 from trl_lora_sync.addresses import has_secrets, host_and_port, is_http_url, is_local_url, listen_flags
 from trl_lora_sync.cli.console import UsageError
 from trl_lora_sync.engines.vllm.spec import VLLM
+from trl_lora_sync.errors import DeadlineExceededError, ServerUnreachableError
 from trl_lora_sync.runtime import run
 
 # A port that refuses connections has no server behind it; a server that restarts opens its port again within this time.
@@ -77,7 +78,6 @@ def check_listening(url: str, timeout_s: float, advice: str) -> None:
 
     from trl_lora_sync.engines.base import Deadline
     from trl_lora_sync.engines.http import NO_KEY, HTTPClient
-    from trl_lora_sync.errors import DeadlineExceededError, ServerUnreachableError
 
     patience_s = min(_PATIENCE_S, timeout_s)
     give_up_at = time.monotonic() + patience_s
