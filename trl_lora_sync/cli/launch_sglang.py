@@ -13,6 +13,15 @@ from trl_lora_sync.cli.peft_config import USUAL_MODULES
 
 # Source: sglang#36894; a request with n > 1 leaves its adapter in use for ever, so that no unload ends.
 _SAMPLES_SAFELY_FROM = Version("0.5.22")
+# Flags whose number must be 1, and why.
+_ONE_OF_EACH = {
+    ("--dp-size", "--data-parallel-size", "--dp"): "SGLang loads adapters into one replica only. Start independent "
+    "servers, one URL each",
+    ("--attn-dp-size", "--attention-data-parallel-size"): "SGLang then takes pinned adapters only, and versions are "
+    "not pinned. Leave it out",
+    ("--tokenizer-worker-num",): "each worker keeps a separate list of adapters, so requests to the others would "
+    "fail. Leave it out",
+}
 # What SGLang calls the matrices of each expert, also in families with other names (0.5.15).
 _EXPERT_MODULES = ("gate_proj", "up_proj", "down_proj")
 
@@ -78,24 +87,9 @@ def _check_sglang(
         )
     if request.loads_quickly:
         raise UsageError("--quick-load cannot be used with SGLang; it changes how vLLM reads adapters. Leave it out.")
-    replicas = given.number("--dp-size", "--data-parallel-size", "--dp", default=1)
-    if replicas > 1:
-        raise UsageError(
-            f"--dp-size {replicas} cannot be used: SGLang loads adapters into one replica only. Start independent "
-            "servers, one URL each."
-        )
-    groups = given.number("--attn-dp-size", "--attention-data-parallel-size", default=1)
-    if groups > 1:
-        raise UsageError(
-            f"--attn-dp-size {groups} cannot be used: SGLang then takes pinned adapters only, and versions are not "
-            "pinned. Leave it out."
-        )
-    workers = given.number("--tokenizer-worker-num", default=1)
-    if workers > 1:
-        raise UsageError(
-            f"--tokenizer-worker-num {workers} cannot be used: each worker keeps a separate list of adapters, so "
-            "requests to the others would fail. Leave it out."
-        )
+    for flags, why in _ONE_OF_EACH.items():
+        if (count := given.number(*flags, default=1)) > 1:
+            raise UsageError(f"{flags[0]} {count} cannot be used: {why}.")
     if is_on(environ, "SGLANG_RUST_SERVER"):
         raise UsageError("SGLANG_RUST_SERVER is set: SGLang's Rust server loads no adapters. Unset it.")
     if is_on(environ, "SGLANG_RETURN_ORIGINAL_LOGPROB"):
