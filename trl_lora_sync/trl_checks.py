@@ -62,10 +62,24 @@ _GENERATION_USES = frozenset({"sync_weights", "generate", "vllm_client", "llm"})
 _CLIENT_USES = frozenset({"get_server_info", "reset_prefix_cache", "generate", "chat", "base_url", "model"})
 # The path to the only value that `RolloutClient.get_server_info` returns.
 _SERVER_INFO_KEYS = ("model_config", "logprobs_mode")
-# With overlap: when GRPO's trainer samples, and what it counts by; and the parameters of `get_batch_samples`.
-# `_trl` computes both again. If TRL sampled at other steps, what is sampled ahead would not fit.
-_SAMPLES_IF = "self._step % generate_every == 0 or self._buffered_inputs is None"
-_EVERY = "generate_every = self.args.steps_per_generation * self.num_iterations"
+# What source has: parts of the text of methods, or of the whole class.
+Text = Mapping[str, Sequence[str]]
+# In colocate mode `_trl.engine_class` replaces what the first calls, and the gate of `colocate.engine` meets what the
+# second sends.
+_COLOCATE_TEXT: Text = {
+    "_init_vllm": (f"{ENGINE_CLASS}(",),
+    "generate": ("self.llm.generate(",),
+    "__init__": ("self.tensor_parallel_size = ",),
+}
+# With overlap: when GRPO's trainer samples, and what it counts by, and what it keeps.
+# `_trl` computes the first two again. If TRL sampled at other steps, what is sampled ahead would not fit.
+_OVERLAP_TEXT: Text = {
+    "_prepare_inputs": (
+        "generate_every = self.args.steps_per_generation * self.num_iterations",
+        "if self._step % generate_every == 0 or self._buffered_inputs is None:",
+    ),
+    "": ("self._tokenize_prompts(prompts)", "inputs['importance_sampling_ratio']", "inputs['completion_mask']"),
+}
 _TAKING_PARAMETERS = ("self", "epoch_iterator", "num_batches", "device")
 _PREPARING = {"_prepare_inputs": ("self", "generation_batch"), "_tokenize_prompts": ("self", "prompts")}
 _STABLE = frozenset({"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"})
@@ -94,8 +108,8 @@ _ASYNC_LOOP = {
     "_generate_one_turn": ("self", "prompt_ids"),
     "_score_group": ("self", "group"),
 }
-# Lines of its methods, by which each group has one version, and each of its samples is counted.
-_ASYNC_TEXT = {
+# By which each group has one version, and each of its samples is counted.
+_ASYNC_LOOP_TEXT: Text = {
     "_generate_loop": (
         "group_id, row = next(work_iter)",
         "work_iter = self._repeat_iterator()",
@@ -110,6 +124,16 @@ _ASYNC_TEXT = {
     "_score_loop": ("samples = await self._score_group(group)",),
     "_repeat_iterator": ("for _ in range(self.num_generations):", "yield (group_id, row)"),
     "run": ("self._run_loops(stop_event=self._stop_event)",),
+}
+# By which the trainer builds the worker, syncs and counts versions.
+_ASYNC_TRAINER_TEXT: Text = {
+    "": (
+        f"self.rollout_worker = {ASYNC_WORKER}(",
+        "StepIntervalCallback(self._sync_weight, self.args.weight_sync_steps)",
+        "model_version_fn=lambda: self.model_version",
+        "if self.args.token_budget is None:",
+        "self._metrics = {",
+    )
 }
 _ASYNC_STORED = frozenset(
     {
@@ -206,19 +230,8 @@ def check_colocate() -> None:
         UnsupportedTRLError: the installed TRL has something in another form.
     """
     module = import_module(GENERATION_MODULE)
-    generation, changes = getattr(module, GENERATION_CLASS), []
-    if not hasattr(module, ENGINE_CLASS):
-        changes.append(f"{GENERATION_MODULE} has no {ENGINE_CLASS}")
-    # `_trl.engine_class` replaces what the first calls, and the gate of `colocate.engine` meets what the second sends.
-    for method, wanted in (
-        ("_init_vllm", f"{ENGINE_CLASS}("),
-        ("generate", "self.llm.generate("),
-        ("__init__", "self.tensor_parallel_size = "),
-    ):
-        tree = _function_tree(getattr(generation, method))
-        if tree is not None and wanted not in _text_of(tree):
-            changes.append(f"{GENERATION_CLASS}.{method} has no {wanted.rstrip('(= ')}")
-    _raise_if_changed(changes)
+    changes = [] if hasattr(module, ENGINE_CLASS) else [f"{GENERATION_MODULE} has no {ENGINE_CLASS}"]
+    _raise_if_changed([*changes, *_text_changes(getattr(module, GENERATION_CLASS), _COLOCATE_TEXT)])
 
 
 def check_overlap(trainer_class: type) -> None:
@@ -244,7 +257,7 @@ def check_overlap(trainer_class: type) -> None:
         *_method_changes(transformers.Trainer, {"get_batch_samples": _TAKING_PARAMETERS}, _OF_TRANSFORMERS),
         *_method_changes(grpo, _PREPARING),
     ]
-    _raise_if_changed(changes or [*_overlap_changes(grpo)])
+    _raise_if_changed(changes or [*_text_changes(grpo, _OVERLAP_TEXT)])
 
 
 def _trls_own_trainer() -> Any:
@@ -291,26 +304,6 @@ def _nodes_reached(owner: type, method: str) -> list[ast.AST]:
     return nodes
 
 
-def _overlap_changes(grpo: Any) -> Iterator[str]:
-    """Whether the trainer samples when it is expected to, what it is expected to, and keeps the ratios."""
-    # TRL decorates it for profiling (1.11 to 1.16), and the source of the wrapper has none of these lines.
-    tree = _function_tree(inspect.unwrap(grpo._prepare_inputs))
-    lines = {ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If)} if tree else None
-    if lines is not None and _SAMPLES_IF not in lines:
-        yield f"GRPOTrainer._prepare_inputs does not sample if {_SAMPLES_IF}"
-    if tree is not None and _EVERY not in {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.stmt)}:
-        yield f"GRPOTrainer._prepare_inputs does not count by {_EVERY}"
-    trainer = _class_tree(grpo)
-    if trainer is None:
-        return
-    text = {ast.unparse(node) for node in ast.walk(trainer) if isinstance(node, ast.Call | ast.Subscript)}
-    if "self._tokenize_prompts(prompts)" not in text:
-        yield "GRPOTrainer does not tokenize a batch by self._tokenize_prompts(prompts)"
-    for key in ("importance_sampling_ratio", "completion_mask"):
-        if f"inputs[{key!r}]" not in text:
-            yield f"GRPOTrainer has no {key} in the inputs of its loss"
-
-
 def check_async_exports() -> ModuleType:
     """Look for TRL's asynchronous trainer, before it is derived from, and return the package that has it.
 
@@ -355,45 +348,28 @@ def check_async(trainer_class: type) -> None:
         missing = set(names) - set(inspect.signature(owner.__init__).parameters)
         changes += [f"{owner.__name__} takes no {', '.join(sorted(missing))}"] if missing else []
     # The text is read only if all methods are there, as a missing one has none.
-    _raise_if_changed(changes or [*_async_loop_changes(loop), *_async_trainer_changes(trls)], TRL_ASYNC)
+    _raise_if_changed(
+        changes
+        or [
+            *_text_changes(loop, _ASYNC_LOOP_TEXT),
+            *_text_changes(trls, _ASYNC_TRAINER_TEXT),
+            *_async_use_changes(loop, trls),
+        ],
+        TRL_ASYNC,
+    )
 
 
-def _async_loop_changes(loop: type) -> Iterator[str]:
-    """Whether the loop does what it is expected to with what is overridden."""
-    for method, lines in _ASYNC_TEXT.items():
-        tree = _function_tree(getattr(loop, method))
-        text = _text_of(tree) if tree is not None else ""
-        for line in lines:
-            if text and line not in text:
-                yield f"{loop.__name__}.{method} has no {line}"
-    tree = _function_tree(loop.__init__)  # type: ignore[misc]
-    if tree is not None:
+def _async_use_changes(loop: type, trainer: type) -> Iterator[str]:
+    """Whether the loop stores what is read of it, and the trainer uses no more of the worker than ours has."""
+    if (tree := _function_tree(loop.__init__)) is not None:  # type: ignore[misc]
         for name in sorted(_ASYNC_STORED - {name for name, _ in _stored(tree)}):
             yield f"{loop.__name__} stores no {name}"
-
-
-def _async_trainer_changes(trainer: type) -> Iterator[str]:
-    """Whether the trainer builds the worker, syncs and counts versions as expected."""
-    tree = _class_tree(trainer)
-    if tree is None:
-        return
-    text, name = _text_of(tree), trainer.__name__
-    for wanted in (
-        f"self.rollout_worker = {ASYNC_WORKER}(",
-        "StepIntervalCallback(self._sync_weight, self.args.weight_sync_steps)",
-        "model_version_fn=lambda: self.model_version",
-        "if self.args.token_budget is None:",
-        "self._metrics = {",
-    ):
-        if wanted not in text:
-            yield f"{name} has no {wanted}"
+    nodes = ast.walk(tree) if (tree := _class_tree(trainer)) is not None else ()
     uses = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and _path(node.value) == "self.rollout_worker"
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and _path(node.value) == "self.rollout_worker"
     }
     for used in sorted(uses - _ASYNC_WORKER_USES):
-        yield f"{name} uses {used} of its {ASYNC_WORKER}"
+        yield f"{trainer.__name__} uses {used} of its {ASYNC_WORKER}"
 
 
 def check_async_built(trainer: Any, worker_class: type) -> None:
@@ -610,6 +586,17 @@ def _method_changes(owner: type, methods: Mapping[str, Sequence[str]], of: str =
         # Some of them are called with arguments by position, such as `get_batch_samples` by Transformers.
         if sorted(found) == sorted(expected) and found != tuple(expected):
             yield f"{what} takes its parameters in another order"
+
+
+def _text_changes(owner: type, wanted: Text) -> Iterator[str]:
+    """Whether methods of a class, and the class itself, have these parts of lines."""
+    for method, lines in wanted.items():
+        # TRL decorates some for profiling (1.11 to 1.16), and the source of the wrapper has none of these lines.
+        tree = _function_tree(inspect.unwrap(getattr(owner, method))) if method else _class_tree(owner)
+        text = _text_of(tree) if tree is not None else ""
+        for line in lines:
+            if text and line not in text:
+                yield f"{owner.__name__}{method and f'.{method}'} has no {line}"
 
 
 def _init_changes(tree: ast.AST | None) -> Iterator[str]:

@@ -31,7 +31,7 @@ TRL_CASES: dict[str, Case] = {
         {GRPO: {"if self._step % generate_every == 0 or self": "if self._step % generate_every == 1 or self"}},
         {},
         "overlap:GRPOTrainer",
-        "GRPOTrainer._prepare_inputs does not sample if self._step % generate_every == 0 or self._buffered_inputs is",
+        "GRPOTrainer._prepare_inputs has no if self._step % generate_every == 0 or self._buffered_inputs is None:",
     ),
     "another time to sample, without overlap": (
         {GRPO: {"if self._step % generate_every == 0 or self": "if self._step % generate_every == 1 or self"}},

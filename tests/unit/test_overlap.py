@@ -394,7 +394,7 @@ def test_a_loss_that_takes_the_place_of_trls_is_looked_at_under_either_name() ->
     [
         ("_prepare_inputs", lambda self, batch: None, "_prepare_inputs takes no generation_batch"),
         ("_tokenize_prompts", None, "there is no GRPOTrainer._tokenize_prompts"),
-        ("_prepare_inputs", lambda self, generation_batch: None, "does not sample if self._step % generate_every"),
+        ("_prepare_inputs", lambda self, generation_batch: None, "has no if self._step % generate_every"),
     ],
 )
 def test_a_trl_that_samples_at_another_time_is_refused(
