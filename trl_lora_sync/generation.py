@@ -65,7 +65,6 @@ class LoRASyncGeneration(AdapterGeneration):
         self._batch: TrainingBatch | None = None  # with overlap, what is being sampled
         self._preparing = threading.RLock()  # for samples, as a rollout function may sample in threads
         self._in_turns = False  # whether other processes may call `generate` less often
-        self._is_lost = False  # whether a server lost the active version with its KV cache
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -112,7 +111,7 @@ class LoRASyncGeneration(AdapterGeneration):
         timer = PhaseTimer()
         report, published = self._publish_again(timer) or self._look_and_publish(timer)
         # After the publish: an error leaves the version before active, on every process.
-        self.active_name, self._published, self._is_lost = report.adapter_name, published, False
+        self.active_name, self._published = report.adapter_name, published
         self.on_sync(report)
 
     def _publish_again(self, timer: PhaseTimer) -> tuple[SyncReport, Fingerprint] | None:
@@ -329,9 +328,7 @@ class LoRASyncGeneration(AdapterGeneration):
 
     def _wake(self) -> bool:
         with self._preparing:
-            # Until a sync succeeds, as a second call finds the servers awake.
-            self._is_lost = not self.sync.wake() or self._is_lost
-            return not self._is_lost
+            return self.sync.wake()
 
     def _sync_if_changed(self) -> None:
         """See `AdapterGeneration`; servers that sleep are woken. One thread at a time, so that the first one syncs."""
