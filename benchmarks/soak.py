@@ -41,7 +41,7 @@ from trl_lora_sync.runtime import run
 from trl_lora_sync.scoring import base_logprobs
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync, ReadAdapter
-from trl_lora_sync.verify import TrainedBase
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"))
 
@@ -84,10 +84,9 @@ def soak(args: argparse.Namespace) -> None:
     measured = [name for name in MEASURED if name != "adapters_on_server" or not args.sleep]
     model = make_policy(args)
     sync = AdapterSync(settings_for(args))
-    # Its matrices lora_B are still zero when the start asks.
-    base = TrainedBase(
-        name=str(args.model), vocab_size=model.config.vocab_size, logprobs=lambda ids: base_logprobs(model, ids, {})
-    )
+    # Its matrices lora_B are still zero.
+    scores = base_logprobs(model, PROBE_PROMPT, {})
+    base = TrainedBase(name=str(args.model), vocab_size=model.config.vocab_size, scores=scores)
     print(sync.start(reader(model), base), flush=True)
     rounds, memory = [], []
     try:

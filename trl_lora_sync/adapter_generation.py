@@ -59,6 +59,7 @@ from trl_lora_sync.verify import PROBE_PROMPT, ReadAdapter, Scores, TrainedBase,
 logger = logging.getLogger(__name__)
 
 Score = Callable[[dict[Any, Tensor], Prompt], list[float]]
+MakeTrials = Callable[[], tuple[Trial, ...]]
 # Of the bits of the matrices and extras, not waited for, and the scalings, which PEFT keeps beside them as numbers.
 Fingerprint = tuple[Tensor, tuple[float, ...]]
 
@@ -325,14 +326,14 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             if module in wanted
         }
 
-    def trials(self, base: TrainedBase, *, is_whole: bool = False) -> Callable[[TrainedBase], tuple[Trial, ...]]:
-        """**Collective** if the model is sharded. What makes the trial adapters on process 0, given its base.
+    def trials(self, base: TrainedBase, *, is_whole: bool = False) -> MakeTrials:
+        """**Collective** if the model is sharded. What makes the trial adapters on process 0.
 
         Args:
             is_whole: whether one adapter is to change all modules, instead of one adapter for each group of them.
         """
         if self.settings.verify == "off":
-            return lambda base: ()
+            return lambda: ()
         reader, model, dtype_in, device = self.reader, self.model, self.dtype_in, self.accelerator.device
         initial = self._initial
         noted: list[Any] = []  # what the scores of the trials were computed with
@@ -358,9 +359,10 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
             # The last of equal keys counts, so the modules of the group change and all others stay neutral.
             return unchanged | trial_weights(changed, strength, device) | trial_extras(extras, strength, device)
 
-        def made(group: str, modules: Iterable[str], base: TrainedBase, score: Score) -> Trial:
+        def made(group: str, modules: Iterable[str], score: Score) -> Trial:
             probe = make_image_probe(self.processing_class, self._image_token_id()) if sees_images(group) else None
-            found = base.logprobs(PROBE_PROMPT) if probe is None else base_logprobs(model, probe, self._base_weights())
+            found = base.scores if probe is None else base_logprobs(model, probe, self._base_weights())
+            assert found is not None
             strength, logprobs = strong_trial(
                 lambda strength: score(weights(strength, group), probe or PROBE_PROMPT), *found
             )
@@ -380,9 +382,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                 is_current=lambda: traits() == noted,
             )
 
-        def make(base: TrainedBase, score: Score) -> tuple[Trial, ...]:
+        def make(score: Score) -> tuple[Trial, ...]:
             noted[:] = traits()
-            return tuple(made(group, modules, base, score) for group, modules in groups().items())
+            return tuple(made(group, modules, score) for group, modules in groups().items())
 
         def score_together(trial: dict[Any, Tensor], prompt: Prompt) -> list[float]:
             with self._computing() as forward:
@@ -400,9 +402,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
                     f"LoraConfig(exclude_modules={vision_exclusion(model, model.active_peft_config)!r})."
                 )
             # Now, while all processes take part: process 0 uses them later, and alone.
-            trials = make(base, score_together)
-            return lambda base: trials
-        return lambda base: make(base, lambda trial, prompt: trial_logprobs(model, trial, prompt))
+            trials = make(score_together)
+            return lambda: trials
+        return lambda: make(lambda trial, prompt: trial_logprobs(model, trial, prompt))
 
     def _image_token_id(self) -> int | None:
         """What stands for an image in a tokenized prompt.
@@ -413,24 +415,26 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         return getattr(self.processing_class, "image_token_id", None) if found is None else found
 
     def _trained_base(self) -> TrainedBase:
-        """**Collective** if the model is sharded, as its forward pass is then."""
-        model, device = self.model, self.accelerator.device
+        """**Collective.** What is known of the base model; as a server may restart at any time, all of it now."""
+        model = self.model
         # On all processes: `check_quantised` depends on the GPU, and may refuse the one of a single process.
         run_on_all(self.accelerator, self.linears)
-        neutral, computed = self._base_weights(), None
+        device = self.accelerator.device if self._sharded else None
+        with self._computing():
+            scores = run_on_all(
+                self.accelerator, lambda: base_logprobs(model, PROBE_PROMPT, self._base_weights(), device=device)
+            )
         if self._sharded:
-            with self._computing():
-                mine = run_on_all(self.accelerator, lambda: base_logprobs(model, PROBE_PROMPT, neutral, device=device))
             # The numbers of process 0 everywhere, so that all processes judge alike.
-            computed = run_on_main(self.accelerator, lambda: mine)
+            mine = scores
+            scores = run_on_main(self.accelerator, lambda: mine)
         # An initialisation has taken the initial adapter out of the base, and servers load the difference to it.
         is_comparable = not (self._initial or self._samples_trained_base)
         return TrainedBase(
             change=change_from_checkpoint(model, self.reader.scaled_layers) if is_comparable else "",
             name=model.active_peft_config.base_model_name_or_path,
             vocab_size=getattr(model.config.get_text_config(), "vocab_size", None),
-            # `computed` is of `PROBE_PROMPT`, which is the only prompt that callers give.
-            logprobs=lambda prompt_ids: computed or base_logprobs(model, prompt_ids, neutral),
+            scores=scores,
         )
 
     def take_generate_s(self) -> float | None:

@@ -5,7 +5,7 @@ prompts go in and completions come out in the order of the rows.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint
+from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint, MakeTrials
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import DIFFERENT_ADAPTERS, models_prepared, results_of_all, run_on_all, run_on_main
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
@@ -24,7 +24,7 @@ from trl_lora_sync.metrics import PhaseTimer, SyncReport
 from trl_lora_sync.overlap import BatchFigures, Overlap
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync, ScoreAdapter
-from trl_lora_sync.verify import ReadAdapter, TrainedBase, Trial
+from trl_lora_sync.verify import ReadAdapter, TrainedBase
 
 
 class _ChangedModelError(Exception):
@@ -87,13 +87,9 @@ class LoRASyncGeneration(AdapterGeneration):
         summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trials))
         self._print_start(summary)
 
-    def _start(
-        self, read: ReadAdapter, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
-    ) -> str:
+    def _start(self, read: ReadAdapter, base: TrainedBase, make_trials: MakeTrials) -> str:
         try:
-            # A server may be checked again while the model trains, so the base model's answer is computed now.
-            base = base.remembered()
-            return self.sync.start(read, base, make_trials(base))
+            return self.sync.start(read, base, make_trials())
         # Also after an interrupt: trial adapters may be loaded, and the run's folder is there.
         except BaseException:
             self.sync.close()

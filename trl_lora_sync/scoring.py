@@ -33,7 +33,7 @@ _TRIAL_SEED = 20_011
 def base_logprobs(
     model: Any, prompt: Prompt, neutral: Mapping[Any, Tensor | None], *, device: torch.device | None = None
 ) -> tuple[list[float], float]:
-    """`TrainedBase.logprobs` of a model.
+    """`TrainedBase.scores` of a model, of any prompt.
 
     Not with PEFT's own `disable_adapter()`, which makes every parameter of the active adapter trainable at its end,
     even if the user froze it, and takes a merged adapter out of the base (0.18 to 0.21).

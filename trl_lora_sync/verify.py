@@ -6,7 +6,7 @@ numbers only, and computes none of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,26 +31,28 @@ _FLOOR = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBase:
-    """What the trainer knows of the base model that it trains on.
+    """What is known of the base model that is trained. A run knows all of it; what `doctor` does not know is None.
 
     Attributes:
-        name: the name or path that the trainer loaded, if known.
-        vocab_size: number of token ids it knows, if known.
-        logprobs: computes the log-probability of each token of a prompt after the first, and the spread (standard
-            deviation) of the log-probabilities over the vocabulary, without any adapter.
+        name: the name or path that the trainer loaded.
+        vocab_size: number of token ids it knows.
+        scores: the log-probability of each token of `PROBE_PROMPT` after the first, and the spread (standard deviation)
+            of the log-probabilities over the vocabulary, without any adapter.
         change: how its weights differ from the checkpoint that was loaded, and what to do; empty if they are the same,
             or if that is not known.
     """
 
-    name: str | None
-    vocab_size: int | None
-    logprobs: Callable[[Sequence[int]], tuple[list[float], float]]
+    name: str | None = None
+    vocab_size: int | None = None
+    scores: tuple[Sequence[float], float] | None = None
     change: str = ""
 
-    def remembered(self) -> "TrainedBase":
-        """The same with its answer for `PROBE_PROMPT` computed, so that asking again runs no model."""
-        answer = self.logprobs(PROBE_PROMPT)
-        return replace(self, logprobs=lambda prompt_ids: answer)
+    def gap(self, served: Sequence[float]) -> "BaseGap | None":
+        """How far the served base's log-probabilities of `PROBE_PROMPT` are from these; None if that is not known."""
+        if self.scores is None or not served:
+            return None
+        trained, spread = self.scores
+        return BaseGap(mean=mean_distance(trained, served), spread=spread)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +123,6 @@ class BaseGap:
 
     def __str__(self) -> str:
         return f"mean |served - trained| {self.mean:.3f}, against a spread of {self.spread:.3f} over the vocabulary"
-
-
-def base_gap(base: TrainedBase, served: Sequence[float]) -> BaseGap:
-    """Compare the served base's log-probabilities of `PROBE_PROMPT` with the trainer's."""
-    trained, spread = base.logprobs(PROBE_PROMPT)
-    return BaseGap(mean=mean_distance(trained, served), spread=spread)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Live tier: two real servers as one; one of them crashes, comes back, refuses, or is another engine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from trl_lora_sync.runtime import Blocking
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, Shapes
-from trl_lora_sync.verify import TrainedBase
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 # Several servers start and restart here, which takes minutes where the cores are busy.
 pytestmark = pytest.mark.timeout(900)
@@ -236,11 +236,7 @@ def read(model: Any, form: Form) -> Any:
 
 def any_base(model: Any) -> TrainedBase:
     """Never suspicious: the fake's base is another one by nature."""
-
-    def logprobs(prompt_ids: Sequence[int]) -> tuple[list[float], float]:
-        return [0.0] * (len(prompt_ids) - 1), 1e6
-
-    return TrainedBase(name=None, vocab_size=model.config.vocab_size, logprobs=logprobs)
+    return TrainedBase(vocab_size=model.config.vocab_size, scores=([0.0] * (len(PROBE_PROMPT) - 1), 1e6))
 
 
 def mixed_settings(server: VLLMServer, fake: FakeSGLang, folder: Path) -> SyncSettings:

@@ -15,7 +15,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter, LoRAModule
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.settings import ServerAddress, SyncSettings
 from trl_lora_sync.sync import AdapterSync
-from trl_lora_sync.verify import TrainedBase
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 HIDDEN = 128
 
@@ -64,7 +64,7 @@ def main(url: str, folder: str, point: str | None = None) -> None:
             generation_timeout_s=30,
         )
     )
-    base = TrainedBase(name=None, vocab_size=None, logprobs=lambda ids: ([0.0] * (len(ids) - 1), 1e6))
+    base = TrainedBase(scores=([0.0] * (len(PROBE_PROMPT) - 1), 1e6))
     sync.start(lambda served: adapter(), base)
     if point:
         wait_at(point, sync)

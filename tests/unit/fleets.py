@@ -17,7 +17,7 @@ from trl_lora_sync.runtime import run
 from trl_lora_sync.settings import SyncSettings
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, InMemoryEngine, random_adapter
-from trl_lora_sync.verify import TrainedBase
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 
 GROUPS = [PromptGroup(prompt=[10 + row, 20, 30 + row], count=2) for row in range(12)]
 
@@ -30,7 +30,6 @@ class FleetRun:
     fakes: list[FakeSGLang]
     step: int = 0
     read: list[CanonicalAdapter] = field(default_factory=list)
-    scored: int = 0
 
     def start(self) -> str:
         return self.sync.start(self.read_next, self.base())
@@ -63,13 +62,8 @@ class FleetRun:
         )
 
     def base(self) -> TrainedBase:
-        reference = FakeReference(self.fakes[0])
-
-        def logprobs(prompt_ids: Sequence[int]) -> tuple[list[float], float]:
-            self.scored += 1
-            return reference.logprobs(None, prompt_ids[:1], prompt_ids[1:]), 1.5
-
-        return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, logprobs=logprobs)
+        logprobs = FakeReference(self.fakes[0]).logprobs(None, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
+        return TrainedBase(name=self.fakes[0].args.model_path, vocab_size=SMALL.vocab, scores=(logprobs, 1.5))
 
     def read_next(self, form: Form) -> CanonicalAdapter:
         self.read.append(small_adapter(self.step))
@@ -94,14 +88,12 @@ class InMemoryRun:
         self.engines = engines
         urls = [engine.base_url for engine in engines]
         self.sync = AdapterSync(plain_settings(urls, folder / "sync", timeout_s=20.0, **changes))
-        self.sync.start(self.read, TrainedBase(name=None, vocab_size=SMALL.vocab, logprobs=self.logprobs))
+        logprobs = engines[0].expected_logprobs(None, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
+        self.sync.start(self.read, TrainedBase(vocab_size=SMALL.vocab, scores=(logprobs, 1.5)))
         self.sync.publish(small_adapter(1))
 
     def read(self, form: Form) -> CanonicalAdapter:
         return small_adapter(0)
-
-    def logprobs(self, prompt_ids: Any) -> tuple[list[float], float]:
-        return self.engines[0].expected_logprobs(None, prompt_ids[:1], prompt_ids[1:]), 1.5
 
     def sample(self, count: int = 2) -> list[list[Completion]]:
         assert self.sync.active is not None

@@ -91,9 +91,8 @@ def trials_of(model: Any, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool = F
         accelerator=SimpleNamespace(device=torch.device("cpu")),
     )
     neutral = initial or dict.fromkeys(generation.reader.linears(model)[1::2])
-    logprobs = base_logprobs(model, PROBE, neutral)
-    base = TrainedBase(name=None, vocab_size=VOCABULARY, logprobs=lambda prompt_ids: logprobs)
-    return AdapterGeneration.trials(generation, base, is_whole=is_whole)(base)
+    base = TrainedBase(vocab_size=VOCABULARY, scores=base_logprobs(model, PROBE, neutral))
+    return AdapterGeneration.trials(generation, base, is_whole=is_whole)()
 
 
 def pissa_model() -> Any:

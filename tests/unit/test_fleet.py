@@ -121,14 +121,6 @@ def test_the_line_at_the_start_names_all_servers(run: StartRun) -> None:
     assert all(f"sglang 0.5.23 at {fake.base_url}" in line for fake in training.fakes)
 
 
-def test_the_trainers_base_model_is_asked_once_for_all_servers(run: StartRun) -> None:
-    training = run(servers=3)
-    training.publish()
-    training.fakes[1].restart()
-    training.generate()
-    assert training.scored == 1
-
-
 def test_a_group_is_sampled_by_one_server(run: StartRun) -> None:
     training = run()
     training.publish()

@@ -40,7 +40,7 @@ from trl_lora_sync.runtime import Blocking, Task, run
 from trl_lora_sync.testing import VERSIONS, FakeSGLang, ServerArgs, random_adapter
 from trl_lora_sync.testing.sglang_scheduler import StrictUnpickler
 from trl_lora_sync.transports import HTTPTransport
-from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase, base_gap
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 from unit.servers import Request, serving
 
 pytestmark = pytest.mark.outside
@@ -494,8 +494,8 @@ def test_a_directory_that_shows_late_on_another_host_is_waited_for(serve: Serve,
 )
 def test_the_gap_of_the_base_is_measured_against_its_spread(shift: float, is_suspicious: bool) -> None:
     ours = [-1.0 - 0.1 * place for place in range(len(PROBE_PROMPT) - 1)]
-    base = TrainedBase(name="m", vocab_size=None, logprobs=lambda prompt_ids: (ours, 1.5))
-    gap = base_gap(base, [value + shift for value in ours])
+    gap = TrainedBase(scores=(ours, 1.5)).gap([value + shift for value in ours])
+    assert gap is not None
     assert gap.is_suspicious is is_suspicious
     assert gap.spread == 1.5
     if math.isfinite(shift):

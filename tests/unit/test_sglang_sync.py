@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from trl_lora_sync.settings import ServerAddress
 from trl_lora_sync.sync import AdapterSync
 from trl_lora_sync.testing import FakeSGLang, random_adapter
 from trl_lora_sync.transports import DiskTransport, HTTPTransport, is_sent_content, transport_for
-from trl_lora_sync.verify import TrainedBase
+from trl_lora_sync.verify import PROBE_PROMPT, TrainedBase
 from unit.fleets import settings_for
 
 pytestmark = pytest.mark.outside
@@ -78,10 +78,8 @@ StartRun = Callable[..., Run]
 
 
 def trained(fake: FakeSGLang) -> TrainedBase:
-    def logprobs(prompt_ids: Sequence[int]) -> tuple[list[float], float]:
-        return FakeReference(fake).logprobs(None, prompt_ids[:1], prompt_ids[1:]), 1.5
-
-    return TrainedBase(name=fake.args.model_path, vocab_size=fake.args.shapes.vocab, logprobs=logprobs)
+    logprobs = FakeReference(fake).logprobs(None, PROBE_PROMPT[:1], PROBE_PROMPT[1:])
+    return TrainedBase(name=fake.args.model_path, vocab_size=fake.args.shapes.vocab, scores=(logprobs, 1.5))
 
 
 @pytest.fixture

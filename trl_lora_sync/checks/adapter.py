@@ -75,7 +75,7 @@ async def is_computed_as_by_peft(subject: Subject, deadline: Deadline, offer: Of
         f"mean |served - PEFT| {evidence.gap_mean:.4f} with the adapter and {evidence.base_gap:.4f} without; the "
         f"adapter itself moves PEFT's by {evidence.trained_change:.4f}"
     )
-    gap = subject.expected.gap(subject.base_logprobs)
+    gap = subject.expected.base.gap(subject.base_logprobs)
     # Another base model explains any difference, so it does not count against the adapter.
     if gap is not None and gap.is_suspicious:
         return PROBLEM, f"{message}. The server serves another base model."

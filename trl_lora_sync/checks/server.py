@@ -168,18 +168,18 @@ async def has_rank(subject: Subject, deadline: Deadline) -> Found:
 
 
 async def has_base_name(subject: Subject, deadline: Deadline) -> Found:
-    name, served = subject.expected.base_name, subject.served
+    base, served = subject.expected.base, subject.served
+    name = base.name
     if not name:
         return NOTE, _UNKNOWN_BASE
     if is_same_model(name, (served.base_model, served.base_root)):
-        if not subject.expected.base_change:
+        if not base.change:
             if name.rstrip("/") in (served.base_model, served.base_root.rstrip("/")):
                 return OK, f"the same as the trainer's, {name}"
             return NOTE, f"only the last part agrees: the trainer has {name}, and the server {served.base_root}"
         restart = subject.restart_command(model="FOLDER")
         message = (
-            f"{subject.expected.base_change} {subject.url} serves {served.base_model!r} ({served.base_root}); "
-            f"serve FOLDER, {restart}."
+            f"{base.change} {subject.url} serves {served.base_model!r} ({served.base_root}); serve FOLDER, {restart}."
         )
         # What is served under the name of the checkpoint may be a folder into which the changed model was saved.
         if subject.is_strict and is_same_model(name, (served.base_root,)):
@@ -193,7 +193,7 @@ async def has_base_name(subject: Subject, deadline: Deadline) -> Found:
 
 
 async def knows_tokens(subject: Subject, deadline: Deadline) -> Found:
-    size = subject.expected.vocab_size
+    size = subject.expected.base.vocab_size
     if not size:
         return NOTE, _UNKNOWN_BASE
     # The largest id: if that is known, all smaller ones are.
@@ -207,11 +207,11 @@ async def has_base(subject: Subject, deadline: Deadline) -> Found:
 
     def is_plausible(scores: Sequence[float]) -> bool:
         # With nothing to compare them with, any scores will do.
-        gap = expected.gap(scores)
+        gap = expected.base.gap(scores)
         return gap is None or not gap.is_suspicious
 
     subject.base_logprobs = await score_base(subject.engine, deadline, is_plausible=is_plausible)
-    gap = expected.gap(subject.base_logprobs)
+    gap = expected.base.gap(subject.base_logprobs)
     if gap is None:
         message = f"it scores a prompt of token ids; not compared with the trainer's: {expected.unscored}"
         return (NOTE, message) if expected.unscored else (OK, message)
@@ -236,7 +236,7 @@ async def has_base(subject: Subject, deadline: Deadline) -> Found:
 
 async def has_width(subject: Subject, deadline: Deadline) -> Found:
     """Offer an adapter that is one wider than the trainer's; a base of other weights and the same shapes refuses it."""
-    wider, gap = subject.expected.wider, subject.expected.gap(subject.base_logprobs)
+    wider, gap = subject.expected.wider, subject.expected.base.gap(subject.base_logprobs)
     # A base with the trainer's log-probabilities has its shapes too. Another one gets this far only with
     # `lora_sync_verify="off"` and an engine that refuses a misfit.
     if wider is None or gap is None or not gap.is_suspicious:

@@ -16,7 +16,7 @@ from trl_lora_sync.errors import LoRASyncError, ServerSetupError
 from trl_lora_sync.ledger import VersionLedger
 from trl_lora_sync.mixed_batches import SharedCPUServerError
 from trl_lora_sync.transports import DiskTransport
-from trl_lora_sync.verify import PROBE_PROMPT, BaseGap, Scores, TrainedBase, Trial, VerificationResult, mean_distance
+from trl_lora_sync.verify import Scores, TrainedBase, Trial, VerificationResult
 
 if TYPE_CHECKING:
     from trl_lora_sync.server_handle import ServerHandle
@@ -27,11 +27,8 @@ class Expected:
     """What servers are compared with. A run knows all of it; what `doctor` does not know is None or empty.
 
     Attributes:
-        base_name: what the trainer calls its base model.
-        vocab_size: how many token ids that knows.
-        base_scores: log-probabilities of `PROBE_PROMPT` by that model, and their spread over the vocabulary.
-        are_of_peer: whether these are another server's instead.
-        base_change: as `TrainedBase.change`.
+        base: the base model that is trained.
+        are_of_peer: whether its scores are another server's instead.
         unscored: why there are no scores of the trainer's.
         dtype: in which adapters are written.
         rank: of the adapters.
@@ -41,11 +38,8 @@ class Expected:
         doubt: why these may not fit the server, and what to do; empty in a run.
     """
 
-    base_name: str | None = None
-    vocab_size: int | None = None
-    base_scores: tuple[Sequence[float], float] | None = None
+    base: TrainedBase = field(default_factory=TrainedBase)
     are_of_peer: bool = False
-    base_change: str = ""
     unscored: str = ""
     dtype: str | None = None
     rank: int | None = None
@@ -56,29 +50,19 @@ class Expected:
 
     @classmethod
     def of_run(cls, base: TrainedBase, adapter: CanonicalAdapter, trials: Sequence[Trial]) -> "Expected":
-        """What a trainer knows, all of it computed now, as a server may restart at any time.
+        """What a trainer knows.
 
         Args:
             adapter: one as the trainer makes them, of which only the shapes are kept.
         """
         return cls(
-            base_name=base.name,
-            vocab_size=base.vocab_size,
-            base_scores=base.logprobs(PROBE_PROMPT),
-            base_change=base.change,
+            base=base,
             dtype=str(adapter.dtype).removeprefix("torch."),
             rank=adapter.rank,
             target_modules=adapter.target_modules,
             wider=widened(adapter),
             trials=trials,
         )
-
-    def gap(self, served: Sequence[float]) -> BaseGap | None:
-        """How far a served base model is from the expected one; None if that is not known."""
-        if self.base_scores is None or not served:
-            return None
-        logprobs, spread = self.base_scores
-        return BaseGap(mean=mean_distance(logprobs, served), spread=spread)
 
 
 class TrialStore:
@@ -181,7 +165,7 @@ class Subject:
         return restart_command(self.engine, *options, engine_options=engine_options, model=model, is_local=is_local)
 
     def other_base(self, evidence: str, message: str = "") -> ServerSetupError:
-        served, name = self.served, self.expected.base_name
+        served, name = self.served, self.expected.base.name
         restart = self.restart_command(model=name or "MODEL")
         return ServerSetupError(
             f"{self.url} serves {served.base_model!r} ({served.base_root}), which is not the base model "

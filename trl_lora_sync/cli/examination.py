@@ -15,7 +15,7 @@ from trl_lora_sync.checks.finding import NOTE, OK, PROBLEM
 from trl_lora_sync.cli.diagnosis import Diagnosis, DoctorInput, model_folder
 from trl_lora_sync.cli.peft_config import served_modules
 from trl_lora_sync.runtime import run
-from trl_lora_sync.verify import PROBE_PROMPT, Scores, Trial
+from trl_lora_sync.verify import PROBE_PROMPT, Scores, TrainedBase, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -152,9 +152,11 @@ def _expected(given: DoctorInput, server: "ServerHandle", scores: list[list[floa
     peer = (scores[0], _SPREAD_OF_PEER) if scores else None
     targets = saved.target_modules if saved else config.get("target_modules")
     return Expected(
-        base_name=str(given.base) if given.base else config.get("base_model_name_or_path"),
-        vocab_size=trained and trained.vocab_size,
-        base_scores=(trained.scores.base, trained.spread) if trained else peer,
+        base=TrainedBase(
+            name=str(given.base) if given.base else config.get("base_model_name_or_path"),
+            vocab_size=trained and trained.vocab_size,
+            scores=(trained.scores.base, trained.spread) if trained else peer,
+        ),
         are_of_peer=trained is None,
         unscored=unscored,
         rank=saved_rank(config) if config else None,

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from trl_lora_sync import _trl
 from trl_lora_sync.adapter.canonical import PLAIN, CanonicalAdapter
 from trl_lora_sync.adapter.fingerprint import fingerprint
-from trl_lora_sync.adapter_generation import AdapterGeneration
+from trl_lora_sync.adapter_generation import AdapterGeneration, MakeTrials
 from trl_lora_sync.colocate import engine, placing, shared_base
 from trl_lora_sync.colocate.engine import Policy
 from trl_lora_sync.colocate.in_weights import FoldedIntoSharedWeights, MergedIntoOwnWeights
@@ -31,7 +31,6 @@ from trl_lora_sync.verify import (
     TrainedBase,
     Trial,
     VerificationResult,
-    base_gap,
     compare,
 )
 
@@ -113,11 +112,11 @@ class ColocateGeneration(AdapterGeneration):
         dtype = engine.lora_dtype(self.llm) if options.get("enable_lora") else engine.model_dtype(self.llm)
         self.dtype_in = lambda form: dtype
         self.holder = run_on_all(self.accelerator, self._make_holder)
-        base = self._trained_base()
-        make_trials = self.trials(base, is_whole=True)
         if self.settings.verify != "off":
-            self._prove(base, make_trials)
-        self._print_start(run_on_all(self.accelerator, lambda: self._summary(base.name, base_note)))
+            base = self._trained_base()
+            self._prove(base, self.trials(base, is_whole=True))
+        name = self.model.active_peft_config.base_model_name_or_path
+        self._print_start(run_on_all(self.accelerator, lambda: self._summary(name, base_note)))
 
     def _check_serving(self) -> None:
         if self.settings.serving == "runtime":
@@ -189,17 +188,16 @@ class ColocateGeneration(AdapterGeneration):
             + ("." if self.settings.verify == "off" else ", a trial adapter.")
         )
 
-    def _prove(self, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]) -> None:
+    def _prove(self, base: TrainedBase, make_trials: MakeTrials) -> None:
         """**Collective.** Check the base model, and that vLLM samples from an adapter of the trained one's shapes.
 
         All processes have one outcome after each part. The next part may use an engine that runs in several processes,
         and would wait without end for a process that has failed.
         """
-        base = run_on_all(self.accelerator, base.remembered)
         run_on_all(self.accelerator, lambda: self._check_base(base))
-        trial, policy = run_on_all(self.accelerator, lambda: self._load_trial(base, make_trials))
-        assert trial.scores is not None
-        trained = Scores(base=base.logprobs(PROBE_PROMPT)[0], adapted=trial.scores.adapted)
+        trial, policy = run_on_all(self.accelerator, lambda: self._load_trial(make_trials))
+        trained = trial.scores  # of the same base, as a trial without an image has its scores
+        assert trained is not None
         found = run_on_all(self.accelerator, lambda: self._compared(policy, trained))
         self.is_verified = self._prove_all(found)
         if not self.is_verified:
@@ -221,18 +219,16 @@ class ColocateGeneration(AdapterGeneration):
                 'lora_sync_verify="off".'
             )
         self._served_base = engine.prompt_logprobs(self.llm, self.gate, None, PROBE_PROMPT)
-        gap = base_gap(base, self._served_base)
-        if gap.is_suspicious:
+        gap = base.gap(self._served_base)
+        if gap is None or gap.is_suspicious:
             raise VerificationError(
                 f"vLLM has loaded {self.model.name_or_path!r}, and computes other log-probabilities with it than the "
                 f"trainer: {gap}. The adapter would be applied to the wrong weights. Build the trainer with the path "
                 'of the checkpoint whose weights it trains. If they are meant to differ, set lora_sync_verify="off".'
             )
 
-    def _load_trial(
-        self, base: TrainedBase, make_trials: Callable[[TrainedBase], Sequence[Trial]]
-    ) -> tuple[Trial, Policy]:
-        (trial,) = make_trials(base)  # none only for lora_sync_verify="off"
+    def _load_trial(self, make_trials: MakeTrials) -> tuple[Trial, Policy]:
+        (trial,) = make_trials()  # none only for lora_sync_verify="off"
         return trial, self.holder.load("trial", self.idle_id(), trial.read(PLAIN))
 
     def _compared(self, policy: Policy, trained: Scores) -> VerificationResult:
