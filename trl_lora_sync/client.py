@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Completion, PromptGroup, Sampling
 from trl_lora_sync.engines.images import data_url
 from trl_lora_sync.engines.vllm.completions import sampling_fields
 from trl_lora_sync.errors import LoRASyncError
@@ -23,15 +23,11 @@ class RolloutClient:
 
     Args:
         sync: knows the servers and the active version.
-        deadline: makes the deadline of one call.
         sync_if_changed: called before each request, so that none samples from an earlier policy than the trainer's.
     """
 
-    def __init__(
-        self, sync: AdapterSync, deadline: Callable[[], Deadline], sync_if_changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, sync: AdapterSync, sync_if_changed: Callable[[], None]) -> None:
         self._sync = sync
-        self._deadline = deadline
         self._sync_if_changed = sync_if_changed
 
     @property
@@ -101,7 +97,7 @@ class RolloutClient:
         groups = [
             PromptGroup(prompt=prompt, count=n, images=image) for prompt, image in zip(prompts, pictures, strict=True)
         ]
-        answers = self._sync.generate(self.model, groups, sampling, self._deadline())
+        answers = self._sync.generate(self.model, groups, sampling, self._sync.generation_deadline())
         return _answer(answers, logprobs)
 
     def chat(
@@ -159,7 +155,7 @@ class RolloutClient:
         if chat_template_kwargs:
             body["chat_template_kwargs"] = chat_template_kwargs
         bodies = [{**body, "messages": openai_messages(conversation)} for conversation in messages]
-        answers = self._sync.chat(bodies, n, sampling, self._deadline())
+        answers = self._sync.chat(bodies, n, sampling, self._sync.generation_deadline())
         return _answer(answers, logprobs)
 
 

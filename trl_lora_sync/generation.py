@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from trl_lora_sync.adapter_generation import AdapterGeneration, Fingerprint, MakeTrials
 from trl_lora_sync.client import RolloutClient
 from trl_lora_sync.distributed import DIFFERENT_ADAPTERS, models_prepared, results_of_all, run_on_all, run_on_main
-from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Completion, PromptGroup, Sampling
 from trl_lora_sync.errors import LoRASyncError, VerificationError
 from trl_lora_sync.finalizer import Finalizer
 from trl_lora_sync.fleet import Fleet
@@ -72,7 +72,7 @@ class LoRASyncGeneration(AdapterGeneration):
         self._look_at_model()
         if self.accelerator.is_main_process:
             self._sync = sync = AdapterSync(self.settings)
-            self.overlap = overlap = Overlap(sync, lambda: _generation_deadline(sync.settings))
+            self.overlap = overlap = Overlap(sync)
 
             # `end` refers to the locals only: a Finalizer whose `end` refers to its owner would keep that alive.
             def end() -> None:
@@ -81,7 +81,7 @@ class LoRASyncGeneration(AdapterGeneration):
 
             # Before the start: an error there closes the run, but leaves the connections to this.
             Finalizer(self, end)
-            self.vllm_client = RolloutClient(self._sync, self._generation_deadline, self._sync_if_changed)
+            self.vllm_client = RolloutClient(sync, self._sync_if_changed)
         read, base = self._gather_adapter(PhaseTimer()), self._trained_base()
         make_trials = self.trials(base)
         summary = run_on_main(self.accelerator, lambda: self._start(read, base, make_trials))
@@ -357,11 +357,9 @@ class LoRASyncGeneration(AdapterGeneration):
             if self._batch is not None:
                 answers = self.overlap.sample(groups, self._sampling(), _following_groups([one[2] for one in batches]))
             else:
-                answers = self.sync.generate(self.active_name, groups, self._sampling(), self._generation_deadline())
+                deadline = self.sync.generation_deadline()
+                answers = self.sync.generate(self.active_name, groups, self._sampling(), deadline)
         return [completion for answer in answers for completion in answer], self.overlap.figures
-
-    def _generation_deadline(self) -> Deadline:
-        return _generation_deadline(self.settings)
 
     def _sampling(self) -> Sampling:
         return Sampling(
@@ -388,10 +386,6 @@ class LoRASyncGeneration(AdapterGeneration):
         if self._sync is not None:
             self._sync.close()
         self.reader.release()
-
-
-def _generation_deadline(settings: SyncSettings) -> Deadline:
-    return Deadline.after(settings.generation_timeout_s, "Generation (lora_sync_generation_timeout)")
 
 
 def _following_groups(batches: list[list[list[int]] | None]) -> list[PromptGroup] | None:

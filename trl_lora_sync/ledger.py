@@ -63,19 +63,9 @@ class VersionLedger:
             if url == base_url and name not in adapter_names:
                 del self._held[url, name]
 
-    def held(self, base_url: str) -> list[str]:
-        """The names that a server may have, in whatever state."""
-        return [name for url, name in self._held if url == base_url]
-
-    def overdue(self, base_url: str) -> list[str]:
-        """The names whose unload a server has not confirmed."""
-        # Without the names in UNLOADING, whose unload is queued or runs already.
-        return [name for (url, name), held in self._held.items() if url == base_url and held is Holding.UNCONFIRMED]
-
-    def unneeded(self, base_url: str) -> list[str]:
-        """The names that a server may still have although the run does not need them."""
-        going = (Holding.UNLOADING, Holding.UNCONFIRMED)
-        return [name for (url, name), held in self._held.items() if url == base_url and held in going]
+    def held(self, base_url: str, *states: Holding) -> list[str]:
+        """The names that a server may have, in one of these states, or in whatever state."""
+        return [name for (url, name), held in self._held.items() if url == base_url and (not states or held in states)]
 
     def is_gone(self, adapter_name: str) -> bool:
         """Whether no server may have a name any more."""

@@ -6,11 +6,11 @@ that version on the servers until the last answer. Knows prompts as token ids, a
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trl_lora_sync.adapter.store import StoredAdapter
-from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
+from trl_lora_sync.engines.base import Completion, PromptGroup, Sampling
 from trl_lora_sync.metrics import OVERLAP_HIDDEN, OVERLAP_WAIT, VERSION_LAG
 from trl_lora_sync.runtime import Task, run
 from trl_lora_sync.sync import AdapterSync
@@ -75,16 +75,14 @@ class Overlap:
 
     Args:
         sync: has the servers and the versions, and leases these.
-        deadline: makes the deadline of one batch.
 
     Attributes:
         ahead: the batch that is being sampled ahead, if one is.
         figures: of the batch that was taken last.
     """
 
-    def __init__(self, sync: AdapterSync, deadline: Callable[[], Deadline]) -> None:
+    def __init__(self, sync: AdapterSync) -> None:
         self._sync = sync
-        self._deadline = deadline
         self.ahead: _Ahead | None = None
         self._turns_of: StoredAdapter | None = None  # the version of the batch whose turns are being sampled
         self.figures: BatchFigures | None = None
@@ -101,7 +99,7 @@ class Overlap:
             LoRASyncError: the sampling failed, now or while the trainer worked.
         """
         if self._turns_of is not None:
-            return self._sync.generate(self._turns_of.name, groups, sampling, self._deadline())
+            return self._sync.generate(self._turns_of.name, groups, sampling, self._sync.generation_deadline())
         answers = self._take(groups, sampling)
         if answers is None:
             answers = self._sample_now(groups, sampling)
@@ -171,7 +169,7 @@ class Overlap:
     ) -> tuple[Answers, float]:
         started = time.monotonic()
         # The deadline begins with the sampling, and not when the training begins to wait for it.
-        answers = await self._sync.fleet.generate(stored.name, groups, sampling, self._deadline())
+        answers = await self._sync.fleet.generate(stored.name, groups, sampling, self._sync.generation_deadline())
         return answers, time.monotonic() - started
 
 

@@ -308,7 +308,8 @@ class ServerHandle:
     def _serve_again(self) -> None:
         # After all else: other tasks send requests to a server without an error.
         self.state, self.last_error = ServerState.READY, None
-        for name in self.ledger.unneeded(self.base_url):  # what it missed while it was away
+        # What it missed while it was away.
+        for name in self.ledger.held(self.base_url, Holding.UNLOADING, Holding.UNCONFIRMED):
             self.unload_later(name)
 
     def _needed(self) -> list[StoredAdapter]:
@@ -447,7 +448,8 @@ class ServerHandle:
             deadline = deadline or Deadline.after(self._timeouts.unload_s, f"Unloading {adapter_name}")
             is_confirmed = False
             # With the names that were not confirmed before. A missing name counts as unloaded: repeating is harmless.
-            for name in dict.fromkeys([*self.ledger.overdue(self.base_url), adapter_name]):
+            # Without those in UNLOADING, whose unload is queued or runs already.
+            for name in dict.fromkeys([*self.ledger.held(self.base_url, Holding.UNCONFIRMED), adapter_name]):
                 # An excluded server gets no request; `_serve_again` unloads what it missed.
                 is_confirmed = not self.is_excluded and await self.engine.unload(name, deadline)
                 self.ledger.note(self.base_url, name, Holding.GONE if is_confirmed else Holding.UNCONFIRMED)

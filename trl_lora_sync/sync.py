@@ -371,6 +371,10 @@ class AdapterSync:
         """Take the KV cache back. Returns whether the active version can be sampled from; if not, publish it again."""
         return run(self.fleet.wake(self._control_deadline("Restoring the KV cache"))) and self.active is not None
 
+    def generation_deadline(self) -> Deadline:
+        """Of one generation that begins now."""
+        return Deadline.after(self.settings.generation_timeout_s, "Generation (lora_sync_generation_timeout)")
+
     def _control_deadline(self, task: str) -> Deadline:
         return Deadline.after(self.settings.sync_timeout_s, f"{task} (lora_sync_timeout)")
 

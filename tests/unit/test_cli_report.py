@@ -414,7 +414,7 @@ def test_a_band_has_no_markers_of_its_own() -> None:
 def test_figures_are_json_whatever_the_values(count: int) -> None:
     points = [(float(step), math.nan if step % 11 == 5 else step % 7 + 0.5) for step in range(1, count + 1)]
     lines = [Line(name="a & b", points=points, band=[(x, y - 1, y + 1) for x, y in points])]
-    for figure in (line_figure(lines, unit="y", reference=1.0), stacked_figure(lines, unit="y")):
+    for figure in (line_figure(lines, unit="y", reference=1.0), stacked_figure(lines, unit="y", top=2.0)):
         text = figure.to_json()
         assert "NaN" not in text
         assert json.loads(text)["data"]

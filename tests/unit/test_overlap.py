@@ -20,7 +20,7 @@ from support.interrupts import Interrupts
 from trl_lora_sync import GRPOConfig, GRPOTrainer, LoRASyncConfig, LoRASyncTrainer, RLOOConfig
 from trl_lora_sync.checks.listed import CHECKS
 from trl_lora_sync.checks.subject import Expected, Subject
-from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, Deadline, PromptGroup
+from trl_lora_sync.engines.base import TIMEOUTS, Capabilities, Completion, PromptGroup
 from trl_lora_sync.errors import (
     GenerationError,
     LoRASyncError,
@@ -60,7 +60,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             fakes = [stack.enter_context(FakeSGLang(shapes=SMALL)) for _ in range(servers)]
             settings = {"overlap": True, **settings}
             run = FleetRun(AdapterSync(settings_for(fakes, tmp_path / "sync", **settings)), fakes)
-            overlap = Overlap(run.sync, lambda: Deadline.after(60, "the test"))
+            overlap = Overlap(run.sync)
             stack.callback(run.sync.close)
             stack.callback(overlap.cancel)
             run.start()
@@ -139,7 +139,7 @@ def test_a_lease_whose_taker_was_interrupted_ends_with_the_run(tmp_path: Path) -
     """The next training gave each server that version, although its files were deleted."""
     with in_memory_engines(shapes=SMALL) as [engine]:
         training = InMemoryRun([engine], tmp_path, overlap=True)
-        overlap = Overlap(training.sync, lambda: Deadline.after(60, "the test"))
+        overlap = Overlap(training.sync)
         interrupts = Interrupts({"trl_lora_sync.ledger", "trl_lora_sync.overlap"})
         while not interrupts.is_over:
             interrupts.call(lambda: batch(overlap, GROUPS, OTHERS))

@@ -119,7 +119,7 @@ def line_figure(
     return figure
 
 
-def stacked_figure(parts: Sequence[Line], *, unit: str, top: float | None = None) -> "Figure":
+def stacked_figure(parts: Sequence[Line], *, unit: str, top: float) -> "Figure":
     """The parts of each step on top of one another; `top` ends the axis, so that two figures can be compared."""
     figure = _figure(unit)
     count = max(len(part.points) for part in parts)
@@ -133,11 +133,8 @@ def stacked_figure(parts: Sequence[Line], *, unit: str, top: float | None = None
                 x=steps, y=values, name=part.name, stackgroup="parts", mode="lines", line_width=0, fillcolor=colour
             )
     figure.update_layout(barmode="stack", bargap=0.15)
-    whole = sums(parts)
-    marked = outliers(whole)
-    top = top or stack_top([whole])
     figure.update_yaxes(range=[0, top])
-    _mark(figure, marked, top)
+    _mark(figure, outliers(sums(parts)), top)
     return figure
 
 

@@ -242,20 +242,15 @@ def _ratio(runs: Sequence[Run]) -> Chart:
 
 def _servers(runs: Sequence[Run]) -> Chart:
     start = f"{PREFIX}load_s/"
-    # By number: as text, server 10 would come before server 2.
-    places = sorted(
-        {key.removeprefix(start) for run in runs for row in run.rows for key in row if start in key}, key=_place
-    )
+    # As numbers: as text, server 10 would come before server 2.
+    keys = {key for run in runs for row in run.rows for key in row if key.startswith(start)}
+    places = sorted(int(key.removeprefix(start)) for key in keys)
     lines = _lines(runs, *((f"server {place}", f"{start}{place}") for place in places))
     note = "Seconds of the load on each server."
     if count := [value for run in runs for value in run.finite(f"{PREFIX}servers")]:
         fewest, most = int(min(count)), int(max(count))
         note += f" In use: {most}." if fewest == most else f" In use: {fewest} to {most}."
     return _chart("Load time of each server", lines, "seconds", note, from_zero=True)
-
-
-def _place(text: str) -> tuple[int, str]:
-    return (int(text), "") if text.isdecimal() else (0, text)
 
 
 def _section(title: str, charts: Sequence[Chart], figures: list[str]) -> str:
