@@ -7,7 +7,6 @@ import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
@@ -113,8 +112,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         """
         check_launcher(self.accelerator)
         settings = self.settings
-        # No method, as trials outlive this object.
-        self.dtype_in: Callable[[Form], torch.dtype] = partial(_written_dtype, settings.dtype, base_dtype(self.model))
+        chosen, of_base = settings.dtype, base_dtype(self.model)
+        # By default as the servers keep it, as they cast any other one. No method, as trials outlive this object.
+        self.dtype_in: Callable[[Form], torch.dtype] = lambda form: chosen or form.dtype or of_base
         self._initial = run_on_all(
             self.accelerator,
             lambda: remember_initial_adapter(
@@ -319,9 +319,9 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         linears, gathered = self._gather_matrices()
         if not self.accelerator.is_main_process:
             return {}
-        wanted = set(linears)
+        wanted, suffix = set(linears), f".{self.model.active_adapter}"
         return {
-            _saved_name(path, self.model.active_adapter): gathered.get(module, module.weight).detach().clone()
+            f"{unwrapped_path(path).removesuffix(suffix)}.weight": gathered.get(module, module.weight).detach().clone()
             for path, module in self.model.named_modules()
             if module in wanted
         }
@@ -445,11 +445,6 @@ class AdapterGeneration(VLLMGeneration):  # type: ignore[misc]
         return seconds
 
 
-def _written_dtype(chosen: torch.dtype | None, base: torch.dtype, form: Form) -> torch.dtype:
-    """The dtype in which an adapter is written; by default as the servers keep it, as they cast any other one."""
-    return chosen or form.dtype or base
-
-
 def _advice(model: Any, group: str, modules: Sequence[str]) -> str:
     """What to do if a server ignores these modules of a group."""
     if group in ("experts", "router"):
@@ -488,8 +483,3 @@ def initial_note(size: int) -> str:
         "keep the checkpoint's base and get the difference to the initial adapter, which has twice the rank; the copy "
         f"of the initial adapter takes {size / 1e6:.1f} MB here."
     )
-
-
-def _saved_name(path: str, adapter_name: str) -> str:
-    """The name in PEFT's files of the matrix that a module of the model holds."""
-    return f"{unwrapped_path(path).removesuffix(f'.{adapter_name}')}.weight"

@@ -103,7 +103,12 @@ class LoRASyncTrainer:
         # After `_build`, as Transformers makes the list of callbacks in its `__init__`.
         self.add_callback(RunLog(self))
         if config.lora_sync_overlap:
-            self._start_overlap()
+            from trl_lora_sync.lookahead import LookAhead
+            from trl_lora_sync.overlap import start_sentence
+
+            self._look_ahead = LookAhead(lambda: self.accelerator.gradient_state.end_of_dataloader)
+            if self.accelerator.is_main_process:
+                print(start_sentence(self.args.vllm_importance_sampling_mode), flush=True)
 
     def _check_trainer(self, config: Any) -> None:
         """Refuse a trainer that adapter sync is not for."""
@@ -128,7 +133,11 @@ class LoRASyncTrainer:
         # Imported before TRL's name is replaced below, as our classes derive from what it names.
         generation_class = _generation_class(config)
         if config.vllm_mode == "colocate":
-            self._waits_on_host = _check_base(config, given)
+            from trl_lora_sync.colocate.shared_base import may_share, refuse_sharded
+
+            refuse_sharded(config)
+            # Until vLLM has loaded the weights that both will share.
+            self._waits_on_host = given.get("quantization_config") is None and may_share(config, given["model"])
 
         def build(*arguments: Any, **named: Any) -> Any:
             # TRL's arguments alone, as TRL's signature does not have ours.
@@ -159,15 +168,8 @@ class LoRASyncTrainer:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._release_adapters()
-            self._sum_up()
-
-    def _start_overlap(self) -> None:
-        from trl_lora_sync.lookahead import LookAhead
-        from trl_lora_sync.overlap import start_sentence
-
-        self._look_ahead = LookAhead(lambda: self.accelerator.gradient_state.end_of_dataloader)
-        if self.accelerator.is_main_process:
-            print(start_sentence(self.args.vllm_importance_sampling_mode), flush=True)
+            if self._totals is not None and self.accelerator.is_main_process:
+                print(self._totals.summary(), flush=True)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         """Transformers' `get_batch_samples`; with overlap it remembers what it takes, and what is read beyond it."""
@@ -256,15 +258,12 @@ class LoRASyncTrainer:
         # With `_internal_call` it is a checkpoint, which holds the adapter as shards.
         # Before TRL's own, which ends with the push to the Hub.
         if self._syncs_adapters and not _internal_call and _trl.saves_shards_only(self):
-            self._save_adapter(output_dir)
+            from trl_lora_sync.distributed import run_on_main
+
+            # Not inside `run_on_main`: gathering is collective, and there the other processes only wait.
+            matrices = self.vllm_generation.adapter_state_dict()
+            run_on_main(self.accelerator, lambda: _trl.save_adapter(self, output_dir, matrices))
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-
-    def _save_adapter(self, output_dir: str | None) -> None:
-        from trl_lora_sync.distributed import run_on_main
-
-        # Not inside `run_on_main`: gathering is collective, and there the other processes only wait.
-        matrices = self.vllm_generation.adapter_state_dict()
-        run_on_main(self.accelerator, lambda: _trl.save_adapter(self, output_dir, matrices))
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's `compute_loss`. With `vllm_server_sleep` the server first releases its KV cache."""
@@ -282,10 +281,6 @@ class LoRASyncTrainer:
                 self._look_ahead.forget()
             # The versions are unloaded, so the next training or evaluation must sync, though the step may be the same.
             _trl.forget_last_sync(self)
-
-    def _sum_up(self) -> None:
-        if self._totals is not None and self.accelerator.is_main_process:
-            print(self._totals.summary(), flush=True)
 
     def _record_sync(self, report: "SyncReport") -> None:
         from trl_lora_sync.metrics import PREFIX, SyncTotals
@@ -316,18 +311,6 @@ def _generation_class(config: Any) -> Any:
     warn(logger, VLLM_COLOCATE.caution(installed_version()))
     check_colocate()
     return ColocateGeneration
-
-
-def _check_base(config: Any, given: dict[str, Any]) -> bool:
-    """Whether the model should stay on the host until vLLM has loaded the weights that both will share.
-
-    Raises:
-        UnsupportedSettingError: the launcher shards what adapter sync needs whole.
-    """
-    from trl_lora_sync.colocate.shared_base import may_share, refuse_sharded
-
-    refuse_sharded(config)
-    return given.get("quantization_config") is None and may_share(config, given["model"])
 
 
 def _given(trainer_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 import json
 import shlex
 import warnings
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
@@ -134,13 +135,15 @@ def _expected(given: DoctorInput, server: "ServerHandle", scores: list[list[floa
     # On one host only, as the path of another one may lead to another model here.
     if base is None and saved is not None and server.address.is_local:
         base = model_folder(server.engine.capabilities.base_root)
-    trained, unscored = None, "give --model, the folder of the base model"
+    # With the first server each time: differences would add up from one server to the next.
+    trained, computed = TrainedBase(scores=(scores[0], _SPREAD_OF_PEER) if scores else None), None
+    unscored = "give --model, the folder of the base model"
     if base is not None:
         # Fused serving takes the names of the checkpoint.
         if saved is not None and not server.engine.capabilities.is_fused:
             saved = saved.as_served(_config_of(base))
         try:
-            trained = _trained(base, given.adapter if saved else None)
+            trained, computed = _trained(base, given.adapter if saved else None)
         # A folder of another model, or of none, or with a damaged file.
         except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as error:
             why = str(error).strip().partition("\n")[0]
@@ -148,21 +151,15 @@ def _expected(given: DoctorInput, server: "ServerHandle", scores: list[list[floa
         # Errors of torch for a .bin file that is empty, or of another kind. Their messages are about pickles.
         except (EOFError, LookupError, UnpicklingError) as error:
             unscored = f"the model in {base} has a file of weights that is damaged ({type(error).__name__})"
-    # With the first server each time: differences would add up from one server to the next.
-    peer = (scores[0], _SPREAD_OF_PEER) if scores else None
     targets = saved.target_modules if saved else config.get("target_modules")
     return Expected(
-        base=TrainedBase(
-            name=str(given.base) if given.base else config.get("base_model_name_or_path"),
-            vocab_size=trained and trained.vocab_size,
-            scores=(trained.scores.base, trained.spread) if trained else peer,
-        ),
-        are_of_peer=trained is None,
+        base=replace(trained, name=str(given.base) if given.base else config.get("base_model_name_or_path")),
+        are_of_peer=computed is None,
         unscored=unscored,
         rank=saved_rank(config) if config else None,
         target_modules=served_modules(targets) if config else (),
-        trials=[_trial(saved, base, trained)] if saved else (),
-        doubt=_doubt(saved, base, server, "" if trained else unscored) if saved else "",
+        trials=[_trial(saved, base, computed)] if saved else (),
+        doubt=_doubt(saved, base, server, "" if computed else unscored) if saved else "",
     )
 
 
@@ -182,12 +179,12 @@ def _doubt(saved: "SavedAdapter", base: Path | None, server: "ServerHandle", uns
     return ""
 
 
-def _trial(saved: "SavedAdapter", base: Path | None, trained: "_Trained | None") -> Trial:
+def _trial(saved: "SavedAdapter", base: Path | None, computed: Scores | None) -> Trial:
     def read(form: "Form") -> "CanonicalAdapter":
         # SGLang needs q/k/v and gate/up complete, and the base model has the shapes of what is missing.
         return saved.canonical(shapes=_shapes(base) if form.packed_modules else None)
 
-    return Trial(group="saved", modules=(), read=read, scores=trained.scores if trained else None)
+    return Trial(group="saved", modules=(), read=read, scores=computed)
 
 
 def _config_of(base: Path) -> dict[str, Any]:
@@ -209,17 +206,9 @@ def _shapes(base: Path | None) -> "Mapping[str, tuple[int, int]]":
         return {}
 
 
-class _Trained(NamedTuple):
-    """What PEFT computes of the probe prompt, and the size of the model's vocabulary."""
-
-    scores: Scores
-    spread: float
-    vocab_size: int | None
-
-
 @cache  # the same for all servers
-def _trained(base: Path, adapter: Path | None) -> _Trained:
-    """On the CPU; without an adapter, of the base alone."""
+def _trained(base: Path, adapter: Path | None) -> tuple[TrainedBase, Scores]:
+    """What PEFT computes of the probe prompt, on the CPU; without an adapter, of the base alone."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -233,7 +222,8 @@ def _trained(base: Path, adapter: Path | None) -> _Trained:
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
         # The configuration of a vision-language model has its vocabulary one level down.
         size = getattr(model.config.get_text_config(), "vocab_size", None)
-        without, spread = base_logprobs(model, PROBE_PROMPT, {})
+        scores = base_logprobs(model, PROBE_PROMPT, {})
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter)
-        return _Trained(Scores(base=without, adapted=adapter_logprobs(model, PROBE_PROMPT)), spread, size)
+        adapted = adapter_logprobs(model, PROBE_PROMPT)
+        return TrainedBase(vocab_size=size, scores=scores), Scores(base=scores[0], adapted=adapted)
