@@ -48,7 +48,7 @@ from trl_lora_sync.adapter.canonical import CanonicalAdapter, ExtraTensors, LoRA
 from trl_lora_sync.adapter.experts import FAMILIES, ExpertLayer, expert_blocks  # noqa: E402
 from trl_lora_sync.adapter.flat import FlatBuffer  # noqa: E402
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool  # noqa: E402
-from trl_lora_sync.adapter.store import StoredAdapter  # noqa: E402
+from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter  # noqa: E402
 from trl_lora_sync.engine_plugins import vllm_fused, vllm_quick_load  # noqa: E402
 from trl_lora_sync.engines.base import Deadline  # noqa: E402
 from trl_lora_sync.engines.connect import connect_engine  # noqa: E402
@@ -278,7 +278,7 @@ class Exporter:
         )
         self._buffer = FlatBuffer()
         pool = PinnedFilePool(shares_gpu=True) if self._device == "cuda" else None
-        self._transport = DiskTransport(folder / "store", pinned=pool, has_checksums=True)
+        self._transport = DiskTransport(AdapterStore(folder / "store", pinned=pool))
 
     def write(self) -> tuple[StoredAdapter, CanonicalAdapter, dict[str, float]]:
         """The next version, and the seconds of each part."""

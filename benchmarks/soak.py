@@ -100,7 +100,7 @@ def soak(args: argparse.Namespace) -> None:
                 print(number, {name: round(rounds[-1][name], 4) for name in (*measured, "gap", "change")}, flush=True)
     finally:
         sync.close()
-    left = [name for name in on_servers(sync) if name.startswith(sync.transport.run_id)]
+    left = [name for name in on_servers(sync) if name.startswith(sync.transport.store.run_id)]
     result = {
         **run_environment(sync.fleet.capabilities.engine, sync.fleet.capabilities.version),
         "syncs": len(rounds),

@@ -28,6 +28,7 @@ from soak import make_policy, perturb
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
 from trl_lora_sync.adapter.export import read_adapter
+from trl_lora_sync.adapter.store import AdapterStore
 from trl_lora_sync.addresses import default_sync_dir, is_local_url
 from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.http import SizedBody
@@ -46,8 +47,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.engine = Blocking(SGLangEngine(args.url, is_local=is_local_url(args.url)))
         self.engine.connect(deadline())
-        self.disk = Blocking(DiskTransport(default_sync_dir(True, "transports")))
-        self.tensors = Blocking(HTTPTransport(default_sync_dir(True, "transports")))
+        self.disk = Blocking(DiskTransport(AdapterStore(default_sync_dir(True, "transports"), has_checksums=False)))
+        self.tensors = Blocking(HTTPTransport(AdapterStore(default_sync_dir(True, "transports"))))
         self.per_rank = Version(self.engine.capabilities.version) >= Version("0.5.17")
         self.url = args.url
         self._number = 0

@@ -2,10 +2,9 @@
 
 import asyncio
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from trl_lora_sync.adapter.canonical import CanonicalAdapter
@@ -28,43 +27,22 @@ class DiskTransport:
     order, and only the wait for it ends at the deadline. What it finishes too late is deleted again.
 
     Args:
-        servers, pinned, has_checksums: see `AdapterStore`.
         timeouts: `close_s` bounds how long a clean-up is waited for.
 
     Attributes:
         store: what the thread writes with.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        server_root: str | None = None,
-        servers: Sequence[str] = (),
-        pinned: PinnedFilePool | None = None,
-        has_checksums: bool = False,
-        timeouts: Timeouts = TIMEOUTS,
-    ) -> None:
+    def __init__(self, store: AdapterStore, timeouts: Timeouts = TIMEOUTS) -> None:
+        self.store = store
         self._timeouts = timeouts
-        self.store = AdapterStore(
-            root, server_root=server_root, servers=servers, pinned=pinned, has_checksums=has_checksums
-        )
         self._files = BlockingThread("lora-sync-files")
-
-    @property
-    def run_id(self) -> str:
-        """What the names of all versions begin with; another one after a `close` that kept names."""
-        return self.store.run_id
-
-    @property
-    def directory(self) -> Path:
-        return self.store.directory
 
     @property
     def where(self) -> str:
         """Where versions are kept, in words."""
         seen = "" if self.store.is_seen_alike else f" (the server sees {self.store.server_root})"
-        return f"{self.directory}{seen}"
+        return f"{self.store.directory}{seen}"
 
     async def open(self, deadline: Deadline) -> None:
         """Get ready; does nothing if it is ready already.
@@ -102,7 +80,8 @@ class DiskTransport:
         if not waiting.done():
             raise deadline.error(
                 held_up
-                or f"the file system of {self.directory} hangs. Set lora_sync_dir to another one, or look at its server"
+                or f"the file system of {self.store.directory} hangs. Set lora_sync_dir to another one, or look at its "
+                "server"
             )
         return waiting.result()
 
@@ -202,20 +181,20 @@ def transport_for(
     """
     servers = [server.base_url for server in settings.servers]
     if all(sends_content):
-        return HTTPTransport(settings.root, servers=servers, timeouts=settings.timeouts)
+        return HTTPTransport(AdapterStore(settings.root, servers=servers), settings.timeouts)
     kind = DiskAndHTTPTransport if any(sends_content) else DiskTransport
     # Only this host's kernel knows whether a file of this host is still read.
     are_local = all(server.is_local for server, sent in zip(settings.servers, sends_content, strict=True) if not sent)
     # A worker learns of the shared files and the GPU's memory from a version's note, which holds a checksum.
     pinned = PinnedFilePool(shares=has_checksums, shares_gpu=has_checksums) if is_on_gpu and are_local else None
-    return kind(
+    store = AdapterStore(
         settings.root,
         server_root=settings.server_root,
         servers=servers,
         pinned=pinned,
         has_checksums=has_checksums,
-        timeouts=settings.timeouts,
     )
+    return kind(store, settings.timeouts)
 
 
 def is_sent_content(settings: SyncSettings, address: ServerAddress, served: Capabilities) -> bool:

@@ -171,7 +171,9 @@ def test_server_forgets_adapters_of_dead_runs_only(
         path=active.path,
         server_path=active.server_path,
     )
-    sent = run(HTTPTransport(tmp_path / "of-another-host").write(1, ADAPTER, Deadline.after(10.0, "the test")))
+    sent = run(
+        HTTPTransport(AdapterStore(tmp_path / "of-another-host")).write(1, ADAPTER, Deadline.after(10.0, "the test"))
+    )
     abroad = foreign.directory / f"{foreign.run_id}-v1"
     kept = StoredAdapter(
         name=abroad.name,

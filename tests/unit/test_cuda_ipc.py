@@ -678,7 +678,7 @@ def test_a_run_completes_its_files_by_itself() -> None:
     gpu = StandInGPU()
     with shared_folder() as folder:
         pool = PinnedFilePool(driver_for=StandInProcess(gpu), shares_gpu=True)
-        transport = Blocking(DiskTransport(folder / "root", pinned=pool, has_checksums=True))
+        transport = Blocking(DiskTransport(AdapterStore(folder / "root", pinned=pool)))
         stored = transport.write(1, flat(1), soon(20))
         assert stored.is_unfinished
         assert happens(lambda: is_complete(stored))

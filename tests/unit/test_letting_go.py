@@ -493,7 +493,7 @@ def test_a_name_that_was_not_unloaded_during_the_run_is_known_after_it_was_kille
         training.publish()
         training.wait_for_unloads()
     assert first in fake.host_adapters
-    record = tmp_path / "sync" / training.sync.transport.run_id / first
+    record = tmp_path / "sync" / training.sync.transport.store.run_id / first
     assert happens(lambda: list(record.iterdir()) == [])  # never missing, not even while its files are deleted
 
     training.sync.close()

@@ -191,7 +191,7 @@ def test_tensors_are_sent_once_with_the_key_the_version_wants(
     monkeypatch.setenv("SGLANG_API_KEY", "api")
     monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "admin")
     fake, engine = serve(version, api_key="api", admin_api_key="admin")
-    stored = Blocking(HTTPTransport(tmp_path)).write(1, random_adapter(SMALL, 1, rank=R), soon())
+    stored = Blocking(HTTPTransport(AdapterStore(tmp_path))).write(1, random_adapter(SMALL, 1, rank=R), soon())
     engine.load(stored, soon())
     assert engine.unload(stored.name, soon())
     sent = [(request.path, request.token) for request in fake.requests if request.method == "POST"]
@@ -278,7 +278,9 @@ def test_completed_siblings_keep_the_server_alive_and_the_policy_the_same(
     assert {module.name.rpartition(".")[2] for module in completed[len(modules) :]} == added
     assert len(completed) == SMALL.layers * len({*adapted, *added})
     fake, engine = serve(version)
-    stored = Blocking(HTTPTransport(tmp_path)).write(1, FlatBuffer().export(completed, dtype=torch.float32), soon())
+    stored = Blocking(HTTPTransport(AdapterStore(tmp_path))).write(
+        1, FlatBuffer().export(completed, dtype=torch.float32), soon()
+    )
     engine.load(stored, soon())
     ((found,),) = engine.generate(stored.name, [PromptGroup(prompt=PROMPT, count=1)], sampling(), soon())
     assert found.logprobs is not None
@@ -474,7 +476,9 @@ def test_the_same_words_about_tensors_are_a_refusal(serve: Serve, tmp_path: Path
     fake, engine = serve()
     fake.canned["/load_lora_adapter_from_tensors"] = [refusal("No such file")]
     with pytest.raises(AdapterRejectedError) as caught:
-        engine.load(Blocking(HTTPTransport(tmp_path)).write(1, random_adapter(SMALL, 1, rank=R), soon()), soon())
+        engine.load(
+            Blocking(HTTPTransport(AdapterStore(tmp_path))).write(1, random_adapter(SMALL, 1, rank=R), soon()), soon()
+        )
     assert not isinstance(caught.value, AdapterNotVisibleError)
 
 

@@ -46,7 +46,7 @@ class Hang:
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Iterator[Blocking]:
-    made = Blocking(DiskTransport(tmp_path / "sync"))
+    made = Blocking(DiskTransport(AdapterStore(tmp_path / "sync")))
     yield made
     made.close()
 
@@ -75,7 +75,7 @@ def test_a_sweep_that_takes_too_long_is_no_matter_of_the_file_system(tmp_path: P
     dead.write(1, adapter())
     assert dead.lock is not None
     os.close(dead.lock)  # as the kernel does for a process that is killed
-    transport, may_end = Blocking(DiskTransport(tmp_path / "sync")), threading.Event()
+    transport, may_end = Blocking(DiskTransport(AdapterStore(tmp_path / "sync"))), threading.Event()
     try:
         with pytest.raises(DeadlineExceededError, match=r"adapters of earlier runs.*trl-lora-sync sweep URL --dir /"):
             transport.sweep(lambda name: may_end.wait(30), lambda url: True, soon(0.3))
@@ -94,7 +94,7 @@ def test_what_is_written_too_late_is_deleted_again(transport: Blocking, hang: Ha
     third = transport.write(3, adapter(), soon())
 
     assert third.path is not None
-    assert sorted(path.name for path in transport.directory.iterdir()) == [third.path.name, "owner.json"]
+    assert sorted(path.name for path in transport.store.directory.iterdir()) == [third.path.name, "owner.json"]
 
 
 def test_a_write_that_is_cancelled_as_it_ends_is_deleted_in_the_file_thread(
@@ -123,11 +123,11 @@ def test_a_write_that_is_cancelled_as_it_ends_is_deleted_in_the_file_thread(
 
     run(cancel_as_it_ends())
     assert deleting == ["lora-sync-files"]
-    assert [path.name for path in transport.directory.iterdir()] == ["owner.json"]
+    assert [path.name for path in transport.store.directory.iterdir()] == ["owner.json"]
 
 
 def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(tmp_path: Path, hang: Hang) -> None:
-    transport = Blocking(DiskTransport(tmp_path / "sync", timeouts=Timeouts(close_s=0.1)))
+    transport = Blocking(DiskTransport(AdapterStore(tmp_path / "sync"), timeouts=Timeouts(close_s=0.1)))
     with pytest.raises(DeadlineExceededError):
         transport.write(1, adapter(), soon(0.2))
     started = time.monotonic()
@@ -137,13 +137,13 @@ def test_deleting_and_closing_do_not_wait_for_a_file_system_that_hangs(tmp_path:
     assert time.monotonic() - started < 10
     hang.let_go.set()
     transport.open(soon())  # comes after the close, which has been made good
-    assert [path.name for path in transport.directory.iterdir()] == ["owner.json"]
+    assert [path.name for path in transport.store.directory.iterdir()] == ["owner.json"]
 
 
 def test_errors_of_a_write_are_those_of_the_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(AdapterExportError, match="cannot be created"):
-        run(DiskTransport(tmp_path / "file" / "sync").open(soon()))
+        run(DiskTransport(AdapterStore(tmp_path / "file" / "sync")).open(soon()))
 
 
 @pytest.mark.parametrize("kind", [DiskAndHTTPTransport, HTTPTransport])
@@ -156,9 +156,9 @@ def test_a_version_that_cannot_be_copied_to_the_host_leaves_no_folder(
         raise MemoryError("no room for the copy")
 
     monkeypatch.setattr(CanonicalAdapter, "on_host", fail)
-    transport = Blocking(kind(tmp_path / "sync"))
+    transport = Blocking(kind(AdapterStore(tmp_path / "sync")))
     transport.open(soon())
     with pytest.raises(MemoryError):
         transport.write(1, adapter(), soon())
-    assert [path.name for path in transport.directory.iterdir()] == ["owner.json"]
+    assert [path.name for path in transport.store.directory.iterdir()] == ["owner.json"]
     transport.close()

@@ -79,7 +79,7 @@ def examine(server: "ServerHandle", given: DoctorInput, diagnosis: Diagnosis, sc
             run(make_checks([subject], expected.trials, partial(given.deadline, f"A check of {server.base_url}")))
         scores += [subject.base_logprobs] if subject.base_logprobs else []
         if transport is not None and expected.trials:
-            _check_clean_up(server, transport.run_id, given, diagnosis)
+            _check_clean_up(server, transport.store.run_id, given, diagnosis)
     finally:
         if transport is not None:
             # Or the folder of this check would stay behind, as that of a dead run.
@@ -88,13 +88,14 @@ def examine(server: "ServerHandle", given: DoctorInput, diagnosis: Diagnosis, sc
 
 def _transport(given: DoctorInput, server: "ServerHandle") -> "DiskTransport | None":
     """How an adapter reaches the server; None if no way is known."""
+    from trl_lora_sync.adapter.store import AdapterStore
     from trl_lora_sync.transports import DiskTransport, HTTPTransport
 
     # Not `is_sent_content`, which raises where no way is known. Here the adapter is then left out, with a note.
     served, settings = server.engine.capabilities, server.settings
     if given.folder is not None or server.address.is_local:
-        return DiskTransport(settings.root, server_root=settings.server_root)
-    return HTTPTransport(settings.root) if served.supports_tensor_load or served.supports_push else None
+        return DiskTransport(AdapterStore(settings.root, server_root=settings.server_root, has_checksums=False))
+    return HTTPTransport(AdapterStore(settings.root)) if served.supports_tensor_load or served.supports_push else None
 
 
 def _look_for_leftovers(server: "ServerHandle", given: DoctorInput, diagnosis: Diagnosis) -> None:
