@@ -212,11 +212,6 @@ def test_overlap_without_adapter_sync_is_refused(fields: dict[str, Any], tmp_pat
         GRPOConfig(output_dir=str(tmp_path), **ON_CPU, **fields, lora_sync_overlap=1)
 
 
-def test_overlap_in_colocate_mode_is_refused(make: Callable[..., GRPOConfig]) -> None:
-    with pytest.raises(UnsupportedSettingError, match='lora_sync_overlap=1 cannot be used with vllm_mode="colocate"'):
-        make(vllm_mode="colocate", lora_sync_overlap=1)
-
-
 @pytest.mark.parametrize("overlap", [2, -1, "1", None])
 def test_overlap_is_zero_or_one(overlap: Any, make: Callable[..., GRPOConfig]) -> None:
     with pytest.raises(
@@ -449,19 +444,6 @@ def test_server_urls_are_read_from_trls_fields(
 def test_server_that_is_named_twice_is_refused(urls: str, make: Callable[..., GRPOConfig]) -> None:
     with pytest.raises(UnsupportedSettingError, match="names http://a:1 more than once"):
         make(vllm_server_base_url=urls)
-
-
-@pytest.mark.outside
-def test_key_from_the_environment_is_in_no_form_of_the_config(
-    make: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", SECRET)
-    args = make()
-    torch.save(args, tmp_path / "training_args.bin")  # as the Trainer does beside each checkpoint
-    forms = [json.dumps(args.to_dict(), default=str), args.to_json_string(), repr(args), str(sync_settings(args))]
-    assert not any(SECRET in form for form in forms)
-    assert SECRET.encode() not in (tmp_path / "training_args.bin").read_bytes()
-    assert not any("key" in field.name for field in dataclasses.fields(GRPOConfig) if "lora_sync" in field.name)
 
 
 def test_config_survives_its_own_json(make: Callable[..., GRPOConfig]) -> None:
