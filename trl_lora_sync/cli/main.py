@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from trl_lora_sync.cli.console import UsageError, err
+from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
 
 GOOD, PROBLEM, USAGE = 0, 1, 2
 _HELP = "LoRA adapter sync for TRL: start servers, check them, train, and make a page of the results."
@@ -69,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # The command line itself has flags without values only, so the first other word is the command.
     chosen = next((word for word in arguments if not word.startswith("-")), "")
-    from trl_lora_sync.errors import LoRASyncError, UnsupportedSettingError
-
     try:
         make_app(chosen)(arguments, prog_name="trl-lora-sync")
     except SystemExit as ended:  # the end of each command of typer
@@ -78,17 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(ended.code, str):
             raise
         return ended.code or GOOD
-    except LoRASyncError as error:
+    # OSError: a folder without rights, in which `Path.is_dir` raises it before Python 3.14, or a full disk.
+    except (UsageError, LoRASyncError, OSError) as error:
         err().print(f"trl-lora-sync {chosen}: {error}", style="red")
-        # This one is about flags or a saved configuration; the others are about servers, files and libraries.
-        return USAGE if isinstance(error, UnsupportedSettingError) else PROBLEM
-    except UsageError as error:
-        err().print(f"trl-lora-sync {chosen}: {error}", style="red")
-        return USAGE
-    # A folder without rights, in which `Path.is_dir` raises it before Python 3.14, or a full disk.
-    except OSError as error:
-        err().print(f"trl-lora-sync {chosen}: {error}", style="red")
-        return PROBLEM
+        # These two are about flags or a saved configuration; the others are about servers, files and libraries.
+        return USAGE if isinstance(error, UsageError | UnsupportedSettingError) else PROBLEM
     return GOOD
 
 
