@@ -240,8 +240,10 @@ class AdapterSync:
                 server_load_s = await self.fleet.load(stored, deadline)
             await beside.done.wait()
             with timer.phase("verify"):
+                # Where every server has compared what it holds with what was sent, that shows more than its files do.
+                is_compared = stored.has_checksum and self.fleet.capabilities.checks_payload
                 # After the load: before it, files that are damaged later would pass.
-                if self.settings.verify != "off" and not self._is_compared(stored):
+                if self.settings.verify != "off" and not is_compared:
                     await self.transport.check(stored, adapter, deadline)
                 if not is_final and self.fleet.needs_verification:
                     raise VerificationDueError("A server came back during the sync. It is verified before it is used.")
@@ -272,6 +274,8 @@ class AdapterSync:
     ) -> SyncReport:
         # The engines count over the whole run, and a report has what came since the one before.
         retries, self._retries_reported = self.fleet.retries - self._retries_reported, self.fleet.retries
+        # An excluded server samples nothing, so what it has proved does not count.
+        is_verified = all(server.is_verified for server in self.fleet.in_service)
         return SyncReport(
             adapter_name=stored.name,
             version=stored.version,
@@ -287,12 +291,8 @@ class AdapterSync:
             retries=retries,
             verify_gap=fmean(one.gap_mean for one in evidence) if evidence else None,
             verify_gap_max=max(one.gap_max for one in evidence) if evidence else None,
-            is_verified=self._is_verified(),
+            is_verified=None if self.settings.verify == "off" else is_verified,
         )
-
-    def _is_compared(self, stored: StoredAdapter) -> bool:
-        """Whether every server has compared what it holds of a version with what was sent; more than its files show."""
-        return stored.has_checksum and self.fleet.capabilities.checks_payload
 
     @asynccontextmanager
     async def _withdrawn_on_error(self, stored: StoredAdapter) -> AsyncIterator[None]:
@@ -333,10 +333,6 @@ class AdapterSync:
     async def _delete(self, stored: StoredAdapter) -> None:
         # A name that a server may still have stays as an empty folder, for the sweep of the next run.
         await self.transport.delete(stored, keep_name=not self.ledger.is_gone(stored.name))
-
-    def _is_verified(self) -> bool | None:
-        # An excluded server samples nothing, so what it has proved does not count.
-        return None if self.settings.verify == "off" else all(server.is_verified for server in self.fleet.in_service)
 
     # Sampling
 

@@ -1,6 +1,6 @@
 """The command that starts vLLM for adapter sync, and what is refused because it is known to break."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from packaging.version import Version
@@ -137,7 +137,7 @@ def plan_vllm(installed: Installed, request: ServerRequest, environ: Mapping[str
         QUICK_MIDDLEWARE: bool(request.loads_quickly),
     }
     for middleware in (one for one, is_wanted in wanted.items() if is_wanted):
-        if not _names_middleware(middleware, request.extra):
+        if not any(typed.removeprefix("--middleware=") == middleware for typed in request.extra):
             command += ["--middleware", middleware]  # may be given several times, so a typed one stays
     # Typed arguments come last, as the last value of a flag counts.
     return LaunchCommand(command=(*command, *request.extra), env=env, notes=tuple(notes))
@@ -150,10 +150,6 @@ def _with_quick_load(installed: Installed, request: ServerRequest, given: Engine
     # vLLM takes one worker extension, and fused serving is one, too.
     is_possible = installed.has_plugins and not request.is_fused and not given.has("--worker-extension-cls")
     return replace(request, loads_quickly=is_possible)
-
-
-def _names_middleware(middleware: str, extra: Sequence[str]) -> bool:
-    return any(argument.removeprefix("--middleware=") == middleware for argument in extra)
 
 
 def _vllm_program(installed: Installed, model: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -125,10 +125,6 @@ def run(
     # `exec` replaces this process without its cleanup, and what is buffered would be lost.
     sys.stdout.flush()
     sys.stderr.flush()
-    _become(launch)
-
-
-def _become(launch: LaunchCommand) -> NoReturn:
     # Not a child process, so that signals and the exit status are the engine's.
     os.execvpe(launch.command[0], launch.command, {**os.environ, **launch.env})
 
