@@ -5,7 +5,7 @@ until all completions are short enough: the policy would seem to prefer short on
 """
 
 import logging
-from dataclasses import dataclass
+import math
 
 from trl_lora_sync.errors import GenerationError, LoRASyncError, ServerUnreachableError
 
@@ -15,12 +15,6 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_S = 3600.0
 # A limit is kept to within milliseconds, and a busy trainer measures it less well than that.
 _SAME_S, _SAME_SHARE = 0.5, 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CutOff:
-    at: float
-    waited_s: float
 
 
 class CutOffs:
@@ -33,7 +27,7 @@ class CutOffs:
     def __init__(self, base_url: str, shortest_s: float) -> None:
         self._base_url = base_url
         self._shortest_s = shortest_s
-        self._last: _CutOff | None = None
+        self._last_at, self._last_waited_s = -math.inf, 0.0
         self._verdict: GenerationError | None = None
 
     def note(self, error: LoRASyncError | None, at: float) -> None:
@@ -43,19 +37,19 @@ class CutOffs:
             GenerationError: a request before it was cut off after the same time.
         """
         # To every caller from then on: of several threads that sample, one would get it otherwise.
-        if self._verdict is not None and self._last is not None and at - self._last.at < _REMEMBERED_S:
+        if self._verdict is not None and at - self._last_at < _REMEMBERED_S:
             raise self._verdict
         waited_s = error.waited_s if isinstance(error, ServerUnreachableError) else None
         if waited_s is None or waited_s < self._shortest_s:
             return
-        last = self._last
+        # From the start of the request, as a limit may itself be longer than `_REMEMBERED_S`.
+        since_last_s = at - waited_s - self._last_at
         # Requests that were under way together also end together, whatever the reason is.
-        if last is not None and at - waited_s < last.at:
+        if since_last_s < 0:
             return
-        self._last = _CutOff(at=at, waited_s=waited_s)
-        # From its start, as a limit may itself be longer than that.
-        is_soon_after = last is not None and at - waited_s - last.at < _REMEMBERED_S
-        if last is not None and is_soon_after and _is_same(waited_s, last.waited_s):
+        is_same = abs(waited_s - self._last_waited_s) <= max(_SAME_S, _SAME_SHARE * waited_s)
+        self._last_at, self._last_waited_s = at, waited_s
+        if is_same and since_last_s < _REMEMBERED_S:
             self._verdict = GenerationError(
                 f"Requests to {self._base_url} are cut off after {waited_s:.0f} s, and its server is well. Longer "
                 "completions would never come, and only short ones would be trained on. A gateway or a load balancer "
@@ -70,7 +64,3 @@ class CutOffs:
             self._base_url,
             waited_s,
         )
-
-
-def _is_same(one_s: float, other_s: float) -> bool:
-    return abs(one_s - other_s) <= max(_SAME_S, _SAME_SHARE * one_s)
