@@ -110,7 +110,7 @@ def test_an_interrupt_at_any_point_leaves_the_model_computing_as_before(score: s
     model.base_model.model.model.norm.eval()
     given, weights = torch.tensor([IDS]), trial_of(model)
     scores = {**SCORES, "trial": lambda model: trial_logprobs(model, weights, IDS)}
-    interrupts = Interrupts({"trl_lora_sync.scoring", "contextlib", "peft.tuners.tuners_utils"})
+    interrupts = Interrupts({"trl_lora_sync.scoring", "contextlib"})
     while not interrupts.is_over:
         before, computed = state_of(model), model.eval()(given).logits
         put_back(model, before)
