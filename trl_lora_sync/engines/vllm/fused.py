@@ -5,7 +5,6 @@ already. The same header of each answer must name that adapter.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from trl_lora_sync.adapter.store import StoredAdapter
 from trl_lora_sync.engine_plugins.safetensors_file import DTYPES
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE
-from trl_lora_sync.engines.base import Capabilities, Deadline
+from trl_lora_sync.engines.base import Deadline
 from trl_lora_sync.engines.http import json_object, server_message
 from trl_lora_sync.engines.vllm.engine import VLLMEngine, paths_by_name
 from trl_lora_sync.errors import (
@@ -37,11 +36,7 @@ _ASLEEP = "server sleeps"
 class VLLMFusedEngine(VLLMEngine):
     """One vLLM server with fused serving; see the `Engine` protocol."""
 
-    async def connect(self, deadline: Deadline) -> Capabilities:
-        self._capabilities = replace(await super().connect(deadline), is_fused=True)
-        return self._capabilities
-
-    async def _check_serving(self, deadline: Deadline) -> None:
+    async def _check_serving(self, deadline: Deadline) -> dict[str, Any]:
         response = await self._retried("GET", ROUTE, deadline)
         message = server_message(response)
         if response.status_code == 404:
@@ -63,11 +58,14 @@ class VLLMFusedEngine(VLLMEngine):
                 f"The server at {self.base_url} has version {protocol!r} of the fused routes, and this trainer "
                 f"version {PROTOCOL}. Install the same trl-lora-sync next to both."
             )
-        self._checks_payload = state.get("checks") == NOTE_FORM
-        workers = state.get("workers")
-        # The note of a version names the memory of the GPU, and workers with another form of note cannot read it.
-        self._gpus = tuple(workers[0].get("gpus", ())) if self._checks_payload and workers else ()
-        self._lora_dtype = DTYPES.get(workers[0].get("dtype", "")) if workers else None
+        checks_payload, workers = state.get("checks") == NOTE_FORM, state.get("workers")
+        return {
+            "is_fused": True,
+            "checks_payload": checks_payload,
+            # The note of a version names the memory of the GPU, and workers with another form of note cannot read it.
+            "gpus": tuple(workers[0].get("gpus", ())) if checks_payload and workers else (),
+            "lora_dtype": DTYPES.get(workers[0].get("dtype", "")) if workers else None,
+        }
 
     def _serve_command(self, *options: str, engine_options: Sequence[str] = ()) -> str:
         return super()._serve_command("--fused", *options, engine_options=engine_options)
