@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from trl_lora_sync.engine_plugins import fused_middleware, vllm_fused
-from trl_lora_sync.engine_plugins.timeouts import timeout
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, ROUTE, WORKER, FusedMiddleware
 
 WHOLE = {"q": {"shape": [8, 4], "pieces": [[0, 8, 0, 4]]}}
@@ -169,11 +168,7 @@ class Server:
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    async def in_time() -> None:
-        async with timeout(20):
-            await test
-
-    asyncio.run(in_time())
+    asyncio.run(asyncio.wait_for(test, 20))
 
 
 async def until(condition: Callable[[], bool]) -> None:

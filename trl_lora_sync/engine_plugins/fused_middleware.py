@@ -17,7 +17,6 @@ from starlette.websockets import WebSocketClose
 from trl_lora_sync.engine_plugins import logger
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.routes import below, check_key, path_of, refusal, respond
-from trl_lora_sync.engine_plugins.timeouts import timeout
 from trl_lora_sync.engine_plugins.version_note import NOTE_FORM
 from trl_lora_sync.engine_plugins.vllm_fused import BASE, HEADER, PROTOCOL, ROUTE, WORKER
 from trl_lora_sync.engine_plugins.weights_lock import WeightsLock
@@ -358,8 +357,7 @@ class FusedMiddleware:
             Refused: a client's pause still waits for requests after `timeout_s`.
         """
         try:
-            async with timeout(timeout_s):
-                await self._client_pause.acquire()
+            await asyncio.wait_for(self._client_pause.acquire(), timeout_s)
         except asyncio.TimeoutError as error:
             raise _busy(timeout_s) from error
         try:
@@ -520,8 +518,7 @@ async def _until_paused(pausing: "asyncio.Future[None]", timeout_s: float) -> No
         Refused: it is still busy after `timeout_s`.
     """
     try:
-        async with timeout(timeout_s):
-            await pausing
+        await asyncio.wait_for(pausing, timeout_s)
     except asyncio.TimeoutError as error:
         raise _busy(timeout_s) from error
 
@@ -594,8 +591,7 @@ def _in_time(receive: Receive) -> Receive:
         if is_complete:
             return await receive()
         try:
-            async with timeout(BODY_TIMEOUT_S):
-                message = await receive()
+            message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
         except asyncio.TimeoutError:
             return {"type": "http.disconnect"}
         is_complete = not message.get("more_body", False)

@@ -18,7 +18,6 @@ from trl_lora_sync.engine_plugins.push_store import PushStore, Upload, sweep_dea
 from trl_lora_sync.engine_plugins.push_streams import MOST_STREAMS, IncomingStreams
 from trl_lora_sync.engine_plugins.refusals import Refused, check_name
 from trl_lora_sync.engine_plugins.routes import below, check_key, header, respond
-from trl_lora_sync.engine_plugins.timeouts import timeout
 from trl_lora_sync.engine_plugins.vllm_push import (
     CHECKSUM_HEADER,
     DIRECTORY_VARIABLE,
@@ -146,8 +145,7 @@ class PushMiddleware:
         if incoming is None or incoming.upload.name != name:
             raise Refused(410, f"No upload of {name} with this token is under way.")
         try:
-            async with timeout(UPLOAD_TIMEOUT_S):
-                await incoming.received()
+            await asyncio.wait_for(incoming.received(), UPLOAD_TIMEOUT_S)
             return await asyncio.to_thread(incoming.upload.finish, checksum)
         except (OSError, asyncio.TimeoutError) as error:
             raise Refused(408, f"The bytes of {name} did not come ({error}).") from error
@@ -165,8 +163,7 @@ class PushMiddleware:
         if path is None:
             upload = self._bodies[name] = self._begin(name, _length_in(request.scope, "Content-Length"))
             try:
-                async with timeout(UPLOAD_TIMEOUT_S):
-                    path = await _receive_into(upload, request.stream(), checksum)
+                path = await asyncio.wait_for(_receive_into(upload, request.stream(), checksum), UPLOAD_TIMEOUT_S)
             except asyncio.TimeoutError as error:
                 raise Refused(408, f"The upload took more than {UPLOAD_TIMEOUT_S:.0f} s.") from error
             finally:

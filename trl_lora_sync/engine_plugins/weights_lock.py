@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from trl_lora_sync.engine_plugins.refusals import Refused
-from trl_lora_sync.engine_plugins.timeouts import timeout
 
 
 # Compared by identity: two requests may have the same fields, and `list.remove` must find the right one.
@@ -94,24 +93,25 @@ class WeightsLock:
         self.waiting.append(me)
         self._admit_next()
         try:
-            async with timeout(timeout_s):
-                return await me.admitted
+            # Leaves the future alone at the timeout and when it is cancelled, as `_leave` reads it.
+            await asyncio.wait([me.admitted], timeout=timeout_s)
+            if not me.admitted.done():
+                raise Refused(
+                    409,
+                    f"{self.running} other requests were still being answered after {timeout_s:.0f} s, and the weights "
+                    "cannot change under them. Wait for them, or end them.",
+                )
+            return me.admitted.result()
         # CancelledError as well: a request whose client has left must neither stay in the line nor stay counted.
-        except BaseException as error:
+        except BaseException:
             self._leave(me)
-            if not isinstance(error, asyncio.TimeoutError):
-                raise
-            raise Refused(
-                409,
-                f"{self.running} other requests were still being answered after {timeout_s:.0f} s, and the weights "
-                "cannot change under them. Wait for them, or end them.",
-            ) from error
+            raise
 
     def _leave(self, me: _Waiting) -> None:
         """Remove a request that does not wait any longer, even if it was let in at that moment."""
         if me in self.waiting:
             self.waiting.remove(me)
-        # Admitted at the moment of the timeout or the cancellation, so what `_admit` has counted is given back.
+        # Admitted at the moment of the cancellation, so what `_admit` has counted is given back.
         elif me.admitted.result():
             self.running -= 1
         else:
@@ -154,7 +154,4 @@ class WeightsLock:
             self.running += 1
         else:
             self._is_changing = True
-        if one.admitted.cancelled():  # the request is gone, and its task has not run since
-            # `_leave` reads in this future what the request has to give back.
-            one.admitted = asyncio.get_running_loop().create_future()
         one.admitted.set_result(samples)
