@@ -26,7 +26,7 @@ from peft import PeftModel
 from trl_lora_sync import transports
 from trl_lora_sync.adapter.pinned_files import PinnedFilePool
 from trl_lora_sync.addresses import default_sync_dir
-from trl_lora_sync.engine_plugins.cuda_ipc import Driver, IPCError
+from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError
 from trl_lora_sync.engines.base import Completion, Deadline, PromptGroup, Sampling
 from trl_lora_sync.engines.vllm.engine import VLLMEngine
 from trl_lora_sync.generation import LoRASyncGeneration
@@ -299,7 +299,7 @@ def _no_shared_gpu() -> Any:
     )
 
 
-def _no_driver(device: torch.device) -> Driver:
+def _no_driver(device: torch.device) -> CUDADriver:
     raise IPCError("this arm is to read files")
 
 

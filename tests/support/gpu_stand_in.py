@@ -25,7 +25,7 @@ class StandInGPU:
 
 
 class StandInProcess:
-    """A driver, see `engine_plugins.cuda_ipc.Driver`. A copy happens only when it is waited for."""
+    """A driver, see `engine_plugins.cuda_ipc.CUDADriver`. A copy happens only when it is waited for."""
 
     def __init__(self, gpu: StandInGPU, visible: str = GPU) -> None:
         self._all = gpu

@@ -17,7 +17,7 @@ from trl_lora_sync.adapter.fingerprint import fingerprint
 from trl_lora_sync.adapter.flat import FlatBuffer
 from trl_lora_sync.adapter.pinned_files import PinnedFile, PinnedFilePool
 from trl_lora_sync.adapter.store import AdapterStore, StoredAdapter
-from trl_lora_sync.engine_plugins.cuda_ipc import Driver, IPCError
+from trl_lora_sync.engine_plugins.cuda_ipc import CUDADriver, IPCError
 from trl_lora_sync.engine_plugins.pinned_memory import PinError, begin_copy_to_host, copy_now, pin
 from trl_lora_sync.engine_plugins.repeated import Repeated
 from trl_lora_sync.errors import AdapterNotFiniteError
@@ -49,7 +49,7 @@ def on_gpu(modules: list[LoRAModule], dtype: torch.dtype) -> list[LoRAModule]:
     ]
 
 
-def no_driver(device: torch.device) -> Driver:
+def no_driver(device: torch.device) -> CUDADriver:
     raise IPCError("refused")
 
 

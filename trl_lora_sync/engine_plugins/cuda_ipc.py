@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,31 +54,6 @@ class Offer(NamedTuple):
         return cls(int(number), int(size), str(gpu), handle)
 
 
-class Driver(Protocol):
-    """What is needed of CUDA. Addresses are numbers; every method raises IPCError."""
-
-    def gpu(self, device: torch.device) -> str:
-        """The UUID of a device."""
-
-    def allocate(self, device: torch.device, size: int) -> int:
-        """Memory that shares nothing with other allocations."""
-
-    def free(self, device: torch.device, address: int) -> None:
-        """To be called once no other process has it open."""
-
-    def share(self, device: torch.device, address: int) -> bytes:
-        """The handle by which another process opens it."""
-
-    def open(self, device: torch.device, handle: bytes, gpu: str) -> int:
-        """Another process's memory, on the same or another GPU, as `device` sees it."""
-
-    def close(self, device: torch.device, address: int) -> None:
-        """End what `open` began."""
-
-    def copy(self, device: torch.device, target: int, source: int, size: int) -> Wait:
-        """Begin a copy, after what the current stream does; the result waits until it is done."""
-
-
 class GPUMemory:
     """The trainer's end: memory on its GPU from which workers read the newest version.
 
@@ -86,7 +61,7 @@ class GPUMemory:
         IPCError: it cannot be allocated or shared.
     """
 
-    def __init__(self, number: int, size: int, device: torch.device, driver: Driver) -> None:
+    def __init__(self, number: int, size: int, device: torch.device, driver: "CUDADriver") -> None:
         self.size = size
         self.device = device
         self._driver = driver
@@ -122,7 +97,7 @@ class OpenedMemory:
         IPCError: it cannot be opened here.
     """
 
-    def __init__(self, offer: Offer, device: torch.device, driver: Driver) -> None:
+    def __init__(self, offer: Offer, device: torch.device, driver: "CUDADriver") -> None:
         self._size = offer.size
         self._device = device
         self._driver = driver
@@ -148,7 +123,10 @@ class _Handle(ctypes.Structure):
 
 
 class CUDADriver:
-    """`Driver` by libcuda. Source: the manual of the driver API, "Memory Management"; the same from 11.4 to 13."""
+    """What is needed of libcuda. Addresses are numbers; every method raises IPCError.
+
+    Source: the manual of the driver API, "Memory Management"; the same from 11.4 to 13.
+    """
 
     def __init__(self) -> None:
         try:
@@ -166,9 +144,11 @@ class CUDADriver:
         return [self._gpu(index) for index in range(count.value)]
 
     def gpu(self, device: torch.device) -> str:
+        """The UUID of a device."""
         return self._gpu(_index(device))
 
     def allocate(self, device: torch.device, size: int) -> int:
+        """Memory that shares nothing with other allocations."""
         address = ctypes.c_uint64()
         with self._on(device):
             # ctypes passes a plain integer as a C int of 32 bits, so every size and address here is given its type.
@@ -177,16 +157,19 @@ class CUDADriver:
         return address.value
 
     def free(self, device: torch.device, address: int) -> None:
+        """To be called once no other process has it open."""
         with self._on(device):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def share(self, device: torch.device, address: int) -> bytes:
+        """The handle by which another process opens it."""
         handle = _Handle()
         with self._on(device):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle.bytes)
 
     def open(self, device: torch.device, handle: bytes, gpu: str) -> int:
+        """Another process's memory, on the same or another GPU, as `device` sees it."""
         own, visible = _index(device), self.gpus()
         if gpu not in visible:
             raise IPCError(f"{gpu} is not visible here; CUDA_VISIBLE_DEVICES of the server leaves it out")
@@ -204,10 +187,12 @@ class CUDADriver:
         return address.value
 
     def close(self, device: torch.device, address: int) -> None:
+        """End what `open` began."""
         with self._on(device):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def copy(self, device: torch.device, target: int, source: int, size: int) -> Wait:
+        """Begin a copy, after what the current stream does; the result waits until it is done."""
         # On another stream, so that what the current one gets next does not wait for it.
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -264,7 +249,7 @@ def _cuda_driver() -> CUDADriver:
     return CUDADriver()
 
 
-def driver_for(device: torch.device) -> Driver:
+def driver_for(device: torch.device) -> CUDADriver:
     """The driver of a device.
 
     Raises:
@@ -275,7 +260,7 @@ def driver_for(device: torch.device) -> Driver:
     return _cuda_driver()
 
 
-DriverFor = Callable[[torch.device], Driver]
+DriverFor = Callable[[torch.device], CUDADriver]
 
 
 def visible_gpus() -> list[str]:
