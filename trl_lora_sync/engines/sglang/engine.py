@@ -39,7 +39,7 @@ from trl_lora_sync.engines.images import data_urls, one_token_per_image
 from trl_lora_sync.engines.registry import restart_command
 from trl_lora_sync.engines.server import logprobs_mode
 from trl_lora_sync.engines.sglang.completions import Sample, read_completion, sampling_params
-from trl_lora_sync.engines.sglang.payload import LoadBody, TensorPayload
+from trl_lora_sync.engines.sglang.payload import LoadBody
 from trl_lora_sync.engines.sglang.server import SGLangServer
 from trl_lora_sync.engines.sglang.spec import SGLANG
 from trl_lora_sync.errors import (
@@ -83,7 +83,6 @@ class SGLangEngine(SGLangServer):
     def __init__(self, base_url: str, *, is_local: bool, timeouts: Timeouts = TIMEOUTS) -> None:
         super().__init__(base_url, is_local=is_local, timeouts=timeouts)
         self._tp_size = 1
-        self._payload = TensorPayload()
         self._seeds: random.Random | None = None
         self._accepted_sampling: set[str] = set()
         self._stuck_unload: str | None = None
@@ -212,7 +211,9 @@ class SGLangEngine(SGLangServer):
                 body = {"lora_name": adapter.name, "lora_path": adapter.server_path, "pinned": False}
                 response = await self._admin("/load_lora_adapter", deadline, body=body)
             else:
-                response = await self._load_tensors(adapter, deadline)
+                assert adapter.content is not None  # what has no path comes as tensors
+                tensors = await self.tensor_body(adapter.name, adapter.content)
+                response = await self._admin("/load_lora_adapter_from_tensors", deadline, content=tensors)
         except DeadlineExceededError as error:
             raise deadline.error(
                 f"{self.base_url} did not answer the load of {adapter.name}. An unload that waits for a request that "
@@ -233,20 +234,12 @@ class SGLangEngine(SGLangServer):
             )
         return loaded
 
-    async def _load_tensors(self, adapter: StoredAdapter, deadline: Deadline) -> httpx.Response:
-        if adapter.content is None:
-            raise LoRASyncError(f"The adapter {adapter.name!r} has neither a path nor tensors to send.")
-        body = await self.tensor_body(adapter.name, adapter.content)
-        return await self._admin("/load_lora_adapter_from_tensors", deadline, content=body)
-
     async def tensor_body(self, adapter_name: str, adapter: CanonicalAdapter) -> LoadBody:
-        """The request that carries the tensors to this server, valid until the next one is made."""
+        """The request that carries the tensors to this server."""
         # From 0.5.17 on, a list with one element per tensor-parallel rank takes the place of one string.
         per_rank = self._version >= _TENSORS_PER_RANK_FROM
-        # One thread makes all bodies in turn, because they share the memory of the payload.
-        return await offload(
-            partial(self._payload.body, adapter_name, adapter, per_rank=per_rank, tp_size=self._tp_size)
-        )
+        # In the thread for long calls, because all bytes are copied.
+        return await offload(partial(LoadBody, adapter_name, adapter, per_rank=per_rank, tp_size=self._tp_size))
 
     def _load_error(self, adapter: StoredAdapter, status: int, message: str) -> ServerError:
         if status == 404:
