@@ -167,9 +167,6 @@ def test_a_load_with_days_to_wait_asks_for_a_time_that_the_server_accepts() -> N
         ((409, {"error": {"message": "a-v1 is registered already"}}), AdapterRejectedError, "registered already"),
         ((422, {"error": {"message": "The adapter holds NaN"}}), AdapterRejectedError, "holds NaN"),
         ((422, {"error": {"message": "it was not written completely"}}), AdapterNotVisibleError, "cut off or damaged"),
-        # Of servers that were installed before they had one wording for it.
-        ((422, {"error": {"message": "was the file written completely?"}}), AdapterNotVisibleError, "cut off"),
-        ((422, {"error": {"message": "/a holds no adapter that can be read"}}), AdapterNotVisibleError, "cut off"),
         ((404, {"error": {"message": "No adapter found for /sync"}}), AdapterNotVisibleError, "lora_sync_server_dir"),
         ((401, {"error": {"message": "Unauthorized"}}), ServerAuthError, "VLLM_API_KEY"),
     ],

@@ -64,17 +64,17 @@ class Model(torch.nn.Module):
 
 def test_a_linear_layer_is_taken() -> None:
     model = Model()
-    worker.check_layer(model, "q_proj", {"q_proj": model.q_proj})
+    worker.check_layer(model, "q_proj", {"q_proj": model.q_proj}, {})
 
 
 def test_a_norm_and_a_bias_are_taken_and_those_with_another_form_are_not() -> None:
     model = Model()
     model.norm = torch.nn.LayerNorm(4)
-    worker.check_layer(model, "norm", {})
-    worker.check_layer(model, "q_proj.bias", {"q_proj": model.q_proj})
+    worker.check_layer(model, "norm", {}, {})
+    worker.check_layer(model, "q_proj.bias", {"q_proj": model.q_proj}, {})
     model.norm.quant_method = LatentAttention(model.q_proj)
     with pytest.raises(worker.UnsuitableError, match="'norm', which is a LayerNorm and no unquantised"):
-        worker.check_layer(model, "norm", {})
+        worker.check_layer(model, "norm", {}, {})
 
 
 def test_dora_is_refused_where_a_worker_has_a_part_of_each_row() -> None:
@@ -91,7 +91,7 @@ def test_dora_is_refused_where_a_worker_has_a_part_of_each_row() -> None:
 
 def test_experts_without_plain_weights_are_refused_by_name() -> None:
     with pytest.raises(worker.UnsuitableError, match=r"'experts\.w13_weight', which is a FusedMoE.*target_modules"):
-        worker.check_layer(Model(), "experts.w13_weight", {})
+        worker.check_layer(Model(), "experts.w13_weight", {}, {})
 
 
 class UnquantizedFusedMoEMethod:
@@ -115,7 +115,7 @@ def test_experts_are_taken_with_kernels_that_keep_the_order_of_their_weights(bac
 def test_a_layer_that_is_kept_in_another_form_as_well_is_refused() -> None:
     model = Model()
     with pytest.raises(worker.UnsuitableError, match=r"LatentAttention \('attention'\) also keeps"):
-        worker.check_layer(model, "kv_b_proj", {"kv_b_proj": model.kv_b_proj})
+        worker.check_layer(model, "kv_b_proj", {"kv_b_proj": model.kv_b_proj}, {})
 
 
 def test_what_goes_wrong_in_a_worker_is_an_answer() -> None:

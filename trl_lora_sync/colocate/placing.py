@@ -50,10 +50,7 @@ def find(llm: Any, shapes: dict[str, tuple[int, int]]) -> dict[str, list[WeightS
         PlacementError: vLLM does not keep them as matrices of this kind.
     """
     with _unwrapped(engine.served_model(llm)) as model:
-        # vLLM fills the rows below an embedding up to its padded vocabulary, which copies no part of a weight.
-        return trace_weight_slices(
-            model.load_weights, _parameters_of(model), shapes, engine.model_dtype(llm), skip_padding=True
-        )
+        return trace_weight_slices(model.load_weights, _parameters_of(model), shapes, engine.model_dtype(llm))
 
 
 def whole_views(llm: Any, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_lora_sync.engine_plugins.fused_file import tensor_name
 
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
@@ -63,8 +64,6 @@ def trace_weight_slices(
     parameters: dict[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
-    *,
-    skip_padding: bool = False,
 ) -> dict[str, list[WeightSlice]]:
     """Find where weights of a checkpoint would go, without changing anything.
 
@@ -73,7 +72,6 @@ def trace_weight_slices(
         parameters: the model's parameters that may be written to, on any device.
         shapes: of each weight or bias, by the name of its module in the checkpoint, or by its own (`tensor_name`). One
             of shape `(n,)` is taken for a matrix of shape `(1, n)`.
-        skip_padding: whether a model may fill rows beyond the end of a weight, as vLLM does below an embedding.
 
     Returns:
         The pieces of each of them; none for what is not on this process.
@@ -81,7 +79,7 @@ def trace_weight_slices(
     Raises:
         PlacementError: the model does not know a name, the shape does not fit it, or it does more than copying.
     """
-    recorder = _Recorder(parameters, skip_padding=skip_padding)
+    recorder = _Recorder(parameters)
 
     def record(chosen: Iterable[str]) -> dict[str, list[WeightSlice]]:
         # In the served dtype, as a loader that converts its weight would seem to compute something from it.
@@ -112,9 +110,8 @@ def trace_weight_slices(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes down copies into the parameters instead of making them."""
 
-    def __init__(self, parameters: dict[str, Tensor], *, skip_padding: bool) -> None:
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._skipped = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default) if skip_padding else ()
         self.pieces: dict[str, list[WeightSlice]] = {}
         # Keyed by storage, as tensors without contents have no address, and held so that a key stays unique.
         self._sources: dict[int, tuple[str, Tensor]] = {}
@@ -128,7 +125,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
             self._note(args[0], args[1])
             return args[0]
-        if func in self._skipped and _storage(args[0]) in self._parameters:
+        # vLLM fills the rows below an embedding up to its padded vocabulary, which copies no part of a weight.
+        if func in _FILLS and _storage(args[0]) in self._parameters:
             return args[0]
         # Only writes are refused. Reads, views and shapes go through, as loading rules depend on them.
         for argument, value in zip(func._schema.arguments, args, strict=False):

@@ -29,8 +29,6 @@ FOLDER_PREFIX = "trl-lora-sync-push-"
 _PRIVATE_DIRECTORY, _PRIVATE_FILE = 0o700, 0o600
 # Of the file system, left for others: vLLM's own queues are in /dev/shm, and touching one there is no room for kills.
 _SHARE_LEFT_FREE = 0.05
-# A header that names 36,864 tensors of experts (30B-A3B) has 5.3 MB.
-_MAX_HEADER_BYTES = 16 << 20
 
 
 class PushStore:
@@ -305,7 +303,7 @@ def sweep_dead_servers(root: Path) -> list[str]:
 def _config_in(file: int) -> dict[str, Any]:
     """The adapter's configuration from the head of its safetensors file, whose layout is checked against its size."""
     try:
-        head = head_of(file, _MAX_HEADER_BYTES)
+        head = head_of(file)
         metadata, entries = head.content()
         config = json.loads(metadata[CONFIG_KEY])
         end = max(entry["data_offsets"][1] for entry in entries.values())

@@ -112,7 +112,7 @@ def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byt
     return struct.pack("<Q", len(text)) + text
 
 
-def head_of(file: int, max_header_bytes: int = _MAX_HEADER_BYTES) -> Head:
+def head_of(file: int) -> Head:
     """The beginning of an open file, by its descriptor.
 
     Raises:
@@ -122,7 +122,7 @@ def head_of(file: int, max_header_bytes: int = _MAX_HEADER_BYTES) -> Head:
     (length,) = struct.unpack("<Q", os.pread(file, HEADER_PREFIX_BYTES, 0))
     start = HEADER_PREFIX_BYTES + length
     # The length comes from the file, so it is checked before that much is read.
-    if length > max_header_bytes or start > size:
+    if length > _MAX_HEADER_BYTES or start > size:
         raise ValueError(f"a header of {length} bytes")
     return Head(start, size - start, os.pread(file, length, HEADER_PREFIX_BYTES))
 

@@ -256,7 +256,7 @@ class FusedModel:
         with self._whole_weights():
             parameters = _parameters_of(self._model)
             dtype = self._config.model_config.dtype
-            found = trace_weight_slices(self._model.load_weights, parameters, new, dtype, skip_padding=True)
+            found = trace_weight_slices(self._model.load_weights, parameters, new, dtype)
             owners = list(dict.fromkeys(piece.owner for pieces in found.values() for piece in pieces))
             for owner in owners:
                 check_layer(self._model, owner, {**self._linears, **self._embeddings}, self._experts)
@@ -522,9 +522,7 @@ def _parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name.removesuffix(".weight"): value.data for name, value in model.named_parameters()}
 
 
-def check_layer(
-    model: torch.nn.Module, owner: str, layers: dict[str, Any], experts: dict[str, Any] | None = None
-) -> None:
+def check_layer(model: torch.nn.Module, owner: str, layers: dict[str, Any], experts: dict[str, Any]) -> None:
     """Check that a parameter is the only form in which the server keeps what it holds.
 
     Args:
@@ -532,7 +530,6 @@ def check_layer(
         layers: linear layers and embeddings whose weights are plain.
         experts: layers of experts whose weights are plain, by the names of these.
     """
-    experts = experts or {}
     layer = layers.get(owner.removesuffix(".bias")) or experts.get(owner) or _module_at(model, owner)
     is_plain = owner.removesuffix(".bias") in layers or owner in experts or _is_vector(model, owner)
     if not is_plain:

@@ -81,8 +81,6 @@ logger = logging.getLogger(__name__)
 _SEEN_IN_PART = (
     *("doesn't contain tensors", "Error while deserializing header", "Expecting value: line 1 column 1"),
     *(DAMAGED, CUT_OFF),
-    # Of fused servers that were installed before they had `CUT_OFF` for it.
-    *("was the file written completely?", "holds no adapter that can be read"),
 )
 # Of the workers of a server, all but one may leave an answer behind; see `_is_of_another`.
 _MOST_LEFT_ANSWERS = 8
