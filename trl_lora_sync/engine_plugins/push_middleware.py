@@ -49,9 +49,8 @@ class PushMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self._streams = 0 if os.environ.get(STREAMS_VARIABLE) == "0" else MOST_STREAMS
-        self._incoming: dict[str, IncomingStreams] = {}
-        # In one HTTP request each, whose connection may hang; at most one for a name.
-        self._bodies: dict[str, Upload] = {}
+        # By name, at most one each: over several connections, or in an HTTP request, whose connection may hang.
+        self._arriving: dict[str, IncomingStreams | Upload] = {}
         self.store = PushStore(
             Path(os.environ.get(DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY), max_bytes=_max_bytes_from_environment()
         )
@@ -79,8 +78,8 @@ class PushMiddleware:
         async def send_and_close(message: Message) -> None:
             # Both `complete` and `failed`. Before it is passed on, as the process may end after that.
             if message["type"].startswith("lifespan.shutdown"):
-                for token in list(self._incoming):
-                    self._give_up(token)
+                for name in list(self._arriving):
+                    self._end(name)
                 self.store.close()
             await send(message)
 
@@ -103,7 +102,7 @@ class PushMiddleware:
             return await self._take(name, request)
         if request.method == "DELETE":
             # What has come over connections is not there by its name until the `PUT`, which the trainer may never send.
-            self._give_up_earlier(name)
+            self._end(name)
             return {"name": name, "deleted": await asyncio.to_thread(self.store.delete, name)}
         raise Refused(405, f"PUT, POST and DELETE are offered here, and GET {ROUTE}.")
 
@@ -119,58 +118,59 @@ class PushMiddleware:
             upload.abort()
             # Not 503, as of a server that is down: the trainer then sends it in one HTTP request.
             raise Refused(500, f"No port can be opened for the upload ({error.strerror}).") from error
-        self._incoming[incoming.token] = incoming
-        # For a trainer that never sends the `PUT`, which removes the token otherwise.
-        asyncio.get_running_loop().call_later(UPLOAD_TIMEOUT_S, self._give_up, incoming.token)
+        self._arriving[name] = incoming
+        # For a trainer that never sends the `PUT`, which ends it otherwise.
+        asyncio.get_running_loop().call_later(UPLOAD_TIMEOUT_S, self._end, name, incoming)
         return {"name": name, "port": incoming.port, "token": incoming.token}
 
     def _begin(self, name: str, size: int) -> Upload:
-        self._give_up_earlier(name)
+        self._end(name)
         return self.store.begin(name, size)
 
-    def _give_up_earlier(self, name: str) -> None:
-        """End the uploads of a name that the trainer has given up, as it has sent another request for that name."""
-        for token in [token for token, one in self._incoming.items() if one.upload.name == name]:
-            self._give_up(token)
-        if name in self._bodies:
-            self._bodies.pop(name).abort()
+    def _end(self, name: str, only: IncomingStreams | Upload | None = None) -> None:
+        """End an upload; one that is finished stays as it is.
 
-    def _give_up(self, token: str) -> None:
-        incoming = self._incoming.pop(token, None)
-        if incoming is not None:
-            incoming.close()
+        Args:
+            only: by default whatever arrives for the name. The trainer has given that up if it sends another request.
+        """
+        one = only or self._arriving.get(name)
+        if one is not None:
+            one.abort()
+            if self._arriving.get(name) is one:  # and no later one
+                del self._arriving[name]
+
+    async def _take(self, name: str, request: Request) -> dict[str, Any]:
+        checksum = _checksum_in(request.scope)
+        path = self.store.path_of(name, checksum)
+        token = header(request.scope, TOKEN_HEADER)
+        if path is not None:  # a push that is repeated because its answer was lost
+            self._end(name)
+        elif token is not None:
+            path = await self._take_streams(name, token, checksum)
+        else:
+            path = await self._take_body(name, request, checksum)
+        return {"name": name, "path": str(path), "bytes": self.store.sizes().get(name), "checksum": checksum}
 
     async def _take_streams(self, name: str, token: str, checksum: str) -> Path:
-        incoming = self._incoming.get(token)
-        if incoming is None or incoming.upload.name != name:
+        incoming = self._arriving.get(name)
+        if not isinstance(incoming, IncomingStreams) or incoming.token != token:
             raise Refused(410, f"No upload of {name} with this token is under way.")
         try:
             await asyncio.wait_for(incoming.received(), UPLOAD_TIMEOUT_S)
             return await asyncio.to_thread(incoming.upload.finish, checksum)
         except (OSError, asyncio.TimeoutError) as error:
             raise Refused(408, f"The bytes of {name} did not come ({error}).") from error
+        finally:
+            self._end(name, incoming)
 
-    async def _take(self, name: str, request: Request) -> dict[str, Any]:
-        checksum = _checksum_in(request.scope)
-        path = self.store.path_of(name, checksum)  # a push that is repeated because its answer was lost
-        token = header(request.scope, TOKEN_HEADER)
-        if token is not None:
-            try:
-                path = path or await self._take_streams(name, token, checksum)
-            finally:
-                # After success too, which removes the entry; `close` leaves a finished upload alone.
-                self._give_up(token)
-        if path is None:
-            upload = self._bodies[name] = self._begin(name, _length_in(request.scope, "Content-Length"))
-            try:
-                path = await asyncio.wait_for(_receive_into(upload, request.stream(), checksum), UPLOAD_TIMEOUT_S)
-            except asyncio.TimeoutError as error:
-                raise Refused(408, f"The upload took more than {UPLOAD_TIMEOUT_S:.0f} s.") from error
-            finally:
-                upload.abort()
-                if self._bodies.get(name) is upload:  # and not of a later request
-                    del self._bodies[name]
-        return {"name": name, "path": str(path), "bytes": self.store.sizes().get(name), "checksum": checksum}
+    async def _take_body(self, name: str, request: Request, checksum: str) -> Path:
+        upload = self._arriving[name] = self._begin(name, _length_in(request.scope, "Content-Length"))
+        try:
+            return await asyncio.wait_for(_receive_into(upload, request.stream(), checksum), UPLOAD_TIMEOUT_S)
+        except asyncio.TimeoutError as error:
+            raise Refused(408, f"The upload took more than {UPLOAD_TIMEOUT_S:.0f} s.") from error
+        finally:
+            self._end(name, upload)
 
 
 async def _receive_into(upload: Upload, body: AsyncIterable[bytes], checksum: str) -> Path:

@@ -32,7 +32,7 @@ class IncomingStreams:
     """Receives one upload. Its threads end by themselves, at the latest when the trainer has been silent for long.
 
     Args:
-        upload: what is received; aborted by an error, and by `close`.
+        upload: what is received; aborted by an error, and by `abort`.
         address: of this host, where the trainer's HTTP request arrived.
 
     Attributes:
@@ -68,7 +68,7 @@ class IncomingStreams:
         """
         await asyncio.shield(self._all)
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """End it and delete what has arrived; does nothing to an upload that is finished."""
         with self._lock:
             # Wakes the threads, each of which closes its own.
@@ -80,7 +80,7 @@ class IncomingStreams:
     def _end(self, done: "asyncio.Future[list[None]]") -> None:
         # The first error ends `gather` while other threads still receive; closing their sockets ends these.
         if done.cancelled() or done.exception():
-            self.close()
+            self.abort()
         with self._lock:
             self._open.discard(self._listener)
         self._listener.close()
@@ -90,7 +90,7 @@ class IncomingStreams:
             # A timeout of 0 would make the socket non-blocking, for all threads that wait at it.
             self._listener.settimeout(max(0.01, self._deadline - time.monotonic()))
             connection, _ = self._listener.accept()
-            # `_closed_early` ends first, so `close` never finds a socket that is closed already.
+            # `_closed_early` ends first, so `abort` never finds a socket that is closed already.
             with connection, self._closed_early(connection):
                 part = self._part_of(connection)
                 if part is not None:
@@ -100,7 +100,7 @@ class IncomingStreams:
 
     @contextlib.contextmanager
     def _closed_early(self, connection: socket.socket) -> Iterator[None]:
-        """Let `close` end it."""
+        """Let `abort` end it."""
         with self._lock:
             self._open.add(connection)
         try:
