@@ -281,11 +281,6 @@ def test_no_logprobs_are_read_if_none_were_asked_for(logprobs: Any) -> None:
     assert completion.logprobs is completion.logprob_token_ids is None
 
 
-def test_missing_logprobs_are_refused_if_they_were_asked_for() -> None:
-    with pytest.raises(TypeError):  # turned into a GenerationError by the engine
-        read_completion(choice(logprobs=None), GROUP, SAMPLING)
-
-
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_completion_without_token_ids_is_refused(logprobs: int | None) -> None:
     """A server that does not know `return_token_ids` leaves them out or null."""
@@ -302,11 +297,6 @@ def test_completion_that_ended_by_itself_is_taken(reason: str) -> None:
 def test_completion_that_was_cut_off_by_the_server_is_refused(reason: str | None) -> None:
     with pytest.raises(ValueError, match=f"a completion ended with finish_reason={reason!r}"):
         read_completion(choice(finish_reason=reason), GROUP, SAMPLING)
-
-
-def test_completion_of_another_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="belongs to another prompt"):
-        read_completion(choice(prompt_token_ids=[1, 2, 4]), GROUP, SAMPLING)
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], "hello"])

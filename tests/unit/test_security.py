@@ -356,11 +356,3 @@ def test_nothing_that_a_server_says_is_opened_as_a_path(tmp_path: Path) -> None:
         assert any(r.path == "/v1/load_lora_adapter" for r in server.requests)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] in (["raised GenerationError", "[]"], ["raised AdapterNotVisibleError", "[]"])
-
-
-def test_a_key_that_is_refused_is_named_by_its_variable(keys: None) -> None:
-    with (
-        serving(lambda request: request.send(200 if request.path == "/health" else 401)) as server,
-        pytest.raises(ServerAuthError, match="another API key than the one in VLLM_API_KEY"),
-    ):
-        Blocking(run(connect_engine(server.url, engine="vllm", is_local=True, deadline=soon())))
