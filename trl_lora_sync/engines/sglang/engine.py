@@ -98,6 +98,7 @@ class SGLangEngine(SGLangServer):
         self._check_setup(server, model)
         base_model = str(server.get("served_model_name") or model.get("model_path"))
         self._tp_size = int(server.get("tp_size") or 1)
+        modules = server.get("lora_target_modules") or ()
         self._capabilities = Capabilities(
             engine=SGLANG.name,
             version=str(server.get("version", "unknown")),
@@ -109,7 +110,7 @@ class SGLangEngine(SGLangServer):
             max_lora_rank=server.get("max_lora_rank"),
             # SGLang counts the base model as one.
             max_loras=int(server["max_loras_per_batch"]) - 1 if server.get("max_loras_per_batch") else None,
-            target_modules=_target_modules(server.get("lora_target_modules")),
+            target_modules=frozenset([modules] if isinstance(modules, str) else modules),
             **SGLANG.capabilities,
         )
         self._has_memory_saver = bool(server.get("enable_memory_saver"))
@@ -359,9 +360,15 @@ class SGLangEngine(SGLangServer):
     async def _samples(self, groups: Sequence[PromptGroup], sampling: Sampling) -> list[Sample]:
         samples = []
         for group in groups:
-            prompt_ids, pictures = _token_ids(group), group.images or []
-            if pictures:
-                self._check_takes_images()
+            prompt_ids, pictures = group.prompt, group.images or []
+            if isinstance(prompt_ids, str):
+                raise GenerationError("Text prompts are not sent to SGLang. Tokenize them and send token ids.")
+            if pictures and not self._takes_images:
+                raise GenerationError(
+                    f"A prompt has images, and {self.base_url} (SGLang {self.capabilities.version}, "
+                    f"{self.capabilities.base_root}) takes none. Serve the vision-language model that is trained, with "
+                    f"SGLang {_IMAGES_FROM} or newer: {self._serve_command()}"
+                )
             sent_ids = one_token_per_image(prompt_ids, len(pictures), sampling.image_token_id)
             images = await offload(partial(data_urls, pictures)) if pictures else []
             for number in range(group.count):
@@ -374,14 +381,6 @@ class SGLangEngine(SGLangServer):
                 self._check_length(prompt_ids, params)
                 samples.append(Sample(prompt_ids, sent_ids, images, params))
         return samples
-
-    def _check_takes_images(self) -> None:
-        if not self._takes_images:
-            raise GenerationError(
-                f"A prompt has images, and {self.base_url} (SGLang {self.capabilities.version}, "
-                f"{self.capabilities.base_root}) takes none. Serve the vision-language model that is trained, with "
-                f"SGLang {_IMAGES_FROM} or newer: {self._serve_command()}"
-            )
 
     def _check_length(self, prompt_ids: list[int], params: dict[str, Any]) -> None:
         """Refuse what the server would refuse after it has taken hold of the adapter, for ever up to 0.5.21."""
@@ -458,15 +457,17 @@ class SGLangEngine(SGLangServer):
                 f"The KV cache of {self.base_url} is released, and a request now would end the server. Take it back "
                 "first: generate through the trainer, which does so."
             )
+        is_batch = isinstance(body["input_ids"][0], list)
         async for attempt in self._retrying(deadline):
             with attempt:
-                # New ones for each attempt: an id that the server still knows is refused as a duplicate (0.5.17).
-                ids = _request_ids(body)
+                # New ones for each attempt: an id that the server still knows is refused as a duplicate (0.5.17). None
+                # begins with another, as SGLang aborts by the beginning of an id.
+                ids = [uuid.uuid4().hex for _ in (body["input_ids"] if is_batch else [0])]
                 answer = await self._http.request(
                     "POST",
                     "/generate",
                     deadline,
-                    body={**body, "rid": ids if _is_batch(body) else ids[0]},
+                    body={**body, "rid": ids if is_batch else ids[0]},
                     is_watched=self._is_watched,
                     abort=partial(self._abort, ids),
                 )
@@ -520,24 +521,3 @@ class SGLangEngine(SGLangServer):
             "SGLang's chat route serves the base model for adapters that are named without a colon, so it is not "
             "used. Render the chat template in the rollout function and call generate() with token ids."
         )
-
-
-def _is_batch(body: dict[str, Any]) -> bool:
-    return isinstance(body["input_ids"][0], list)
-
-
-def _request_ids(body: dict[str, Any]) -> list[str]:
-    """A new id for each sample of a request. None begins with another, as SGLang aborts by the beginning of an id."""
-    return [uuid.uuid4().hex for _ in (body["input_ids"] if _is_batch(body) else [0])]
-
-
-def _token_ids(group: PromptGroup) -> list[int]:
-    if isinstance(group.prompt, str):
-        raise GenerationError("Text prompts are not sent to SGLang. Tokenize them and send token ids.")
-    return group.prompt
-
-
-def _target_modules(value: Any) -> frozenset[str]:
-    if isinstance(value, str):
-        value = [value]
-    return frozenset(value or ())

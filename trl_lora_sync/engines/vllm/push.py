@@ -9,9 +9,9 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,7 +33,7 @@ from trl_lora_sync.engine_plugins.vllm_push import (
     TOKEN_HEADER,
 )
 from trl_lora_sync.engines.base import Deadline, Timeouts
-from trl_lora_sync.engines.http import SizedBody, is_unreachable, json_object, retrying, server_message
+from trl_lora_sync.engines.http import is_unreachable, json_object, retrying, server_message
 from trl_lora_sync.errors import LoRASyncError, ServerError, ServerSetupError, ServerUnreachableError
 from trl_lora_sync.runtime import offload
 
@@ -43,24 +43,12 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 256 << 10
 # Below, the additional requests would take longer than they save.
 _STREAMS, STREAMS_FROM_BYTES = 4, 4 << 20
+# `ServerEngine._request`: with the server's key; a refused key and an unreachable server come as errors.
+Send = Callable[..., Awaitable[httpx.Response]]
 
 
 class _NoStreamsError(Exception):
     """The adapter has to go in one HTTP request. Never leaves this module."""
-
-
-class Send(Protocol):
-    """One request, with the server's key; a refused key and an unreachable server come as errors."""
-
-    async def __call__(
-        self,
-        method: str,
-        path: str,
-        deadline: Deadline,
-        *,
-        content: SizedBody | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> httpx.Response: ...
 
 
 class PushedAdapters:
